@@ -1,0 +1,65 @@
+"""Every error Unisono raises on purpose, as one tree.
+
+::
+
+    UnisonoError
+    ├── JobError (ValueError)          a setting, or a combination of settings, that cannot work
+    │   └── JobMismatch                workers, or a run folder, that hold another job: lists the differences
+    ├── DataError (ValueError)         a data set or a batch that cannot be used
+    ├── ModelError (ValueError)        a model or optimizer that cannot be trained as it is
+    ├── LossError (ValueError)         a loss that is no scalar
+    │   └── NonFiniteLoss              a loss that is NaN or infinite: names step, shard and rank
+    ├── NondeterministicOperation      an operation that has no deterministic version: names it
+    ├── CheckpointError                a checkpoint that is damaged, missing or belongs elsewhere
+    ├── LaunchError                    workers that could not be started
+    └── WorkerLost                     another worker is gone: a consequence, never the cause
+
+``ValueError`` is for the user's mistake; an ``assert`` is for ours.
+"""
+
+
+class UnisonoError(Exception):
+    """Base of every error that Unisono raises on purpose."""
+
+
+class JobError(UnisonoError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class JobMismatch(JobError):
+    """Workers, or a run folder, that hold another job than this one."""
+
+
+class DataError(UnisonoError, ValueError):
+    """A data set or a batch that cannot be used."""
+
+
+class ModelError(UnisonoError, ValueError):
+    """A model or optimizer that cannot be trained as it is."""
+
+
+class LossError(UnisonoError, ValueError):
+    """A loss function that returned something else than a scalar mean."""
+
+
+class NonFiniteLoss(LossError):
+    """A loss that is NaN or infinite."""
+
+
+class NondeterministicOperation(UnisonoError, RuntimeError):
+    """An operation without a deterministic version, in a job that promises the same bits."""
+
+
+class CheckpointError(UnisonoError):
+    """A checkpoint that is damaged, missing or belongs to another job."""
+
+
+class LaunchError(UnisonoError):
+    """Workers that could not be started."""
+
+
+class WorkerLost(UnisonoError):
+    """Another worker of this generation is gone.
+
+    It is the consequence of a failure elsewhere: reports put the cause first.
+    """
