@@ -14,6 +14,8 @@
     ├── LaunchError                    workers that could not be started
     └── WorkerLost                     another worker is gone: a consequence, never the cause
 
+    UnisonoWarning (UserWarning)       something that works, and is probably not what was meant
+
 ``ValueError`` is for the user's mistake; an ``assert`` is for ours.
 """
 
@@ -63,3 +65,7 @@ class WorkerLost(UnisonoError):
 
     It is the consequence of a failure elsewhere: reports put the cause first.
     """
+
+
+class UnisonoWarning(UserWarning):
+    """Something that works, and is probably not what was meant."""

@@ -1,0 +1,58 @@
+# One command for each thing one does here. Each sets up .venv by itself, so a fresh clone needs nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test check bench format clean
+.DELETE_ON_ERROR:
+
+help:  ## what can be made
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+
+demo: $(READY)  ## train on handwritten digits with 1 and with 3 workers, and compare the weights
+	@$(BIN)/python examples/demo.py
+
+test: $(READY)  ## the whole test suite
+	@echo "==> all tests"
+	@$(BIN)/python -m pytest
+
+check: $(READY)  ## format, lint, types, layers, unit tests: before every commit
+	@echo "==> format"
+	@$(BIN)/ruff format --check --output-format concise .
+	@echo "==> lint"
+	@$(BIN)/ruff check --quiet .
+	@echo "==> types"
+	@$(BIN)/mypy
+	@echo "==> layers and unit tests"
+	@$(BIN)/python -m pytest -m unit
+
+bench: $(READY)  ## the step's time beside a plain PyTorch loop
+	@$(BIN)/python benchmarks/step_time.py
+
+format: $(READY)  ## lay out the code and mend what ruff can mend
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean:  ## remove .venv and all caches; what you trained stays
+	@echo "==> removing $(VENV) and the caches"
+	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch is pinned in the very command that installs everything, or pip would fetch the newest build there is. As
+# variables, the constraints also hold for the tools that build the package (the second name is for pip >= 25.3);
+# their paths are relative because pip splits them at blanks.
+$(READY): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || { \
+		echo "No '$(PYTHON)' found. Unisono needs Python 3.11 or newer; name yours: make PYTHON=python3.12" >&2; \
+		exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "'$(PYTHON)' is $$("$(PYTHON)" --version 2>&1). Unisono needs Python 3.11 or newer;" \
+			"name one: make PYTHON=python3.12" >&2; \
+		exit 1; }
+	@echo "==> installing into $(VENV) (once; PyTorch is large, this takes a few minutes)"
+	@"$(PYTHON)" -m venv $(VENV)
+	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,examples]'
+	@touch $@

@@ -1,0 +1,68 @@
+"""The same training twice: an ordinary PyTorch loop, and what changes when Unisono runs it.
+
+    python examples/plain_loop.py --which plain
+    python examples/plain_loop.py --which unisono
+    unisono run -n 3 examples/plain_loop.py --which unisono      the same weights, to the last bit
+
+Read the two functions side by side. The lines that change are marked.
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch user knows
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import unisono
+
+EPOCHS, BATCH_SIZE = 5, 64
+
+
+def load():
+    digits = load_digits()
+    return TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
+
+
+def plain():
+    torch.manual_seed(0)
+    dataset = load()
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
+    for epoch in range(EPOCHS):
+        for images, labels in loader:
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(f"epoch {epoch}: loss {loss.item():.4f}")
+
+
+def with_unisono():
+    run = unisono.init(batch_size=BATCH_SIZE, seed=0)  # was: torch.manual_seed
+    dataset = load()
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = run.prepare(model, optimizer)  # new: the same weights on every worker
+
+    def loss_fn(model, batch):  # was: the loop's body. It sees one shard of the batch
+        images, labels = batch
+        return F.cross_entropy(model(images), labels)
+
+    for step in run.steps(dataset, epochs=EPOCHS):  # was: the loader and both loops
+        loss = step.run(loss_fn)  # was: zero_grad, backward, step. The mean over the whole batch
+        if step.is_last_in_epoch:
+            run.print(f"epoch {step.epoch}: loss {loss:.4f}")  # was: print. Once, not once per worker
+
+    run.finish(model)  # new: the result, and the weights' sha256
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("--which", choices=["plain", "unisono"], required=True)
+    {"plain": plain, "unisono": with_unisono}[arguments.parse_args().which]()

@@ -1,0 +1,1 @@
+"""State on disk: run folders, and checkpoints that know nothing of ranks."""

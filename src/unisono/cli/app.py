@@ -1,0 +1,54 @@
+"""The commands. Nothing here loads torch; a command that needs it loads it when it is called."""
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from unisono.cli.doctor import doctor
+from unisono.cli.run import run
+from unisono.errors import JobError, UnisonoError
+
+USAGE = 2
+
+app = typer.Typer(
+    name="unisono",
+    help="Exact data-parallel training on PyTorch: the same weights, bit for bit, on any number of workers.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# What stands after the script is the script's, -n and --help too.
+app.command("run", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(run)
+app.command("doctor")(doctor)
+# Further commands are registered here: app.command("verify")(verify)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"unisono {sys.modules['unisono'].__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
+def main() -> None:
+    """The console entry: an error is one line on stderr; exit code 2 if the person who typed can mend it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a worker may write what this terminal cannot show
+    try:
+        app()
+    except UnisonoError as error:
+        typer.echo(f"unisono: error: {error}", err=True)
+        sys.exit(USAGE if isinstance(error, JobError) else 1)

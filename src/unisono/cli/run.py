@@ -1,0 +1,76 @@
+"""``unisono run``: start the workers of a job on this host."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unisono.launch.command import dry_run
+from unisono.launch.folder import new_run_folder, run_folder_name
+from unisono.launch.local import launch
+from unisono.launch.report import report
+from unisono.launch.script import Script
+from unisono.launch.settings import GRACE_S, LaunchSettings
+from unisono.launch.terminal import Terminal
+
+RUNS = Path("runs")
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(help="Everything after the script belongs to the script.", metavar="ARGS")
+    ] = None,
+    workers: Annotated[int, typer.Option("-n", "--workers", help="How many workers to start.")] = 1,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(envvar="UNISONO_RUN_DIR", help="Run folder; one with checkpoints of this job is resumed."),
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(envvar="UNISONO_SHARDS", help="Shards of the job, unless the script sets them.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(envvar="UNISONO_THREADS", help="Threads per worker, unless the script sets them.")
+    ] = None,
+    grace_s: Annotated[float, typer.Option(help="Seconds to leave in after the first Ctrl-C or SIGTERM.")] = GRACE_S,
+    allow_job_change: Annotated[
+        bool,
+        typer.Option("--allow-job-change", envvar="UNISONO_ALLOW_JOB_CHANGE", help="Resume although settings differ."),
+    ] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Print what each worker would be started with.")] = False,
+) -> None:
+    """Start N workers that train together: unisono run -n 4 train.py --its-own flags."""
+    settings = LaunchSettings(
+        script=Script(script, tuple(args or ()), is_module=module),
+        workers=workers,
+        run_dir=run_dir,
+        shards=shards,
+        threads=threads,
+        allow_job_change=allow_job_change,
+        grace_s=grace_s,
+    )
+    settings.check()
+    if dry:
+        typer.echo(dry_run(settings, run_dir or RUNS / run_folder_name(settings.script.stem, datetime.now())))  # noqa: DTZ005
+        return
+    raise typer.Exit(start(settings))
+
+
+def start(settings: LaunchSettings) -> int:
+    """Run a job to its end and say how it ended.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        JobError: the run folder cannot be used.
+        LaunchError: a worker could not be started.
+    """
+    folder = settings.run_dir or new_run_folder(RUNS, settings.script.stem)
+    terminal = Terminal.of_this_process()
+    terminal.say(f"{settings.workers} worker{'s' if settings.workers > 1 else ''}, run folder {folder}")
+    outcome = launch(settings, folder, terminal)
+    terminal.conclude(report(outcome, folder))
+    return outcome.exit_code

@@ -1,0 +1,1 @@
+"""From a data set to this worker's shards."""

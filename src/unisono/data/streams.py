@@ -1,0 +1,59 @@
+"""The random generators that a script may draw from, seeded and kept as one."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Generators:
+    """The state of torch's generators (CPU, and CUDA where it is in use), NumPy's and Python's."""
+
+    torch_cpu: torch.Tensor
+    torch_cuda: torch.Tensor | None
+    numpy: Any
+    python: Any
+
+    @classmethod
+    def capture(cls) -> "Generators":
+        """The generators' state now."""
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        return cls(torch.get_rng_state(), cuda, _numpy_bits().state, random.getstate())
+
+    def restore(self) -> None:
+        """Set the generators back to this state."""
+        torch.set_rng_state(self.torch_cpu)
+        if self.torch_cuda is not None:
+            torch.cuda.set_rng_state(self.torch_cuda)
+        _numpy_bits().state = self.numpy
+        random.setstate(self.python)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed all generators from one 64-bit seed."""
+    # torch.manual_seed would do, but reaches for every accelerator's lazy initialisation: 80 times slower.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Whatever is seeded or drawn inside leaves no trace outside."""
+    before = Generators.capture()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def _numpy_bits() -> Any:
+    # NumPy's global generator is what a user's np.random.rand() draws from.
+    return np.random.mtrand._rand._bit_generator

@@ -1,0 +1,124 @@
+"""The job as a frozen, validated value; its digest, and the fingerprint of the numerics it runs on."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from unisono.errors import JobError
+
+Reduction = Literal["exact", "native"]
+Precision = Literal["float32", "bf16"]
+
+SAMPLES_PER_SHARD = 16
+"""The fewest samples that the default number of shards leaves in a shard."""
+
+DEFAULT_SHARDS = 8
+"""The most shards that a job gets by default."""
+
+
+def default_shards(batch_size: int) -> int:
+    """The largest power of two up to 8 that leaves at least 16 samples per shard."""
+    shards = 1
+    while shards < DEFAULT_SHARDS and batch_size // (2 * shards) >= SAMPLES_PER_SHARD:
+        shards *= 2
+    return shards
+
+
+class Job(BaseModel):
+    """What decides the bits of the final weights, besides the script itself.
+
+    Attributes:
+        batch_size: samples in one global batch.
+        shards: fixed slices of the global batch; also the largest number of workers the job can use.
+        seed: of every random stream.
+        threads: torch threads per worker; one thread and two give other bits.
+        reduction: ``exact`` adds along the summation tree, ``native`` is the backend's own all-reduce.
+        precision: ``float32`` leaves dtypes alone, ``bf16`` runs forward passes under autocast.
+        bucket_mb: size of the buckets that are reduced together, in MiB.
+        deterministic: operations without a deterministic version are refused.
+        on_nan: what a loss that is NaN or infinite does: ``stop`` the job or ``skip`` the step.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch_size: int = Field(ge=1)
+    shards: int = Field(ge=1)
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
+    threads: int = Field(default=1, ge=1)
+    reduction: Reduction = "exact"
+    precision: Precision = "float32"
+    bucket_mb: float = Field(default=25.0, gt=0)
+    deterministic: bool = True
+    on_nan: Literal["stop", "skip"] = "stop"
+
+    @model_validator(mode="after")
+    def _shards_fit(self) -> "Job":
+        if self.shards > self.batch_size:
+            raise ValueError(
+                f"shards={self.shards} is more than batch_size={self.batch_size}: a shard is a slice of the "
+                f"batch, so set shards to at most {self.batch_size} (default here: "
+                f"{default_shards(self.batch_size)})"
+            )
+        return self
+
+    @classmethod
+    def create(cls, *, batch_size: Any, shards: int | None = None, **settings: Any) -> "Job":
+        """A job from settings, with ``shards`` following from the batch size unless given.
+
+        Raises:
+            JobError: a setting is of the wrong type or out of range; names it, its value and the range.
+        """
+        if shards is None and isinstance(batch_size, int) and batch_size >= 1:
+            shards = default_shards(batch_size)
+        try:
+            return cls.model_validate({"batch_size": batch_size, "shards": shards, **settings}, strict=True)
+        except ValidationError as error:
+            raise JobError(_explain(error)) from None
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of the job's settings, in hex."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def require_workers(self, workers: int) -> None:
+        """Refuse more workers than there are shards.
+
+        Raises:
+            JobError: says which ``shards=`` to set.
+        """
+        if workers <= self.shards:
+            return
+        if workers > self.batch_size:
+            raise JobError(
+                f"{workers} workers cannot share a batch of {self.batch_size} samples: start at most "
+                f"{self.batch_size} workers, or raise batch_size"
+            )
+        raise JobError(
+            f"{workers} workers, but the job has only {self.shards} shards, and a worker needs at least one: "
+            f"set shards={workers} (unisono.init(shards={workers}), or unisono run --shards {workers}), or "
+            f"start at most {self.shards} workers. Other shards give other bits: keep the number from then on"
+        )
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Each field in which two flat mappings differ, as ``field: ours, theirs``."""
+    fields = list(dict.fromkeys([*ours, *theirs]))
+    absent = "absent"
+    return [
+        f"{field}: {ours.get(field, absent)!s} here, {theirs.get(field, absent)!s} there"
+        for field in fields
+        if ours.get(field, absent) != theirs.get(field, absent)
+    ]
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"{where}={problem['input']!r}: {message}" if where else message)
+    return "; ".join(lines)

@@ -1,0 +1,1 @@
+"""Starting workers, watching them, and saying why they ended."""

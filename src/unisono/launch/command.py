@@ -1,0 +1,92 @@
+"""The command and the environment of each worker, decided without starting anything."""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.launch.settings import LaunchSettings
+
+STALE = ("UNISONO_STORE", "UNISONO_STORE_FD")
+"""What a launcher started by another launcher's worker would inherit, and not every worker gets anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the workers of one launch meet: a listening socket that the launcher opened.
+
+    Attributes:
+        port: its port on loopback.
+        fd: its descriptor, handed to rank 0.
+    """
+
+    port: int | str
+    fd: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCommand:
+    """One worker as it is going to be started.
+
+    Attributes:
+        argv: the command.
+        variables: what it gets on top of the launcher's own environment.
+    """
+
+    argv: tuple[str, ...]
+    variables: Mapping[str, str]
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The worker's whole environment."""
+        return {name: value for name, value in base.items() if name not in STALE} | dict(self.variables)
+
+    def __str__(self) -> str:
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
+        return f"{variables} {shlex.join(self.argv)}"
+
+
+def worker_command(settings: LaunchSettings, run_dir: Path, rank: int, meeting: Meeting | None) -> WorkerCommand:
+    """How to start the worker of a rank. A job of one worker has no ``meeting``."""
+    # -P keeps the current folder off the path until the bootstrap has put there what the script expects.
+    argv = (sys.executable, "-P", "-u", "-m", "unisono.launch.worker", *settings.script.argv)
+    threads = str(settings.threads or 1)
+    variables = {
+        "UNISONO_RANK": str(rank),
+        "UNISONO_WORLD_SIZE": str(settings.workers),
+        "UNISONO_LOCAL_RANK": str(rank),
+        "UNISONO_LOCAL_WORLD_SIZE": str(settings.workers),
+        "UNISONO_RUN_DIR": os.path.abspath(run_dir),  # noqa: PTH100 (resolve() would follow the user's links)
+        "UNISONO_LAUNCHER_PID": str(os.getpid()),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        **_wishes(settings),
+        **_where(meeting, rank),
+        **settings.extra_environment,
+    }
+    return WorkerCommand(argv, variables)
+
+
+def _wishes(settings: LaunchSettings) -> dict[str, str]:
+    wishes = {"UNISONO_SHARDS": settings.shards, "UNISONO_THREADS": settings.threads}
+    allowed = {"UNISONO_ALLOW_JOB_CHANGE": "1"} if settings.allow_job_change else {}
+    return {name: str(value) for name, value in wishes.items() if value is not None} | allowed
+
+
+def _where(meeting: Meeting | None, rank: int) -> dict[str, str]:
+    if meeting is None:
+        return {}
+    socket = {"UNISONO_STORE_FD": str(meeting.fd)} if rank == 0 else {}
+    return {"UNISONO_STORE": f"127.0.0.1:{meeting.port}", **socket}
+
+
+def dry_run(settings: LaunchSettings, run_dir: Path) -> str:
+    """What would be started, one worker below the other, for a person to read."""
+    meeting = Meeting("PORT", "FD") if settings.workers > 1 else None
+    lines = ["# PORT and FD: a socket that the launcher opens on loopback"] if meeting else []
+    for rank in range(settings.workers):
+        command = worker_command(settings, run_dir, rank, meeting)
+        shown = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
+        lines += [f"# rank {rank}", str(WorkerCommand(command.argv, shown))]
+    return "\n".join(lines)

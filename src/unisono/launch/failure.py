@@ -1,0 +1,103 @@
+"""What a worker leaves behind when its script ends with an exception."""
+
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from unisono.errors import LaunchError, WorkerLost
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The exception that ended a worker's script.
+
+    Attributes:
+        rank: the worker's rank.
+        host: the name of its host.
+        pid: its process.
+        type: the exception's type, as a traceback names it.
+        message: what it says.
+        traceback: the whole traceback, frames of the user's script first.
+        consequence: it only follows from the loss of another worker.
+        time: when, in seconds since 1970.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    type: str
+    message: str
+    traceback: str
+    consequence: bool
+    time: float
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> "Failure":
+        """The failure of this process, now."""
+        described = traceback.TracebackException.from_exception(error)
+        return cls(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            type=_type_name(type(error)),
+            message=str(described),
+            traceback="".join(described.format()),
+            consequence=any(isinstance(link, WorkerLost) for link in _chain(error)),
+            time=time.time(),
+        )
+
+    def write(self, run_dir: Path) -> None:
+        """Write it into the run folder, whole or not at all.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        path = failure_path(run_dir, self.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, run_dir: Path, rank: int) -> "Failure | None":
+        """The failure of a rank, or None if its script did not end with an exception.
+
+        Raises:
+            LaunchError: there is a record and it cannot be read; names the file.
+        """
+        path = failure_path(run_dir, rank)
+        try:
+            return cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise LaunchError(f"the record of what happened to rank {rank}, {path}, is unreadable: {error}") from error
+
+
+def failure_path(run_dir: Path, rank: int) -> Path:
+    """Where a rank's failure is recorded."""
+    return run_dir / "logs" / f"rank-{rank}.error.json"
+
+
+def _type_name(kind: type[BaseException]) -> str:
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception, and those that it was raised from or while handling."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        yield link
+        seen.add(id(link))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

@@ -1,0 +1,231 @@
+"""Workers on this host: starts them, passes signals on, ends them together, and leaves nothing behind.
+
+What is decided (who is to blame, which exit code, what a line is, which command) is decided elsewhere; here it happens.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.errors import LaunchError
+from unisono.launch.command import Meeting, worker_command
+from unisono.launch.failure import Failure
+from unisono.launch.guard import Guard, kill_group
+from unisono.launch.outcome import Blame, Outcome, WorkerExit
+from unisono.launch.output import WorkerOutput
+from unisono.launch.result import End, log_path, prepare_folder
+from unisono.launch.settings import LaunchSettings
+from unisono.launch.terminal import Terminal
+
+SETTLE_S = 0.3
+"""After an exit that is only a consequence: how long its cause may take to end by itself, with its own words."""
+
+SECOND_TERM_S = 0.2
+KILL_S = 0.7
+"""A worker leaves at a step's end on the first SIGTERM, at once on the second. Those that do neither are killed."""
+
+
+def launch(settings: LaunchSettings, run_dir: Path, terminal: Terminal) -> Outcome:
+    """Run all workers of a job to their end, and write how it ended into the run folder. Main thread only.
+
+    Args:
+        settings: what to start; must have been checked.
+        run_dir: the run folder; made if it is not there.
+        terminal: where to show the workers' output.
+
+    Raises:
+        JobError: the run folder cannot be used.
+        LaunchError: a worker could not be started; those that were are ended.
+    """
+    prepare_folder(run_dir)
+    started = time.monotonic()
+    try:
+        outcome = asyncio.run(_Crew(settings, run_dir, terminal).run())
+    except LaunchError as error:
+        _conclude(run_dir, End(1, {"message": str(error)}, settings.workers, time.monotonic() - started), terminal)
+        raise
+    _conclude(run_dir, End.of(outcome), terminal)
+    return outcome
+
+
+def _conclude(run_dir: Path, end: End, terminal: Terminal) -> None:
+    try:
+        end.write(run_dir)
+    except OSError as error:
+        terminal.say(f"{run_dir / 'result.json'} could not be written: {error}")
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """A running worker. It leads a process group of its own, with its process id for number."""
+
+    rank: int
+    process: asyncio.subprocess.Process
+    output: WorkerOutput
+    told_at: float | None = None
+
+
+class _Crew:
+    """All workers of one launch."""
+
+    def __init__(self, settings: LaunchSettings, run_dir: Path, terminal: Terminal) -> None:
+        self._settings, self._run_dir, self._terminal = settings, run_dir, terminal
+        self._running: dict[int, _Worker] = {}
+        self._exits: list[WorkerExit] = []
+        self._interrupted: int | None = None
+        self._ending = False
+        self._said: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> Outcome:
+        """From the first start to the last end."""
+        started = time.monotonic()
+        with self._passing_signals_on(), _guard() as guard:
+            try:
+                await self._start_all(guard)
+            except BaseException:
+                self._kill()
+                raise
+            finally:
+                await asyncio.gather(*(self._see_off(worker, guard) for worker in list(self._running.values())))
+                await asyncio.gather(*self._said)
+        exits = tuple(sorted(self._exits, key=lambda each: each.rank))
+        took = time.monotonic() - started
+        return Outcome(exits, self._settings.workers, socket.gethostname(), took, self._interrupted)
+
+    async def _start_all(self, guard: Guard) -> None:
+        with _listening(self._settings.workers) as meeting:
+            for rank in range(self._settings.workers):
+                if self._interrupted is None:
+                    try:
+                        self._running[rank] = await self._start(rank, meeting)
+                    except OSError as error:
+                        raise LaunchError(f"the worker of rank {rank} could not be started: {error}") from error
+                    guard.watch(self._running[rank].process.pid)
+
+    async def _start(self, rank: int, meeting: Meeting | None) -> _Worker:
+        command = worker_command(self._settings, self._run_dir, rank, meeting)
+        output = WorkerOutput(rank, log_path(self._run_dir, rank), self._terminal, self._say)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command.argv,
+                env=command.environment(os.environ),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output.out.writing,
+                stderr=output.err.writing,
+                start_new_session=True,
+                pass_fds=[int(meeting.fd)] if meeting is not None and rank == 0 else [],
+            )
+        except OSError:
+            output.abandon()
+            raise
+        output.worker_started()
+        return _Worker(rank, process, output)
+
+    async def _see_off(self, worker: _Worker, guard: Guard) -> None:
+        """Wait for a worker's end; end what it started, note how it ended, show the last it wrote."""
+        code = await worker.process.wait()
+        ended_at = time.time()
+        kill_group(worker.process.pid)
+        guard.forget(worker.process.pid)
+        del self._running[worker.rank]
+        self._note(WorkerExit(worker.rank, code, ended_at, self._failure_of(worker.rank), worker.told_at))
+        await worker.output.drain()
+
+    def _failure_of(self, rank: int) -> Failure | None:
+        try:
+            return Failure.read(self._run_dir, rank)
+        except LaunchError as error:
+            self._say(str(error))
+            return None
+
+    def _note(self, worker_exit: WorkerExit) -> None:
+        self._exits.append(worker_exit)
+        blame = worker_exit.blame(self._interrupted)
+        if blame in (Blame.CAUSE, Blame.CONSEQUENCE) and not self._ending:
+            self._end_the_others(SETTLE_S if blame is Blame.CONSEQUENCE else 0.0)
+
+    def _end_the_others(self, delay: float) -> None:
+        self._ending = True
+        loop = asyncio.get_running_loop()
+        loop.call_later(delay, self._tell_to_end)
+        loop.call_later(delay + SECOND_TERM_S, self._tell_to_end)
+        loop.call_later(delay + KILL_S, self._kill)
+
+    def _tell_to_end(self) -> None:
+        for worker in self._running.values():
+            worker.told_at = worker.told_at or time.time()
+        self._send(signal.SIGTERM)
+
+    def _kill(self) -> None:
+        for worker in self._running.values():
+            worker.told_at = worker.told_at or time.time()
+            kill_group(worker.process.pid)
+
+    def _send(self, number: int) -> None:
+        # To the worker alone: what it started is the worker's to end, as long as it lives.
+        for worker in self._running.values():
+            with suppress(ProcessLookupError):
+                os.kill(worker.process.pid, number)
+
+    @contextmanager
+    def _passing_signals_on(self) -> Iterator[None]:
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it ignored
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.getsignal(number) for number in numbers}
+        loop = asyncio.get_running_loop()
+        for number in numbers:
+            loop.add_signal_handler(number, self._signalled, number)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+
+    def _signalled(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._interrupted is not None:
+            self._say(f"{name} again: killing the workers")
+            self._kill()
+            return
+        self._interrupted = number
+        grace = self._settings.grace_s
+        self._say(f"{name}: passed on to the workers, which have {grace:g} s to leave (once more kills them)")
+        self._send(signal.SIGTERM if number == signal.SIGHUP else number)
+        asyncio.get_running_loop().call_later(grace, self._kill)
+
+    def _say(self, words: str) -> None:
+        task = asyncio.create_task(asyncio.to_thread(self._terminal.say, words))
+        self._said.add(task)
+        task.add_done_callback(self._said.discard)
+
+
+@contextmanager
+def _guard() -> Iterator[Guard]:
+    try:
+        guard = Guard()
+    except OSError as error:
+        raise LaunchError(f"no process can be started: {error}") from error
+    try:
+        yield guard
+    finally:
+        guard.close()
+
+
+@contextmanager
+def _listening(workers: int) -> Iterator[Meeting | None]:
+    """A socket on loopback, at a port that the system chooses, open before any worker looks for it."""
+    if workers == 1:
+        yield None
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(workers * 2 + 128)
+        yield Meeting(listener.getsockname()[1], listener.fileno())

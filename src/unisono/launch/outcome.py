@@ -1,0 +1,176 @@
+"""How a job ended: which worker is to blame, with what exit code, in which words. Nothing here touches the system."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from unisono.launch.failure import Failure
+
+PREEMPTED = 75
+"""The exit code of a worker that left with a checkpoint and can be started again."""
+
+FIRST_SIGNAL = 128
+"""A process that a signal ended has, for a shell, the exit code 128 + the signal's number."""
+
+HINTS = {
+    "SIGKILL": "likely the memory ran out (see dmesg, and the memory limit of the container or of the Slurm job): "
+    "a smaller batch, fewer workers or fewer loader processes need less",
+    "SIGBUS": "likely shared memory ran out: see the size of /dev/shm; in a container, raise --shm-size",
+    "SIGSEGV": "a crash in native code: the Python stacks are in the log",
+    "SIGABRT": "native code gave up: its message is in the log",
+    "SIGTERM": "someone, or the batch system, ended this one worker",
+    "SIGXCPU": "its limit of CPU time is used up (ulimit -t)",
+}
+
+
+class Blame(IntEnum):
+    """How likely an exit is what began it all, the likeliest first."""
+
+    CAUSE = 0
+    CONSEQUENCE = 1
+    ANSWER = 2
+    ENDED_BY_LAUNCHER = 3
+    NONE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """How one worker ended.
+
+    Attributes:
+        rank: its rank.
+        code: its exit code; minus the signal's number if a signal ended it.
+        time: when, in seconds since 1970.
+        failure: what it recorded, if an exception ended its script.
+        told_at: when the launcher, ending the job, told it to end; None if it did not.
+    """
+
+    rank: int
+    code: int
+    time: float
+    failure: Failure | None = None
+    told_at: float | None = None
+
+    @property
+    def began(self) -> float:
+        """When the trouble began: the exception comes before the exit."""
+        return min(self.time, self.failure.time) if self.failure else self.time
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code as a shell gives it."""
+        return self.code if self.code >= 0 else FIRST_SIGNAL - self.code
+
+    @property
+    def signal_name(self) -> str:
+        """The signal that ended it, or nothing."""
+        if self.code >= 0:
+            return ""
+        try:
+            return signal.Signals(-self.code).name
+        except ValueError:  # a real-time signal has no name
+            return f"signal {-self.code}"
+
+    def blame(self, interrupted: int | None = None) -> Blame:
+        """How likely this exit began it all, in a job that was or was not interrupted by a signal."""
+        if self.code in (0, PREEMPTED):
+            return Blame.NONE
+        if self.told_at is not None and not (self.failure and self.failure.time < self.told_at):
+            return Blame.ENDED_BY_LAUNCHER
+        if self.failure is not None:
+            return Blame.CONSEQUENCE if self.failure.consequence else Blame.CAUSE
+        if interrupted is not None and self.shell_code - FIRST_SIGNAL in (signal.SIGINT, signal.SIGTERM):
+            return Blame.ANSWER
+        return Blame.CAUSE
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        exits: how each worker ended.
+        workers: how many there were to be.
+        host: the name of the host.
+        seconds: how long it took.
+        interrupted: the first signal that the launcher got, if any.
+    """
+
+    exits: tuple[WorkerExit, ...]
+    workers: int
+    host: str
+    seconds: float
+    interrupted: int | None = None
+
+    @property
+    def cause(self) -> WorkerExit | None:
+        """The exit that began it all; None if no worker failed by itself."""
+        return find_cause(self.exits, self.interrupted)
+
+    @property
+    def exit_code(self) -> int:
+        """The launcher's own exit code."""
+        cause, codes = self.cause, {each.code for each in self.exits}
+        if cause is not None and (self.interrupted is None or cause.blame(self.interrupted) is Blame.CAUSE):
+            return cause.shell_code
+        if codes and codes <= {0, PREEMPTED}:
+            return max(codes)
+        return FIRST_SIGNAL + self.interrupted if self.interrupted is not None else 1
+
+    @property
+    def error(self) -> dict[str, object] | None:
+        """What went wrong, for ``result.json``; None if nothing did."""
+        if self.exit_code == 0:
+            return None
+        cause = self.cause
+        if cause is None or self.exit_code != cause.shell_code:
+            return {"message": self.summary()}
+        failure = cause.failure
+        return {
+            "rank": cause.rank,
+            "host": self.host,
+            "exit_code": cause.shell_code,
+            "type": failure.type if failure else cause.signal_name or "SystemExit",
+            "message": failure.message if failure else describe(cause, self.host),
+            "traceback": failure.traceback if failure else None,
+        }
+
+    def summary(self) -> str:
+        """One line for a person: what happened, and what to do."""
+        code, cause = self.exit_code, self.cause
+        if code == 0:
+            return f"{self.workers} workers done in {self.seconds:.1f} s"
+        if code == PREEMPTED:
+            return "left with a checkpoint: start it again with the same --run-dir to go on"
+        if self.interrupted is not None and (cause is None or cause.blame(self.interrupted) is not Blame.CAUSE):
+            return f"ended by {signal.Signals(self.interrupted).name}"
+        assert cause is not None, "an exit code other than 0 has a cause"
+        return describe(cause, self.host) + self.note
+
+    @property
+    def note(self) -> str:
+        """Who had left before a worker was missed: a worker that leaves early does not fail, but others do."""
+        cause = self.cause
+        if cause is None or cause.failure is None or not cause.failure.consequence:
+            return ""
+        left = [each for each in self.exits if each.code in (0, PREEMPTED) and each.time <= cause.time]
+        said = ", ".join(f"rank {each.rank} with exit code {each.code}" for each in left)
+        return f" (before it had left: {said})" if said else ""
+
+
+def find_cause(exits: Sequence[WorkerExit], interrupted: int | None = None) -> WorkerExit | None:
+    """The exit that began it all: by blame, then the earliest; None if every worker ended well."""
+    failed = [each for each in exits if each.blame(interrupted) is not Blame.NONE]
+    return min(failed, key=lambda each: (each.blame(interrupted), each.began, each.rank), default=None)
+
+
+def describe(worker: WorkerExit, host: str) -> str:
+    """One exit in words: ``rank 1 on host a was killed by SIGKILL: likely the memory ran out …``."""
+    who = f"rank {worker.rank} on host {host}"
+    if worker.code < 0:
+        hint = HINTS.get(worker.signal_name)
+        return f"{who} was killed by {worker.signal_name}" + (f": {hint}" if hint else "")
+    if worker.failure is not None:
+        return f"{who} failed with exit code {worker.code}: {worker.failure.type}: {worker.failure.message}"
+    return f"{who} ended with exit code {worker.code}"

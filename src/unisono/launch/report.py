@@ -1,0 +1,37 @@
+"""The last words of a launcher: what went wrong, and where to look."""
+
+from pathlib import Path
+
+from unisono.launch.outcome import Blame, Outcome, describe
+from unisono.launch.result import log_path
+
+TAIL_LINES = 15
+TAIL_BYTES = 16 * 1024
+
+
+def report(outcome: Outcome, run_dir: Path) -> str:
+    """What to print when a job has ended: nothing after a success, the cause's traceback last after a failure."""
+    if outcome.exit_code == 0:
+        return ""
+    cause = outcome.cause
+    if cause is None or cause.blame(outcome.interrupted) in (Blame.ANSWER, Blame.ENDED_BY_LAUNCHER):
+        return f"unisono: {outcome.summary()} (exit code {outcome.exit_code}, run folder {run_dir})\n"
+    log = log_path(run_dir, cause.rank)
+    if cause.failure is not None:
+        who = f"rank {cause.rank} on host {outcome.host} failed"
+        return f"unisono: {who} (exit code {outcome.exit_code}, log {log}){outcome.note}\n{cause.failure.traceback}"
+    tail = "".join(f"  | {line}\n" for line in last_lines(log))
+    quoted = f"unisono: the last lines of rank {cause.rank} (log {log}):\n{tail}" if tail else ""
+    return f"{quoted}unisono: {describe(cause, outcome.host)} (exit code {outcome.exit_code})\n"
+
+
+def last_lines(log: Path, lines: int = TAIL_LINES) -> list[str]:
+    """The end of a log; nothing if it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.splitlines()[-lines:]

@@ -1,0 +1,54 @@
+"""What the person who starts a job asks of the launcher, as a value."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unisono.errors import JobError
+from unisono.launch.script import Script
+
+GRACE_S = 30.0
+"""How long workers that were asked to leave may take, unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSettings:
+    """How to start the workers of one job on this host.
+
+    Attributes:
+        script: what each worker runs.
+        workers: how many.
+        run_dir: the run folder; None makes a new one below ``runs``.
+        shards: the job's shards, if the person sets them here.
+        threads: torch threads of each worker, if the person sets them here.
+        allow_job_change: a resumed job may differ from the one of the checkpoint.
+        grace_s: seconds that workers may take to leave after the first Ctrl-C or SIGTERM.
+        extra_environment: further variables for every worker.
+    """
+
+    script: Script
+    workers: int = 1
+    run_dir: Path | None = None
+    shards: int | None = None
+    threads: int | None = None
+    allow_job_change: bool = False
+    grace_s: float = GRACE_S
+    extra_environment: dict[str, str] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Refuse what cannot work, before anything is started.
+
+        Raises:
+            JobError: a number is out of range, or the script cannot be run; names it.
+        """
+        for name in ("workers", "shards", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise JobError(f"--{name} {value}: at least 1 is needed")
+        if not 0 <= self.grace_s < float("inf"):
+            raise JobError(f"--grace-s {self.grace_s:g}: needs a number of seconds, 0 or more")
+        if self.shards is not None and self.workers > self.shards:
+            raise JobError(
+                f"--workers {self.workers} with --shards {self.shards}: every worker needs at least one shard; "
+                f"set --shards {self.workers}, or start at most {self.shards} workers"
+            )
+        self.script.require_readable()

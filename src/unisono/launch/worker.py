@@ -1,0 +1,140 @@
+"""The first lines of a worker: ``python -m unisono.launch.worker script.py arguments``.
+
+It ends with its launcher, runs the script as ``python script.py`` would, and records the exception that ends
+it. Torch is left to the script.
+"""
+
+import ctypes
+import faulthandler
+import importlib.abc
+import os
+import runpy
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from unisono.launch.failure import Failure
+from unisono.launch.script import Script
+
+PR_SET_PDEATHSIG = 1
+LINGER_S = 1.0
+"""How long a worker whose script failed may take to clean up, so that the others are not kept waiting."""
+
+
+def main() -> None:
+    """Run the script that the arguments name."""
+    die_with(os.environ.get("UNISONO_LAUNCHER_PID"))
+    keep_from_children(os.environ.get("UNISONO_STORE_FD"))
+    # A launcher in the background of a shell script has Ctrl-C ignored, and its workers would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.enable()
+    script = Script.from_argv(sys.argv[1:])
+    try:
+        run(script)
+    except SystemExit:
+        raise
+    except KeyboardInterrupt as error:
+        print(f"KeyboardInterrupt{_place(error)}", file=sys.stderr)  # noqa: T201
+        sys.exit(128 + signal.SIGINT)
+    except BaseException as error:  # noqa: BLE001 (reported, recorded, and turned into the exit code)
+        fail(error)
+
+
+def die_with(launcher: str | None) -> None:
+    """Have Linux end this process with its launcher, however that ends; other systems leave it to the guard."""
+    if launcher is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(launcher):  # it died before the kernel was told
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def keep_from_children(descriptor: str | None) -> None:
+    """The socket that the workers meet at is for this process, not for programs that the script starts."""
+    if descriptor is not None:
+        os.set_inheritable(int(descriptor), False)
+
+
+def run(script: Script) -> None:
+    """Run a script or a module as ``__main__``, with the arguments and the path that Python would give it."""
+    on_path = not os.environ.get("PYTHONSAFEPATH")
+    sys.argv = [script.target, *script.args]
+    if script.is_module:
+        if on_path:
+            sys.path.insert(0, os.getcwd())  # noqa: PTH109
+        runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+    elif Path(script.target).is_file() and not _is_archive(script.target):
+        if on_path:
+            sys.path.insert(0, str(Path(script.target).resolve().parent))
+        _run_file(script.target)
+    else:
+        runpy.run_path(script.target, run_name="__main__")
+
+
+class _Source(importlib.abc.SourceLoader):
+    """Loads one file as it is. No bytecode is kept, as for any main program."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def get_filename(self, fullname: str) -> str:
+        return self.path
+
+    def get_data(self, path: str | bytes) -> bytes:
+        return Path(os.fsdecode(path)).read_bytes()
+
+
+def _run_file(target: str) -> None:
+    # Not runpy: when the last line is done it takes __main__ away, under threads and exit handlers that need it.
+    path = os.path.abspath(target)  # noqa: PTH100 (resolve() would follow links, Python does not)
+    main_module = ModuleType("__main__")
+    loader = _Source(path)
+    vars(main_module).update(__file__=path, __cached__=None, __loader__=loader, __builtins__=__builtins__)
+    sys.modules["__main__"] = main_module
+    loader.exec_module(main_module)
+
+
+def _is_archive(target: str) -> bool:
+    with Path(target).open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def fail(error: BaseException) -> None:
+    """Print and record the exception that ended the script, and exit with 1."""
+    error.__traceback__ = users_part(error.__traceback__)
+    failure = Failure.of(error, int(os.environ.get("UNISONO_RANK", "0")))
+    if failure.consequence:
+        print(f"{failure.type}: {failure.message}", file=sys.stderr)  # noqa: T201
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    run_dir = os.environ.get("UNISONO_RUN_DIR")
+    if run_dir:
+        try:
+            failure.write(Path(run_dir))
+        except OSError as problem:
+            print(f"unisono: the failure could not be recorded in {run_dir}: {problem}", file=sys.stderr)  # noqa: T201
+    faulthandler.dump_traceback_later(LINGER_S, exit=True)
+    sys.exit(1)
+
+
+def users_part(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback without the outer frames that are Python's and ours."""
+    while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    return frames
+
+
+def _is_ours(filename: str) -> bool:
+    return filename in (__file__, runpy.__file__) or filename.startswith("<frozen ")
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(users_part(error.__traceback__))
+    return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Who takes part: where this worker stands, and forming a generation."""

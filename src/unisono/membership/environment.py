@@ -1,0 +1,306 @@
+"""Where this worker stands, as its launcher's variables say it: one small class for each launcher."""
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from unisono.errors import JobError
+
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""Slurm numbers what is no real step (a batch script, an interactive shell) from the top of 32 bits."""
+
+PORTS = range(15000, 30000)
+"""Where a port is derived: below the ports that systems give to outgoing connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the workers meet.
+
+    Attributes:
+        address: a host name or an address of rank 0's host.
+        port: a TCP port there.
+        store_fd: on rank 0, the listening socket that the launcher opened, by its descriptor; else None.
+    """
+
+    address: str
+    port: int
+    store_fd: int | None = None
+
+    def __str__(self) -> str:
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where a worker stands among the workers that were started with it.
+
+    Attributes:
+        launcher: who started it: ``unisono``, ``torchrun``, ``env``, ``slurm`` or ``single``.
+        rank: its place, 0 … ``world_size`` - 1.
+        world_size: the number of workers.
+        local_rank: its place among the workers of its host.
+        local_world_size: the number of workers of its host.
+        host: the name of its host.
+        rendezvous: where the workers meet; None for a worker that is alone.
+        note: what had to be assumed, for the person who reads; empty if nothing.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    rendezvous: Rendezvous | None = None
+    note: str = ""
+
+    def describe(self) -> str:
+        """One line: ``torchrun: rank 2 of 4 on host a, rendezvous 10.0.0.1:29500``."""
+        if self.launcher == "single":
+            return f"single: one worker on host {self.host}"
+        where = f", rendezvous {self.rendezvous}" if self.rendezvous else ""
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.launcher}: rank {self.rank} of {self.world_size} on host {self.host}{where}{note}"
+
+
+class Launcher(Protocol):
+    """How one launcher tells its workers where they stand."""
+
+    def recognises(self, variables: "Variables") -> bool:
+        """Whether these variables are of this launcher."""
+
+    def read(self, variables: "Variables", host: str) -> Environment:
+        """Where the worker stands.
+
+        Raises:
+            JobError: a variable is missing, no number, or contradicts another; names it and its value.
+        """
+
+
+def recognise(environ: Mapping[str, str], host: str | None = None) -> Environment:
+    """Where this worker stands, as the first of ``LAUNCHERS`` that recognises it says; else alone.
+
+    Args:
+        environ: the environment's variables.
+        host: the name of this host; the system's own name for it unless given.
+
+    Raises:
+        JobError: a variable is missing, no number, or contradicts another; names it and its value.
+    """
+    variables = Variables(environ)
+    host = host or socket.gethostname()
+    for launcher in LAUNCHERS:
+        if launcher.recognises(variables):
+            return launcher.read(variables, host)
+    return Environment("single", 0, 1, 0, 1, host)
+
+
+class Variables:
+    """Variables of the environment, with the errors that a person needs. An empty one counts as not set."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._set = {name: value for name, value in environ.items() if value}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._set
+
+    def said(self, *names: str) -> str:
+        """Those of these variables that are set, with their values, for a message."""
+        found = [f"{name}={self._set[name]}" for name in names if name in self._set]
+        return f"{' and '.join(found)} {'are' if len(found) > 1 else 'is'}"
+
+    def text(self, name: str, because: str) -> str:
+        """A variable that must be set, ``because`` another one is."""
+        if name not in self._set:
+            raise JobError(f"{name} is not set in the environment, but {because}")
+        return self._set[name]
+
+    def count(self, name: str, because: str, least: int = 0) -> int:
+        """A variable that must be a whole number."""
+        value = self.text(name, because)
+        if not re.fullmatch(r"[0-9]{1,18}", value) or int(value) < least:
+            raise JobError(f"{name}={value!r} in the environment: needs a whole number of at least {least}")
+        return int(value)
+
+    def port(self, name: str, because: str) -> int:
+        """A variable that must be a TCP port."""
+        value = self.count(name, because, least=1)
+        if value > 65535:
+            raise JobError(f"{name}={value} in the environment: a port is at most 65535")
+        return value
+
+    def rank(self, name: str, size_name: str, because: str) -> tuple[int, int]:
+        """A rank and the number of workers that it is one of."""
+        size = self.count(size_name, because, least=1)
+        rank = self.count(name, because)
+        if rank >= size:
+            raise JobError(
+                f"{name}={rank} and {size_name}={size} in the environment contradict each other: "
+                f"the ranks of {size} workers are 0 to {size - 1}"
+            )
+        return rank, size
+
+
+class Unisono:
+    """``unisono run``: the socket where the workers meet is open before they start."""
+
+    def recognises(self, variables: Variables) -> bool:
+        """Told by its rank."""
+        return "UNISONO_RANK" in variables or "UNISONO_WORLD_SIZE" in variables
+
+    def read(self, variables: Variables, host: str) -> Environment:
+        """All of its variables are there."""
+        because = "this worker was started by unisono run"
+        rank, size = variables.rank("UNISONO_RANK", "UNISONO_WORLD_SIZE", because)
+        local = variables.rank("UNISONO_LOCAL_RANK", "UNISONO_LOCAL_WORLD_SIZE", because)
+        meeting = self._rendezvous(variables, because) if size > 1 else None
+        return Environment("unisono", rank, size, *local, host, meeting)
+
+    def _rendezvous(self, variables: Variables, because: str) -> Rendezvous:
+        store = variables.text("UNISONO_STORE", because)
+        address, _, port = store.rpartition(":")
+        if not address or not re.fullmatch(r"[0-9]{1,5}", port):
+            raise JobError(f"UNISONO_STORE={store!r} in the environment: needs ADDRESS:PORT")
+        inherited = "UNISONO_STORE_FD" in variables
+        descriptor = variables.count("UNISONO_STORE_FD", because) if inherited else None
+        return Rendezvous(address.strip("[]"), int(port), descriptor)
+
+
+class Torchrun:
+    """``torchrun``: its agent sets everything."""
+
+    def recognises(self, variables: Variables) -> bool:
+        """Told by the identity that torchrun gives to its run."""
+        return "TORCHELASTIC_RUN_ID" in variables
+
+    def read(self, variables: Variables, host: str) -> Environment:
+        """All of its variables are there."""
+        because = "this worker was started by torchrun (TORCHELASTIC_RUN_ID is set)"
+        rank, size = variables.rank("RANK", "WORLD_SIZE", because)
+        local = variables.rank("LOCAL_RANK", "LOCAL_WORLD_SIZE", because)
+        return Environment("torchrun", rank, size, *local, host, _master(variables, size))
+
+
+class Plain:
+    """The variables of ``torch.distributed``, set by hand or by an operator of a cluster."""
+
+    def recognises(self, variables: Variables) -> bool:
+        """Told by RANK. A batch script often exports WORLD_SIZE and leaves the rank to Slurm's step."""
+        return "RANK" in variables or ("WORLD_SIZE" in variables and not Slurm().recognises(variables))
+
+    def read(self, variables: Variables, host: str) -> Environment:
+        """RANK and WORLD_SIZE; where to meet if there are several; the local ones as far as they are set."""
+        because = f"{variables.said('RANK', 'WORLD_SIZE')}: set both, or neither"
+        rank, size = variables.rank("RANK", "WORLD_SIZE", because)
+        meeting = _master(variables, size)
+        one_host = meeting is None or meeting.address == "localhost" or meeting.address.startswith(("127.", "::1"))
+        local_rank, local_size, note = self._local(variables, rank, size, one_host)
+        return Environment("env", rank, size, local_rank, local_size, host, meeting, note)
+
+    def _local(self, variables: Variables, rank: int, size: int, one_host: bool) -> tuple[int, int, str]:
+        """Every worker must come to the same conclusion, so only what all of them see may count."""
+        if "LOCAL_WORLD_SIZE" in variables and "LOCAL_RANK" in variables:
+            return *variables.rank("LOCAL_RANK", "LOCAL_WORLD_SIZE", ""), ""
+        if "LOCAL_RANK" in variables:
+            local = variables.count("LOCAL_RANK", "")
+            if local >= size:
+                raise JobError(f"LOCAL_RANK={local} and WORLD_SIZE={size} in the environment contradict each other")
+            note = "" if one_host else f"LOCAL_WORLD_SIZE is not set: taking all {size} workers to be on one host"
+            return local, size, note
+        if one_host:
+            return rank, size, ""
+        return 0, 1, "LOCAL_RANK is not set: taking this worker to be the only one of its host"
+
+
+class Slurm:
+    """``srun``: only a real step counts. A batch script or a shell of salloc has SLURM_NTASKS too."""
+
+    def recognises(self, variables: Variables) -> bool:
+        """Told by the step; the shells that Slurm calls a step have numbers of their own."""
+        if not all(name in variables for name in ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")):
+            return False
+        return variables.count("SLURM_STEP_ID", "") < FIRST_SPECIAL_STEP
+
+    def read(self, variables: Variables, host: str) -> Environment:
+        """The step's tasks are the workers; they meet on the first host of the step."""
+        because = "this is a task of a Slurm step (SLURM_STEP_ID is set)"
+        rank, size = variables.rank("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", because)
+        if "WORLD_SIZE" in variables and variables.count("WORLD_SIZE", because) != size:
+            raise JobError(
+                f"WORLD_SIZE={variables.text('WORLD_SIZE', because)} and SLURM_STEP_NUM_TASKS={size} in the "
+                f"environment contradict each other: leave WORLD_SIZE out, or start as many tasks"
+            )
+        local_rank = variables.count("SLURM_LOCALID", because)
+        local_size, note = self._local_size(variables, size, local_rank)
+        here = variables.text("SLURMD_NODENAME", because) if "SLURMD_NODENAME" in variables else host
+        meeting = self._rendezvous(variables, because) if size > 1 else None
+        return Environment("slurm", rank, size, local_rank, local_size, here, meeting, note)
+
+    def _local_size(self, variables: Variables, size: int, local_rank: int) -> tuple[int, str]:
+        text, node = f"SLURM_STEP_NUM_TASKS={size}", 0
+        counts = [size]
+        note = f"SLURM_STEP_TASKS_PER_NODE is not set: taking all {size} workers to be on one host"
+        if "SLURM_STEP_TASKS_PER_NODE" in variables and "SLURM_NODEID" in variables:
+            given = variables.text("SLURM_STEP_TASKS_PER_NODE", "")
+            node = variables.count("SLURM_NODEID", "")
+            text, counts, note = (
+                f"SLURM_STEP_TASKS_PER_NODE={given!r}, SLURM_NODEID={node}",
+                tasks_per_node(given),
+                "",
+            )
+        if node >= len(counts) or local_rank >= counts[node]:
+            raise JobError(f"{text} and SLURM_LOCALID={local_rank} in the environment contradict each other")
+        return counts[node], note
+
+    def _rendezvous(self, variables: Variables, because: str) -> Rendezvous:
+        given = "MASTER_ADDR" in variables
+        nodes = "" if given else variables.text("SLURM_STEP_NODELIST", because)
+        address = variables.text("MASTER_ADDR", because) if given else first_host(nodes)
+        if "MASTER_PORT" in variables:
+            return Rendezvous(address, variables.port("MASTER_PORT", because))
+        job = variables.count("SLURM_JOB_ID", because)
+        step = variables.count("SLURM_STEP_ID", because)
+        # Two jobs that share a host, or two steps of one job, must not meet at the same port.
+        return Rendezvous(address, PORTS[(job * 31 + step) % len(PORTS)])
+
+
+LAUNCHERS: tuple[Launcher, ...] = (Unisono(), Torchrun(), Plain(), Slurm())
+"""In this order: whoever stands nearest to the worker comes first."""
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of Slurm's list: ``gpu03`` of ``gpu[03-04,07],x1``.
+
+    Raises:
+        JobError: the text is no such list.
+    """
+    found = re.match(r"(?:[^\s,\[\]]|\[[0-9][-0-9,]*\])+(?=,|$)", nodelist)
+    if found is None:
+        raise JobError(f"SLURM_STEP_NODELIST={nodelist!r} in the environment: no list of hosts")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found.group())
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """The number of tasks of each host of a Slurm step: ``[2, 2, 1]`` of ``2(x2),1``.
+
+    Raises:
+        JobError: the text is no such list.
+    """
+    counts = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+        if found is None:
+            raise JobError(f"SLURM_STEP_TASKS_PER_NODE={text!r} in the environment: no list of counts")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _master(variables: Variables, size: int) -> Rendezvous | None:
+    if size == 1:
+        return None
+    because = f"{variables.said('RANK', 'WORLD_SIZE')}: the workers meet at that {{}} of rank 0's host"
+    address = variables.text("MASTER_ADDR", because.format("address"))
+    return Rendezvous(address, variables.port("MASTER_PORT", because.format("port")))

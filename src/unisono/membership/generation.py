@@ -1,0 +1,30 @@
+"""One roster's life: who is in it, and which shards each worker computes."""
+
+from dataclasses import dataclass
+
+from unisono.plan.split import Split
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A generation as one of its workers sees it.
+
+    Attributes:
+        number: 1, 2, 3 …, never reused within a run.
+        rank: this worker's place in the roster.
+        split: which shards each worker computes.
+    """
+
+    number: int
+    rank: int
+    split: Split
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.split.workers
+
+    @property
+    def shards(self) -> range:
+        """The shards that this worker computes."""
+        return self.split.of(self.rank)

@@ -1,0 +1,92 @@
+"""How the workers of a generation find each other and form a process group."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.errors import LaunchError
+from unisono.membership.environment import Environment
+from unisono.membership.generation import Generation
+
+
+def open_store(environment: Environment, timeout_s: float) -> dist.Store:
+    """The key-value store over which the workers exchange their addresses.
+
+    Under ``unisono run`` rank 0 serves it on the socket that the launcher opened on loopback; under torchrun
+    it is the agent's; elsewhere rank 0 listens on the rendezvous address.
+
+    Raises:
+        LaunchError: rank 0 could not be reached in ``timeout_s`` seconds; names the address.
+    """
+    rendezvous = environment.rendezvous
+    assert rendezvous is not None, "a single worker needs no store"
+    serves = environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    options: dict[str, Any] = {"master_listen_fd": rendezvous.store_fd} if rendezvous.store_fd is not None else {}
+    try:
+        return dist.TCPStore(
+            rendezvous.address,
+            rendezvous.port,
+            environment.world_size,
+            serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            **options,
+        )
+    except (RuntimeError, ValueError) as error:
+        where = f"{rendezvous.address}:{rendezvous.port}"
+        raise LaunchError(
+            f"rank {environment.rank} of {environment.world_size} could not "
+            f"{'listen on' if serves else 'reach rank 0 at'} {where} ({str(error).splitlines()[0]}). "
+            f"Check that rank 0 runs, that the address is right and that the port is free"
+        ) from error
+
+
+def form_group(store: dist.Store, generation: Generation, backend: str, timeout_s: float) -> Any:
+    """A process group of this generation's workers: ``ProcessGroupGloo`` or ``ProcessGroupNCCL``.
+
+    It belongs to the caller alone: torch's default group stays untouched.
+
+    Raises:
+        LaunchError: the others did not appear within ``timeout_s`` seconds.
+    """
+    scoped = dist.PrefixStore(f"unisono/generation/{generation.number}", store)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(scoped, generation.rank, generation.world_size, options)
+        return _gloo(scoped, generation, timeout)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {generation.rank} could not connect to the other {generation.world_size - 1} workers within "
+            f"{timeout_s:g} s: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _gloo(store: dist.Store, generation: Generation, timeout: timedelta) -> Any:
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [_gloo_device(store)]
+    return dist.ProcessGroupGloo(store, generation.rank, generation.world_size, options)
+
+
+def _gloo_device(store: dist.Store) -> Any:
+    # Workers that meet on loopback live on one host: nothing of theirs needs to listen elsewhere.
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore) and store.host in ("127.0.0.1", "localhost", "::1"):
+        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def backend_for(device: torch.device, environment: Environment) -> str:
+    """``nccl`` where every local worker has a GPU of its own, else ``gloo``."""
+    own_gpu = device.type == "cuda" and environment.local_world_size <= torch.cuda.device_count()
+    return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"

@@ -1,0 +1,1 @@
+"""What follows from a job by arithmetic alone: no torch, no clock, no socket, no environment."""

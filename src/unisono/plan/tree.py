@@ -1,0 +1,116 @@
+"""The one order of additions: a fixed binary tree whose leaves are the shards."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Node(NamedTuple):
+    """A whole subtree: the shards ``start … stop-1``."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class SummationTree:
+    """The binary tree over shards ``0 … shards-1`` along which everything is added.
+
+    A node of n > 1 shards splits after the largest power of two below n. For eight shards this is the
+    perfectly balanced tree; for any other number the left part is always perfect, so the tree depends on
+    nothing but the number of shards.
+    """
+
+    shards: int
+
+    def __post_init__(self) -> None:
+        if self.shards < 1:
+            raise ValueError(f"a summation tree needs at least 1 shard, got {self.shards}")
+
+    @property
+    def root(self) -> Node:
+        """The node of all shards."""
+        return Node(0, self.shards)
+
+    def cover(self, start: int, stop: int) -> tuple[Node, ...]:
+        """The fewest whole subtrees that make up the shards ``start … stop-1``, from left to right."""
+        return _cover(self.root, start, stop)
+
+    def finish(self, partials: Mapping[Node, T], add: Callable[[T, T], T], node: Node | None = None) -> T:
+        """The value of a node, by default the root, from partial sums that together cover it.
+
+        Args:
+            partials: the value of each subtree of a cover.
+            add: adds two siblings; may reuse its left argument.
+            node: where to stop.
+
+        Raises:
+            KeyError: a leaf of the tree is covered by no partial sum.
+        """
+        return _finish(node or self.root, partials, add)
+
+    def merges(self, start: int, stop: int) -> tuple[int, ...]:
+        """How a worker adds up ``start … stop-1`` as the shards arrive, one after the other.
+
+        Returns:
+            for each shard, the number of times the two topmost partial sums are siblings after that
+            shard was pushed, and so are added into one. What is left in the end is ``cover(start, stop)``.
+        """
+        return _merges(self.shards, start, stop)
+
+
+def children(node: Node) -> tuple[Node, Node]:
+    """The left and the right half of a node of at least two shards."""
+    size = node.stop - node.start
+    middle = node.start + (1 << ((size - 1).bit_length() - 1))
+    return Node(node.start, middle), Node(middle, node.stop)
+
+
+def _cover(node: Node, start: int, stop: int) -> tuple[Node, ...]:
+    if stop <= node.start or node.stop <= start:
+        return ()
+    if start <= node.start and node.stop <= stop:
+        return (node,)
+    left, right = children(node)
+    return _cover(left, start, stop) + _cover(right, start, stop)
+
+
+def _finish(node: Node, partials: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
+    if node in partials:
+        return partials[node]
+    if node.stop - node.start == 1:
+        raise KeyError(f"no partial sum covers shard {node.start}")
+    left, right = children(node)
+    return add(_finish(left, partials, add), _finish(right, partials, add))
+
+
+@cache
+def _siblings(shards: int) -> frozenset[tuple[Node, Node]]:
+    pairs: set[tuple[Node, Node]] = set()
+    pending = [Node(0, shards)]
+    while pending:
+        node = pending.pop()
+        if node.stop - node.start > 1:
+            pair = children(node)
+            pairs.add(pair)
+            pending.extend(pair)
+    return frozenset(pairs)
+
+
+@cache
+def _merges(shards: int, start: int, stop: int) -> tuple[int, ...]:
+    siblings = _siblings(shards)
+    stack: list[Node] = []
+    counts = []
+    for shard in range(start, stop):
+        stack.append(Node(shard, shard + 1))
+        count = 0
+        while len(stack) > 1 and (stack[-2], stack[-1]) in siblings:
+            right, left = stack.pop(), stack.pop()
+            stack.append(Node(left.start, right.stop))
+            count += 1
+        counts.append(count)
+    return tuple(counts)

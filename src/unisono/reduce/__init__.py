@@ -1,0 +1,1 @@
+"""From gradients to their sum: buckets, partial sums, and the ways they travel."""

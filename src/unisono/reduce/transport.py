@@ -1,0 +1,85 @@
+"""The seam between what is reduced and how it travels."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+
+from torch import Tensor
+
+from unisono.plan.split import Split
+from unisono.plan.tree import SummationTree
+
+
+class Transport(ABC):
+    """How the workers of one generation exchange tensors.
+
+    Every verb is collective: all workers call the same verbs in the same order, with tensors of the same
+    dtype and, where not said otherwise, the same shape.
+
+    Raises:
+        WorkerLost: from every verb, when another worker is gone.
+    """
+
+    def __init__(self, rank: int, split: Split) -> None:
+        self.rank = rank
+        self.split = split
+        self.tree = SummationTree(split.shards)
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.split.workers
+
+    @abstractmethod
+    def reduce(self, bucket: Hashable, partials: Sequence[Tensor]) -> Tensor:
+        """Finish the summation tree of one bucket.
+
+        Args:
+            bucket: names the bucket, so that its buffers are allocated once.
+            partials: this worker's partial sums, the cover of its shards from left to right: 1-D tensors of
+                one length, a multiple of 64 elements. They may be overwritten.
+
+        Returns:
+            the root's value, 1-D of the same length; valid until the bucket is reduced again.
+        """
+
+    @abstractmethod
+    def reduce_native(self, total: Tensor) -> Tensor:
+        """The backend's own all-reduce (sum) of one 1-D tensor, in any order of additions, in place."""
+
+    @abstractmethod
+    def all_gather(self, row: Tensor) -> Tensor:
+        """Every worker's 1-D ``row``, as a tensor of shape (world size, row's length)."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite ``tensor`` with the one of the worker ``source``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of connections and memory. Not collective."""
+
+
+class Solo(Transport):
+    """One worker: nothing travels."""
+
+    def __init__(self, shards: int) -> None:
+        super().__init__(0, Split.even(shards, 1))
+
+    def reduce(self, bucket: Hashable, partials: Sequence[Tensor]) -> Tensor:
+        """The only partial sum is the root."""
+        (total,) = partials
+        return total
+
+    def reduce_native(self, total: Tensor) -> Tensor:
+        """The tensor itself."""
+        return total
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        """The row itself, of shape (1, length)."""
+        return row.unsqueeze(0)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""

@@ -1,0 +1,74 @@
+"""When checkpoints are written, and what a run finds when it starts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.checkpoint.store import CheckpointStore, Snapshot
+from unisono.errors import JobMismatch
+from unisono.job import differences
+from unisono.train.workers import Workers
+
+
+@dataclass(slots=True)
+class Checkpoints:
+    """The checkpoints of one run. Only the main worker has a store.
+
+    Attributes:
+        store: on disk; None on the other workers.
+        every: steps between automatic checkpoints; None for none.
+        requested: whether the script asked for one in this step.
+    """
+
+    store: CheckpointStore | None
+    every: int | None = None
+    requested: bool = False
+    written: bool = False
+
+    @property
+    def in_use(self) -> bool:
+        """Whether this run writes checkpoints at all, and so one at its end."""
+        return self.requested or self.written or self.every is not None
+
+    def due(self, step: int) -> bool:
+        """Whether one is to be written now that ``step`` steps are committed."""
+        return self.requested or (self.every is not None and step > 0 and step % self.every == 0)
+
+    def save(self, snapshot: Snapshot, *, wait: bool = False) -> None:
+        """Write one, in the background unless ``wait``."""
+        self.requested, self.written = False, True
+        if self.store is not None:
+            self.store.save(snapshot)
+            if wait:
+                self.store.wait()
+
+    def newest(self, workers: Workers) -> Snapshot | None:
+        """The newest whole checkpoint, read by the main worker and handed to all."""
+        found = self.store.newest() if self.store is not None else None
+        tree = None if found is None else [found.step, dict(found.model), found.optimizer, found.state]
+        shared = workers.broadcast(tree)
+        return None if shared is None else Snapshot(*shared)
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        if self.store is not None:
+            self.store.close()
+
+
+def require_same_job(ours: dict[str, Any], theirs: dict[str, Any], where: str, *, allow: bool) -> list[str]:
+    """Refuse to continue another job.
+
+    Returns:
+        the differences, if they are allowed.
+
+    Raises:
+        JobMismatch: lists the differences and says how to accept them.
+    """
+    unequal = differences(ours, theirs)
+    if unequal and not allow:
+        listed = "\n  ".join(unequal)
+        raise JobMismatch(
+            f"{where} belongs to another job (here: this run, there: that folder):\n  {listed}\n"
+            f"Use another run folder, restore the settings, or accept that the bits will differ from an "
+            f"undisturbed run: --allow-job-change, or unisono.init(allow_job_change=True)"
+        )
+    return unequal

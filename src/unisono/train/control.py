@@ -1,0 +1,162 @@
+"""The control word: what every worker tells all others once per step, beside the gradients."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from unisono.errors import LossError
+from unisono.plan.split import Split
+from unisono.plan.tree import Node, SummationTree
+
+MAX_METRICS = 16
+"""How many metrics one loss function may log; the control word has one fixed size."""
+
+_HEADER = 1  # flags
+_FIXED = 3  # loss, weight, which metrics
+
+_Words = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class ShardReport:
+    """What one shard came to.
+
+    Attributes:
+        loss: the mean over the shard's samples (or tokens).
+        weight: the number of its samples (or tokens); 0 for an empty shard.
+        metrics: further means, weighted alike.
+    """
+
+    loss: float = 0.0
+    weight: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What the whole step came to: the same on every worker, and for every number of workers.
+
+    Attributes:
+        shards: one report per shard, in order; metrics are those of this worker's names.
+        loss: the weighted mean.
+        weight: the sum of the shards' weights.
+        metrics: the weighted means.
+        used: for each tensor that was asked about, whether any shard used it.
+        leave: whether any worker was asked to leave.
+    """
+
+    shards: tuple[ShardReport, ...]
+    loss: float
+    weight: float
+    metrics: dict[str, float]
+    used: tuple[bool, ...]
+    leave: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ControlWord:
+    """Packs one worker's part of the control word, and reads everybody's.
+
+    A word is 1-D float64 of the same length on every worker: flags, then a row per shard (as many as the
+    widest worker has), then one bit per tensor. Bits travel as bytes: nothing computes with them.
+    """
+
+    split: Split
+    tensors: int
+
+    @property
+    def length(self) -> int:
+        """Bytes of one worker's word."""
+        return 8 * (_HEADER + self.split.widest * _ROW) + -(-self.tensors // 8)
+
+    def pack(self, reports: Sequence[ShardReport], used: Sequence[bool], leave: bool) -> torch.Tensor:
+        """This worker's word: uint8, 1-D of ``length``.
+
+        Raises:
+            LossError: more metrics than a control word has room for.
+        """
+        numbers = np.zeros(_HEADER + self.split.widest * _ROW)
+        numbers[0] = float(leave)
+        for row, report in zip(numbers[_HEADER:].reshape(-1, _ROW), reports, strict=False):
+            _fill(row, report)
+        bits = np.packbits(np.asarray(used, dtype=bool))
+        return torch.from_numpy(np.concatenate([numbers.view(np.uint8), bits]))
+
+    def read(self, words: torch.Tensor, names: Sequence[str]) -> StepReport:
+        """What all workers' words, of shape (world size, length), say together.
+
+        Args:
+            words: as gathered.
+            names: the metrics that this worker's shards logged.
+
+        Raises:
+            LossError: shards logged different metrics.
+        """
+        numbers = self._numbers(words)
+        bits = np.bitwise_or.reduce(words.numpy()[:, numbers.shape[1] * 8 :], axis=0)
+        used = np.unpackbits(bits, count=self.tensors).astype(bool)
+        rows = [row for rank in range(self.split.workers) for row in self._rows(numbers, rank)]
+        shards = tuple(_report(row, shard, names) for shard, row in enumerate(rows))
+        weight = _total([report.weight for report in shards])
+        loss = _mean([(report.loss, report.weight) for report in shards], weight)
+        metrics = {
+            name: _mean([(report.metrics.get(name, 0.0), report.weight) for report in shards], weight) for name in names
+        }
+        return StepReport(shards, loss, weight, metrics, tuple(used.tolist()), bool(numbers[:, 0].any()))
+
+    def has_silent_worker(self, words: torch.Tensor) -> bool:
+        """Whether some worker had nothing but empty shards, and so cannot know which metrics were logged."""
+        numbers = self._numbers(words)
+        return any(not self._rows(numbers, rank)[:, 1].any() for rank in range(self.split.workers))
+
+    def _numbers(self, words: torch.Tensor) -> _Words:
+        return np.ascontiguousarray(words.numpy()[:, : 8 * (_HEADER + self.split.widest * _ROW)]).view(np.float64)
+
+    def _rows(self, numbers: _Words, rank: int) -> _Words:
+        rows: _Words = numbers[rank, _HEADER:].reshape(-1, _ROW)[: len(self.split.of(rank))]
+        return rows
+
+
+_ROW = _FIXED + MAX_METRICS
+
+
+def _fill(row: _Words, report: ShardReport) -> None:
+    if len(report.metrics) > MAX_METRICS:
+        raise LossError(f"{len(report.metrics)} metrics logged in one loss function: at most {MAX_METRICS} fit")
+    row[:_FIXED] = report.loss, report.weight, _signature(report.metrics)
+    for number, name in enumerate(sorted(report.metrics)):
+        row[_FIXED + number] = report.metrics[name]
+
+
+def _report(row: _Words, shard: int, names: Sequence[str]) -> ShardReport:
+    loss, weight, signature = row[:_FIXED].tolist()
+    if weight == 0:
+        return ShardReport()
+    if signature != _signature(dict.fromkeys(names, 0.0)):
+        logged = ", ".join(sorted(names)) or "nothing"
+        raise LossError(
+            f"shard {shard} logged other metrics than this worker's shards ({logged}): "
+            f"call run.log with the same names in every call of the loss function"
+        )
+    values = row[_FIXED : _FIXED + len(names)].tolist()
+    return ShardReport(loss, weight, dict(zip(sorted(names), values, strict=True)))
+
+
+def _signature(metrics: Mapping[str, float]) -> float:
+    digest = hashlib.blake2b("\n".join(sorted(metrics)).encode(), digest_size=6).digest()
+    return float(int.from_bytes(digest, "little"))
+
+
+def _total(values: Sequence[float]) -> float:
+    leaves = {Node(shard, shard + 1): value for shard, value in enumerate(values)}
+    return SummationTree(len(values)).finish(leaves, lambda left, right: left + right)
+
+
+def _mean(pairs: Sequence[tuple[float, float]], weight: float) -> float:
+    if weight == 0:
+        return float("nan")
+    return _total([value * share if share else 0.0 for value, share in pairs]) / weight

@@ -1,0 +1,45 @@
+"""Where a worker computes, and how a batch gets there."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import JobError
+
+
+def choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
+    """The device of a worker: the wanted one, else a GPU by local rank if there is one, else the CPU.
+
+    Workers beyond the number of GPUs share them.
+
+    Raises:
+        JobError: there is no such device.
+    """
+    has_cuda: bool = torch.cuda.is_available()
+    if wanted is None:
+        wanted = "cuda" if has_cuda else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise JobError(f"device={wanted!r}: {str(error).splitlines()[0]}") from None
+    if device.type == "cuda" and not has_cuda:
+        raise JobError(f"device={wanted!r}: torch {torch.__version__} sees no CUDA device here; use device='cpu'")
+    if device.type == "cuda":
+        index = device.index if device.index is not None else local_rank % torch.cuda.device_count()
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch with all its tensors on ``device``: tensors, and tuples, lists and dicts of them."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(part, device) for part in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(part, device) for part in batch)
+    return batch

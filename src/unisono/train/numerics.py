@@ -1,0 +1,85 @@
+"""The switches of torch that decide bits: set for a job, and shown as a fingerprint."""
+
+import hashlib
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.job import Job
+
+_determinism: Any = torch.utils.deterministic  # a module that answers attributes by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Torch's global switches, as they were, so that they can be put back."""
+
+    threads: int
+    deterministic: bool
+    warn_only: bool
+    fill_uninitialized: bool
+    cudnn_benchmark: bool
+    cudnn_deterministic: bool
+
+    @classmethod
+    def current(cls) -> "Numerics":
+        """The switches now."""
+        return cls(
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            _determinism.fill_uninitialized_memory,
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+        )
+
+    @classmethod
+    def of(cls, job: Job) -> "Numerics":
+        """The switches that a job needs."""
+        # Filling fresh memory costs a pass over every new tensor and only serves programs that read it unset.
+        return cls(job.threads, job.deterministic, False, False, False, job.deterministic)
+
+    def apply(self) -> None:
+        """Set torch's global switches to these."""
+        torch.set_num_threads(self.threads)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        _determinism.fill_uninitialized_memory = self.fill_uninitialized
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+
+
+def apply_numerics(job: Job, device: torch.device) -> Numerics:
+    """Set torch up for a job; returns the switches as they were before."""
+    before = Numerics.current()
+    if device.type == "cuda" and job.deterministic:
+        # cuBLAS reads it when it is first used; without it, deterministic matrix products are refused.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    Numerics.of(job).apply()
+    return before
+
+
+def fingerprint(job: Job, device: torch.device) -> dict[str, Any]:
+    """Everything that workers must have in common for their bits to agree, field by field."""
+    fields: dict[str, Any] = {f"job.{name}": value for name, value in job.model_dump(mode="json").items()}
+    return fields | {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "machine": platform.machine(),
+        "cpu capability": torch.backends.cpu.get_cpu_capability(),
+        "torch threads": torch.get_num_threads(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "oneDNN": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+    }
+
+
+def script_digest() -> str:
+    """The sha256 of the script that runs, in hex; of nothing in an interactive session."""
+    path = Path(getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0] or "")
+    return hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()

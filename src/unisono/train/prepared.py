@@ -1,0 +1,156 @@
+"""The models and optimizers that a run trains."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.errors import ModelError
+from unisono.train.digest import tensors_of
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was given to ``prepare``, and an inventory of it.
+
+    Attributes:
+        model: as the loss function gets it: one module, or the list that was given.
+        modules: the modules, always as a tuple.
+        optimizers: the optimizers, always as a tuple.
+        parameters: what the optimizers update, each once, by name.
+        buffers: the modules' buffers, each once.
+    """
+
+    model: Any
+    modules: tuple[nn.Module, ...]
+    optimizers: tuple[Optimizer, ...]
+    parameters: dict[str, Tensor]
+    buffers: tuple["BufferPlace", ...]
+    _registries: list[tuple[dict[str, Any], tuple[int, ...]]] = field(repr=False)
+
+    @classmethod
+    def of(cls, model: Any, optimizers: Sequence[Optimizer]) -> "Prepared":
+        """Take inventory.
+
+        Raises:
+            ModelError: nothing to train, or something that is no module or optimizer.
+        """
+        modules = tuple(model) if isinstance(model, list | tuple) else (model,)
+        _check_kinds(modules, optimizers)
+        parameters = _named_parameters(modules, optimizers)
+        if not parameters:
+            raise ModelError("the optimizers hold no parameter that requires a gradient: there is nothing to train")
+        return cls(model, modules, tuple(optimizers), parameters, _buffers(modules), _registries(modules))
+
+    def trained_by(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+        """The parameters that these optimizers update, by name, in the inventory's order."""
+        ids = {id(parameter) for parameter in _owned(optimizers)}
+        return {name: parameter for name, parameter in self.parameters.items() if id(parameter) in ids}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All modules' parameters and buffers by name, with the module's number in front if there are several."""
+        named: dict[str, Tensor] = {}
+        for prefix, module in prefixed(self.modules):
+            named.update({prefix + name: tensor for name, tensor in tensors_of(module).items()})
+        return named
+
+    def check_unchanged(self) -> None:
+        """Refuse a model whose parameters, buffers or modules were replaced since ``prepare``.
+
+        Raises:
+            ModelError: says what to do.
+        """
+        for registry, members in self._registries:
+            if tuple(map(id, registry.values())) != members:
+                raise ModelError(
+                    f"the model changed after run.prepare: one of {', '.join(map(repr, registry))} was added, "
+                    f"removed or replaced. Build and change the model first, or call run.prepare again after it"
+                )
+        frozen = next((name for name, value in self.parameters.items() if not value.requires_grad), None)
+        if frozen is not None:
+            raise ModelError(
+                f"parameter {frozen} was frozen after run.prepare: freeze before it, or call run.prepare again"
+            )
+
+    def layout(self) -> dict[str, str]:
+        """Names, shapes and dtypes of all parameters and buffers, for comparison between workers."""
+        described = {name: _form(tensor) for name, tensor in self.tensors().items()}
+        return described | {f"trained {name}": _form(tensor) for name, tensor in self.parameters.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlace:
+    """Where a buffer lives: assigning to it may put another tensor there."""
+
+    registry: dict[str, Any]
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The buffer that is there now."""
+        found: Tensor = self.registry[self.key]
+        return found
+
+
+def prefixed(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Each module with the prefix of its names: none for a single one, else its number."""
+    if len(modules) == 1:
+        return [("", modules[0])]
+    return [(f"{number}.", module) for number, module in enumerate(modules)]
+
+
+def _check_kinds(modules: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"run.prepare needs torch modules, got {type(module).__name__}")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ModelError(f"run.prepare needs torch optimizers, got {type(optimizer).__name__}")
+
+
+def _owned(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
+
+
+def _named_parameters(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    owned = {id(tensor): tensor for tensor in _owned(optimizers) if tensor.requires_grad}
+    named: dict[str, Tensor] = {}
+    for prefix, module in prefixed(modules):
+        for name, parameter in module.named_parameters():
+            if owned.pop(id(parameter), None) is not None:
+                named[prefix + name] = parameter
+    # Some optimizers update tensors that belong to no module, such as a learned temperature.
+    return named | {f"optimizer parameter {number}": tensor for number, tensor in enumerate(owned.values())}
+
+
+def _buffers(modules: Sequence[nn.Module]) -> tuple[BufferPlace, ...]:
+    places: dict[int, BufferPlace] = {}
+    for root in modules:
+        for module in root.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    places.setdefault(id(buffer), BufferPlace(module._buffers, key))
+    return tuple(places.values())
+
+
+def _registries(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
+    return [
+        (registry, tuple(map(id, registry.values())))
+        for root in modules
+        for module in root.modules()
+        for registry in (module._parameters, module._modules)
+        if registry
+    ]
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def batch_norm_in(modules: Sequence[nn.Module]) -> bool:
+    """Whether any layer computes statistics over the samples of a shard."""
+    kinds = (torch.nn.modules.batchnorm._BatchNorm,)
+    return any(isinstance(layer, kinds) for root in modules for layer in root.modules())

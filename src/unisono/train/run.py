@@ -1,0 +1,553 @@
+"""The run: what a training script holds in its hand."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.checkpoint.store import Snapshot
+from unisono.data.loader import ShardLoader
+from unisono.data.shards import Collate, ShardRequest, ShardSource, check_dataset
+from unisono.data.streams import seed_generators
+from unisono.errors import CheckpointError, DataError, JobError, ModelError, UnisonoWarning
+from unisono.job import SAMPLES_PER_SHARD, Job
+from unisono.plan.batches import Batch, Batches, Position
+from unisono.plan.order import sample_order
+from unisono.plan.streams import Stream, stream_seed
+from unisono.train.checkpoints import Checkpoints
+from unisono.train.device import to_device
+from unisono.train.digest import digest_tensors
+from unisono.train.engine import Call, Clip, LossFunction, StepEngine
+from unisono.train.evaluation import Evaluation, Metrics, Predict
+from unisono.train.numerics import Numerics
+from unisono.train.prepared import Prepared, batch_norm_in
+from unisono.train.recorder import Recorder
+from unisono.train.settings import Settings
+from unisono.train.signals import PREEMPTED, LeaveRequest
+from unisono.train.state import Progress, capture, restore_models, restore_optimizers
+from unisono.train.step import Step
+from unisono.train.trace import Trace
+from unisono.train.workers import Operation, Workers
+
+M = TypeVar("M")
+O = TypeVar("O")  # noqa: E741
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a run is given when it starts, and gives back when it ends."""
+
+    settings: Settings
+    folder: RunFolder
+    fingerprint: dict[str, Any]
+    numerics_before: Numerics
+    leave: LeaveRequest
+    allow_job_change: bool
+
+
+class Run:
+    """One training run, as one of its workers sees it. Made by :func:`unisono.init`."""
+
+    def __init__(
+        self, job: Job, workers: Workers, device: torch.device, checkpoints: Checkpoints, around: Surroundings
+    ) -> None:
+        self.job = job
+        self.device = device
+        self._workers = workers
+        self._around = around
+        self._checkpoints = checkpoints
+        self._recorder = Recorder(around.folder if self.is_main else None)
+        self._trace = Trace.open(around.settings.trace, workers.rank)
+        self._prepared: Prepared | None = None
+        self._engine: StepEngine | None = None
+        self._progress = Progress()
+        self._loops = 0
+        self._registered: dict[str, Any] = {}
+        self._restored: Snapshot | None = None
+        self._step_line: dict[str, Any] = {}
+        self._in_step = False
+        self._leaving = False
+        self._started = perf_counter()
+        self._closed = False
+
+    # -- who and where ---------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This worker's place in the roster, 0 … world_size-1."""
+        return self._workers.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self._workers.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the worker that prints and writes files (rank 0)."""
+        return self.rank == 0
+
+    @property
+    def generation(self) -> int:
+        """The number of the roster's generation, from 1."""
+        return self._workers.generation.number
+
+    @property
+    def dir(self) -> Path:
+        """The run folder."""
+        return self._around.folder.path
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The newest line of ``metrics.jsonl``."""
+        return self._recorder.latest
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on the main worker alone."""
+        if self.is_main:
+            print(*values, **{"flush": True, **options})  # noqa: T201  this is the verb for it
+
+    # -- what is trained -------------------------------------------------------------------------------------
+
+    def prepare(self, model: M, optimizer: O) -> tuple[M, O]:
+        """Give every worker the same weights, and get ready to train them.
+
+        Args:
+            model: a module, or a list of them; moved to ``run.device``.
+            optimizer: an optimizer, or a list of them, over the model's parameters.
+
+        Returns:
+            the same objects. A run that resumes has its weights in them.
+
+        Raises:
+            ModelError: nothing to train.
+            JobMismatch: the workers hold different models; names the first difference.
+            CheckpointError: the run folder's checkpoint holds another model.
+        """
+        modules: list[nn.Module] = list(model) if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
+        for module in modules:
+            if isinstance(module, nn.Module):
+                module.to(self.device)
+        optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        prepared = Prepared.of(model, optimizers)
+        self._workers.require_same("model", prepared.layout())
+        self._share_weights(prepared)
+        self._prepared = prepared
+        self._engine = StepEngine(self.job, self._workers, prepared, self.device)
+        self._restore_models(prepared)
+        self._warn_of_small_batch_norm(prepared)
+        if self._trace is not None:
+            self._trace.step(self._progress.position.step, prepared.tensors())
+        return model, optimizer
+
+    def register(self, name: str, thing: Any) -> Any:
+        """Make an object part of every checkpoint: a scheduler, a counter, an average of the weights.
+
+        Args:
+            name: to find it again.
+            thing: has ``state_dict()`` and ``load_state_dict(state)``.
+
+        Returns:
+            the object.
+
+        Raises:
+            JobError: the name is taken, or the object lacks one of the two methods.
+        """
+        if name in self._registered:
+            raise JobError(f"run.register({name!r}): the name is taken by a {type(self._registered[name]).__name__}")
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise JobError(f"run.register({name!r}): {type(thing).__name__} has no state_dict and load_state_dict")
+        self._registered[name] = thing
+        return thing
+
+    # -- training --------------------------------------------------------------------------------------------
+
+    def steps(
+        self,
+        dataset: Any,
+        epochs: int = 1,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        loader_workers: int = 0,
+        collate_fn: Collate | None = None,
+    ) -> Iterator[Step]:
+        """The steps of a training loop, one per global batch.
+
+        A run that resumes yields only what is left. Samples are shared out among workers by index, before they
+        are loaded.
+
+        Args:
+            dataset: map-style, with a length.
+            epochs: passes over it.
+            shuffle: in an order that follows from the seed and the epoch.
+            drop_last: leave out a last, smaller batch instead of weighting it by its size.
+            loader_workers: processes that load ahead; 0 loads in this process.
+            collate_fn: makes a batch of a list of samples; torch's ``default_collate`` by default.
+
+        Raises:
+            DataError: the data set is empty, has no length or differs between workers, or a batch cannot be
+                collated.
+            SystemExit: with code 75, after a checkpoint, when a worker was asked to leave.
+        """
+        if self._in_step:
+            raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
+        loop, self._loops = self._loops, self._loops + 1
+        samples = check_dataset(dataset)
+        self._workers.require_same("data set", {"number of samples": samples})
+        batches = Batches(samples, self.job.batch_size, self.job.shards, drop_last)
+        if not batches.per_epoch:
+            raise DataError(
+                f"drop_last leaves nothing of {samples} samples with batch_size={self.job.batch_size}: "
+                f"keep the last, smaller batch, or lower batch_size"
+            )
+        self._require_prepared()
+        if loop < self._progress.loop:
+            return
+        source = ShardSource(dataset, self.job.seed, collate_fn)
+        start = self._progress.position
+        loader = ShardLoader(source, self._requests(batches, start, epochs, shuffle=shuffle), loader_workers)
+        with closing(iter(loader)) as loaded:
+            try:
+                yield from self._steps(batches, batches.remaining(start, epochs), loaded)
+            finally:
+                self._leave_loop(loop)
+
+    def log(self, name: str, value: Any) -> None:
+        """Log a metric.
+
+        Inside of a loss function: the mean over the shard's samples; what is written is the mean over the global
+        batch, weighted like the loss. Elsewhere: a number of the run as a whole.
+        """
+        number = float(value)
+        if self._engine is None or not self._engine.log(name, number):
+            self._recorder.write({"step": self._progress.position.step, name: number})
+
+    # -- beside training -------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        dataset: Any,
+        metrics: Metrics,
+        *,
+        batch_size: int | None = None,
+        collate_fn: Collate | None = None,
+    ) -> dict[str, float]:
+        """Means over a whole data set, shared out among the workers: the same bits on any number of them.
+
+        The model is in evaluation mode meanwhile, and no gradients are computed.
+
+        Args:
+            dataset: map-style, with a length.
+            metrics: ``metrics(model, batch) -> {name: mean}``, or a dict of functions that each return a mean; a
+                mean that is not over samples is returned as ``(mean, weight)``.
+            batch_size: samples per call; by default as many as a training shard has.
+            collate_fn: as in :meth:`steps`.
+
+        Returns:
+            the mean of each metric over all samples, weighted by the batches' sizes or weights.
+        """
+        return self._evaluation(dataset, batch_size, collate_fn).means(metrics)
+
+    def predict(
+        self,
+        dataset: Any,
+        predict_fn: Predict | None = None,
+        *,
+        batch_size: int | None = None,
+        collate_fn: Collate | None = None,
+    ) -> Any:
+        """The model's outputs for a whole data set, in its order, on every worker.
+
+        Args:
+            dataset: map-style, with a length.
+            predict_fn: ``predict_fn(model, batch)`` returns a tensor, or lists or dicts of tensors, with one row per
+                sample; by default the model is called with the batch, or with its first part if it has several.
+            batch_size: samples per call.
+            collate_fn: as in :meth:`steps`.
+
+        Returns:
+            what ``predict_fn`` returns, with one row per sample of the data set.
+        """
+        return self._evaluation(dataset, batch_size, collate_fn).outputs(predict_fn)
+
+    def all_reduce(self, value: Any, operation: Operation = "mean") -> Any:
+        """Combine one number or tensor per worker: ``mean``, ``sum``, ``max`` or ``min``."""
+        return self._workers.all_reduce(value, operation)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value that the worker ``source`` has: a tensor, a number, text, or lists and dicts of them."""
+        return self._workers.broadcast(value, source)
+
+    def barrier(self) -> None:
+        """Wait until every worker is here."""
+        self._workers.barrier()
+
+    # -- keeping ---------------------------------------------------------------------------------------------
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint: at the end of the loop's body if a step is under way, else now."""
+        self._checkpoints.requested = True
+        if not self._in_step:
+            self._checkpoint_if_due()
+
+    def finish(self, model: nn.Module | None = None) -> str:
+        """End the run: write ``result.json``, print the weights' digest on the main worker.
+
+        Args:
+            model: the module whose digest is meant; by default everything that was prepared.
+
+        Returns:
+            the sha256 of the weights, in hex.
+
+        Raises:
+            JobMismatch: the workers' weights differ, which must not happen.
+        """
+        prepared, _ = self._require_prepared()
+        tensors = prepared.tensors() if model is None else Prepared.of(model, prepared.optimizers).tensors()
+        weights = digest_tensors(tensors)
+        self._workers.require_same("set of weights", {"sha256": weights})
+        if self._checkpoints.in_use:
+            self._checkpoints.save(self._snapshot())
+        self._checkpoints.close()
+        if self.is_main:
+            self._around.folder.journal("finished", step=self._progress.position.step, weights_sha256=weights)
+            self._around.folder.write_result(self.result(weights_sha256=weights))
+        self.print(f"weights sha256 {weights}")
+        self.close()
+        return weights
+
+    def result(self, **fields: Any) -> dict[str, Any]:
+        """The fields of ``result.json``, as they are now."""
+        position = self._progress.position
+        return {
+            "weights_sha256": None,
+            "steps": position.step,
+            "samples": position.samples,
+            "world_size": self.world_size,
+            "seconds": round(perf_counter() - self._started, 3),
+            "exit_code": 0,
+            "error": None,
+            **fields,
+        }
+
+    def write_failure(self, error: Mapping[str, Any]) -> None:
+        """Leave a ``result.json`` that says what went wrong, on whichever worker it began."""
+        self._around.folder.write_result(self.result(exit_code=1, error=dict(error)))
+
+    def close(self) -> None:
+        """Let go of connections, files and torch's switches. ``finish`` does it; not collective."""
+        if self._closed:
+            return
+        self._closed = True
+        self._checkpoints.close()
+        self._around.folder.close()
+        if self._trace is not None:
+            self._trace.close()
+        self._workers.close()
+        self._around.leave.close()
+        self._around.numerics_before.apply()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- the inside ------------------------------------------------------------------------------------------
+
+    def _compute(
+        self, step: Step, loss_fn: LossFunction, optimizer: Optimizer | Sequence[Optimizer] | None, clip: Clip
+    ) -> float:
+        prepared, engine = self._require_prepared()
+        prepared.check_unchanged()
+        optimizers = _chosen(prepared, optimizer)
+        shards = [to_device(shard, self.device) for shard in step.shards]
+        call = Call(step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip)
+        attempt = engine.attempt(call, leave=self._around.leave.requested)
+        if self._trace is not None:
+            self._trace.call(call, self._workers.generation.shards, attempt.report)
+        committed = engine.commit(call, attempt)
+        self._leaving = self._leaving or attempt.report.leave
+        loss = attempt.report.loss if committed else float("nan")
+        step.metrics |= attempt.report.metrics
+        self._note(call, loss, attempt.report.metrics, attempt.seconds)
+        return loss
+
+    def _require_prepared(self) -> tuple[Prepared, StepEngine]:
+        if self._prepared is None or self._engine is None:
+            raise ModelError("call model, optimizer = run.prepare(model, optimizer) first")
+        return self._prepared, self._engine
+
+    def _share_weights(self, prepared: Prepared) -> None:
+        if self.world_size == 1:
+            return
+        seen: set[int] = set()
+        places = [place.tensor for place in prepared.buffers]
+        for tensor in [*prepared.tensors().values(), *prepared.parameters.values(), *places]:
+            if tensor.data_ptr() not in seen and tensor.numel():
+                seen.add(tensor.data_ptr())
+                self._workers.transport.broadcast(tensor, 0)
+
+    def _restore_models(self, prepared: Prepared) -> None:
+        self._restored = self._checkpoints.newest(self._workers)
+        if self._restored is None:
+            return
+        restore_models(prepared, self._restored)
+        self._progress = Progress.from_tree(self._restored.state["progress"])
+        if self.is_main:
+            step = self._progress.position.step
+            self._around.folder.metrics.truncate_after(step - 1)
+            self._around.folder.journal("resumed", step=step, world_size=self.world_size)
+        self.print(f"unisono: resumes after step {self._progress.position.step} from {self.dir}")
+
+    def _settle(self) -> None:
+        """Restore what a checkpoint holds besides the models, now that the script has made everything.
+
+        A scheduler sets its optimizer's learning rate when it is made, so optimizers come last.
+        """
+        if self._restored is None:
+            return
+        snapshot, self._restored = self._restored, None
+        prepared, _ = self._require_prepared()
+        states = snapshot.state["registered"]
+        missing = [name for name in states if name not in self._registered]
+        unknown = [name for name in self._registered if name not in states]
+        if missing or unknown:
+            raise CheckpointError(
+                f"the checkpoint of step {snapshot.step} and the script registered different objects: "
+                f"only in the checkpoint {missing or 'none'}, only in the script {unknown or 'none'}"
+            )
+        for name, state in states.items():
+            self._registered[name].load_state_dict(state)
+        restore_optimizers(prepared, snapshot)
+
+    def _warn_of_small_batch_norm(self, prepared: Prepared) -> None:
+        per_shard = self.job.batch_size // self.job.shards
+        if self.is_main and per_shard < SAMPLES_PER_SHARD and batch_norm_in(prepared.modules):
+            warnings.warn(
+                f"BatchNorm with {per_shard} samples per shard: its statistics are taken over each shard, and "
+                f"get noisy below {SAMPLES_PER_SHARD}, which costs accuracy. Use a larger batch_size, fewer shards "
+                f"(shards={max(1, self.job.batch_size // SAMPLES_PER_SHARD)}), or GroupNorm or LayerNorm",
+                UnisonoWarning,
+                stacklevel=3,
+            )
+
+    def _steps(
+        self, batches: Batches, remaining: Iterator[tuple[Position, Batch]], loaded: Iterator[list[Any]]
+    ) -> Iterator[Step]:
+        for position, batch in remaining:
+            if self._stopped(position):
+                break
+            after = batches.after(position, batch)
+            try:
+                yield self._begin(Step(position, batch, next(loaded), self._compute))
+            except GeneratorExit:
+                # The loop was left by a break or an error: only what was committed is noted.
+                self._end(after, batch)
+                raise
+            self._end(after, batch)
+            self._at_boundary()
+
+    def _requests(
+        self, batches: Batches, start: Position, epochs: int, *, shuffle: bool
+    ) -> Iterator[list[ShardRequest]]:
+        for _, batch in batches.remaining(start, epochs):
+            order = sample_order(self.job.seed, batch.epoch, batches.samples)
+            yield [_request(batch, shard, order if shuffle else None) for shard in self._workers.generation.shards]
+
+    def _stopped(self, position: Position) -> bool:
+        limit = self._around.settings.stop_after
+        return limit is not None and position.step >= limit
+
+    def _begin(self, step: Step) -> Step:
+        self._settle()
+        self._in_step = True
+        seed_generators(stream_seed(self.job.seed, Stream.SCRIPT, step.number))
+        self._step_line = {"step": step.number, "epoch": step.epoch, "position": step.position}
+        return step
+
+    def _end(self, position: Position, batch: Batch) -> None:
+        self._in_step = False
+        self._progress = replace(self._progress, position=position)
+        if "loss" in self._step_line:
+            self._recorder.step_ends(self._step_line, batch.size)
+        if self._trace is not None:
+            self._trace.step(position.step, self._require_prepared()[0].tensors())
+
+    def _at_boundary(self) -> None:
+        """The loop's body is done, and every worker stands here with the same state."""
+        if self._leaving:
+            self._depart()
+        self._checkpoint_if_due()
+
+    def _leave_loop(self, loop: int) -> None:
+        position = self._progress.position
+        beyond = Position(step=position.step, samples=position.samples)
+        self._progress = replace(self._progress, loop=loop + 1, position=beyond)
+
+    def _depart(self) -> None:
+        step = self._progress.position.step
+        self._checkpoints.save(self._snapshot(), wait=True)
+        if self.is_main:
+            self._around.folder.journal("preempted", step=step)
+            self._around.folder.write_result(self.result(exit_code=PREEMPTED, error="preempted: start it again"))
+        self.print(f"unisono: asked to leave: checkpoint after step {step} in {self.dir}; start the job again to go on")
+        self.close()
+        raise SystemExit(PREEMPTED)
+
+    def _checkpoint_if_due(self) -> None:
+        if self._checkpoints.due(self._progress.position.step):
+            self._checkpoints.save(self._snapshot())
+
+    def _snapshot(self) -> Snapshot:
+        self._settle()
+        prepared, _ = self._require_prepared()
+        about = {"job": self.job.model_dump(mode="json"), "fingerprint": self._around.fingerprint}
+        return capture(prepared, self._progress, self._registered, about)
+
+    def _note(self, call: Call, loss: float, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        line = self._step_line
+        if "loss" in line:
+            line.setdefault("losses", [line["loss"]]).append(loss)
+            seconds = {name: value + line["seconds"].get(name, 0.0) for name, value in seconds.items()}
+        else:
+            line |= {"loss": loss, "lr": call.optimizers[0].param_groups[0]["lr"]}
+        line |= {"generation": self.generation, "world_size": self.world_size, "seconds": dict(seconds)}
+        line |= metrics
+
+    def _evaluation(self, dataset: Any, batch_size: int | None, collate: Collate | None) -> Evaluation:
+        prepared, _ = self._require_prepared()
+        samples = check_dataset(dataset)
+        self._workers.require_same("data set", {"number of samples": samples})
+        number = self._progress.evaluations
+        self._progress = replace(self._progress, evaluations=number + 1)
+        size = batch_size or -(-self.job.batch_size // self.job.shards)
+        source = ShardSource(dataset, self.job.seed, collate)
+        return Evaluation(self.job, self._workers, prepared, self.device, source, size, number)
+
+
+def _request(batch: Batch, shard: int, order: Callable[[Any], Any] | None) -> ShardRequest:
+    positions = torch.arange(batch.shard(shard).start, batch.shard(shard).stop).numpy()
+    indices = positions if order is None else order(positions)
+    return ShardRequest(batch.epoch, tuple(indices.tolist()))
+
+
+def _chosen(prepared: Prepared, optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:
+    if optimizer is None:
+        return prepared.optimizers
+    chosen = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    for one in chosen:
+        if not any(one is known for known in prepared.optimizers):
+            raise ModelError(f"step.run(optimizer={type(one).__name__}): give it to run.prepare first")
+    return chosen

@@ -1,0 +1,48 @@
+"""What the launcher tells a worker through the environment, read once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.errors import JobError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings from ``UNISONO_*`` variables; an argument in the script goes before each of them."""
+
+    run_dir: Path | None = None
+    shards: int | None = None
+    threads: int | None = None
+    allow_job_change: bool = False
+    stop_after: int | None = None
+    trace: Path | None = None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> "Settings":
+        """The settings in ``environ``.
+
+        Raises:
+            JobError: a variable is no positive whole number; names it and its value.
+        """
+        return cls(
+            run_dir=_path(environ, "UNISONO_RUN_DIR"),
+            shards=_count(environ, "UNISONO_SHARDS"),
+            threads=_count(environ, "UNISONO_THREADS"),
+            allow_job_change=environ.get("UNISONO_ALLOW_JOB_CHANGE") == "1",
+            stop_after=_count(environ, "UNISONO_STOP_AFTER"),
+            trace=_path(environ, "UNISONO_TRACE"),
+        )
+
+
+def _path(environ: Mapping[str, str], name: str) -> Path | None:
+    return Path(environ[name]) if environ.get(name) else None
+
+
+def _count(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise JobError(f"{name}={text!r} in the environment: needs a whole number of at least 1")
+    return int(text)

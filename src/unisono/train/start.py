@@ -1,0 +1,162 @@
+"""Starting a run: from arguments and environment to workers that stand ready."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from unisono.checkpoint.folder import RunFolder, new_run_folder
+from unisono.checkpoint.store import CheckpointStore
+from unisono.data.streams import seed_generators
+from unisono.errors import JobError
+from unisono.job import Job, Precision, Reduction
+from unisono.membership.environment import Environment, recognise
+from unisono.membership.generation import Generation
+from unisono.membership.rendezvous import backend_for, form_group, open_store
+from unisono.plan.split import Split
+from unisono.plan.streams import Stream, stream_seed
+from unisono.reduce.process_group import ProcessGroupTransport
+from unisono.reduce.transport import Solo, Transport
+from unisono.train.checkpoints import Checkpoints, require_same_job
+from unisono.train.device import choose_device
+from unisono.train.failure import note_failures
+from unisono.train.numerics import apply_numerics, fingerprint, script_digest
+from unisono.train.run import Run, Surroundings
+from unisono.train.settings import Settings
+from unisono.train.signals import LeaveRequest
+from unisono.train.workers import Workers
+
+
+def init(
+    *,
+    batch_size: int,
+    seed: int = 0,
+    shards: int | None = None,
+    threads: int | None = None,
+    reduction: Reduction = "exact",
+    precision: Precision = "float32",
+    bucket_mb: float = 25.0,
+    deterministic: bool = True,
+    on_nan: Literal["stop", "skip"] = "stop",
+    device: str | torch.device | None = None,
+    run_dir: str | Path | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    allow_job_change: bool = False,
+    failure_timeout_s: float = 300.0,
+) -> Run:
+    """Start a run, on however many workers the launcher started.
+
+    Call it first: it seeds the random generators, so that a model built after it has the same weights on every
+    worker and in every run. The script runs unchanged as ``python train.py``, under ``unisono run``, torchrun and
+    srun. An argument goes before the environment, the environment before the default.
+
+    Args:
+        batch_size: samples in one global batch, shared by all workers.
+        seed: of every random stream.
+        shards: slices of the global batch, and the most workers the job can use; by default the largest power of
+            two up to 8 that leaves 16 samples per shard. The bits of the weights depend on it.
+        threads: torch threads per worker; by default 1. The bits depend on it.
+        reduction: ``exact``, or ``native`` for the backend's own all-reduce with its own order of additions.
+        precision: ``bf16`` runs forward passes under autocast.
+        bucket_mb: gradients are reduced in buckets of about this many MiB.
+        deterministic: refuse operations that have no deterministic version.
+        on_nan: a loss that is NaN or infinite stops the job, or skips the step.
+        device: where to compute; by default the GPU of the worker's local rank if there is one, else the CPU.
+        run_dir: the run folder; one that holds checkpoints of the same job is resumed. By default a new one
+            under ``runs/``.
+        checkpoint_every: steps between automatic checkpoints; by default none are written.
+        keep: how many checkpoints stay.
+        allow_job_change: resume although settings differ.
+        failure_timeout_s: how long, in seconds, a worker waits for another before it gives it up.
+
+    Raises:
+        JobError: a setting is out of range, or there are more workers than shards; says which to change.
+        JobMismatch: the workers, or the run folder, hold another job; lists the differences.
+        LaunchError: the other workers cannot be reached.
+    """
+    settings = Settings.from_environ(os.environ)
+    job = Job.create(
+        batch_size=batch_size,
+        seed=seed,
+        shards=shards if shards is not None else settings.shards,
+        threads=threads or settings.threads or 1,
+        reduction=reduction,
+        precision=precision,
+        bucket_mb=bucket_mb,
+        deterministic=deterministic,
+        on_nan=on_nan,
+    )
+    _check_counts(checkpoint_every=checkpoint_every, keep=keep, failure_timeout_s=failure_timeout_s)
+    environment = recognise(os.environ)
+    job.require_workers(environment.world_size)
+    chosen = choose_device(device, environment.local_rank)
+    before = apply_numerics(job, chosen)
+    workers = _connect(job, environment, chosen, failure_timeout_s)
+    print_ = fingerprint(job, chosen)
+    workers.require_same("job or machine", print_ | {"script": script_digest()})
+    wanted = run_dir if run_dir is not None else settings.run_dir
+    allow = allow_job_change or settings.allow_job_change
+    folder = _open_folder(workers, wanted, job, allow=allow)
+    store = CheckpointStore(folder.checkpoints, keep=keep, on_event=folder.journal) if workers.rank == 0 else None
+    around = Surroundings(settings, folder, print_, before, LeaveRequest(), allow)
+    run = Run(job, workers, chosen, Checkpoints(store, checkpoint_every), around)
+    _announce(run, environment)
+    seed_generators(stream_seed(job.seed, Stream.SCRIPT, -1))
+    note_failures(run)
+    atexit.register(run.close)
+    return run
+
+
+def _check_counts(**counts: float | None) -> None:
+    for name, value in counts.items():
+        if value is not None and not value > 0:
+            raise JobError(f"{name}={value!r}: needs to be positive")
+
+
+def _connect(job: Job, environment: Environment, device: torch.device, timeout_s: float) -> Workers:
+    generation = Generation(1, environment.rank, Split.even(job.shards, environment.world_size))
+    if environment.world_size == 1:
+        return Workers(generation, Solo(job.shards))
+    store = open_store(environment, timeout_s)
+    backend = backend_for(device, environment)
+    group = form_group(store, generation, backend, timeout_s)
+    where = device if backend == "nccl" else torch.device("cpu")
+    transport: Transport = ProcessGroupTransport(group, generation.rank, generation.split, where, store)
+    return Workers(generation, transport)
+
+
+def _open_folder(workers: Workers, wanted: str | Path | None, job: Job, *, allow: bool) -> RunFolder:
+    if workers.rank != 0:
+        return RunFolder(Path(workers.broadcast(None)))
+    path = Path(wanted) if wanted is not None else new_run_folder(Path("runs"), _script_stem())
+    folder = RunFolder(path)
+    ours, theirs = job.model_dump(mode="json"), folder.read_job()
+    if theirs is not None:
+        changed = require_same_job(ours, theirs, f"the run folder {path}", allow=allow)
+        if changed:
+            folder.journal("job changed", differences=changed)
+    folder.write_job(ours)
+    workers.broadcast(str(path))
+    return folder
+
+
+def _announce(run: Run, environment: Environment) -> None:
+    if not run.is_main:
+        return
+    run._around.folder.journal("started", world_size=run.world_size, launcher=environment.launcher, pid=os.getpid())
+    print(  # noqa: T201  the choice of launcher is something to see
+        f"unisono: {environment.describe()}; {run.job.shards} shards, batch {run.job.batch_size}, "
+        f"{run.job.threads} thread{'s' if run.job.threads > 1 else ''} per worker, {run.device}, run folder {run.dir}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _script_stem() -> str:
+    return Path(sys.argv[0] or "session").stem or "session"

@@ -1,0 +1,208 @@
+"""The short way: ``fit`` instead of a loop. A thin layer on the verbs of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.errors import JobError
+from unisono.plan.batches import Batches
+from unisono.train.callbacks import Callback
+from unisono.train.engine import Clip, LossFunction
+from unisono.train.evaluation import Metrics, Predict
+from unisono.train.history import EpochRecord, History
+from unisono.train.progress import Display, choose_display
+from unisono.train.run import Run
+from unisono.train.start import init
+from unisono.train.step import Step
+
+SCHEDULER_STEPS = ("epoch", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """A learning-rate scheduler, and how often it advances."""
+
+    scheduler: Any
+    every: str
+
+    def after(self, step: Step) -> None:
+        """Advance it, if this is the time."""
+        if self.scheduler is not None and (self.every == "step" or step.is_last_in_epoch):
+            self.scheduler.step()
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """Sums up one epoch."""
+
+    number: int
+    begun: float = field(default_factory=perf_counter)
+    samples: int = 0
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, step: Step, loss: float, metrics: Mapping[str, float]) -> None:
+        if math.isnan(loss):
+            return  # the step was skipped
+        self.samples += step.size
+        self.loss += loss * step.size
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value * step.size
+
+    @property
+    def rate(self) -> float:
+        return self.samples / max(perf_counter() - self.begun, 1e-9)
+
+    def record(self, seconds: float, validation: Mapping[str, float]) -> EpochRecord:
+        samples = max(1, self.samples)
+        means = {name: total / samples for name, total in self.metrics.items()}
+        rate = self.samples / max(seconds, 1e-9)
+        return EpochRecord(self.number, self.loss / samples, means, dict(validation), seconds, rate)
+
+
+class Trainer:
+    """Trains a model on however many workers there are.
+
+    ::
+
+        trainer = unisono.Trainer(model, optimizer, loss_fn, batch_size=128, seed=0)
+        history = trainer.fit(train_set, epochs=5, validation=test_set)
+
+    Build the model after seeding, or pass ``run=unisono.init(...)`` made before it: a model built before its seed is
+    set starts from other weights in every run.
+
+    Args:
+        model: a module, or a list of them.
+        optimizer: an optimizer, or a list of them.
+        loss_fn: as for :meth:`unisono.Step.run`.
+        batch_size: samples in one global batch; needed unless ``run`` is given.
+        metrics: for validation, as for :meth:`unisono.Run.evaluate`; by default the loss.
+        scheduler: a learning-rate scheduler of torch.
+        scheduler_every: ``epoch`` or ``step``.
+        clip_norm: the largest global norm of the gradient.
+        clip_value: the largest absolute value in the gradient.
+        loader_workers: processes that load ahead.
+        callbacks: called in the order given.
+        progress: whether the main worker shows a bar (in a terminal) or lines (elsewhere).
+        run: an existing run, instead of settings for a new one.
+        settings: as for :func:`unisono.init`.
+
+    Raises:
+        JobError: neither a batch size nor a run, or an unknown ``scheduler_every``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
+        loss_fn: LossFunction,
+        *,
+        batch_size: int | None = None,
+        metrics: Metrics | None = None,
+        scheduler: Any = None,
+        scheduler_every: str = "epoch",
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        loader_workers: int = 0,
+        callbacks: Sequence[Callback] = (),
+        progress: bool = True,
+        run: Run | None = None,
+        **settings: Any,
+    ) -> None:
+        if scheduler_every not in SCHEDULER_STEPS:
+            raise JobError(f"scheduler_every={scheduler_every!r}: use 'epoch' or 'step'")
+        self.run = run or _started(batch_size, settings)
+        self.model, self.optimizer = self.run.prepare(model, optimizer)
+        self.callbacks = list(callbacks)
+        self.history = History()
+        self._loss_fn = loss_fn
+        self._metrics = metrics or {"loss": loss_fn}
+        self._scheduling = Scheduling(scheduler, scheduler_every)
+        self._clip = Clip(clip_norm, clip_value)
+        self._loader_workers = loader_workers
+        self._progress = progress
+        self._stopping = False
+        if scheduler is not None:
+            self.run.register("scheduler", scheduler)
+
+    def fit(self, train: Any, epochs: int = 1, validation: Any = None, **loading: Any) -> History:
+        """Train.
+
+        Args:
+            train: the data set to train on.
+            epochs: passes over it.
+            validation: evaluated after each epoch, if given.
+            loading: further settings of :meth:`unisono.Run.steps`, such as ``drop_last`` or ``collate_fn``.
+
+        Returns:
+            a record per epoch that was trained here; a run that resumes has only what was left.
+        """
+        self._stopping = False
+        display = choose_display(is_main=self.run.is_main, progress=self._progress)
+        self._tell("on_fit_begin")
+        try:
+            self._train(train, epochs, validation, display, loading)
+        finally:
+            display.close()
+        self._tell("on_fit_end", self.history)
+        return self.history
+
+    def evaluate(self, dataset: Any, metrics: Metrics | None = None) -> dict[str, float]:
+        """The metrics' means over a data set; see :meth:`unisono.Run.evaluate`."""
+        return self.run.evaluate(dataset, metrics or self._metrics)
+
+    def predict(self, dataset: Any, predict_fn: Predict | None = None) -> Any:
+        """The model's outputs for a data set, in order; see :meth:`unisono.Run.predict`."""
+        return self.run.predict(dataset, predict_fn)
+
+    def finish(self) -> str:
+        """End the run; see :meth:`unisono.Run.finish`."""
+        return self.run.finish()
+
+    def stop(self) -> None:
+        """End the training after the epoch that is under way. Call it on every worker."""
+        self._stopping = True
+
+    def _train(self, train: Any, epochs: int, validation: Any, display: Display, loading: Mapping[str, Any]) -> None:
+        epoch: _Epoch | None = None
+        for step in self.run.steps(train, epochs, **{"loader_workers": self._loader_workers, **loading}):
+            if epoch is None:
+                epoch = _Epoch(step.epoch)
+                steps = Batches(len(train), self.run.job.batch_size, self.run.job.shards).per_epoch
+                display.begin(step.epoch, epochs, steps)
+                self._tell("on_epoch_begin", step.epoch)
+            loss = step.run(self._loss_fn, clip_norm=self._clip.norm, clip_value=self._clip.value)
+            self._scheduling.after(step)
+            epoch.add(step, loss, step.metrics)
+            display.step(loss, epoch.rate)
+            self._tell("on_step_end", step, loss)
+            if step.is_last_in_epoch:
+                self._end(epoch, validation, display)
+                epoch = None
+                if self._stopping:
+                    break
+
+    def _end(self, epoch: _Epoch, validation: Any, display: Display) -> None:
+        seconds = perf_counter() - epoch.begun
+        found = self.evaluate(validation) if validation is not None else {}
+        record = epoch.record(seconds, {f"validation {name}": value for name, value in found.items()})
+        self.history.epochs.append(record)
+        display.end(record)
+        self._tell("on_epoch_end", record)
+
+    def _tell(self, hook: str, *what: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *what)
+
+
+def _started(batch_size: int | None, settings: Mapping[str, Any]) -> Run:
+    if batch_size is None:
+        raise JobError("Trainer needs batch_size=, the samples in one global batch, or run=unisono.init(...)")
+    return init(batch_size=batch_size, **settings)

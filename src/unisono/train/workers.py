@@ -1,0 +1,142 @@
+"""The workers of this generation, and the things they do together."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from unisono.checkpoint.codec import flatten, unflatten
+from unisono.errors import JobMismatch
+from unisono.job import differences
+from unisono.membership.generation import Generation
+from unisono.plan.tree import Node, SummationTree
+from unisono.reduce.transport import Transport
+
+Operation = Literal["mean", "sum", "max", "min"]
+
+
+class Workers:
+    """The collective verbs: every worker calls the same ones in the same order."""
+
+    def __init__(self, generation: Generation, transport: Transport) -> None:
+        self.generation = generation
+        self.transport = transport
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.generation.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.generation.world_size
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every worker's JSON value, in the order of ranks."""
+        if self.world_size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = self.transport.all_gather(torch.tensor([data.numel()])).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = self.transport.all_gather(padded)
+        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+
+    def require_same(self, what: str, fields: Mapping[str, Any]) -> None:
+        """Refuse to go on with workers that differ.
+
+        Raises:
+            JobMismatch: names the ranks, the fields and both values.
+        """
+        everybody = self.gather_json(dict(fields))
+        for rank, theirs in enumerate(everybody):
+            unequal = differences(everybody[0], theirs)
+            if unequal:
+                listed = "\n  ".join(unequal)
+                raise JobMismatch(
+                    f"rank {rank} has another {what} than rank 0 (here: rank 0, there: rank {rank}):\n  {listed}\n"
+                    f"All workers need the same, or their weights would differ"
+                )
+
+    def gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
+        """Every worker's rows below each other, in the order of ranks.
+
+        Args:
+            local: this worker's rows, of shape (counts[rank], …).
+            counts: the number of rows of each worker.
+        """
+        if self.world_size == 1:
+            return local
+        padded = local.new_zeros((max(counts), *local.shape[1:]))
+        padded[: counts[self.rank]] = local
+        # Bytes travel alike on every backend, whatever the dtype.
+        rows = self.transport.all_gather(padded.reshape(-1).view(torch.uint8))
+        blocks = rows.view(-1).view(local.dtype).reshape(self.world_size, max(counts), *local.shape[1:])
+        return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
+
+    def all_reduce(self, value: Any, operation: Operation = "mean") -> Any:
+        """Combine one number or tensor per worker, in the order of ranks.
+
+        Args:
+            value: a number, or a tensor of the same shape and dtype on every worker.
+            operation: ``mean``, ``sum``, ``max`` or ``min``.
+
+        Returns:
+            the same on every worker; a number for a number, a new tensor for a tensor.
+
+        Raises:
+            ValueError: an unknown operation.
+        """
+        if operation not in ("mean", "sum", "max", "min"):
+            raise ValueError(f"all_reduce({operation!r}): use 'mean', 'sum', 'max' or 'min'")
+        if not isinstance(value, Tensor):
+            dtype = torch.float64 if isinstance(value, float) or operation == "mean" else torch.int64
+            return self.all_reduce(torch.tensor(value, dtype=dtype), operation).item()
+        local = value.detach().reshape(1, -1)
+        rows = self.gather_rows(local, [1] * self.world_size)
+        return _combined(rows, operation).reshape(value.shape)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of the worker ``source``: a tensor, a number, text, or lists and dicts of them.
+
+        Raises:
+            CheckpointError: a part of the value is of no such type; names it.
+        """
+        if self.world_size == 1:
+            return value
+        skeleton, tensors = flatten(value) if self.rank == source else (None, {})
+        forms = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+        skeleton, forms = self.gather_json([skeleton, forms] if self.rank == source else [None, {}])[source]
+        received = {}
+        for name, (dtype, shape) in forms.items():
+            tensor = tensors[name] if name in tensors else torch.empty(shape, dtype=getattr(torch, dtype))
+            received[name] = self._broadcast_tensor(tensor, source)
+        return unflatten(skeleton, received)
+
+    def barrier(self) -> None:
+        """Wait until every worker is here."""
+        self.transport.all_gather(torch.zeros(1, dtype=torch.uint8))
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self.transport.close()
+
+    def _broadcast_tensor(self, tensor: Tensor, source: int) -> Tensor:
+        if tensor.numel():
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            self.transport.broadcast(data, source)
+            return data.view(tensor.dtype).reshape(tensor.shape)
+        return tensor
+
+
+def _combined(rows: Tensor, operation: Operation) -> Tensor:
+    if operation == "max":
+        return rows.amax(0)
+    if operation == "min":
+        return rows.amin(0)
+    leaves = {Node(rank, rank + 1): row for rank, row in enumerate(rows)}
+    total: Tensor = SummationTree(len(rows)).finish(leaves, torch.add)
+    return total if operation == "sum" else total / len(rows)

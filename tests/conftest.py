@@ -1,0 +1,77 @@
+"""What holds for every test: it leaves nothing behind, and it says what kind of test it is."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+
+import hypothesis
+import pytest
+
+from leaks import Guard
+from torch_settings import TorchSettings
+
+KINDS = {"unit", "procs"}
+
+# The same examples where a failure must be the change's fault; new ones where a person looks at them.
+hypothesis.settings.register_profile(
+    "unisono", deadline=None, print_blob=True, derandomize=os.environ.get("CI") == "true"
+)
+hypothesis.settings.load_profile("unisono")
+
+reported = pytest.StashKey[set[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the run its own folder for temporary files. Every child inherits it, so it is our mark as well."""
+    config.stash[reported] = set()
+    patch = pytest.MonkeyPatch()
+    config.add_cleanup(patch.undo)
+    if "PYTEST_DEBUG_TEMPROOT" not in os.environ:  # tmp_path stays where it was, to be looked at after a failure
+        patch.setenv("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    patch.setenv("TMPDIR", folder.name)
+    patch.setattr(tempfile, "tempdir", folder.name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Refuse a test that does not say what it is: `make check` would miss it, or be slowed down by it."""
+    wrong = [item.nodeid for item in items if len(KINDS & {mark.name for mark in item.iter_markers()}) != 1]
+    if wrong:
+        names = "\n  ".join(wrong)
+        raise pytest.UsageError(f"each test has exactly one of the markers unit and procs; these do not:\n  {names}")
+
+
+def _guard() -> Guard:
+    return Guard.now(mark=("TMPDIR", tempfile.gettempdir()))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a process, thread, socket, file or setting behind; name what and which test."""
+    guard = _guard()
+    yield
+    leaks = guard.leaks(request.node.nodeid)
+    request.config.stash[reported].update(leaks.lines)
+    if leaks.lines:
+        pytest.fail(str(leaks), pytrace=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_outlives_the_run(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The same for fixtures that serve several tests: what they started is gone in the end."""
+    guard = _guard()
+    yield
+    leaks = guard.leaks("a fixture that serves several tests")
+    if new := [line for line in leaks.lines if line not in request.config.stash[reported]]:
+        pytest.fail("\n  ".join((f"{leaks.culprit} left behind:", *new)), pytrace=False)
+
+
+@pytest.fixture
+def torch_settings_restored() -> Iterator[None]:
+    """For a test that calls `unisono.init` in this process: torch's global settings are put back after it."""
+    settings = TorchSettings()
+    before = settings.look()
+    yield
+    settings.restore(before)

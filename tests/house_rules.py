@@ -1,0 +1,326 @@
+"""The rules of the house, each a function from the sources of a package to its breaches.
+
+The layers are those of the design, top row first. Imports go down, and rooms of one row know each other only
+through a room above. An import counts wherever it stands: at the top, inside a function, under
+``TYPE_CHECKING``, or as a name given to ``import_module``.
+"""
+
+import ast
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROWS: tuple[tuple[str, ...], ...] = (
+    ("cli",),
+    ("launch", "study", "dashboard"),
+    ("train",),
+    ("adapt", "sync", "checkpoint", "data", "reduce", "membership"),
+    ("plan",),
+    ("job",),
+    ("errors",),
+)
+DEPTHS = {room: depth for depth, row in enumerate(ROWS) for room in row}
+DOOR = "the door"  # __init__.py and __main__.py: what comes in through it may go to any room
+FAKES = "testing"  # shipped fakes: may know every room
+FRIENDS_OF_FAKES = {"cli", FAKES}
+
+PURE = ("plan", "membership.state")  # decide, and touch nothing
+WORLD = frozenset({"torch", "socket", "time", "datetime", "os", "random", "secrets", "uuid", "subprocess", "threading"})
+PICKLES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"})
+PICKLING_COLLECTIVES = frozenset(
+    f"{verb}_object{ending}"
+    for verb in ("all_gather", "gather", "broadcast", "scatter", "send", "recv")
+    for ending in ("", "_list")
+)
+LONGEST_FUNCTION = 60
+NAMELESS = frozenset({"util", "utils", "helper", "helpers", "misc"})
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module: where it lies, its dotted name, and its syntax."""
+
+    path: Path
+    module: str
+    tree: ast.Module
+
+    @property
+    def is_package(self) -> bool:
+        """Whether it is a folder's ``__init__.py``."""
+        return self.path.name == "__init__.py"
+
+    @property
+    def room(self) -> str:
+        """The part of the house it belongs to."""
+        return room_of(self.module)
+
+
+def room_of(module: str) -> str:
+    """The part of the house that a module, given by its full name, belongs to."""
+    inside = module.split(".")[1:]
+    return inside[0] if inside and inside[0] != "__main__" else DOOR
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of one module, by its full name."""
+
+    line: int
+    target: str
+
+
+@dataclass(frozen=True, order=True)
+class Breach:
+    """One place that breaks one rule."""
+
+    path: Path
+    line: int
+    rule: str
+    words: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}: {self.words}"
+
+
+@dataclass(frozen=True)
+class House:
+    """All modules of a package, by name."""
+
+    name: str
+    sources: Mapping[str, Source]
+
+    @classmethod
+    def read(cls, folder: Path) -> "House":
+        """Read every module below the folder of a package."""
+        sources = (_read(folder, path) for path in sorted(folder.rglob("*.py")))
+        return cls(folder.name, {source.module: source for source in sources})
+
+    def __iter__(self) -> Iterator[Source]:
+        return iter(self.sources.values())
+
+    def imports(self, source: Source) -> Iterator[Import]:
+        """Every import of a module, whether of this package or not."""
+        for node in ast.walk(source.tree):
+            for name in _names(node, source):
+                yield Import(getattr(node, "lineno", 1), self._module_of(name))
+
+    def _module_of(self, name: str) -> str:
+        # `from unisono.plan import tree` may name a module or something inside one: the longest that exists.
+        if name.partition(".")[0] != self.name or name in self.sources:
+            return name
+        outer = name.rpartition(".")[0]
+        return name if outer == self.name and room_of(name) in DEPTHS else self._module_of(outer)
+
+
+def _read(folder: Path, path: Path) -> Source:
+    parts = (folder.name, *path.relative_to(folder).with_suffix("").parts)
+    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return Source(path, module, ast.parse(path.read_text(encoding="utf-8"), filename=str(path)))
+
+
+def _names(node: ast.AST, source: Source) -> list[str]:
+    """The full names that a piece of syntax imports."""
+    match node:
+        case ast.Import(names=names):
+            return [alias.name for alias in names]
+        case ast.ImportFrom(module=module, names=names, level=level):
+            start = ".".join(part for part in (_start(source, level), module) if part)
+            return [f"{start}.{alias.name}" for alias in names]
+        case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]) if _last_name(function) in {
+            "import_module",
+            "__import__",
+        }:
+            return [name]
+    return []
+
+
+def _start(source: Source, level: int) -> str:
+    if level == 0:
+        return ""
+    parts = source.module.split(".")
+    return ".".join(parts[: len(parts) - level + source.is_package])
+
+
+def _last_name(node: ast.expr) -> str:
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
+
+
+# --- the layers
+
+
+def layers(house: House) -> Iterator[Breach]:
+    """Imports go down, never up, never sideways."""
+    for source in house:
+        if source.room not in {DOOR, FAKES, *DEPTHS}:
+            yield Breach(source.path, 1, "layers", f"'{source.room}' is in no row of the house")
+        for found in house.imports(source):
+            inside = found.target.partition(".")[0] == house.name
+            if inside and (reason := _forbidden(source.room, room_of(found.target))):
+                yield Breach(source.path, found.line, "layers", f"imports {found.target}: {reason}")
+
+
+def _forbidden(room: str, other: str) -> str:
+    """Why one room may not import another; empty when it may."""
+    if other == DOOR and room not in {DOOR, FAKES}:
+        return "the door is for users; rooms import the module itself"
+    if other == FAKES and room not in FRIENDS_OF_FAKES:
+        return "only tests and cli may use the fakes"
+    if room not in DEPTHS or other not in DEPTHS or room == other or DEPTHS[room] < DEPTHS[other]:
+        return ""
+    if DEPTHS[room] == DEPTHS[other]:
+        return f"{room} and {other} are rooms of one row and know each other only through a room above"
+    return f"{other} is above {room}; imports go down"
+
+
+def cycles(house: House) -> Iterator[Breach]:
+    """No module imports itself, not by any way round."""
+    graph = {
+        source.module: {found.target for found in house.imports(source)} & house.sources.keys() for source in house
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        way = list(reversed(error.args[1]))
+        first = house.sources[way[0]]
+        line = min(found.line for found in house.imports(first) if found.target == way[1])
+        yield Breach(first.path, line, "cycle", " imports ".join(way))
+
+
+def purity(house: House) -> Iterator[Breach]:
+    """What only decides touches no torch, socket, clock, environment or chance."""
+    for source in house:
+        inside = source.module.removeprefix(f"{house.name}.")
+        if not any(inside == pure or inside.startswith(f"{pure}.") for pure in PURE):
+            continue
+        for found in house.imports(source):
+            if (touched := found.target.partition(".")[0]) in WORLD:
+                yield Breach(source.path, found.line, "purity", f"{inside} is pure and may not import {touched}")
+
+
+def lazy_door(house: House) -> Iterator[Breach]:
+    """Importing the package loads no room: only errors and the standard library."""
+    door = house.sources[house.name]
+    cheap = {*sys.stdlib_module_names, f"{house.name}.errors"}
+    for node in _at_import_time(door.tree.body):
+        for name in _names(node, door):
+            target = house._module_of(name)
+            if target not in cheap and target.partition(".")[0] not in cheap:
+                yield Breach(door.path, getattr(node, "lineno", 1), "door", f"loads {target} when it is imported")
+
+
+def _at_import_time(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """The syntax that runs on import: not the insides of functions, not what only type checkers see."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and _last_name(node.test) == "TYPE_CHECKING":
+            yield from _at_import_time(node.orelse)
+            continue
+        yield node
+        yield from _at_import_time(ast.iter_child_nodes(node))
+
+
+# --- what may not be written
+
+
+def long_functions(house: House) -> Iterator[Breach]:
+    """A function fits on a screen; what its docstring takes is not counted."""
+    for source, node in _walk(house):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            length = node.end_lineno - node.lineno + 1 - _docstring_lines(node)
+            if length > LONGEST_FUNCTION:
+                words = f"{node.name} has {length} lines; the limit is {LONGEST_FUNCTION}"
+                yield Breach(source.path, node.lineno, "long function", words)
+
+
+def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first = node.body[0]
+    if ast.get_docstring(node) is None or first.end_lineno is None:
+        return 0
+    return first.end_lineno - first.lineno + 1
+
+
+def no_pickle(house: House) -> Iterator[Breach]:
+    """No pickle, on disk or on the wire: whoever can write one can run code."""
+    for source in house:
+        for found in house.imports(source):
+            if found.target.partition(".")[0] in PICKLES:
+                yield Breach(source.path, found.line, "pickle", f"imports {found.target}")
+            if found.target in {"torch.load", "torch.save"}:
+                yield Breach(source.path, found.line, "pickle", f"{found.target} pickles; use safetensors")
+    for source, node in _walk(house):
+        if isinstance(node, ast.Call) and (words := _pickles(node)):
+            yield Breach(source.path, node.lineno, "pickle", words)
+
+
+def _pickles(call: ast.Call) -> str:
+    match call.func:
+        case ast.Attribute(value=ast.Name(id="torch"), attr="load" | "save" as name):
+            return f"torch.{name} pickles; use safetensors"
+        case ast.Attribute(attr=name) | ast.Name(id=name) if name in PICKLING_COLLECTIVES:
+            return f"{name} pickles what it sends"
+    if _has_true(call, "allow_pickle"):
+        return "allow_pickle=True"
+    return ""
+
+
+def no_shell(house: House) -> Iterator[Breach]:
+    """Programs are started from a list of arguments, never through a shell."""
+    for source, node in _walk(house):
+        if not isinstance(node, ast.Call):
+            continue
+        if _has_true(node, "shell"):
+            yield Breach(source.path, node.lineno, "shell", "shell=True; give a list of arguments")
+        match node.func:
+            case ast.Attribute(value=ast.Name(id="os"), attr="system" | "popen" as name):
+                yield Breach(source.path, node.lineno, "shell", f"os.{name} runs a shell")
+
+
+def _has_true(call: ast.Call, name: str) -> bool:
+    """Whether a keyword is given and is anything but the constant False."""
+    return any(
+        keyword.arg == name and not (isinstance(keyword.value, ast.Constant) and not keyword.value.value)
+        for keyword in call.keywords
+    )
+
+
+def no_code_from_text(house: House) -> Iterator[Breach]:
+    """Nothing turns text into code."""
+    for source, node in _walk(house):
+        match node:
+            case ast.Call(func=ast.Name(id="eval" | "exec" as name), lineno=line):
+                yield Breach(source.path, line, "code from text", f"calls {name}")
+
+
+def naming(house: House) -> Iterator[Breach]:
+    """A module is called by its noun, and nothing is a manager."""
+    for source in house:
+        if source.module.rpartition(".")[2] in NAMELESS:
+            yield Breach(source.path, 1, "names", "say what is in it: one noun per file")
+    for source, node in _walk(house):
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Manager"):
+            yield Breach(source.path, node.lineno, "names", f"{node.name}: say what it does, not that it manages")
+
+
+def _walk(house: House) -> Iterator[tuple[Source, ast.AST]]:
+    for source in house:
+        for node in ast.walk(source.tree):
+            yield source, node
+
+
+RULES: tuple[Callable[[House], Iterator[Breach]], ...] = (
+    layers,
+    cycles,
+    purity,
+    lazy_door,
+    long_functions,
+    no_pickle,
+    no_shell,
+    no_code_from_text,
+    naming,
+)

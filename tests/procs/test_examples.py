@@ -1,0 +1,112 @@
+"""The examples run from end to end, and end in the same weights on one worker and on several."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unisono.data.cifar10 import RECORD_BYTES, TEST_FILES, TRAIN_FILES
+
+pytestmark = pytest.mark.procs
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+UNISONO = Path(sys.executable).with_name("unisono")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What is left of an example that has run."""
+
+    output: str
+    folder: Path
+
+    @property
+    def weights(self) -> str:
+        found = re.findall(r"weights sha256 ([0-9a-f]{64})", self.output)
+        assert len(found) == 1, self.output  # the main worker prints it, once
+        return str(found[0])
+
+    @property
+    def result(self) -> dict[str, object]:
+        (path,) = self.folder.glob("runs/*/result.json")
+        result = json.loads(path.read_text())
+        assert isinstance(result, dict)
+        return result
+
+
+def run(folder: Path, command: str, workers: int | None = None, steps: int = 3) -> Finished:
+    """Run an example for a few steps in a folder of its own; without ``workers``, as plain Python."""
+    folder.mkdir()
+    script, *flags = command.split()
+    launcher = [sys.executable] if workers is None else [str(UNISONO), "run", "-n", str(workers)]
+    done = subprocess.run(
+        [*launcher, str(EXAMPLES / script), *flags],
+        cwd=folder,
+        env={**os.environ, "UNISONO_STOP_AFTER": str(steps)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return Finished(done.stdout, folder)
+
+
+@pytest.mark.parametrize(
+    ("command", "workers"),
+    [
+        ("digits.py", 3),
+        ("cifar10.py --synthetic --batch-size 64", 3),
+        ("char_lm.py --layers 1 --width 32 --context 32 --steps 3", 3),
+        ("gan.py", 2),
+        ("plain_loop.py --which unisono", 2),
+    ],
+)
+def test_an_example_ends_in_the_same_weights_on_one_worker_and_on_several(
+    tmp_path: Path, command: str, workers: int
+) -> None:
+    alone = run(tmp_path / "alone", command)
+    together = run(tmp_path / "together", command, workers)
+    assert alone.weights == together.weights
+    assert (alone.result["world_size"], together.result["world_size"]) == (1, workers)
+    assert alone.result["steps"] == together.result["steps"] == 3
+    assert alone.result["weights_sha256"] == alone.weights
+
+
+def test_another_seed_ends_in_other_weights(tmp_path: Path) -> None:
+    first, second = (run(tmp_path / seed, f"digits.py --seed {seed}", steps=1) for seed in "01")
+    assert first.weights != second.weights
+
+
+def test_digits_reaches_97_percent_on_held_out_images(tmp_path: Path) -> None:
+    done = run(tmp_path / "digits", "digits.py --epochs 4", steps=1000)
+    accuracies = [float(percent) for percent in re.findall(r"accuracy ([\d.]+)%", done.output)]
+    assert len(accuracies) == 4
+    assert accuracies[-1] >= 97
+
+
+def test_real_images_are_read_and_augmented_alike_in_any_number_of_loader_processes(tmp_path: Path) -> None:
+    images = tmp_path / "cifar-10-batches-bin"
+    images.mkdir()
+    random = np.random.default_rng(0)
+    for name in TRAIN_FILES + TEST_FILES:
+        records = random.integers(0, 256, (20, RECORD_BYTES), dtype=np.uint8)
+        records[:, 0] %= 10
+        records.tofile(images / name)
+    command = f"cifar10.py --data-dir {images} --batch-size 32 --epochs 1 --loader-workers"
+    here, elsewhere = (run(tmp_path / number, f"{command} {number}", steps=2) for number in "02")
+    assert here.weights == elsewhere.weights
+
+
+def test_the_plain_loop_runs_without_unisono(tmp_path: Path) -> None:
+    done = run(tmp_path / "plain", "plain_loop.py --which plain")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.output)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 2

@@ -1,0 +1,125 @@
+import pytest
+import torch
+from torch import Tensor
+
+from unisono.plan.tree import Node, SummationTree
+from unisono.reduce.buckets import ALIGNMENT, Bucket, plan_buckets
+from unisono.reduce.partial_sums import PartialSums, Row, views_of
+
+pytestmark = pytest.mark.unit
+
+SHAPES = [(3,), (64, 3), (5, 7, 2), (), (0,), (1000,), (8, 3, 4, 4)]
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in SHAPES]
+
+
+def placed(buckets: tuple[Bucket, ...]) -> list[int]:
+    return [slot.index for bucket in buckets for slot in bucket.slots]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1000, 10**9])
+def test_every_tensor_has_one_place_of_its_own(bucket_bytes: int) -> None:
+    given = tensors()
+    buckets = plan_buckets(given, bucket_bytes)
+    flats = [bucket.allocate() for bucket in buckets]
+    views = views_of(buckets, flats)
+    for view, tensor in zip(views, given, strict=True):
+        view.copy_(tensor)
+    assert sorted(placed(buckets)) == list(range(len(given)))
+    assert all(torch.equal(view, tensor) for view, tensor in zip(views, given, strict=True))
+
+
+def test_buckets_go_from_the_last_tensor_to_the_first() -> None:
+    assert placed(plan_buckets(tensors(), 10**9)) == list(reversed(range(len(SHAPES))))
+
+
+def test_a_small_bucket_size_gives_a_bucket_per_tensor_and_a_large_one_a_single_bucket() -> None:
+    assert len(plan_buckets(tensors(), 1)) == len(SHAPES)
+    assert len(plan_buckets(tensors(), 10**9)) == 1
+
+
+def test_dtypes_never_share_a_bucket() -> None:
+    mixed = [
+        torch.zeros(4),
+        torch.zeros(4, dtype=torch.bfloat16),
+        torch.zeros(4),
+        torch.zeros(4, dtype=torch.float64),
+    ]
+    buckets = plan_buckets(mixed, 10**9)
+    assert sorted(str(bucket.dtype) for bucket in buckets) == [
+        "torch.bfloat16",
+        "torch.float32",
+        "torch.float64",
+    ]
+    assert sorted(placed(buckets)) == [0, 1, 2, 3]
+
+
+def test_every_tensor_starts_at_a_multiple_of_sixty_four_elements() -> None:
+    (bucket,) = plan_buckets(tensors(), 10**9)
+    assert all(slot.offset % ALIGNMENT == 0 for slot in bucket.slots)
+    assert bucket.numel % ALIGNMENT == 0
+
+
+def test_a_channels_last_tensor_keeps_its_memory_format() -> None:
+    image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    (bucket,) = plan_buckets([image], 10**9)
+    (view,) = bucket.views(bucket.allocate())
+    assert view.stride() == image.stride()
+
+
+def test_the_plan_follows_from_the_list_alone() -> None:
+    assert plan_buckets(tensors(), 500) == plan_buckets(tensors(), 500)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shards", [1, 2, 3, 5, 8, 13])
+def test_partial_sums_of_a_whole_job_are_the_tree_sum_bit_for_bit(shards: int, dtype: torch.dtype) -> None:
+    gradients = [tensors(dtype) for _ in range(shards)]
+    tree = SummationTree(shards)
+    sums = PartialSums(plan_buckets(gradients[0], 2000), tree)
+    sums.begin(range(shards))
+    for shard in gradients:
+        sums.add(shard)
+    (row,) = sums.rows
+    for number in range(len(SHAPES)):
+        leaves = {node: gradients[node.start][number] for node in map_leaves(tree)}
+        expected = tree.finish(leaves, torch.add)
+        assert torch.equal(row.views[number], expected)
+
+
+def map_leaves(tree: SummationTree) -> list[Node]:
+    return [tree.cover(shard, shard + 1)[0] for shard in range(tree.shards)]
+
+
+def test_an_absent_gradient_adds_nothing_not_even_the_sign_of_a_zero() -> None:
+    minus_zero = torch.tensor([-0.0, 1.0, -0.0])
+    for order in ([minus_zero, None], [None, minus_zero]):
+        sums = PartialSums(plan_buckets([minus_zero], 100), SummationTree(2))
+        sums.begin(range(2))
+        for gradient in order:
+            sums.add([gradient])
+        (row,) = sums.rows
+        assert torch.signbit(row.views[0]).tolist() == [True, False, True]
+
+
+def test_rows_are_allocated_once_and_used_again() -> None:
+    given = tensors()
+    sums = PartialSums(plan_buckets(given, 10**9), SummationTree(8))
+    for _ in range(3):
+        sums.begin(range(8))
+        for _ in range(8):
+            sums.add(given)
+        assert len(sums.rows) == 1
+    assert sums.allocated == 3  # while shard 7 of 8 is computed: shards 0 to 3, 4 and 5, 6
+
+
+def test_a_row_copies_what_it_is_given() -> None:
+    given = tensors()
+    row = Row.allocate(plan_buckets(given, 10**9))
+    row.write(given)
+    before = [view.clone() for view in row.views]
+    for tensor in given:
+        tensor.fill_(7)
+    assert all(torch.equal(view, old) for view, old in zip(row.views, before, strict=True))

@@ -1,0 +1,212 @@
+"""CIFAR-10's binary format, read from small files of the real layout, and all that can be wrong with it."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from unisono.data.cifar10 import RECORD_BYTES, TEST_FILES, TRAIN_FILES, Cifar10, SyntheticCifar10
+from unisono.errors import DataError
+
+pytestmark = pytest.mark.unit
+
+RECORDS = 4
+
+
+def records_of(file_number: int) -> np.ndarray:
+    records = np.random.default_rng(file_number).integers(0, 256, (RECORDS, RECORD_BYTES), dtype=np.uint8)
+    records[:, 0] %= 10
+    return records
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    for number, name in enumerate(TRAIN_FILES + TEST_FILES):
+        records_of(number).tofile(folder / name)
+    return folder
+
+
+def refusal(folder: Path, train: bool = True) -> str:
+    with pytest.raises(DataError) as caught:
+        Cifar10(folder, train=train)
+    return str(caught.value)
+
+
+def test_images_come_in_file_order_as_channels_rows_columns(folder: Path) -> None:
+    dataset = Cifar10(folder)
+    assert len(dataset) == 5 * RECORDS
+    for index in range(len(dataset)):
+        record = records_of(index // RECORDS)[index % RECORDS]
+        image, label = dataset[index]
+        assert image.dtype == torch.uint8
+        assert image.shape == (3, 32, 32)
+        assert type(label) is int
+        assert label == record[0]
+        red, green, blue = record[1:].reshape(3, 32, 32)
+        assert np.array_equal(image.numpy(), np.stack([red, green, blue]))
+
+
+def test_the_test_set_is_the_sixth_file(folder: Path) -> None:
+    dataset = Cifar10(folder, train=False)
+    assert len(dataset) == RECORDS
+    assert np.array_equal(dataset[2][0].numpy().ravel(), records_of(5)[2, 1:])
+
+
+def test_files_may_hold_different_numbers_of_records(folder: Path) -> None:
+    records_of(1)[:1].tofile(folder / TRAIN_FILES[1])
+    dataset = Cifar10(folder)
+    assert len(dataset) == 4 * RECORDS + 1
+    assert np.array_equal(dataset[RECORDS][0].numpy().ravel(), records_of(1)[0, 1:])
+    assert np.array_equal(dataset[RECORDS + 1][0].numpy().ravel(), records_of(2)[0, 1:])
+
+
+def test_the_folder_above_is_accepted(folder: Path) -> None:
+    assert len(Cifar10(folder.parent)) == 5 * RECORDS
+    assert len(Cifar10(str(folder.parent))) == 5 * RECORDS
+
+
+def test_indices_behave_as_those_of_a_list(folder: Path) -> None:
+    dataset = Cifar10(folder)
+    assert torch.equal(dataset[-1][0], dataset[len(dataset) - 1][0])
+    for beyond in (len(dataset), -len(dataset) - 1):
+        with pytest.raises(IndexError):
+            dataset[beyond]
+
+
+def test_changing_an_image_leaves_the_file_and_the_next_read_alone(folder: Path) -> None:
+    dataset = Cifar10(folder)
+    before = dataset[0][0].clone()
+    dataset[0][0].zero_()
+    assert torch.equal(dataset[0][0], before)
+
+
+def test_a_loader_process_gets_the_path_not_the_images(folder: Path) -> None:
+    sent = pickle.dumps(Cifar10(folder, train=False))
+    assert len(sent) < 1000
+    assert torch.equal(pickle.loads(sent)[3][0], Cifar10(folder, train=False)[3][0])  # noqa: S301 - our own bytes
+
+
+def test_it_batches_with_the_ordinary_loader(folder: Path) -> None:
+    images, labels = next(iter(DataLoader(Cifar10(folder), batch_size=6)))
+    assert images.shape == (6, 3, 32, 32)
+    assert labels.dtype == torch.int64
+
+
+def test_a_missing_folder_is_named_with_the_way_to_get_the_data(tmp_path: Path) -> None:
+    message = refusal(tmp_path / "nowhere")
+    assert f"no folder {tmp_path / 'nowhere'}" in message
+    assert "cifar-10-binary.tar.gz" in message
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    (folder / "data_batch_3.bin").unlink()
+    assert "lacks data_batch_3.bin" in refusal(folder)
+    assert len(Cifar10(folder, train=False)) == RECORDS
+
+
+def test_an_empty_folder_says_which_files_are_expected(tmp_path: Path) -> None:
+    assert "data_batch_1.bin" in refusal(tmp_path)
+    assert "test_batch.bin" in refusal(tmp_path, train=False)
+
+
+@pytest.mark.parametrize("size", [0, 1, RECORD_BYTES - 1, RECORDS * RECORD_BYTES + 1])
+def test_a_file_of_the_wrong_size_is_named_with_its_size_and_the_expected_one(folder: Path, size: int) -> None:
+    (folder / "data_batch_2.bin").write_bytes(bytes(size))
+    message = refusal(folder)
+    assert "data_batch_2.bin" in message
+    assert f"{size} bytes" in message
+    assert "3073" in message
+    assert "30730000" in message
+
+
+def test_a_label_that_is_none_is_named_with_file_and_record(folder: Path) -> None:
+    records = records_of(3)
+    records[2, 0] = 10
+    records[3, 0] = 255
+    records.tofile(folder / "data_batch_4.bin")
+    message = refusal(folder)
+    assert "data_batch_4.bin: record 2 has the label 10" in message
+    assert "2 of 4 records" in message
+
+
+def pickled_folder(parent: Path) -> Path:
+    folder = parent / "cifar-10-batches-py"
+    folder.mkdir()
+    for name in (*TRAIN_FILES, *TEST_FILES):
+        (folder / name.removesuffix(".bin")).write_bytes(pickle.dumps({"labels": [0], "data": b""}))
+    return folder
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_the_pickled_version_is_refused_with_the_way_to_get_the_binary_one(tmp_path: Path, train: bool) -> None:
+    folder = pickled_folder(tmp_path)
+    for named in (folder, folder.parent):
+        message = refusal(named, train)
+        assert "pickled" in message
+        assert "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz" in message
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_pickled_archive_is_refused_too(tmp_path: Path, inside: bool) -> None:
+    archive = tmp_path / "cifar-10-python.tar.gz"
+    archive.write_bytes(b"")
+    message = refusal(tmp_path if inside else archive)
+    assert "pickled" in message
+    assert "cifar-10-binary.tar.gz" in message
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_binary_archive_has_to_be_unpacked_first(tmp_path: Path, inside: bool) -> None:
+    archive = tmp_path / "cifar-10-binary.tar.gz"
+    archive.write_bytes(b"")
+    assert "unpack it" in refusal(tmp_path if inside else archive)
+
+
+def test_a_single_file_is_no_folder(folder: Path) -> None:
+    assert "not a folder" in refusal(folder / "data_batch_1.bin")
+
+
+def test_the_binary_version_is_taken_when_both_lie_side_by_side(folder: Path) -> None:
+    pickled_folder(folder.parent)
+    assert len(Cifar10(folder.parent)) == 5 * RECORDS
+
+
+def test_synthetic_images_have_the_shape_of_real_ones_and_depend_on_seed_and_index_alone() -> None:
+    dataset = SyntheticCifar10(100, seed=3)
+    image, label = dataset[7]
+    assert (image.dtype, tuple(image.shape), type(label)) == (torch.uint8, (3, 32, 32), int)
+    again = SyntheticCifar10(10**9, seed=3)  # the size is not part of the arithmetic, and costs nothing
+    assert torch.equal(again[7][0], image)
+    assert again[7][1] == label
+    assert not torch.equal(SyntheticCifar10(100, seed=4)[7][0], image)
+    assert not torch.equal(dataset[8][0], image)
+    assert {dataset[index][1] for index in range(100)} == set(range(10))
+    with pytest.raises(IndexError):
+        dataset[100]
+
+
+def test_synthetic_images_stay_the_same_from_release_to_release() -> None:
+    image, label = SyntheticCifar10(1, seed=0)[0]
+    assert (label, image.sum().item(), image.ravel()[:4].tolist()) == (5, 384093, [185, 62, 179, 119])
+
+
+def test_synthetic_classes_can_be_told_apart_and_a_second_seed_is_a_held_out_set() -> None:
+    def stacked(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        samples = list(SyntheticCifar10(400, seed=seed))  # type: ignore[call-overload]
+        return torch.stack([image for image, _ in samples]).float().flatten(1), torch.tensor([y for _, y in samples])
+
+    images, labels = stacked(seed=0)
+    means = torch.stack([images[labels == label].mean(0) for label in range(10)])
+    held_out, expected = stacked(seed=1)
+    assert torch.equal(torch.cdist(held_out, means).argmin(1), expected)
+
+
+@pytest.mark.parametrize("samples", [0, -1])
+def test_a_synthetic_set_has_at_least_one_sample(samples: int) -> None:
+    with pytest.raises(DataError, match=f"not {samples}"):
+        SyntheticCifar10(samples)

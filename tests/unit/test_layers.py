@@ -1,0 +1,291 @@
+"""The house keeps its rules; and each rule finds its breach in a small house that breaks it."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import house_rules
+from house_rules import ROWS, RULES, Breach, House
+
+pytestmark = pytest.mark.unit
+
+PACKAGE = Path(__file__).parents[2] / "src" / "unisono"
+UPWARDS = [(lower, upper) for above, below in pairwise(ROWS) for upper in above for lower in below]
+SIDEWAYS = [(one, other) for row in ROWS for one in row for other in row if one != other]
+
+Rule = Callable[[House], Iterator[Breach]]
+Build = Callable[..., House]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps_the_rule(rule: Rule) -> None:
+    breaches = sorted(rule(House.read(PACKAGE)))
+
+    if breaches:
+        pytest.fail("\n".join(str(breach) for breach in breaches), pytrace=False)
+
+
+def test_every_module_of_the_package_is_read() -> None:
+    assert {"unisono", "unisono.errors", "unisono.job"} <= House.read(PACKAGE).sources.keys()
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Build:
+    """Builds a package named unisono from file names and texts."""
+
+    def build(**files: str) -> House:
+        folder = tmp_path / "unisono"
+        for name, text in {"__init__": "", **files}.items():
+            path = folder / f"{name.replace('.', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return House.read(folder)
+
+    return build
+
+
+def found(rule: Rule, house: House) -> list[str]:
+    """The breaches as ``file:line: rule: words``, with the file's path inside the package."""
+    root = next(iter(house)).path.parent
+    return [str(breach).removeprefix(f"{root}/") for breach in sorted(rule(house))]
+
+
+@pytest.mark.parametrize(("lower", "upper"), UPWARDS)
+def test_a_room_may_not_import_a_room_above_it(house: Build, lower: str, upper: str) -> None:
+    files = {f"{lower}.low": f"import unisono.{upper}.high", f"{upper}.high": ""}
+
+    assert found(house_rules.layers, house(**files)) == [
+        f"{lower}/low.py:1: layers: imports unisono.{upper}.high: {upper} is above {lower}; imports go down"
+    ]
+
+
+@pytest.mark.parametrize(("lower", "upper"), UPWARDS)
+def test_a_room_may_import_every_room_below_it(house: Build, lower: str, upper: str) -> None:
+    files = {f"{upper}.high": f"from unisono.{lower} import low", f"{lower}.low": ""}
+
+    assert found(house_rules.layers, house(**files)) == []
+
+
+@pytest.mark.parametrize(("one", "other"), SIDEWAYS)
+def test_rooms_of_one_row_may_not_import_each_other(house: Build, one: str, other: str) -> None:
+    files = {f"{one}.a": f"from unisono.{other}.b import name", f"{other}.b": "name = 1"}
+
+    (breach,) = found(house_rules.layers, house(**files))
+
+    assert breach.startswith(f"{one}/a.py:1: layers: imports unisono.{other}.b: ")
+    assert "one row" in breach
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import unisono.train.run",
+        "import unisono.train.run as r",
+        "from unisono.train import run",
+        "from unisono.train.run import Run",
+        "from ..train import run",
+        "from ..train.run import Run",
+        "from .. import train",
+        "def late():\n    from unisono.train import run",
+        "if TYPE_CHECKING:\n    from unisono.train.run import Run",
+        "importlib.import_module('unisono.train.run')",
+        "import_module('unisono.train.run')",
+    ],
+)
+def test_an_import_counts_however_it_is_written(house: Build, text: str) -> None:
+    files = {"plan.tree": text, "train.__init__": "", "train.run": ""}
+
+    (breach,) = found(house_rules.layers, house(**files))
+
+    line = text.count("\n") + 1
+    assert breach.startswith(f"plan/tree.py:{line}: layers: imports unisono.train")
+
+
+def test_a_package_imports_relative_to_itself(house: Build) -> None:
+    rooms = house(**{"plan.__init__": "from .tree import x\nfrom ..train import y", "plan.tree": "", "train": ""})
+
+    assert [breach.partition(": layers")[0] for breach in found(house_rules.layers, rooms)] == ["plan/__init__.py:2"]
+
+
+def test_a_room_does_not_go_out_and_in_again_through_the_door(house: Build) -> None:
+    (breach,) = found(house_rules.layers, house(**{"train.run": "from unisono import init"}))
+
+    assert breach.startswith("train/run.py:1: layers: imports unisono: the door is for users")
+
+
+def test_the_door_may_go_to_any_room(house: Build) -> None:
+    rooms = house(__init__="from unisono.train import run", __main__="from unisono.cli import app", train="", cli="")
+
+    assert found(house_rules.layers, rooms) == []
+
+
+def test_fakes_may_know_all_rooms_but_only_the_command_line_may_know_them(
+    house: Build,
+) -> None:
+    files = {
+        "testing.cluster": "import unisono.cli.app\nimport unisono.plan",
+        "cli.app": "import unisono.testing.cluster",
+        "plan": "",
+        "train.run": "\nimport unisono.testing.cluster",
+    }
+
+    assert found(house_rules.layers, house(**files)) == [
+        "train/run.py:2: layers: imports unisono.testing.cluster: only tests and cli may use the fakes"
+    ]
+
+
+def test_a_room_that_is_not_written_yet_has_its_place_already(house: Build) -> None:
+    (breach,) = found(house_rules.layers, house(**{"plan.tree": "from unisono.train.run import Run"}))
+
+    assert breach.startswith("plan/tree.py:1: layers: imports unisono.train: train is above plan")
+
+
+def test_a_new_room_has_to_be_given_its_row(house: Build) -> None:
+    assert found(house_rules.layers, house(**{"attic.box": ""})) == [
+        "attic/box.py:1: layers: 'attic' is in no row of the house"
+    ]
+
+
+@pytest.mark.parametrize("line", ["import unisono.plan.a", "if TYPE_CHECKING:\n    from .a import x"])
+def test_modules_that_import_each_other_are_a_cycle(house: Build, line: str) -> None:
+    files = {"plan.a": "\nimport unisono.plan.b", "plan.b": "import unisono.plan.c", "plan.c": line}
+
+    (breach,) = found(house_rules.cycles, house(**files))
+
+    way = breach.partition(": cycle: ")[2].replace("unisono.plan.", "").split(" imports ")
+    assert set(pairwise(way)) == {("a", "b"), ("b", "c"), ("c", "a")}
+    assert breach.startswith(f"plan/{way[0]}.py:{files[f'plan.{way[0]}'].count(chr(10)) + 1}: ")
+
+
+def test_a_module_that_asks_its_own_package_for_a_name_is_a_cycle(house: Build) -> None:
+    files = {"plan.__init__": "from unisono.plan.tree import x", "plan.tree": "from unisono.plan import y"}
+
+    (breach,) = found(house_rules.cycles, house(**files))
+
+    assert "unisono.plan imports unisono.plan.tree" in breach or "unisono.plan.tree imports unisono.plan" in breach
+
+
+def test_two_ways_to_one_module_are_no_cycle(house: Build) -> None:
+    files = {
+        "plan.a": "from . import b, c",
+        "plan.b": "from . import c",
+        "plan.c": "",
+        "plan.__init__": "from . import a",
+    }
+
+    assert found(house_rules.cycles, house(**files)) == []
+
+
+@pytest.mark.parametrize("module", ["torch", "socket", "time", "os", "random"])
+@pytest.mark.parametrize("text", ["import {0}", "from {0} import x", "import {0}.path", "def f():\n    import {0}"])
+def test_a_plan_touches_nothing_of_the_world(house: Build, module: str, text: str) -> None:
+    (breach,) = found(house_rules.purity, house(**{"plan.tree": text.format(module)}))
+
+    assert breach.endswith(f": purity: plan.tree is pure and may not import {module}")
+
+
+def test_the_coordinators_state_is_pure_and_the_rest_of_membership_is_not(
+    house: Build,
+) -> None:
+    rooms = house(**{"membership.state": "import time", "membership.server": "import time", "planets": "import os"})
+
+    assert found(house_rules.purity, rooms) == [
+        "membership/state.py:1: purity: membership.state is pure and may not import time"
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import torch", "from unisono.train import run", "try:\n    import numpy\nexcept ImportError: pass"],
+)
+def test_a_door_that_loads_a_room_is_not_lazy(house: Build, text: str) -> None:
+    (breach,) = found(house_rules.lazy_door, house(__init__=text, **{"train.run": ""}))
+
+    assert ": door: loads " in breach
+
+
+def test_a_lazy_door_may_name_everything_and_load_what_costs_nothing(house: Build) -> None:
+    door = """
+from __future__ import annotations
+from importlib import import_module
+from typing import TYPE_CHECKING
+from unisono.errors import UnisonoError
+if TYPE_CHECKING:
+    from unisono.train.run import Run
+def __getattr__(name):
+    import torch
+    return getattr(import_module("unisono.train.run"), name)
+"""
+    assert found(house_rules.lazy_door, house(__init__=door, errors="", **{"train.run": ""})) == []
+
+
+@pytest.mark.parametrize(("lines", "breaches"), [(60, 0), (61, 1)])
+@pytest.mark.parametrize("start", ["def f():", "async def f():"])
+def test_a_function_has_at_most_sixty_lines(house: Build, start: str, lines: int, breaches: int) -> None:
+    text = "\n" + "\n".join([start, *["    x = 1"] * (lines - 1)])
+
+    messages = found(house_rules.long_functions, house(job=text))
+
+    assert messages == ["job.py:2: long function: f has 61 lines; the limit is 60"] * breaches
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from pickle import dumps",
+        "import cloudpickle",
+        "import shelve",
+        "torch.load(path)",
+        "torch.save(x, path)",
+        "from torch import load",
+        "dist.broadcast_object_list(x)",
+        "dist.all_gather_object(x, y)",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_pickle_is_found_under_every_name(house: Build, text: str) -> None:
+    (breach,) = found(house_rules.no_pickle, house(job=f"\n{text}"))
+
+    assert breach.startswith("job.py:2: pickle: ")
+
+
+def test_what_only_sounds_like_pickle_is_fine(house: Build) -> None:
+    text = "np.load(p, allow_pickle=False)\njson.load(f)\nmodel.load(path)\nfrom torch import nn\nimport json"
+
+    assert found(house_rules.no_pickle, house(job=text)) == []
+
+
+@pytest.mark.parametrize("text", ["run('ls', shell=True)", "Popen(x, shell=flag)", "os.system('ls')", "os.popen('ls')"])
+def test_a_shell_is_found(house: Build, text: str) -> None:
+    (breach,) = found(house_rules.no_shell, house(job=text))
+
+    assert breach.startswith("job.py:1: shell: ")
+
+
+def test_a_list_of_arguments_is_no_shell(house: Build) -> None:
+    assert found(house_rules.no_shell, house(job="run(['ls'], shell=False)\nos.kill(1, 2)")) == []
+
+
+@pytest.mark.parametrize("name", ["eval", "exec"])
+def test_code_from_text_is_found_and_a_models_eval_is_not(house: Build, name: str) -> None:
+    assert found(house_rules.no_code_from_text, house(job=f"model.{name}()\n{name}('1')")) == [
+        f"job.py:2: code from text: calls {name}"
+    ]
+
+
+@pytest.mark.parametrize("name", ["utils", "plan.utils", "train.helpers", "data.misc.reader"])
+def test_a_file_is_called_by_its_noun(house: Build, name: str) -> None:
+    rooms = house(**{name: "", **({f"{name.rpartition('.')[0]}.__init__": ""} if "." in name else {})})
+
+    (breach,) = found(house_rules.naming, rooms)
+
+    assert breach.endswith(":1: names: say what is in it: one noun per file")
+
+
+def test_nothing_is_a_manager(house: Build) -> None:
+    (breach,) = found(house_rules.naming, house(job="class RunManager: ...\nclass Managed: ..."))
+
+    assert breach.startswith("job.py:1: names: RunManager")

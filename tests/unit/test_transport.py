@@ -1,0 +1,139 @@
+"""Every transport gives the bits of the tree, for any number of workers; workers are threads here."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.errors import WorkerLost
+from unisono.plan.split import Split
+from unisono.plan.tree import Node, SummationTree
+from unisono.reduce.process_group import ProcessGroupTransport
+from unisono.reduce.transport import Solo, Transport
+
+pytestmark = pytest.mark.unit
+
+T = TypeVar("T")
+SPLITS = [
+    Split.even(8, 1),
+    Split.even(8, 2),
+    Split.even(8, 3),
+    Split.even(8, 5),
+    Split.even(8, 8),
+    Split((0, 1, 7, 8)),
+    Split((0, 3, 8)),
+    Split.even(7, 3),
+    Split.even(5, 5),
+    Split.even(13, 4),
+]
+
+
+def with_workers(split: Split, work: Callable[[Transport], T]) -> list[T]:
+    """Run ``work`` on every worker of a real process group, and return what each returned."""
+    store = dist.HashStore()
+
+    def worker(rank: int) -> T:
+        transport: Transport
+        if split.workers == 1:
+            transport = Solo(split.shards)
+        else:
+            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timedelta(seconds=20)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            group = dist.ProcessGroupGloo(store, rank, split.workers, options)
+            transport = ProcessGroupTransport(group, rank, split, torch.device("cpu"))
+        try:
+            return work(transport)
+        finally:
+            transport.close()
+
+    with ThreadPoolExecutor(split.workers) as pool:
+        return list(pool.map(worker, range(split.workers)))
+
+
+def partials_of(values: list[Tensor], shards: range) -> list[Tensor]:
+    tree = SummationTree(len(values))
+    leaves = {Node(shard, shard + 1): values[shard] for shard in shards}
+    return [tree.finish(leaves, torch.add, node).clone() for node in tree.cover(shards.start, shards.stop)]
+
+
+def tree_sum(values: list[Tensor]) -> Tensor:
+    leaves = {Node(shard, shard + 1): value for shard, value in enumerate(values)}
+    return SummationTree(len(values)).finish(leaves, torch.add)
+
+
+@pytest.mark.parametrize("length", [64, 192, 64 * 101])
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: "-".join(map(str, split.bounds)))
+def test_every_worker_gets_the_bits_of_the_tree(split: Split, length: int) -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(length) * 10.0 ** (shard % 5) for shard in range(split.shards)]
+    expected = tree_sum(values)
+
+    def reduce(transport: Transport) -> Tensor:
+        return transport.reduce("bucket", partials_of(values, split.of(transport.rank))).clone()
+
+    for total in with_workers(split, reduce):
+        assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_other_dtypes_travel_too(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values = [(torch.randn(128) * 100).to(dtype) for _ in range(8)]
+    split = Split.even(8, 3)
+    totals = with_workers(split, lambda transport: transport.reduce(0, partials_of(values, split.of(transport.rank))))
+    assert all(torch.equal(total, tree_sum(values)) for total in totals)
+
+
+def test_the_total_of_a_bucket_stays_until_that_bucket_is_reduced_again() -> None:
+    values = [torch.full((64,), float(shard)) for shard in range(4)]
+    split = Split.even(4, 2)
+
+    def reduce(transport: Transport) -> tuple[float, float]:
+        mine = split.of(transport.rank)
+        first = transport.reduce("a", partials_of(values, mine))
+        second = transport.reduce("b", partials_of([value * 10 for value in values], mine))
+        return first[0].item(), second[0].item()
+
+    assert with_workers(split, reduce) == [(6.0, 60.0), (6.0, 60.0)]
+
+
+def test_native_reduction_agrees_with_the_tree_up_to_rounding() -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(640, dtype=torch.float64) for _ in range(3)]
+    split = Split.even(3, 3)
+    totals = with_workers(split, lambda transport: transport.reduce_native(values[transport.rank].clone()))
+    assert all(torch.allclose(total, tree_sum(values), rtol=1e-12) for total in totals)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_gathered_rows_are_in_the_order_of_ranks_and_a_broadcast_reaches_everybody(workers: int) -> None:
+    split = Split.even(5, workers)
+
+    def work(transport: Transport) -> tuple[list[list[int]], int]:
+        rows = transport.all_gather(torch.tensor([transport.rank, 7]))
+        word = torch.tensor(transport.rank)
+        transport.broadcast(word, workers - 1)
+        return rows.tolist(), int(word)
+
+    expected = ([[rank, 7] for rank in range(workers)], workers - 1)
+    assert with_workers(split, work) == [expected] * workers
+
+
+def test_a_worker_that_leaves_is_noticed_by_the_others_and_not_waited_for() -> None:
+    split = Split.even(3, 3)
+
+    def work(transport: Transport) -> str:
+        transport.all_gather(torch.zeros(1))
+        if transport.rank == 1:
+            return "left"
+        with pytest.raises(WorkerLost, match=f"rank {transport.rank} lost its connection"):
+            transport.all_gather(torch.zeros(1))
+        return "noticed"
+
+    assert with_workers(split, work) == ["noticed", "left", "noticed"]
