@@ -53,7 +53,7 @@ def run(
     )
     settings.check()
     if dry:
-        typer.echo(dry_run(settings, run_dir or RUNS / run_folder_name(settings.script.stem, datetime.now())))  # noqa: DTZ005
+        typer.echo(dry_run(settings, run_dir or RUNS / run_folder_name(settings.script.stem, datetime.now())))
         return
     raise typer.Exit(start(settings))
 

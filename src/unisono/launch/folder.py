@@ -18,7 +18,7 @@ def new_run_folder(parent: Path, stem: str) -> Path:
     Raises:
         JobError: it cannot be made; says why, and what to do.
     """
-    now = datetime.now()  # noqa: DTZ005 (the person's own time)
+    now = datetime.now()  # the person's own time
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for number in count(1):

@@ -221,7 +221,9 @@ class Run:
             try:
                 yield from self._steps(batches, batches.remaining(start, epochs), loaded)
             finally:
-                self._leave_loop(loop)
+                # A run that is cut short stays where it is, so that another one can go on.
+                if not self._stopped(self._progress.position):
+                    self._leave_loop(loop)
 
     def log(self, name: str, value: Any) -> None:
         """Log a metric.
@@ -448,13 +450,14 @@ class Run:
     ) -> Iterator[Step]:
         for position, batch in remaining:
             if self._stopped(position):
-                break
+                return
             after = batches.after(position, batch)
             try:
                 yield self._begin(Step(position, batch, next(loaded), self._compute))
             except GeneratorExit:
                 # The loop was left by a break or an error: only what was committed is noted.
-                self._end(after, batch)
+                if not self._closed:
+                    self._end(after, batch)
                 raise
             self._end(after, batch)
             self._at_boundary()

@@ -1,0 +1,67 @@
+"""What a container or a Slurm job allows this process: the limits of its control groups, versions 1 and 2."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+NO_LIMIT = 1 << 60
+"""Version 1 writes "no limit" as a number that no machine has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The tightest limits on the way up to the root; None where there is none.
+
+    Attributes:
+        cpus: CPU seconds per second.
+        memory_bytes: memory of all its processes together.
+    """
+
+    cpus: float | None = None
+    memory_bytes: int | None = None
+
+
+def read_limits(table: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Limits:
+    """The limits of this process.
+
+    Args:
+        table: which groups the process is in.
+        mount: where the groups are.
+    """
+    if not table.exists():
+        return Limits()
+    cpus: list[float] = []
+    memory: list[int] = []
+    for line in table.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for folder in _up_to_root(mount, controllers, path):
+            cpus += _cpus(folder)
+            memory += _memory(folder)
+    return Limits(min(cpus, default=None), min(memory, default=None))
+
+
+def _up_to_root(mount: Path, controllers: str, path: str) -> Iterator[Path]:
+    root = mount / controllers.removeprefix("name=") if controllers else mount
+    folder = root / path.lstrip("/")
+    while folder != root and root in folder.parents:
+        yield folder
+        folder = folder.parent
+    yield root
+
+
+def _cpus(folder: Path) -> list[float]:
+    if words := _words(folder / "cpu.max"):
+        quota, period = words
+    else:
+        quota = " ".join(_words(folder / "cpu.cfs_quota_us")) or "max"
+        period = " ".join(_words(folder / "cpu.cfs_period_us")) or "1"
+    return [] if quota in ("max", "-1") else [int(quota) / int(period)]
+
+
+def _memory(folder: Path) -> list[int]:
+    words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes") or ["max"]
+    return [] if words[0] == "max" or int(words[0]) >= NO_LIMIT else [int(words[0])]
+
+
+def _words(path: Path) -> list[str]:
+    return path.read_text().split() if path.is_file() else []

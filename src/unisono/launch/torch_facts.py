@@ -1,0 +1,47 @@
+"""What PyTorch says about itself and its devices, as JSON on stdout. A process of its own: loading torch may crash."""
+
+import json
+import platform
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def main() -> None:
+    """Print the facts."""
+    facts: dict[str, Any] = {
+        "version": torch.__version__,
+        "cpu capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "interop threads": torch.get_num_interop_threads(),
+        "machine": platform.machine(),
+        "mkl": torch.backends.mkl.is_available(),
+        "onednn": torch.backends.mkldnn.is_available(),
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": _nccl(),
+        "cuda build": torch.version.cuda,
+        "hip build": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+        "cuda devices": _devices(),
+    }
+    print(json.dumps(facts))  # noqa: T201
+
+
+def _nccl() -> str | None:
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def _devices() -> list[str]:
+    return [_device(index) for index in range(torch.cuda.device_count())]
+
+
+def _device(index: int) -> str:
+    about = torch.cuda.get_device_properties(index)
+    return f"{about.name}, {about.total_memory / 2**30:.0f} GiB, compute capability {about.major}.{about.minor}"
+
+
+if __name__ == "__main__":
+    main()

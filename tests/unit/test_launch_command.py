@@ -1,0 +1,146 @@
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from unisono.errors import JobError
+from unisono.launch.command import Meeting, WorkerCommand, dry_run, worker_command
+from unisono.launch.folder import new_run_folder, run_folder_name
+from unisono.launch.script import Script
+from unisono.launch.settings import LaunchSettings
+from unisono.membership.environment import Rendezvous, recognise
+
+pytestmark = pytest.mark.unit
+
+TRAIN = Script("train.py", ("-n", "5", "--help"))
+
+
+def command(rank: int = 0, meeting: Meeting | None = None, **settings: object) -> WorkerCommand:
+    wanted = LaunchSettings(TRAIN, workers=4, **settings)  # type: ignore[arg-type]
+    return worker_command(wanted, Path("runs/x"), rank, meeting)
+
+
+def test_a_worker_runs_the_script_with_its_own_arguments_untouched() -> None:
+    assert command().argv[:2] == (sys.executable, "-P")
+    assert command().argv[-6:] == ("-m", "unisono.launch.worker", "train.py", "-n", "5", "--help")
+
+
+def test_the_worker_recognises_what_the_launcher_says() -> None:
+    meeting = Meeting(4711, 9)
+    first = recognise(command(0, meeting).environment({}), "a")
+    third = recognise(command(2, meeting).environment({}), "a")
+    assert (first.launcher, first.rank, first.world_size, first.local_world_size) == ("unisono", 0, 4, 4)
+    assert first.rendezvous == Rendezvous("127.0.0.1", 4711, store_fd=9)
+    assert (third.rank, third.local_rank, third.rendezvous) == (2, 2, Rendezvous("127.0.0.1", 4711))
+
+
+def test_the_run_folder_is_absolute_since_a_script_may_change_its_folder() -> None:
+    assert command().variables["UNISONO_RUN_DIR"] == str(Path.cwd() / "runs/x")
+
+
+def test_native_threads_are_one_unless_asked() -> None:
+    assert command().variables["OMP_NUM_THREADS"] == "1"
+    assert "UNISONO_THREADS" not in command().variables
+    two = command(threads=2).variables
+    assert (two["OMP_NUM_THREADS"], two["MKL_NUM_THREADS"], two["UNISONO_THREADS"]) == ("2", "2", "2")
+
+
+def test_wishes_reach_the_workers_and_silence_stays_silent() -> None:
+    asked = command(shards=8, allow_job_change=True, extra_environment={"UNISONO_TRACE": "t"}).variables
+    assert asked["UNISONO_SHARDS"] == "8"
+    assert asked["UNISONO_ALLOW_JOB_CHANGE"] == "1"
+    assert asked["UNISONO_TRACE"] == "t"
+    assert not {"UNISONO_SHARDS", "UNISONO_ALLOW_JOB_CHANGE"} & set(command().variables)
+
+
+def test_a_launcher_inside_a_worker_hands_on_no_foreign_socket() -> None:
+    outer = {"UNISONO_STORE": "127.0.0.1:1", "UNISONO_STORE_FD": "3", "UNISONO_RANK": "7", "HOME": "/h"}
+    inner = command(1, Meeting(2, 4)).environment(outer)
+    assert inner["UNISONO_STORE"] == "127.0.0.1:2"
+    assert "UNISONO_STORE_FD" not in inner
+    assert (inner["UNISONO_RANK"], inner["HOME"]) == ("1", "/h")
+
+
+def test_a_dry_run_shows_each_rank_and_is_fit_for_a_shell() -> None:
+    settings = LaunchSettings(Script("train.py", ("a b",)), workers=2)
+    text = dry_run(settings, Path("/runs/x"))
+    assert "# rank 0" in text
+    assert "# rank 1\nUNISONO_RANK=1 UNISONO_WORLD_SIZE=2" in text
+    assert "train.py 'a b'" in text
+    assert str(os.getpid()) not in text.split()
+    assert text.count("UNISONO_STORE_FD=FD") == 1
+
+
+@pytest.mark.parametrize("script", [TRAIN, Script("package.train", ("-m", "x"), is_module=True)])
+def test_a_script_survives_the_way_through_arguments(script: Script) -> None:
+    assert Script.from_argv(script.argv) == script
+
+
+def test_a_script_lends_its_name_to_the_run_folder() -> None:
+    assert Script("scripts/train.py").stem == "train"
+    assert Script("package.train", is_module=True).stem == "train"
+    assert Script(".").stem == Path.cwd().name
+
+
+def test_each_start_gets_a_folder_of_its_own_even_in_the_same_second(tmp_path: Path) -> None:
+    now = datetime(2025, 1, 31, 12, 0, 0)
+    assert run_folder_name("train", now) == "20250131-120000-train"
+    assert run_folder_name("train", now, 2) == "20250131-120000-train-2"
+    folders = {new_run_folder(tmp_path / "runs", "train") for _ in range(5)}
+    assert len(folders) == 5
+    assert all(folder.is_dir() for folder in folders)
+
+
+def test_a_run_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(JobError, match=r"no run folder can be made in .*--run-dir"):
+        new_run_folder(tmp_path / "runs", "train")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    return Script(str(tmp_path / "train.py"))
+
+
+def test_good_settings_pass(script: Script) -> None:
+    LaunchSettings(script, workers=4, shards=4, threads=1).check()
+    LaunchSettings(Script("json.tool", is_module=True)).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"workers": 0}, "--workers 0"),
+        ({"shards": 0}, "--shards 0"),
+        ({"threads": -1}, "--threads -1"),
+        ({"grace_s": -1.0}, "--grace-s -1"),
+        ({"grace_s": float("nan")}, "--grace-s nan"),
+        ({"workers": 5, "shards": 4}, "--workers 5 with --shards 4.*set --shards 5"),
+    ],
+)
+def test_numbers_out_of_range_are_named(script: Script, settings: dict[str, int], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        LaunchSettings(script, **settings).check()  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"no script .*nope\.py"):
+        Script(str(tmp_path / "nope.py")).require_readable()
+    with pytest.raises(JobError, match=r"folder without a __main__\.py"):
+        Script(str(tmp_path)).require_readable()
+    with pytest.raises(JobError, match=r"cannot be read: .*[Nn]ot a directory"):
+        (tmp_path / "file").write_text("")
+        Script(str(tmp_path / "file" / "train.py")).require_readable()
+    with pytest.raises(JobError, match="no module nope"):
+        Script("nope.train", is_module=True).require_readable()
+
+
+def test_a_folder_with_a_main_and_a_package_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").write_text("")
+    Script(str(tmp_path / "app")).require_readable()
+    monkeypatch.chdir(tmp_path)
+    Script("app", is_module=True).require_readable()

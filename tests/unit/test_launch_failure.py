@@ -1,0 +1,72 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from unisono.errors import LaunchError, WorkerLost
+from unisono.launch.failure import Failure, failure_path
+
+pytestmark = pytest.mark.unit
+
+
+def caught(raise_it: BaseException) -> BaseException:
+    try:
+        raise raise_it
+    except BaseException as error:  # noqa: BLE001
+        return error
+
+
+def test_a_failure_is_read_as_it_was_written(tmp_path: Path) -> None:
+    failure = Failure.of(caught(ValueError("größe \udc80")), rank=3)
+    failure.write(tmp_path)
+    assert Failure.read(tmp_path, 3) == failure
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank-3.error.json"]
+
+
+def test_a_failure_has_the_agreed_fields(tmp_path: Path) -> None:
+    Failure.of(caught(ValueError("boom")), rank=0).write(tmp_path)
+    record = json.loads(failure_path(tmp_path, 0).read_text())
+    assert set(record) == {"rank", "host", "pid", "type", "message", "traceback", "consequence", "time"}
+    assert (record["type"], record["message"], record["consequence"]) == ("ValueError", "boom", False)
+    assert record["traceback"].endswith("ValueError: boom\n")
+
+
+def test_without_a_record_there_was_no_failure(tmp_path: Path) -> None:
+    assert Failure.read(tmp_path, 0) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"rank": 1}', "\x00"])
+def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
+    path = failure_path(tmp_path, 1)
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(LaunchError, match=r"rank 1, .*rank-1\.error\.json"):
+        Failure.read(tmp_path, 1)
+
+
+def test_the_loss_of_a_worker_is_a_consequence() -> None:
+    assert Failure.of(caught(WorkerLost("gone")), rank=0).consequence
+
+
+def test_an_error_raised_from_a_lost_worker_is_a_consequence_too() -> None:
+    wrapped = RuntimeError("training failed")
+    wrapped.__cause__ = WorkerLost("gone")
+    assert Failure.of(caught(wrapped), rank=0).consequence
+    cleaning_up = OSError("cannot clean up")
+    cleaning_up.__context__ = WorkerLost("gone")
+    assert Failure.of(caught(cleaning_up), rank=0).consequence
+
+
+def test_an_error_that_hides_its_context_stands_for_itself() -> None:
+    other = ValueError("own")
+    other.__context__ = WorkerLost("gone")
+    other.__suppress_context__ = True
+    assert not Failure.of(caught(other), rank=0).consequence
+
+
+def test_an_error_that_cannot_say_its_message_is_recorded() -> None:
+    class Mute(Exception):  # noqa: N818
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert "Mute" in Failure.of(caught(Mute()), rank=0).traceback

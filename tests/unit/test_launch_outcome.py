@@ -1,0 +1,130 @@
+import signal
+from collections.abc import Sequence
+
+import pytest
+
+from unisono.launch.failure import Failure
+from unisono.launch.outcome import Blame, Outcome, WorkerExit, find_cause
+
+pytestmark = pytest.mark.unit
+
+
+def failure(rank: int, time: float, *, consequence: bool = False, message: str = "boom") -> Failure:
+    kind = "unisono.errors.WorkerLost" if consequence else "ValueError"
+    return Failure(rank, "a", 100 + rank, kind, message, f"Traceback …\n{kind}: {message}\n", consequence, time)
+
+
+def raised(rank: int, time: float, *, consequence: bool = False, told_at: float | None = None) -> WorkerExit:
+    return WorkerExit(rank, 1, time + 0.1, failure(rank, time, consequence=consequence), told_at)
+
+
+def outcome(exits: Sequence[WorkerExit], interrupted: int | None = None) -> Outcome:
+    return Outcome(tuple(exits), len(exits), "a", 12.3, interrupted)
+
+
+def test_without_a_failure_there_is_no_cause_and_the_code_is_0() -> None:
+    done = outcome([WorkerExit(0, 0, 1.0), WorkerExit(1, 0, 2.0)])
+    assert (done.cause, done.exit_code, done.error) == (None, 0, None)
+    assert done.summary() == "2 workers done in 12.3 s"
+
+
+def test_the_cause_goes_before_its_consequences_even_if_they_end_earlier() -> None:
+    exits = [raised(0, 1.0, consequence=True), raised(1, 1.5), raised(2, 1.1, consequence=True)]
+    found = find_cause(exits)
+    assert found is not None
+    assert found.rank == 1
+
+
+def test_of_two_causes_the_earlier_exception_counts_not_the_earlier_exit() -> None:
+    slow_to_end = WorkerExit(0, 1, 9.0, failure(0, time=1.0))
+    assert find_cause([slow_to_end, raised(1, 2.0)]) is slow_to_end
+
+
+def test_a_death_by_signal_is_a_cause() -> None:
+    killed = WorkerExit(1, -signal.SIGKILL, 2.0)
+    result = outcome([raised(0, 2.1, consequence=True), killed])
+    assert result.cause is killed
+    assert result.exit_code == 137
+    assert "rank 1 on host a was killed by SIGKILL: likely the memory ran out" in result.summary()
+    assert result.error is not None
+    assert (result.error["rank"], result.error["type"]) == (1, "SIGKILL")
+
+
+def test_a_signal_without_a_name_is_said_by_its_number() -> None:
+    assert "killed by signal 63" in outcome([WorkerExit(0, -63, 1.0)]).summary()
+
+
+def test_who_was_told_to_end_is_not_to_blame_however_it_ends() -> None:
+    told = [
+        WorkerExit(0, -signal.SIGTERM, 3.0, told_at=2.0),
+        WorkerExit(2, 1, 3.0, failure(2, time=2.5), told_at=2.0),
+    ]
+    own = WorkerExit(1, 5, 4.0)
+    assert [each.blame() for each in told] == [Blame.ENDED_BY_LAUNCHER] * 2
+    assert find_cause([*told, own]) is own
+
+
+def test_an_exception_from_before_it_was_told_to_end_is_a_cause() -> None:
+    assert raised(0, 1.0, told_at=2.0).blame() is Blame.CAUSE
+
+
+@pytest.mark.parametrize("code", [1, 3, 124])
+def test_the_code_of_the_cause_is_the_jobs(code: int) -> None:
+    result = outcome([WorkerExit(0, 0, 1.0), WorkerExit(1, code, 1.0)])
+    assert result.exit_code == code
+    assert f"rank 1 on host a ended with exit code {code}" in result.summary()
+
+
+def test_workers_that_all_left_with_a_checkpoint_make_it_75() -> None:
+    result = outcome([WorkerExit(0, 75, 1.0), WorkerExit(1, 75, 1.0)], signal.SIGTERM)
+    assert result.exit_code == 75
+    assert "start it again" in result.summary()
+
+
+def test_one_that_was_done_does_not_hide_that_the_others_left() -> None:
+    assert outcome([WorkerExit(0, 0, 1.0), WorkerExit(1, 75, 1.0)]).exit_code == 75
+
+
+def test_one_that_left_alone_makes_the_others_fail_and_the_report_says_so() -> None:
+    result = outcome([WorkerExit(0, 0, 1.0), raised(1, 1.5, consequence=True)])
+    assert result.exit_code == 1
+    assert "before it had left: rank 0 with exit code 0" in result.summary()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_job_has_the_code_of_the_signal(number: int, code: int) -> None:
+    exits = [WorkerExit(0, -number, 1.0), WorkerExit(1, code, 1.0), raised(2, 1.0, consequence=True)]
+    result = outcome(exits, interrupted=number)
+    assert result.exit_code == code
+    assert result.error == {"message": f"ended by {signal.Signals(number).name}"}
+
+
+def test_a_failure_during_an_interruption_is_still_the_cause() -> None:
+    result = outcome([WorkerExit(0, 143, 1.0), WorkerExit(1, 1, 1.2, failure(1, 1.1))], signal.SIGTERM)
+    assert result.exit_code == 1
+    assert result.cause is not None
+    assert result.cause.rank == 1
+
+
+def test_the_same_codes_are_failures_when_nobody_interrupted() -> None:
+    assert outcome([WorkerExit(0, -signal.SIGTERM, 1.0), WorkerExit(1, 0, 1.0)]).exit_code == 143
+
+
+def test_workers_killed_after_their_grace_leave_the_code_of_the_signal() -> None:
+    killed = [WorkerExit(0, -signal.SIGKILL, 9.0, told_at=8.9), WorkerExit(1, 75, 2.0)]
+    assert outcome(killed, interrupted=signal.SIGTERM).exit_code == 143
+
+
+def test_a_job_interrupted_before_its_first_worker_has_the_code_of_the_signal() -> None:
+    assert outcome([], interrupted=signal.SIGINT).exit_code == 130
+
+
+def test_the_error_of_a_result_names_rank_host_and_traceback() -> None:
+    assert outcome([raised(1, 1.0)]).error == {
+        "rank": 1,
+        "host": "a",
+        "exit_code": 1,
+        "type": "ValueError",
+        "message": "boom",
+        "traceback": "Traceback …\nValueError: boom\n",
+    }
