@@ -30,6 +30,8 @@ arguments.add_argument("--seed", type=int, default=0)
 arguments.add_argument("--precision", choices=["float32", "bf16"], default="float32")
 arguments.add_argument("--loader-workers", type=int, default=0, help="processes that load data, per worker")
 arguments.add_argument("--max-steps", type=int, help="stop after so many steps, for a first try")
+arguments.add_argument("--checkpoint-every", type=int, default=200, help="steps")
+arguments.add_argument("--run-dir", help="a new folder, or that of a run to go on with, on any number of workers")
 
 
 class Augmented(Dataset):
@@ -111,11 +113,15 @@ def main():
     else:
         training, held_out = Cifar10(args.data_dir, train=True), Cifar10(args.data_dir, train=False)
 
-    run = unisono.init(batch_size=args.batch_size, seed=args.seed, precision=args.precision)
-    model = ResNet20()
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True
+    run = unisono.init(
+        batch_size=args.batch_size,
+        seed=args.seed,
+        precision=args.precision,
+        checkpoint_every=args.checkpoint_every,
+        run_dir=args.run_dir,
     )
+    model = ResNet20()
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
     model, optimizer = run.prepare(model, optimizer)
 
     # Counted in steps of the global batch, so the schedule is the same for any number of workers.

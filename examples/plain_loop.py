@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 
-EPOCHS, BATCH_SIZE = 5, 64
+EPOCHS, BATCH_SIZE = 5, 100
 
 
 def load():

@@ -1,13 +1,11 @@
 import os
 import sys
-from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from unisono.errors import JobError
 from unisono.launch.command import Meeting, WorkerCommand, dry_run, worker_command
-from unisono.launch.folder import new_run_folder, run_folder_name
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.membership.environment import Rendezvous, recognise
@@ -84,21 +82,6 @@ def test_a_script_lends_its_name_to_the_run_folder() -> None:
     assert Script(".").stem == Path.cwd().name
 
 
-def test_each_start_gets_a_folder_of_its_own_even_in_the_same_second(tmp_path: Path) -> None:
-    now = datetime(2025, 1, 31, 12, 0, 0)
-    assert run_folder_name("train", now) == "20250131-120000-train"
-    assert run_folder_name("train", now, 2) == "20250131-120000-train-2"
-    folders = {new_run_folder(tmp_path / "runs", "train") for _ in range(5)}
-    assert len(folders) == 5
-    assert all(folder.is_dir() for folder in folders)
-
-
-def test_a_run_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("a file")
-    with pytest.raises(JobError, match=r"no run folder can be made in .*--run-dir"):
-        new_run_folder(tmp_path / "runs", "train")
-
-
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
     (tmp_path / "train.py").write_text("print('hello')\n")
@@ -131,8 +114,8 @@ def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
         Script(str(tmp_path / "nope.py")).require_readable()
     with pytest.raises(JobError, match=r"folder without a __main__\.py"):
         Script(str(tmp_path)).require_readable()
+    (tmp_path / "file").write_text("")
     with pytest.raises(JobError, match=r"cannot be read: .*[Nn]ot a directory"):
-        (tmp_path / "file").write_text("")
         Script(str(tmp_path / "file" / "train.py")).require_readable()
     with pytest.raises(JobError, match="no module nope"):
         Script("nope.train", is_module=True).require_readable()

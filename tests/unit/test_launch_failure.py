@@ -3,10 +3,16 @@ from pathlib import Path
 
 import pytest
 
+from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError, WorkerLost
-from unisono.launch.failure import Failure, failure_path
+from unisono.launch.failure import Failure
 
 pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
 
 
 def caught(raise_it: BaseException) -> BaseException:
@@ -16,32 +22,32 @@ def caught(raise_it: BaseException) -> BaseException:
         return error
 
 
-def test_a_failure_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_failure_is_read_as_it_was_written(folder: RunFolder) -> None:
     failure = Failure.of(caught(ValueError("größe \udc80")), rank=3)
-    failure.write(tmp_path)
-    assert Failure.read(tmp_path, 3) == failure
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank-3.error.json"]
+    failure.write(folder)
+    assert Failure.read(folder, 3) == failure
+    assert [path.name for path in folder.logs.iterdir()] == ["rank-3.error.json"]
 
 
-def test_a_failure_has_the_agreed_fields(tmp_path: Path) -> None:
-    Failure.of(caught(ValueError("boom")), rank=0).write(tmp_path)
-    record = json.loads(failure_path(tmp_path, 0).read_text())
+def test_a_failure_has_the_agreed_fields(folder: RunFolder) -> None:
+    Failure.of(caught(ValueError("boom")), rank=0).write(folder)
+    record = json.loads(folder.error_of(0).read_text())
     assert set(record) == {"rank", "host", "pid", "type", "message", "traceback", "consequence", "time"}
     assert (record["type"], record["message"], record["consequence"]) == ("ValueError", "boom", False)
     assert record["traceback"].endswith("ValueError: boom\n")
 
 
-def test_without_a_record_there_was_no_failure(tmp_path: Path) -> None:
-    assert Failure.read(tmp_path, 0) is None
+def test_without_a_record_there_was_no_failure(folder: RunFolder) -> None:
+    assert Failure.read(folder, 0) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"rank": 1}', "\x00"])
-def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
-    path = failure_path(tmp_path, 1)
+def test_a_damaged_record_is_named(folder: RunFolder, text: str) -> None:
+    path = folder.error_of(1)
     path.parent.mkdir()
     path.write_text(text)
     with pytest.raises(LaunchError, match=r"rank 1, .*rank-1\.error\.json"):
-        Failure.read(tmp_path, 1)
+        Failure.read(folder, 1)
 
 
 def test_the_loss_of_a_worker_is_a_consequence() -> None:
@@ -65,7 +71,7 @@ def test_an_error_that_hides_its_context_stands_for_itself() -> None:
 
 
 def test_an_error_that_cannot_say_its_message_is_recorded() -> None:
-    class Mute(Exception):  # noqa: N818
+    class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError
 

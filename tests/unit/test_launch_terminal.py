@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.launch.failure import Failure
 from unisono.launch.outcome import Outcome, WorkerExit
 from unisono.launch.report import report
-from unisono.launch.result import End, log_path, prepare_folder
+from unisono.launch.result import End, open_folder
 from unisono.launch.terminal import SilentTerminal, Terminal
 
 pytestmark = pytest.mark.unit
@@ -68,26 +69,26 @@ FAILURE = Failure(1, "a", 7, "ValueError", "boom", "Traceback …\nValueError: b
 
 
 def test_the_report_of_a_success_is_empty(tmp_path: Path) -> None:
-    assert report(outcome(WorkerExit(0, 0, 1.0)), tmp_path) == ""
+    assert report(outcome(WorkerExit(0, 0, 1.0)), RunFolder(tmp_path)) == ""
 
 
 def test_the_report_ends_with_the_traceback_of_the_cause(tmp_path: Path) -> None:
-    text = report(outcome(WorkerExit(0, -15, 2.0, told_at=1.5), WorkerExit(1, 1, 1.1, FAILURE)), tmp_path)
+    text = report(outcome(WorkerExit(0, -15, 2.0, told_at=1.5), WorkerExit(1, 1, 1.1, FAILURE)), RunFolder(tmp_path))
     assert text.startswith("unisono: rank 1 on host a failed (exit code 1, log ")
     assert text.endswith("\nTraceback …\nValueError: boom\n")
 
 
 def test_the_report_of_a_death_without_words_shows_the_end_of_the_log(tmp_path: Path) -> None:
-    prepare_folder(tmp_path)
-    log_path(tmp_path, 0).write_bytes(b"".join(b"line %d\n" % number for number in range(99)) + b"\xff")
-    text = report(outcome(WorkerExit(0, -9, 1.0)), tmp_path)
+    folder = open_folder(tmp_path, "train")
+    folder.log_of(0).write_bytes(b"".join(b"line %d\n" % number for number in range(99)) + b"\xff")
+    text = report(outcome(WorkerExit(0, -9, 1.0)), RunFolder(tmp_path))
     assert "  | line 98\n  | \ufffd\n" in text
     assert "line 80\n" not in text
     assert text.splitlines()[-1].startswith("unisono: rank 0 on host a was killed by SIGKILL: likely the memory")
 
 
 def test_the_report_of_an_interruption_is_one_line(tmp_path: Path) -> None:
-    text = report(outcome(WorkerExit(0, 130, 1.0), interrupted=2), tmp_path)
+    text = report(outcome(WorkerExit(0, 130, 1.0), interrupted=2), RunFolder(tmp_path))
     assert text == f"unisono: ended by SIGINT (exit code 130, run folder {tmp_path})\n"
 
 
@@ -98,7 +99,7 @@ def result(folder: Path) -> dict[str, object]:
 
 
 def test_the_launcher_writes_the_result_that_no_worker_wrote(tmp_path: Path) -> None:
-    End(137, {"message": "killed"}, workers=2, seconds=1.5).write(tmp_path)
+    End(137, {"message": "killed"}, workers=2, seconds=1.5).write(RunFolder(tmp_path))
     assert result(tmp_path) == {
         "weights_sha256": None,
         "steps": None,
@@ -113,28 +114,28 @@ def test_the_launcher_writes_the_result_that_no_worker_wrote(tmp_path: Path) -> 
 
 def test_the_main_workers_result_stands_if_the_job_ended_as_it_says(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text('{"exit_code": 0, "steps": 9}')
-    End(0, None, workers=2, seconds=1.5).write(tmp_path)
+    End(0, None, workers=2, seconds=1.5).write(RunFolder(tmp_path))
     assert result(tmp_path) == {"exit_code": 0, "steps": 9}
 
 
 def test_a_job_that_failed_after_its_main_worker_was_done_says_both(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text('{"exit_code": 0, "steps": 9, "world_size": 2, "error": null}')
-    End(1, {"message": "boom"}, workers=2, seconds=1.5).write(tmp_path)
+    End(1, {"message": "boom"}, workers=2, seconds=1.5).write(RunFolder(tmp_path))
     found = result(tmp_path)
     assert (found["steps"], found["exit_code"], found["error"]) == (9, 1, {"message": "boom"})
 
 
 def test_a_result_that_is_no_json_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text("{")
-    End(0, None, workers=1, seconds=0.1).write(tmp_path)
+    End(0, None, workers=1, seconds=0.1).write(RunFolder(tmp_path))
     assert result(tmp_path)["exit_code"] == 0
 
 
 def test_what_an_earlier_start_said_about_its_end_is_taken_away_and_the_rest_stays(tmp_path: Path) -> None:
-    prepare_folder(tmp_path)
+    open_folder(tmp_path, "train")
     for name in ("result.json", "journal.jsonl", "logs/rank-0.error.json", "logs/rank-0.log"):
         (tmp_path / name).write_text("x")
-    prepare_folder(tmp_path)
+    open_folder(tmp_path, "train")
     kept = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert kept == {"journal.jsonl", "logs/rank-0.log"}
 
@@ -142,4 +143,20 @@ def test_what_an_earlier_start_said_about_its_end_is_taken_away_and_the_rest_sta
 def test_a_run_folder_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     with pytest.raises(JobError, match=r"run folder .*x cannot be used"):
-        prepare_folder(tmp_path / "x")
+        open_folder(tmp_path / "x", "train")
+
+
+def test_who_names_no_folder_gets_a_new_one_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = {open_folder(None, "train").path for _ in range(3)}
+    assert len(folders) == 3
+    assert all(folder.parent == Path("runs") and "-train" in folder.name for folder in folders)
+
+
+def test_a_place_where_no_run_folder_can_be_made_is_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").write_text("a file")
+    with pytest.raises(JobError, match=r"run folder .*runs cannot be used: .*--run-dir"):
+        open_folder(None, "train")

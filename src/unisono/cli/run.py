@@ -1,24 +1,21 @@
 """``unisono run``: start the workers of a job on this host."""
 
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from unisono.launch.command import dry_run
-from unisono.launch.folder import new_run_folder, run_folder_name
 from unisono.launch.local import launch
 from unisono.launch.report import report
+from unisono.launch.result import RUNS, open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import GRACE_S, LaunchSettings
 from unisono.launch.terminal import Terminal
 
-RUNS = Path("runs")
-
 
 def run(
-    script: Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.")],
+    script: Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.", metavar="SCRIPT")],
     args: Annotated[
         list[str] | None, typer.Argument(help="Everything after the script belongs to the script.", metavar="ARGS")
     ] = None,
@@ -53,7 +50,7 @@ def run(
     )
     settings.check()
     if dry:
-        typer.echo(dry_run(settings, run_dir or RUNS / run_folder_name(settings.script.stem, datetime.now())))
+        typer.echo(dry_run(settings, run_dir or RUNS / f"TIME-{settings.script.stem}"))
         return
     raise typer.Exit(start(settings))
 
@@ -68,9 +65,9 @@ def start(settings: LaunchSettings) -> int:
         JobError: the run folder cannot be used.
         LaunchError: a worker could not be started.
     """
-    folder = settings.run_dir or new_run_folder(RUNS, settings.script.stem)
+    folder = open_folder(settings.run_dir, settings.script.stem)
     terminal = Terminal.of_this_process()
-    terminal.say(f"{settings.workers} worker{'s' if settings.workers > 1 else ''}, run folder {folder}")
+    terminal.say(f"{settings.workers} worker{'s' if settings.workers > 1 else ''}, run folder {folder.path}")
     outcome = launch(settings, folder, terminal)
     terminal.conclude(report(outcome, folder))
     return outcome.exit_code

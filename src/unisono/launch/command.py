@@ -84,7 +84,7 @@ def _where(meeting: Meeting | None, rank: int) -> dict[str, str]:
 def dry_run(settings: LaunchSettings, run_dir: Path) -> str:
     """What would be started, one worker below the other, for a person to read."""
     meeting = Meeting("PORT", "FD") if settings.workers > 1 else None
-    lines = ["# PORT and FD: a socket that the launcher opens on loopback"] if meeting else []
+    lines = ["# PORT and FD are those of a socket on loopback that the launcher opens"] if meeting else []
     for rank in range(settings.workers):
         command = worker_command(settings, run_dir, rank, meeting)
         shown = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}

@@ -20,6 +20,7 @@ import psutil
 from unisono.launch.cgroup import read_limits
 from unisono.launch.diagnosis import FAILED, GIB, Diagnosis, Facts
 from unisono.launch.local import launch
+from unisono.launch.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal import SilentTerminal
@@ -195,7 +196,8 @@ def handshake(backend: str, count: int) -> str:
     """``works, with 2 workers``, or ``fails: why``."""
     script = Script("unisono.launch.handshake", (backend,), is_module=True)
     with tempfile.TemporaryDirectory(prefix="unisono-doctor-") as folder:
-        outcome = launch(LaunchSettings(script, workers=count), Path(folder), SilentTerminal())
+        opened = open_folder(Path(folder), script.stem)
+        outcome = launch(LaunchSettings(script, workers=count), opened, SilentTerminal())
     if outcome.exit_code == 0:
         return f"works, with {count} worker{'s' if count > 1 else ''}, {outcome.seconds:.1f} s with start"
     return f"fails: {outcome.summary()}"

@@ -7,8 +7,8 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+from unisono.checkpoint.folder import RunFolder, write_json
 from unisono.errors import LaunchError, WorkerLost
 
 
@@ -51,40 +51,29 @@ class Failure:
             time=time.time(),
         )
 
-    def write(self, run_dir: Path) -> None:
+    def write(self, folder: RunFolder) -> None:
         """Write it into the run folder, whole or not at all.
 
         Raises:
             OSError: the folder cannot be written to.
         """
-        path = failure_path(run_dir, self.rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        folder.logs.mkdir(exist_ok=True)
+        write_json(folder.error_of(self.rank), asdict(self))
 
     @classmethod
-    def read(cls, run_dir: Path, rank: int) -> "Failure | None":
+    def read(cls, folder: RunFolder, rank: int) -> "Failure | None":
         """The failure of a rank, or None if its script did not end with an exception.
 
         Raises:
             LaunchError: there is a record and it cannot be read; names the file.
         """
-        path = failure_path(run_dir, rank)
+        path = folder.error_of(rank)
         try:
             return cls(**json.loads(path.read_text()))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
             raise LaunchError(f"the record of what happened to rank {rank}, {path}, is unreadable: {error}") from error
-
-
-def failure_path(run_dir: Path, rank: int) -> Path:
-    """Where a rank's failure is recorded."""
-    return run_dir / "logs" / f"rank-{rank}.error.json"
 
 
 def _type_name(kind: type[BaseException]) -> str:

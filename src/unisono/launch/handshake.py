@@ -21,10 +21,13 @@ def main() -> None:
     """Do it with the backend that the first argument names.
 
     Raises:
+        ValueError: an unknown backend.
         ArithmeticError: the sum is wrong.
     """
     faulthandler.dump_traceback_later(LONGEST_S, exit=True)  # a backend that hangs is a result too
     backend = sys.argv[1]
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"{backend}: the backends are gloo and nccl")
     environment = recognise(os.environ)
     device = torch.device("cuda", environment.local_rank) if backend == "nccl" else torch.device("cpu")
     store: Any = open_store(environment, TIMEOUT_S) if environment.world_size > 1 else dist.HashStore()

@@ -11,15 +11,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
 from unisono.launch.command import Meeting, worker_command
 from unisono.launch.failure import Failure
 from unisono.launch.guard import Guard, kill_group
 from unisono.launch.outcome import Blame, Outcome, WorkerExit
 from unisono.launch.output import WorkerOutput
-from unisono.launch.result import End, log_path, prepare_folder
+from unisono.launch.result import End
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal import Terminal
 
@@ -31,34 +31,32 @@ KILL_S = 0.7
 """A worker leaves at a step's end on the first SIGTERM, at once on the second. Those that do neither are killed."""
 
 
-def launch(settings: LaunchSettings, run_dir: Path, terminal: Terminal) -> Outcome:
+def launch(settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> Outcome:
     """Run all workers of a job to their end, and write how it ended into the run folder. Main thread only.
 
     Args:
         settings: what to start; must have been checked.
-        run_dir: the run folder; made if it is not there.
+        folder: the run folder, opened with ``open_folder``.
         terminal: where to show the workers' output.
 
     Raises:
-        JobError: the run folder cannot be used.
         LaunchError: a worker could not be started; those that were are ended.
     """
-    prepare_folder(run_dir)
     started = time.monotonic()
     try:
-        outcome = asyncio.run(_Crew(settings, run_dir, terminal).run())
+        outcome = asyncio.run(_Crew(settings, folder, terminal).run())
     except LaunchError as error:
-        _conclude(run_dir, End(1, {"message": str(error)}, settings.workers, time.monotonic() - started), terminal)
+        _conclude(folder, End(1, {"message": str(error)}, settings.workers, time.monotonic() - started), terminal)
         raise
-    _conclude(run_dir, End.of(outcome), terminal)
+    _conclude(folder, End.of(outcome), terminal)
     return outcome
 
 
-def _conclude(run_dir: Path, end: End, terminal: Terminal) -> None:
+def _conclude(folder: RunFolder, end: End, terminal: Terminal) -> None:
     try:
-        end.write(run_dir)
+        end.write(folder)
     except OSError as error:
-        terminal.say(f"{run_dir / 'result.json'} could not be written: {error}")
+        terminal.say(f"{folder.path / 'result.json'} could not be written: {error}")
 
 
 @dataclass(eq=False, slots=True)
@@ -74,8 +72,8 @@ class _Worker:
 class _Crew:
     """All workers of one launch."""
 
-    def __init__(self, settings: LaunchSettings, run_dir: Path, terminal: Terminal) -> None:
-        self._settings, self._run_dir, self._terminal = settings, run_dir, terminal
+    def __init__(self, settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> None:
+        self._settings, self._folder, self._terminal = settings, folder, terminal
         self._running: dict[int, _Worker] = {}
         self._exits: list[WorkerExit] = []
         self._interrupted: int | None = None
@@ -109,8 +107,8 @@ class _Crew:
                     guard.watch(self._running[rank].process.pid)
 
     async def _start(self, rank: int, meeting: Meeting | None) -> _Worker:
-        command = worker_command(self._settings, self._run_dir, rank, meeting)
-        output = WorkerOutput(rank, log_path(self._run_dir, rank), self._terminal, self._say)
+        command = worker_command(self._settings, self._folder.path, rank, meeting)
+        output = WorkerOutput(rank, self._folder.log_of(rank), self._terminal, self._say)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command.argv,
@@ -139,7 +137,7 @@ class _Crew:
 
     def _failure_of(self, rank: int) -> Failure | None:
         try:
-            return Failure.read(self._run_dir, rank)
+            return Failure.read(self._folder, rank)
         except LaunchError as error:
             self._say(str(error))
             return None

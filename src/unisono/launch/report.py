@@ -2,21 +2,21 @@
 
 from pathlib import Path
 
+from unisono.checkpoint.folder import RunFolder
 from unisono.launch.outcome import Blame, Outcome, describe
-from unisono.launch.result import log_path
 
 TAIL_LINES = 15
 TAIL_BYTES = 16 * 1024
 
 
-def report(outcome: Outcome, run_dir: Path) -> str:
+def report(outcome: Outcome, folder: RunFolder) -> str:
     """What to print when a job has ended: nothing after a success, the cause's traceback last after a failure."""
     if outcome.exit_code == 0:
         return ""
     cause = outcome.cause
     if cause is None or cause.blame(outcome.interrupted) in (Blame.ANSWER, Blame.ENDED_BY_LAUNCHER):
-        return f"unisono: {outcome.summary()} (exit code {outcome.exit_code}, run folder {run_dir})\n"
-    log = log_path(run_dir, cause.rank)
+        return f"unisono: {outcome.summary()} (exit code {outcome.exit_code}, run folder {folder.path})\n"
+    log = folder.log_of(cause.rank)
     if cause.failure is not None:
         who = f"rank {cause.rank} on host {outcome.host} failed"
         return f"unisono: {who} (exit code {outcome.exit_code}, log {log}){outcome.note}\n{cause.failure.traceback}"

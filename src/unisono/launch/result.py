@@ -1,37 +1,36 @@
 """The launcher's share of the run folder: logs, and a ``result.json`` that tells the job's end, not one worker's."""
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint.folder import RunFolder, new_run_folder
 from unisono.errors import JobError
 from unisono.launch.outcome import Outcome
+
+RUNS = Path("runs")
+"""Where run folders are made for those who name none."""
 
 UNKNOWN: Mapping[str, Any] = {"weights_sha256": None, "steps": None, "samples": None}
 """What only the main worker can tell."""
 
 
-def prepare_folder(run_dir: Path) -> None:
-    """Make the run folder, and take away what an earlier start of this job left about its end.
+def open_folder(wanted: Path | None, stem: str) -> RunFolder:
+    """The run folder that the person named, or a new one; without what an earlier start said about its end.
 
     Raises:
-        JobError: the folder cannot be made or written to.
+        JobError: the folder cannot be made or written to; says which, and what to do.
     """
-    logs = run_dir / "logs"
     try:
-        logs.mkdir(parents=True, exist_ok=True)
-        for stale in (run_dir / "result.json", *logs.glob("rank-*.error.json")):
+        folder = RunFolder(wanted or new_run_folder(RUNS, stem))
+        folder.logs.mkdir(exist_ok=True)
+        for stale in (folder.path / "result.json", *folder.logs.glob("rank-*.error.json")):
             stale.unlink(missing_ok=True)
     except OSError as error:
-        raise JobError(f"the run folder {run_dir} cannot be used: {error}; name another with --run-dir") from error
-
-
-def log_path(run_dir: Path, rank: int) -> Path:
-    """Where everything that a rank writes is kept."""
-    return run_dir / "logs" / f"rank-{rank}.log"
+        where = wanted or RUNS.absolute()
+        raise JobError(f"the run folder {where} cannot be used: {error}; name another with --run-dir") from error
+    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class End:
         """The end of a job that was started."""
         return cls(outcome.exit_code, outcome.error, outcome.workers, outcome.seconds)
 
-    def write(self, run_dir: Path) -> None:
+    def write(self, folder: RunFolder) -> None:
         """Write ``result.json``. What the main worker has written there is kept, save exit code and error.
 
         A main worker that finished well, in a job that ended well, has the last word on everything.
@@ -63,24 +62,16 @@ class End:
         Raises:
             OSError: the file cannot be written.
         """
-        path = run_dir / "result.json"
-        written = _read(path)
+        written = _read(folder)
         if written.get("exit_code") == self.exit_code and self.error is None:
             return
         whole = {**UNKNOWN, "world_size": self.workers, "seconds": round(self.seconds, 3), **written}
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            unfinished.write_text(
-                json.dumps(whole | {"exit_code": self.exit_code, "error": self.error}, indent=1) + "\n"
-            )
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        folder.write_result({**whole, "exit_code": self.exit_code, "error": self.error})
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(folder: RunFolder) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):  # none, or none that can be used: it is replaced
+        found = folder.read_result()
+    except ValueError:  # not the project's: it is replaced
         return {}
     return found if isinstance(found, dict) else {}

@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from unisono.checkpoint.folder import RunFolder
 from unisono.launch.failure import Failure
 from unisono.launch.script import Script
 
@@ -71,7 +72,7 @@ def run(script: Script) -> None:
             sys.path.insert(0, str(Path(script.target).resolve().parent))
         _run_file(script.target)
     else:
-        runpy.run_path(script.target, run_name="__main__")
+        runpy.run_path(os.path.abspath(script.target), run_name="__main__")  # noqa: PTH100
 
 
 class _Source(importlib.abc.SourceLoader):
@@ -89,7 +90,7 @@ class _Source(importlib.abc.SourceLoader):
 
 def _run_file(target: str) -> None:
     # Not runpy: when the last line is done it takes __main__ away, under threads and exit handlers that need it.
-    path = os.path.abspath(target)  # noqa: PTH100 (resolve() would follow links, Python does not)
+    path = os.path.join(os.getcwd(), target)  # noqa: PTH109, PTH118 (Python tidies nothing here)
     main_module = ModuleType("__main__")
     loader = _Source(path)
     vars(main_module).update(__file__=path, __cached__=None, __loader__=loader, __builtins__=__builtins__)
@@ -113,7 +114,7 @@ def fail(error: BaseException) -> None:
     run_dir = os.environ.get("UNISONO_RUN_DIR")
     if run_dir:
         try:
-            failure.write(Path(run_dir))
+            failure.write(RunFolder(run_dir))
         except OSError as problem:
             print(f"unisono: the failure could not be recorded in {run_dir}: {problem}", file=sys.stderr)  # noqa: T201
     faulthandler.dump_traceback_later(LINGER_S, exit=True)

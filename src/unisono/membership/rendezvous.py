@@ -1,5 +1,6 @@
 """How the workers of a generation find each other and form a process group."""
 
+import itertools
 import os
 from datetime import timedelta
 from typing import Any
@@ -8,21 +9,32 @@ import torch
 import torch.distributed as dist
 
 from unisono.errors import LaunchError
-from unisono.membership.environment import Environment
+from unisono.membership.environment import Environment, Rendezvous
 from unisono.membership.generation import Generation
+
+_stores: dict[tuple[str, int], dist.Store] = {}
+_formed = itertools.count(1)
 
 
 def open_store(environment: Environment, timeout_s: float) -> dist.Store:
     """The key-value store over which the workers exchange their addresses.
 
     Under ``unisono run`` rank 0 serves it on the socket that the launcher opened on loopback; under torchrun
-    it is the agent's; elsewhere rank 0 listens on the rendezvous address.
+    it is the agent's; elsewhere rank 0 listens on the rendezvous address. It stays open as long as the process, since
+    a script may start several runs one after the other.
 
     Raises:
         LaunchError: rank 0 could not be reached in ``timeout_s`` seconds; names the address.
     """
     rendezvous = environment.rendezvous
     assert rendezvous is not None, "a single worker needs no store"
+    where = (rendezvous.address, rendezvous.port)
+    if where not in _stores:
+        _stores[where] = _connect(environment, rendezvous, timeout_s)
+    return _stores[where]
+
+
+def _connect(environment: Environment, rendezvous: Rendezvous, timeout_s: float) -> dist.Store:
     serves = environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     options: dict[str, Any] = {"master_listen_fd": rendezvous.store_fd} if rendezvous.store_fd is not None else {}
     try:
@@ -52,7 +64,8 @@ def form_group(store: dist.Store, generation: Generation, backend: str, timeout_
     Raises:
         LaunchError: the others did not appear within ``timeout_s`` seconds.
     """
-    scoped = dist.PrefixStore(f"unisono/generation/{generation.number}", store)
+    # Every worker forms its groups in the same order, so their numbers agree.
+    scoped = dist.PrefixStore(f"unisono/group/{next(_formed)}", store)
     timeout = timedelta(seconds=timeout_s)
     try:
         if backend == "nccl":

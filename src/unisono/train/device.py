@@ -23,12 +23,13 @@ def choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.d
         device = torch.device(wanted)
     except RuntimeError as error:
         raise JobError(f"device={wanted!r}: {str(error).splitlines()[0]}") from None
-    if device.type == "cuda" and not has_cuda:
+    if device.type != "cuda":
+        return device
+    if not has_cuda:
         raise JobError(f"device={wanted!r}: torch {torch.__version__} sees no CUDA device here; use device='cpu'")
-    if device.type == "cuda":
-        index = device.index if device.index is not None else local_rank % torch.cuda.device_count()
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
+    index: int | None = device.index
+    device = torch.device("cuda", local_rank % torch.cuda.device_count() if index is None else index)
+    torch.cuda.set_device(device)
     return device
 
 

@@ -147,9 +147,9 @@ class StepEngine:
     def _compute(self, call: Call, shard: int, gradients: Gradients) -> ShardReport:
         samples = len(call.batch.shard(shard))
         report = ShardReport()
+        self._clear_gradients()
         if samples:
             self._buffers.rewind()
-            self._clear_gradients()
             seed_generators(stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, shard))
             self._shard = report
             try:

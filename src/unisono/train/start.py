@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -30,6 +31,8 @@ from unisono.train.run import Run, Surroundings
 from unisono.train.settings import Settings
 from unisono.train.signals import LeaveRequest
 from unisono.train.workers import Workers
+
+_runs = itertools.count(1)
 
 
 def init(
@@ -100,7 +103,8 @@ def init(
     workers = _connect(job, environment, chosen, failure_timeout_s)
     print_ = fingerprint(job, chosen)
     workers.require_same("job or machine", print_ | {"script": script_digest()})
-    wanted = run_dir if run_dir is not None else settings.run_dir
+    number = next(_runs)
+    wanted = run_dir if run_dir is not None else _given_folder(settings, number)
     allow = allow_job_change or settings.allow_job_change
     folder = _open_folder(workers, wanted, job, allow=allow)
     store = CheckpointStore(folder.checkpoints, keep=keep, on_event=folder.journal) if workers.rank == 0 else None
@@ -111,6 +115,13 @@ def init(
     note_failures(run)
     atexit.register(run.close)
     return run
+
+
+def _given_folder(settings: Settings, number: int) -> Path | None:
+    # A script that starts several runs has one folder from its launcher: the later ones go inside of it.
+    if settings.run_dir is None or number == 1:
+        return settings.run_dir
+    return settings.run_dir / f"run-{number}"
 
 
 def _check_counts(**counts: float | None) -> None:

@@ -1,0 +1,414 @@
+"""`unisono run` with real processes and real signals. The scripts are plain Python: no torch, no training."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.procs
+
+PATIENCE_S = 30.0  # how long to wait for what has to come; nothing is measured by it
+PROMISE_S = 2.0
+
+PREAMBLE = """
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+rank = int(os.environ["UNISONO_RANK"])
+run_dir = Path(os.environ["UNISONO_RUN_DIR"])
+
+def forever():
+    print("waiting", flush=True)
+    while True:
+        signal.pause()
+
+def when(path):
+    while not path.exists():
+        time.sleep(0.005)
+
+def child():
+    sleeper = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    print("child", sleeper.pid, flush=True)
+    return sleeper
+"""
+
+
+class Run:
+    """A launcher in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.lines: list[str] = []
+        self._process: subprocess.Popen[str] | None = None
+
+    def script(self, body: str, name: str = "train.py") -> None:
+        (self.folder / name).write_text(PREAMBLE + textwrap.dedent(body))
+
+    def start(self, *args: str, workers: int = 2, script: str = "train.py") -> None:
+        options = ["-n", str(workers), "--run-dir", str(self.run_dir)]
+        before = args[: args.index("--")] if "--" in args else ()
+        after = args[args.index("--") + 1 :] if "--" in args else args
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "unisono", "run", *options, *before, script, *after],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def output(self) -> IO[str]:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def until(self, words: str, times: int = 1) -> list[str]:
+        """Read on until as many lines have these words."""
+        found: list[str] = []
+        while len(found) < times:
+            line = self.output.readline()
+            assert line, f"{words!r} came {len(found)} times in:\n" + "".join(self.lines)
+            self.lines.append(line)
+            found += [line] if words in line else []
+        return found
+
+    def end(self) -> int:
+        """Wait for the launcher's end; its exit code."""
+        rest, _ = self.process.communicate(timeout=PATIENCE_S)
+        self.lines += rest.splitlines(keepends=True)
+        return self.process.returncode
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(PATIENCE_S)
+            self.output.close()
+
+    def __call__(self, body: str, *args: str, workers: int = 2) -> int:
+        self.script(body)
+        self.start(*args, workers=workers)
+        return self.end()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def result(self) -> dict[str, object]:
+        found = json.loads((self.run_dir / "result.json").read_text())
+        assert isinstance(found, dict)
+        return found
+
+    def log(self, rank: int) -> bytes:
+        return (self.run_dir / "logs" / f"rank-{rank}.log").read_bytes()
+
+    def began(self, rank: int) -> float:
+        """When the exception of a rank was raised, in seconds since 1970."""
+        record = json.loads((self.run_dir / "logs" / f"rank-{rank}.error.json").read_text())
+        return float(record["time"])
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    for name in list(os.environ):
+        if name.startswith("UNISONO_"):
+            monkeypatch.delenv(name)
+    started = Run(tmp_path)
+    yield started
+    started.close()
+
+
+def gone(lines: list[str]) -> bool:
+    """Whether the processes that these lines name are gone, or go soon."""
+    found = [psutil.Process(pid) for line in lines for pid in map(int, re.findall(r"child (\d+)", line)) if alive(pid)]
+    return not psutil.wait_procs(found, timeout=PATIENCE_S)[1]
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+
+
+# --- what is shown
+
+
+def test_lines_stand_behind_their_rank_and_logs_hold_what_was_written(run: Run) -> None:
+    body = """
+        os.write(1, b"one\\n")
+        os.write(2, b"\\xff no newline at the end" + str(rank).encode())
+    """
+    assert run(body) == 0
+    shown = [line for line in run.lines if line.startswith("[rank ")]
+    assert sorted(shown) == sorted(
+        line
+        for rank in (0, 1)
+        for line in (f"[rank {rank}] one\n", f"[rank {rank}] \ufffd no newline at the end{rank}\n")
+    )
+    assert run.log(1) == b"one\n\xff no newline at the end1"
+
+
+def test_a_long_line_and_a_lot_of_output_arrive_whole(run: Run) -> None:
+    assert run("print('x' * 300_000)\nfor n in range(20_000): print(n)", workers=1) == 0
+    shown = [line.removeprefix("[rank 0] ").rstrip("\n") for line in run.lines if line.startswith("[rank 0]")]
+    assert "".join(line for line in shown if line.startswith("x")) == "x" * 300_000
+    assert [line for line in shown if not line.startswith("x")] == [str(n) for n in range(20_000)]
+    assert run.log(0).decode() == "x" * 300_000 + "\n" + "".join(f"{n}\n" for n in range(20_000))
+
+
+def test_arguments_reach_the_script_untouched(run: Run) -> None:
+    run.script("print(sys.argv)")
+    run.start("--", "-n", "3", "--help", "a b", "--", "--run-dir", "", workers=1)
+    assert run.end() == 0
+    assert str(["train.py", "-n", "3", "--help", "a b", "--", "--run-dir", ""]) in run.text
+
+
+def test_output_that_nobody_reads_does_not_stop_the_job(run: Run) -> None:
+    run.script("print('first')\nwhen(run_dir / 'closed')\nfor n in range(1000): print(n)")
+    run.start(workers=1)
+    run.until("first")
+    run.output.close()
+    (run.run_dir / "closed").touch()
+    assert run.process.wait(PATIENCE_S) == 0
+    assert run.log(0).endswith(b"998\n999\n")
+
+
+def test_without_a_folder_named_a_new_one_is_made_below_runs(run: Run) -> None:
+    run.script("print(run_dir)")
+    command = [sys.executable, "-m", "unisono", "run", "train.py"]
+    said = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    (folder,) = (run.folder / "runs").iterdir()
+    assert said.stdout == f"[rank 0] {folder}\n"
+    assert folder.name.endswith("-train")
+    assert f"run folder runs/{folder.name}" in said.stderr
+
+
+# --- how it ends
+
+
+def test_a_good_end_is_0_and_leaves_a_result(run: Run) -> None:
+    assert run("pass", workers=3) == 0
+    assert (run.result["exit_code"], run.result["error"], run.result["world_size"]) == (0, None, 3)
+
+
+def test_what_the_main_worker_says_about_the_result_stands(run: Run) -> None:
+    body = 'if rank == 0: (run_dir / "result.json").write_text(\'{"exit_code": 0, "steps": 7, "error": null}\')'
+    assert run(body) == 0
+    assert run.result == {"exit_code": 0, "steps": 7, "error": None}
+
+
+def test_the_scripts_own_exit_code_is_the_jobs(run: Run) -> None:
+    assert run("if rank == 1: sys.exit(3)\nforever()") == 3
+    assert "rank 1 on host" in run.lines[-1]
+    assert "ended with exit code 3" in run.lines[-1]
+
+
+def test_an_exit_with_words_shows_them(run: Run) -> None:
+    assert run("if rank == 1: sys.exit('no data here')\nforever()") == 1
+    assert "[rank 1] no data here" in run.text
+
+
+def test_a_failing_worker_ends_the_others_and_its_traceback_comes_last(run: Run) -> None:
+    body = """
+        def train():
+            raise ValueError("boom")
+        if rank == 1:
+            when(run_dir / "ready")
+            train()
+        (run_dir / "ready").touch()
+        forever()
+    """
+    assert run(body, workers=3) == 1
+    report = run.text[run.text.index("unisono: rank 1 on host") :].splitlines()
+    assert "failed (exit code 1, log " in report[0]
+    assert report[1] == "Traceback (most recent call last):"
+    assert report[-1] == "ValueError: boom"
+    assert not any("unisono/launch" in line or "runpy" in line for line in report[1:])
+    error = run.result["error"]
+    assert isinstance(error, dict)
+    assert (error["rank"], error["type"], error["message"]) == (1, "ValueError", "boom")
+
+
+def test_the_others_are_gone_within_two_seconds_even_if_they_will_not_listen(run: Run) -> None:
+    body = """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child()
+        if rank != 1:
+            (run_dir / f"ready-{rank}").touch()
+            forever()
+        for other in (0, 2): when(run_dir / f"ready-{other}")
+        raise ValueError("boom")
+    """
+    assert run(body, workers=3) == 1
+    took = time.time() - run.began(1)
+    assert took < PROMISE_S
+    assert gone(run.lines)
+
+
+def test_a_failed_worker_that_cannot_end_does_not_keep_the_others(run: Run) -> None:
+    body = """
+        if rank == 0: forever()
+        threading.Thread(target=threading.Event().wait).start()
+        raise ValueError("boom")
+    """
+    assert run(body) == 1
+    assert time.time() - run.began(1) < PROMISE_S
+    assert run.lines[-1] == "ValueError: boom\n"
+
+
+def test_the_cause_is_found_behind_its_consequences(run: Run) -> None:
+    body = """
+        from unisono.errors import WorkerLost
+        if rank == 0: raise WorkerLost("rank 1 is gone")
+        when(run_dir / "logs" / "rank-0.error.json")
+        raise KeyError("the cause")
+    """
+    assert run(body) == 1
+    assert run.lines[-1] == "KeyError: 'the cause'\n"
+    assert "rank 1 on host" in run.lines[-1 - run.lines[::-1].index("Traceback (most recent call last):\n") - 1]
+    assert "[rank 0] unisono.errors.WorkerLost: rank 1 is gone\n" in run.lines
+    assert "[rank 0] Traceback (most recent call last):\n" not in run.lines
+
+
+def test_a_worker_killed_by_the_system_is_named_with_signal_and_likely_reason(run: Run) -> None:
+    assert run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nforever()") == 137
+    assert re.match(r"unisono: rank 1 on host \S+ was killed by SIGKILL: likely the memory ran out", run.lines[-1])
+    assert (run.result["exit_code"], run.result["error"]["rank"]) == (137, 1)  # type: ignore[index]
+
+
+def test_a_crash_in_native_code_leaves_its_stacks_in_the_log(run: Run) -> None:
+    assert run("import faulthandler\ndef deep(): faulthandler._sigsegv()\ndeep()", workers=1) == 139
+    assert b"in deep" in run.log(0)
+    assert "was killed by SIGSEGV" in run.lines[-1]
+
+
+def test_workers_that_all_leave_with_a_checkpoint_make_it_75(run: Run) -> None:
+    assert run("sys.exit(75)", workers=3) == 75
+    assert "start it again" in run.lines[-1]
+
+
+def test_what_an_earlier_start_left_is_not_taken_for_this_ones(run: Run) -> None:
+    assert run("if rank == 1: raise ValueError('earlier')") == 1
+    assert run("sys.exit(4)") == 4
+    assert "earlier" not in json.dumps(run.result)
+    assert not (run.run_dir / "logs" / "rank-1.error.json").exists()
+
+
+def test_what_a_worker_started_goes_with_it(run: Run) -> None:
+    assert run("child()") == 0
+    assert len(re.findall(r"child \d+", run.text)) == 2
+    assert gone(run.lines)
+
+
+def test_a_program_that_left_its_workers_group_does_not_keep_the_job(run: Run) -> None:
+    body = """
+        away = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+        print("away", away.pid)
+    """
+    assert run(body, workers=1) == 0
+    (pid,) = re.findall(r"away (\d+)", run.text)
+    assert alive(int(pid))  # a program may want to outlive the job, and has to say so
+    os.kill(int(pid), signal.SIGKILL)
+
+
+# --- signals
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_is_passed_on_and_ends_the_job_with_its_code(run: Run, number: signal.Signals, code: int) -> None:
+    run.script("forever()")
+    run.start()
+    run.until("waiting", times=2)
+    run.process.send_signal(number)
+    assert run.end() == code
+    assert f"ended by {number.name}" in run.lines[-1]
+    assert "Traceback" not in run.text
+    assert run.result["exit_code"] == code
+
+
+def test_ctrl_c_says_where_each_worker_was(run: Run) -> None:
+    run.script("def deep(): forever()\ndeep()")
+    run.start(workers=1)
+    run.until("waiting")
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130
+    assert re.search(r"\[rank 0\] KeyboardInterrupt at .*train\.py:\d+ in forever", run.text)
+
+
+def test_ctrl_c_works_from_a_shell_script_in_the_background(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.script("forever()")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what such a shell hands on
+    try:
+        run.start(workers=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    run.until("waiting")
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130
+
+
+def test_workers_may_leave_with_a_checkpoint_when_they_are_asked_to(run: Run) -> None:
+    run.script("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nforever()")
+    run.start()
+    run.until("waiting", times=2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 75
+
+
+def test_the_second_signal_kills(run: Run) -> None:
+    run.script("for n in (2, 15): signal.signal(n, lambda *_: print('heard', flush=True))\nchild()\nforever()")
+    run.start()
+    run.until("waiting", times=2)
+    run.process.send_signal(signal.SIGTERM)
+    run.until("heard", times=2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 143
+    assert "killing the workers" in run.text
+    assert gone(run.lines)
+
+
+def test_workers_that_do_not_leave_are_killed_after_their_grace(run: Run) -> None:
+    run.script("signal.signal(2, signal.SIG_IGN)\nforever()")
+    run.start("--grace-s", "0.2", "--")
+    run.until("waiting", times=2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130
+
+
+def test_a_failure_while_leaving_is_told(run: Run) -> None:
+    body = """
+        def leave(*_):
+            raise OSError("disk full")
+        signal.signal(signal.SIGTERM, leave if rank == 1 else signal.SIG_IGN)
+        forever()
+    """
+    run.script(body)
+    run.start()
+    run.until("waiting", times=2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 1
+    assert run.lines[-1] == "OSError: disk full\n"
+
+
+def test_a_launcher_killed_at_once_takes_everything_with_it(run: Run) -> None:
+    run.script("child()\nprint('child', os.getpid(), flush=True)\nforever()")
+    run.start(workers=3)
+    run.until("waiting", times=3)
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    assert len(family) == 7  # three workers, what they started, and the guard
+    run.process.kill()
+    run.process.wait(PATIENCE_S)
+    assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
+    assert gone(run.lines)

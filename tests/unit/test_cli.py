@@ -1,0 +1,115 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unisono.cli import app as cli
+from unisono.errors import CheckpointError, JobError
+
+pytestmark = pytest.mark.unit
+
+
+def unisono(*args: str) -> int:
+    """Call the console entry in this process; its exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["unisono", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("UNISONO_RUN_DIR", "UNISONO_SHARDS", "UNISONO_THREADS", "UNISONO_ALLOW_JOB_CHANGE"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "train.py"
+    path.write_text("print('hello')\n")
+    return path
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    program = "import sys, unisono.cli.app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert unisono("--version") == 0
+    assert capsys.readouterr().out == f"unisono {sys.modules['unisono'].__version__}\n"
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert unisono("--help") == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in ("run", "doctor"))
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    assert unisono("dance") == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["nope.py"], "there is no script nope.py"),
+        (["-n", "0", "train.py"], "--workers 0: at least 1"),
+        (["-n", "3", "--shards", "2", "train.py"], "set --shards 3"),
+        (["--threads", "0", "train.py"], "--threads 0"),
+        (["-m", "nope"], "there is no module nope"),
+        (["--run-dir", "train.py", "train.py"], "run folder train.py cannot be used"),
+    ],
+)
+def test_what_cannot_work_is_one_clear_line_and_exit_code_2(
+    script: Path, capsys: pytest.CaptureFixture[str], args: list[str], words: str
+) -> None:
+    assert unisono("run", *args) == 2
+    captured = capsys.readouterr()
+    said = [line for line in captured.err.splitlines() if "error" in line]
+    assert len(said) == 1
+    assert words in said[0]
+    assert "Traceback" not in captured.err
+
+
+def test_a_number_that_is_none_is_a_usage_error(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert unisono("run", "-n", "many", "train.py") == 2
+    assert "--workers" in capsys.readouterr().err
+
+
+def test_everything_after_the_script_is_the_scripts(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert unisono("run", "--dry-run", "-n", "1", "train.py", "-n", "9", "--help", "--", "--dry-run", "") == 0
+    assert capsys.readouterr().out.endswith("train.py -n 9 --help -- --dry-run ''\n")
+
+
+def test_a_dry_run_starts_nothing_and_leaves_nothing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert unisono("run", "--dry-run", "-n", "2", "--shards", "4", "--threads", "2", "train.py") == 0
+    text = capsys.readouterr().out
+    assert text.count("unisono.launch.worker train.py") == 2
+    assert "UNISONO_SHARDS=4" in text
+    assert "OMP_NUM_THREADS=2" in text
+    assert list(script.parent.iterdir()) == [script]
+
+
+def test_an_option_goes_before_the_environment_and_the_environment_before_the_default(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_SHARDS", "16")
+    monkeypatch.setenv("UNISONO_THREADS", "2")
+    monkeypatch.setenv("UNISONO_RUN_DIR", "/runs/mine")
+    assert unisono("run", "--dry-run", "--threads", "3", "train.py") == 0
+    text = capsys.readouterr().out
+    assert "UNISONO_SHARDS=16" in text
+    assert "UNISONO_THREADS=3" in text
+    assert "UNISONO_RUN_DIR=/runs/mine" in text
+
+
+@pytest.mark.parametrize(("error", "code"), [(JobError("a setting"), 2), (CheckpointError("a file"), 1)])
+def test_an_error_on_purpose_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fails)
+    assert unisono() == code
+    assert capsys.readouterr().err == f"unisono: error: {error}\n"
