@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch user knows
+import torch.nn.functional as F
 
 pytestmark = pytest.mark.unit
 

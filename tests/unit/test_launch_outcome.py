@@ -88,7 +88,7 @@ def test_one_that_was_done_does_not_hide_that_the_others_left() -> None:
 def test_one_that_left_alone_makes_the_others_fail_and_the_report_says_so() -> None:
     result = outcome([WorkerExit(0, 0, 1.0), raised(1, 1.5, consequence=True)])
     assert result.exit_code == 1
-    assert "before it had left: rank 0 with exit code 0" in result.summary()
+    assert "no error came from the worker that was missed: rank 0 left with exit code 0" in result.summary()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -97,6 +97,7 @@ def test_an_interrupted_job_has_the_code_of_the_signal(number: int, code: int) -
     result = outcome(exits, interrupted=number)
     assert result.exit_code == code
     assert result.error == {"message": f"ended by {signal.Signals(number).name}"}
+    assert outcome(exits[:1], interrupted=number).error == result.error
 
 
 def test_a_failure_during_an_interruption_is_still_the_cause() -> None:

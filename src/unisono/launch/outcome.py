@@ -112,7 +112,7 @@ class Outcome:
     def exit_code(self) -> int:
         """The launcher's own exit code."""
         cause, codes = self.cause, {each.code for each in self.exits}
-        if cause is not None and (self.interrupted is None or cause.blame(self.interrupted) is Blame.CAUSE):
+        if cause is not None and self._is_to_blame(cause):
             return cause.shell_code
         if codes and codes <= {0, PREEMPTED}:
             return max(codes)
@@ -124,7 +124,7 @@ class Outcome:
         if self.exit_code == 0:
             return None
         cause = self.cause
-        if cause is None or self.exit_code != cause.shell_code:
+        if cause is None or not self._is_to_blame(cause):
             return {"message": self.summary()}
         failure = cause.failure
         return {
@@ -143,20 +143,27 @@ class Outcome:
             return f"{self.workers} workers done in {self.seconds:.1f} s"
         if code == PREEMPTED:
             return "left with a checkpoint: start it again with the same --run-dir to go on"
-        if self.interrupted is not None and (cause is None or cause.blame(self.interrupted) is not Blame.CAUSE):
+        if self.interrupted is not None and (cause is None or not self._is_to_blame(cause)):
             return f"ended by {signal.Signals(self.interrupted).name}"
         assert cause is not None, "an exit code other than 0 has a cause"
         return describe(cause, self.host) + self.note
 
     @property
     def note(self) -> str:
-        """Who had left before a worker was missed: a worker that leaves early does not fail, but others do."""
+        """Whom to look at when a worker was missed, but none says why: those that ended without a word."""
         cause = self.cause
         if cause is None or cause.failure is None or not cause.failure.consequence:
             return ""
-        left = [each for each in self.exits if each.code in (0, PREEMPTED) and each.time <= cause.time]
-        said = ", ".join(f"rank {each.rank} with exit code {each.code}" for each in left)
-        return f" (before it had left: {said})" if said else ""
+        silent = [
+            f"rank {each.rank} {'was ended by the launcher' if each.told_at else f'left with exit code {each.code}'}"
+            for each in self.exits
+            if each.failure is None
+        ]
+        return f" (no error came from the worker that was missed: {', '.join(silent)})" if silent else ""
+
+    def _is_to_blame(self, cause: WorkerExit) -> bool:
+        """In an interrupted job only a failure of a worker's own counts."""
+        return self.interrupted is None or cause.blame(self.interrupted) is Blame.CAUSE
 
 
 def find_cause(exits: Sequence[WorkerExit], interrupted: int | None = None) -> WorkerExit | None:

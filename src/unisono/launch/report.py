@@ -14,7 +14,7 @@ def report(outcome: Outcome, folder: RunFolder) -> str:
     if outcome.exit_code == 0:
         return ""
     cause = outcome.cause
-    if cause is None or cause.blame(outcome.interrupted) in (Blame.ANSWER, Blame.ENDED_BY_LAUNCHER):
+    if cause is None or cause.shell_code != outcome.exit_code or cause.blame(outcome.interrupted) > Blame.CONSEQUENCE:
         return f"unisono: {outcome.summary()} (exit code {outcome.exit_code}, run folder {folder.path})\n"
     log = folder.log_of(cause.rank)
     if cause.failure is not None:

@@ -4,6 +4,7 @@ It ends with its launcher, runs the script as ``python script.py`` would, and re
 it. Torch is left to the script.
 """
 
+import atexit
 import ctypes
 import faulthandler
 import importlib.abc
@@ -11,7 +12,9 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -20,6 +23,8 @@ from unisono.launch.failure import Failure
 from unisono.launch.script import Script
 
 PR_SET_PDEATHSIG = 1
+failed = threading.Event()
+
 LINGER_S = 1.0
 """How long a worker whose script failed may take to clean up, so that the others are not kept waiting."""
 
@@ -31,6 +36,7 @@ def main() -> None:
     # A launcher in the background of a shell script has Ctrl-C ignored, and its workers would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()
+    atexit.register(leave_quickly)  # first in, last out: after all that the script registers
     script = Script.from_argv(sys.argv[1:])
     try:
         run(script)
@@ -117,8 +123,18 @@ def fail(error: BaseException) -> None:
             failure.write(RunFolder(run_dir))
         except OSError as problem:
             print(f"unisono: the failure could not be recorded in {run_dir}: {problem}", file=sys.stderr)  # noqa: T201
-    faulthandler.dump_traceback_later(LINGER_S, exit=True)
+    failed.set()
+    faulthandler.dump_traceback_later(LINGER_S, exit=True)  # and says what keeps it
     sys.exit(1)
+
+
+def leave_quickly() -> None:
+    """After a failure, skip taking the interpreter apart: with torch loaded that may take a second."""
+    if failed.is_set():
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # closed, or nobody reads it
+                stream.flush()
+        os._exit(1)
 
 
 def users_part(frames: TracebackType | None) -> TracebackType | None:
@@ -133,8 +149,11 @@ def _is_ours(filename: str) -> bool:
 
 
 def _place(error: BaseException) -> str:
+    """Where an interruption came: in the script, and in what the script had called."""
     frames = traceback.extract_tb(users_part(error.__traceback__))
-    return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    script = [frame for frame in frames if frame.filename == frames[0].filename]
+    places = dict.fromkeys(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in (*script[-1:], *frames[-1:]))
+    return f" at {', '.join(places)}" if places else ""
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def require_same_job(ours: dict[str, Any], theirs: dict[str, Any], where: str, *
     if unequal and not allow:
         listed = "\n  ".join(unequal)
         raise JobMismatch(
-            f"{where} belongs to another job (here: this run, there: that folder):\n  {listed}\n"
+            f"{where} belongs to another job or machine (here: this run, there: what was found):\n  {listed}\n"
             f"Use another run folder, restore the settings, or accept that the bits will differ from an "
             f"undisturbed run: --allow-job-change, or unisono.init(allow_job_change=True)"
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -24,12 +25,11 @@ from unisono.job import SAMPLES_PER_SHARD, Job
 from unisono.plan.batches import Batch, Batches, Position
 from unisono.plan.order import sample_order
 from unisono.plan.streams import Stream, stream_seed
-from unisono.train.checkpoints import Checkpoints
+from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.device import to_device
 from unisono.train.digest import digest_tensors
 from unisono.train.engine import Call, Clip, LossFunction, StepEngine
 from unisono.train.evaluation import Evaluation, Metrics, Predict
-from unisono.train.numerics import Numerics
 from unisono.train.prepared import Prepared, batch_norm_in
 from unisono.train.recorder import Recorder
 from unisono.train.settings import Settings
@@ -45,14 +45,14 @@ O = TypeVar("O")  # noqa: E741
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a run is given when it starts, and gives back when it ends."""
+    """What a run is given when it starts; what it opened is closed with it."""
 
     settings: Settings
     folder: RunFolder
     fingerprint: dict[str, Any]
-    numerics_before: Numerics
     leave: LeaveRequest
     allow_job_change: bool
+    opened: ExitStack
 
 
 class Run:
@@ -352,13 +352,10 @@ class Run:
         if self._closed:
             return
         self._closed = True
-        self._checkpoints.close()
-        self._around.folder.close()
+        atexit.unregister(self.close)
         if self._trace is not None:
             self._trace.close()
-        self._workers.close()
-        self._around.leave.close()
-        self._around.numerics_before.apply()
+        self._around.opened.close()
 
     def __enter__(self) -> Run:
         return self
@@ -405,6 +402,9 @@ class Run:
         self._restored = self._checkpoints.newest(self._workers)
         if self._restored is None:
             return
+        theirs = self._restored.state["about"]["fingerprint"]
+        where = f"the checkpoint of step {self._restored.step} in {self.dir}"
+        require_same_job(self._around.fingerprint, theirs, where, allow=self._around.allow_job_change)
         restore_models(prepared, self._restored)
         self._progress = Progress.from_tree(self._restored.state["progress"])
         if self.is_main:

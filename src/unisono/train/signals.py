@@ -25,9 +25,9 @@ class LeaveRequest:
 
     def close(self) -> None:
         """Give the signal back to whoever had it."""
-        if self._listens:
+        if self._listens and signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._before)
-            self._listens = False
+        self._listens = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

@@ -6,6 +6,7 @@ import atexit
 import itertools
 import os
 import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,7 @@ from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.transport import Solo, Transport
 from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.device import choose_device
-from unisono.train.failure import note_failures
+from unisono.train.failure import FailureNote
 from unisono.train.numerics import apply_numerics, fingerprint, script_digest
 from unisono.train.run import Run, Surroundings
 from unisono.train.settings import Settings
@@ -88,7 +89,7 @@ def init(
         batch_size=batch_size,
         seed=seed,
         shards=shards if shards is not None else settings.shards,
-        threads=threads or settings.threads or 1,
+        threads=next((given for given in (threads, settings.threads) if given is not None), 1),
         reduction=reduction,
         precision=precision,
         bucket_mb=bucket_mb,
@@ -99,20 +100,22 @@ def init(
     environment = recognise(os.environ)
     job.require_workers(environment.world_size)
     chosen = choose_device(device, environment.local_rank)
-    before = apply_numerics(job, chosen)
-    workers = _connect(job, environment, chosen, failure_timeout_s)
-    print_ = fingerprint(job, chosen)
-    workers.require_same("job or machine", print_ | {"script": script_digest()})
-    number = next(_runs)
-    wanted = run_dir if run_dir is not None else _given_folder(settings, number)
     allow = allow_job_change or settings.allow_job_change
-    folder = _open_folder(workers, wanted, job, allow=allow)
-    store = CheckpointStore(folder.checkpoints, keep=keep, on_event=folder.journal) if workers.rank == 0 else None
-    around = Surroundings(settings, folder, print_, before, LeaveRequest(), allow)
-    run = Run(job, workers, chosen, Checkpoints(store, checkpoint_every), around)
+    wanted = run_dir if run_dir is not None else _given_folder(settings, next(_runs))
+    with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
+        opened.callback(apply_numerics(job, chosen).apply)
+        workers = opened.enter_context(closing(_connect(job, environment, chosen, failure_timeout_s)))
+        marks = fingerprint(job, chosen)
+        workers.require_same("job or machine", marks | {"script": script_digest()})
+        folder = opened.enter_context(closing(_open_folder(workers, wanted, job, allow=allow)))
+        store = CheckpointStore(folder.checkpoints, keep=keep, on_event=folder.journal) if workers.rank == 0 else None
+        checkpoints = opened.enter_context(closing(Checkpoints(store, checkpoint_every)))
+        leave = opened.enter_context(closing(LeaveRequest()))
+        around = Surroundings(settings, folder, marks, leave, allow, opened.pop_all())
+    run = Run(job, workers, chosen, checkpoints, around)
+    around.opened.enter_context(closing(FailureNote(run)))
     _announce(run, environment)
     seed_generators(stream_seed(job.seed, Stream.SCRIPT, -1))
-    note_failures(run)
     atexit.register(run.close)
     return run
 

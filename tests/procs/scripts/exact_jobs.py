@@ -74,7 +74,7 @@ def train(
     """Train a few epochs; returns the digest, the losses to the last bit, and an evaluation."""
     run = unisono.init(**{"batch_size": 64, "shards": 8, "seed": 3, **settings})
     built = model()
-    built, optimizer = run.prepare(built, make_optimizer(built))
+    built, _ = run.prepare(built, make_optimizer(built))
     data = data or images(150)
     steps = run.steps(data, epochs=2, **(looping or {}))
     losses = [step.run(loss_fn, **(stepping or {})).hex() for step in steps]
@@ -118,7 +118,7 @@ def momentum_and_groups_with_a_frozen_parameter() -> Any:
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         assert isinstance(model, Net)
         model.conv.weight.requires_grad_(False)
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": model.inner.parameters(), "lr": 0.1},
             {"params": [*model.out.parameters(), model.conv.weight]},
         ]
@@ -184,6 +184,9 @@ def counters_and_running_means_of_the_users_own() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(64, 10)
+            self.mean: Tensor
+            self.calls: Tensor
+            self.hidden: Tensor
             self.register_buffer("mean", torch.zeros(64))
             self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
             self.register_buffer("mask", torch.full((10, 10), float("-inf")).triu(1))

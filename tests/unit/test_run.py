@@ -1,0 +1,467 @@
+"""One worker in this process: what a run does, and what it refuses."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import unisono
+from unisono.data.streams import generators_kept
+from unisono.errors import (
+    CheckpointError,
+    DataError,
+    JobError,
+    JobMismatch,
+    LossError,
+    ModelError,
+    NondeterministicOperation,
+    NonFiniteLoss,
+    UnisonoWarning,
+)
+from unisono.plan.order import sample_order
+
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("torch_settings_restored", "one_worker")]
+
+Start = Callable[..., unisono.Run]
+
+
+@pytest.fixture
+def one_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "UNISONO_RANK", "UNISONO_RUN_DIR", "UNISONO_STOP_AFTER", "UNISONO_TRACE"):
+        monkeypatch.delenv(name, raising=False)
+    with generators_kept():
+        yield
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    runs: list[unisono.Run] = []
+
+    def started(**settings: Any) -> unisono.Run:
+        run = unisono.init(**{"batch_size": 32, "shards": 2, "run_dir": tmp_path / "run", **settings})
+        runs.append(run)
+        return run
+
+    yield started
+    for run in reversed(runs):
+        run.close()
+
+
+def data(count: int = 70) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(count, 6, generator=generator), torch.randint(0, 3, (count,), generator=generator))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def cross_entropy(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def train(run: unisono.Run, loss_fn: Any = cross_entropy, **looping: Any) -> nn.Module:
+    model = net()
+    run.prepare(model, sgd(model))
+    for step in run.steps(data(), **looping):
+        step.run(loss_fn)
+    return model
+
+
+# -- the plain loop ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    ],
+    ids=["sgd", "adam", "fused adamw"],
+)
+def test_one_worker_and_one_shard_are_the_plain_pytorch_loop_bit_for_bit(start: Start, make_optimizer: Any) -> None:
+    run = start(shards=1, batch_size=33, seed=5)
+    ours = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    theirs = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    theirs.load_state_dict(ours.state_dict())
+
+    run.prepare(ours, make_optimizer(ours.parameters()))
+    losses = [step.run(cross_entropy, clip_norm=1.0) for step in run.steps(data(), epochs=7)]
+
+    optimizer = make_optimizer(theirs.parameters())
+    inputs, labels = data().tensors
+    expected = []
+    for epoch in range(7):
+        order = torch.from_numpy(sample_order(5, epoch, 70)(torch.arange(70).numpy()))
+        for rows in order.split(33):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(theirs(inputs[rows]), labels[rows])
+            loss.backward()
+            nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            optimizer.step()
+            expected.append(loss.item())
+
+    assert len(losses) == 21
+    assert losses == expected
+    assert unisono.digest(ours) == unisono.digest(theirs)
+
+
+# -- what a run tells -------------------------------------------------------------------------------------------------
+
+
+def test_a_step_knows_where_it_stands(start: Start) -> None:
+    run = start()
+    model = net()
+    run.prepare(model, sgd(model))
+    seen = []
+    for step in run.steps(data(), epochs=2):
+        step.run(cross_entropy)
+        seen.append((step.number, step.epoch, step.position, step.size, step.is_last_in_epoch))
+    assert seen == [
+        (0, 0, 0, 32, False), (1, 0, 32, 32, False), (2, 0, 64, 6, True),
+        (3, 1, 70, 32, False), (4, 1, 102, 32, False), (5, 1, 134, 6, True),
+    ]  # fmt: skip
+
+
+def test_the_run_folder_tells_what_happened(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    run = start()
+    train(run)
+    weights = run.finish()
+    folder = run.dir
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((folder / "result.json").read_text())
+    events = [json.loads(line)["event"] for line in (folder / "journal.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all({"loss", "lr", "samples_per_s", "epoch", "seconds"} <= line.keys() for line in lines)
+    assert (result["weights_sha256"], result["steps"], result["samples"]) == (weights, 3, 70)
+    assert (result["world_size"], result["exit_code"], result["error"]) == (1, 0, None)
+    assert json.loads((folder / "job.json").read_text())["batch_size"] == 32
+    assert events == ["started", "finished"]
+    assert f"weights sha256 {weights}" in capsys.readouterr().out
+
+
+def test_metrics_logged_in_the_loss_are_means_over_the_global_batch(start: Start) -> None:
+    run = start(batch_size=70, shards=7)
+    model = net()
+    run.prepare(model, sgd(model))
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        run.log("label", batch[1].float().mean())
+        return cross_entropy(model, batch)
+
+    for step in run.steps(data()):
+        step.run(loss_fn)
+        assert step.metrics["label"] == pytest.approx(data().tensors[1].float().mean().item())
+
+
+def test_the_loss_is_the_weighted_mean_of_the_shards(start: Start) -> None:
+    run = start(batch_size=70, shards=2)
+    model = net()
+    run.prepare(model, sgd(model))
+
+    def loss_fn(model: Any, batch: Any) -> tuple[Tensor, int]:
+        first = bool(batch[0][0, 0] == first_sample[0])
+        return model(batch[0]).sum() * 0 + (1.0 if first else 4.0), 3 if first else 1
+
+    for step in run.steps(data(), shuffle=False):
+        first_sample = data().tensors[0][0]
+        assert step.run(loss_fn) == pytest.approx((3 * 1 + 1 * 4) / 4)
+
+
+def test_evaluation_and_prediction_cover_every_sample_once_and_in_order(start: Start) -> None:
+    run = start()
+    model = train(run)
+    model.train()
+    inputs, labels = data().tensors
+    with torch.no_grad():
+        expected = model(inputs)
+    found = run.evaluate(data(), lambda model, batch: {"loss": cross_entropy(model, batch)})
+    assert found["loss"] == pytest.approx(F.cross_entropy(expected, labels).item(), rel=1e-6)
+    assert torch.allclose(run.predict(data()), expected)
+    assert torch.equal(run.predict(data(), lambda model, batch: {"label": batch[1]})["label"], labels)
+    assert model.training
+
+
+def test_collective_verbs_of_a_single_worker_return_what_they_got(start: Start) -> None:
+    run = start()
+    assert [run.all_reduce(3, operation) for operation in ("sum", "max", "min", "mean")] == [3, 3, 3, 3.0]
+    assert torch.equal(run.all_reduce(torch.tensor([1.0, 2.0])), torch.tensor([1.0, 2.0]))
+    assert run.broadcast({"a": [1, "b"]}) == {"a": [1, "b"]}
+    run.barrier()
+    with pytest.raises(ValueError, match="'median'"):
+        run.all_reduce(1, "median")  # type: ignore[arg-type]
+
+
+# -- going on ---------------------------------------------------------------------------------------------------------
+
+
+def resumable(run: unisono.Run, stop_at: int | None = None) -> str | None:
+    """Two loops, a scheduler and a counter; stops in the middle of the second loop's body like a crash."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run.prepare(model, optimizer)
+    scheduler = run.register("scheduler", torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    for _ in range(2):
+        for step in run.steps(data(), epochs=2):
+            step.run(cross_entropy)
+            scheduler.step()
+            if step.number == stop_at:
+                run.close()
+                return None
+    return run.finish()
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 6, 7, 8, 11])
+def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(start: Start, tmp_path: Path, stop_at: int) -> None:
+    expected = resumable(start(run_dir=tmp_path / "undisturbed"))
+    assert resumable(start(checkpoint_every=2), stop_at) is None
+    assert resumable(start(checkpoint_every=2)) == expected
+
+
+def test_a_checkpoint_asked_for_in_the_loop_holds_what_the_rest_of_the_body_does(start: Start, tmp_path: Path) -> None:
+    def work(run: unisono.Run, last: int) -> list[float]:
+        model = net()
+        optimizer = sgd(model)
+        run.prepare(model, optimizer)
+        scheduler = run.register("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        rates = []
+        for step in run.steps(data(), epochs=2):
+            rates.append(optimizer.param_groups[0]["lr"])
+            step.run(cross_entropy)
+            if step.number == 1:
+                run.checkpoint()
+            scheduler.step()
+            if step.number == last:
+                break
+        run.close()
+        return rates
+
+    assert work(start(), 2) == [0.1, 0.05, 0.025]
+    assert work(start(), 5) == [0.025, 0.0125, 0.00625, 0.003125]
+
+
+def test_weights_of_a_run_can_be_loaded_for_inference(start: Start) -> None:
+    run = start(checkpoint_every=1)
+    model = train(run)
+    weights = run.finish()
+    assert unisono.digest(unisono.load(net(), run.dir)) == weights == unisono.digest(model)
+    with pytest.raises(CheckpointError, match="another model"):
+        unisono.load(nn.Linear(2, 2), run.dir)
+
+
+def test_a_finished_run_started_again_trains_nothing_and_has_the_same_weights(start: Start) -> None:
+    run = start(checkpoint_every=1)
+    train(run)
+    weights = run.finish()
+    again = start(checkpoint_every=1)
+    train(again, loss_fn=None)
+    assert again.finish() == weights
+
+
+def test_a_run_folder_of_another_job_is_refused_with_the_differences(start: Start) -> None:
+    with start(checkpoint_every=1) as run:
+        train(run)
+    with pytest.raises(JobMismatch, match=r"(?s)seed: 7 here, 0 there.*--allow-job-change"):
+        start(seed=7)
+    start(seed=7, allow_job_change=True)
+
+
+def test_what_was_registered_must_be_registered_again(start: Start) -> None:
+    run = start(checkpoint_every=1)
+    model = net()
+    optimizer = sgd(model)
+    run.prepare(model, optimizer)
+    run.register("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    for step in run.steps(data()):
+        step.run(cross_entropy)
+    run.close()
+    with pytest.raises(CheckpointError, match=r"only in the checkpoint \['scheduler'\]"):
+        train(start(), epochs=2)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 4, "shards": 8}, "shards=8 is more than batch_size=4"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": "32"}, "batch_size='32'"),
+        ({"batch_size": 32, "reduction": "fast"}, "'exact' or 'native'"),
+        ({"batch_size": 32, "precision": "fp8"}, "'float32' or 'bf16'"),
+        ({"batch_size": 32, "bucket_mb": 0.0}, "bucket_mb=0.0"),
+        ({"batch_size": 32, "checkpoint_every": 0}, "checkpoint_every=0"),
+        ({"batch_size": 32, "device": "gpu"}, "device='gpu'"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=message):
+        unisono.init(run_dir=tmp_path, **settings)
+
+
+def test_more_workers_than_shards_are_refused_before_anything_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "6", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(JobError, match="set shards=6"):
+        unisono.init(batch_size=64)
+    with pytest.raises(JobError, match="start at most 4"):
+        unisono.init(batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "shards"), [(1, 1), (16, 1), (31, 1), (32, 2), (64, 4), (128, 8), (1000, 8), (10**6, 8)]
+)
+def test_shards_follow_from_the_batch_size(batch_size: int, shards: int, start: Start) -> None:
+    assert start(batch_size=batch_size, shards=None).job.shards == shards
+
+
+def test_the_environment_sets_what_the_script_leaves_open(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_SHARDS", "4")
+    monkeypatch.setenv("UNISONO_THREADS", "2")
+    assert (start(shards=None).job.shards, start(shards=None).job.threads) == (4, 2)
+    inner = start(run_dir=start(shards=None).dir / "inner", shards=2, threads=1)
+    assert (inner.job.shards, inner.job.threads) == (2, 1)
+    monkeypatch.setenv("UNISONO_SHARDS", "many")
+    with pytest.raises(JobError, match="UNISONO_SHARDS='many'"):
+        start()
+
+
+def test_small_shards_with_batch_norm_are_warned_of(start: Start) -> None:
+    model = nn.BatchNorm1d(6)
+    with pytest.warns(UnisonoWarning, match=r"BatchNorm with 8 samples per shard.*shards=2"):
+        start(batch_size=32, shards=4).prepare(model, sgd(model))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Endless(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Ragged(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(6 if index != 17 else 5)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (TensorDataset(torch.zeros(0, 6)), "is empty"),
+        (Stream(), "map-style data set"),
+        (Endless(), "has no length"),
+        (Ragged(), r"Sample 17 is Tensor\[5\] float32, sample 0 is Tensor\[6\] float32"),
+    ],
+    ids=["empty", "stream", "endless", "ragged"],
+)
+def test_data_sets_that_cannot_be_used_say_what_to_use(start: Start, dataset: Any, message: str) -> None:
+    run = start(batch_size=40, shards=1)
+    model = net()
+    run.prepare(model, sgd(model))
+    with pytest.raises(DataError, match=message):
+        next(iter(run.steps(dataset, shuffle=False)))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "message"),
+    [
+        (lambda model, batch: model(batch[0]), LossError, r"step 0, shard 0, rank 0: .*shape \[16, 3\]"),
+        (lambda model, batch: None, LossError, "returned nothing"),
+        (lambda model, batch: 3.0, LossError, "returned a float"),
+        (lambda model, batch: model(batch[0]).sum().detach(), LossError, "depends on no parameter"),
+        (lambda model, batch: (model(batch[0]).sum(), -1), LossError, "weight -1"),
+        (lambda model, batch: (model(batch[0]).sum(), 0), LossError, "all shards returned the weight 0"),
+        (lambda model, batch: model(batch[0]).sum() * math.nan, NonFiniteLoss, r"nan in step 0, shard 0 \(rank 0\)"),
+    ],
+)
+def test_losses_that_cannot_be_used_name_step_shard_and_rank(
+    start: Start, loss_fn: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        train(start(), loss_fn)
+
+
+def test_a_step_with_a_nan_loss_changes_nothing_when_it_is_skipped(start: Start) -> None:
+    run = start(on_nan="skip")
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+    run.prepare(model, sgd(model))
+    before = unisono.digest(model)
+    for step in run.steps(data()):
+        assert math.isnan(step.run(lambda model, batch: cross_entropy(model, batch) * math.inf))
+    assert unisono.digest(model) == before
+
+
+def test_a_sparse_gradient_is_refused_by_name(start: Start) -> None:
+    run = start()
+    model = nn.Embedding(10, 3, sparse=True)
+    run.prepare(model, sgd(model))
+    with pytest.raises(ModelError, match="gradient of weight is sparse"):
+        for step in run.steps(data()):
+            step.run(lambda model, batch: model(batch[1]).sum())
+
+
+def test_a_model_changed_after_prepare_is_noticed(start: Start) -> None:
+    run = start()
+    model = nn.Sequential(nn.Linear(6, 3))
+    run.prepare(model, sgd(model))
+    with pytest.raises(ModelError, match="changed after run.prepare"):
+        for step in run.steps(data()):
+            model.append(nn.Linear(3, 3))
+            step.run(cross_entropy)
+
+
+def test_an_operation_without_a_deterministic_version_is_named(start: Start) -> None:
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]))
+        return cross_entropy(model, batch)
+
+    with pytest.raises(NondeterministicOperation, match=r"^put_ has no .*unisono\.init\(deterministic=False\)"):
+        train(start(), loss_fn)
+    train(start(deterministic=False, allow_job_change=True), loss_fn)
+
+
+def test_steps_without_prepare_and_loops_inside_of_loops_are_refused(start: Start) -> None:
+    run = start()
+    with pytest.raises(ModelError, match=r"call model, optimizer = run.prepare"):
+        next(iter(run.steps(data())))
+    model = net()
+    run.prepare(model, sgd(model))
+    with pytest.raises(JobError, match="one loop at a time"):
+        for _ in run.steps(data()):
+            next(iter(run.steps(data())))
+
+
+def test_a_batch_larger_than_the_data_set_cannot_be_dropped(start: Start) -> None:
+    run = start(batch_size=100)
+    model = net()
+    run.prepare(model, sgd(model))
+    with pytest.raises(DataError, match="drop_last leaves nothing of 70 samples"):
+        next(iter(run.steps(data(), drop_last=True)))
+
+
+def test_an_optimizer_that_was_not_prepared_is_refused(start: Start) -> None:
+    run = start()
+    model = net()
+    run.prepare(model, sgd(model))
+    with pytest.raises(ModelError, match="give it to run.prepare first"):
+        for step in run.steps(data()):
+            step.run(cross_entropy, optimizer=sgd(model))
