@@ -15,7 +15,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch user knows
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
@@ -38,9 +38,7 @@ arguments.add_argument("--steps", type=int, help="stop after so many steps; the 
 arguments.add_argument("--batch-size", type=int, default=64, help="documents, of all workers together")
 arguments.add_argument("--lr", type=float, default=6e-3)
 arguments.add_argument("--layers", type=int, default=2)
-arguments.add_argument(
-    "--width", type=int, default=64, help="a multiple of 32: the width of one attention head"
-)
+arguments.add_argument("--width", type=int, default=64, help="a multiple of 32: the width of one attention head")
 arguments.add_argument("--context", type=int, default=128, help="bytes")
 arguments.add_argument("--seed", type=int, default=0)
 
@@ -49,9 +47,7 @@ def library_texts(folder):
     """The beginning of each module in ``MODULES``, as bytes."""
     missing = [name for name in MODULES if not (folder / f"{name}.py").is_file()]
     if missing:
-        raise SystemExit(
-            f"{folder} has no source text of {', '.join(missing)}: use a Python that has its library."
-        )
+        raise SystemExit(f"{folder} has no source text of {', '.join(missing)}: use a Python that has its library.")
     return [(folder / f"{name}.py").read_bytes()[:BYTES_PER_MODULE] for name in MODULES]
 
 

@@ -11,7 +11,7 @@ import argparse
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch user knows
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 

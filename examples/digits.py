@@ -9,7 +9,7 @@ It reaches 99 % on held-out images in seconds. Needs scikit-learn: pip install "
 import argparse
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch user knows
+import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -34,9 +34,7 @@ def load():
     # A seed of its own: the held-out images stay the same when --seed changes, so accuracies can be compared.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     training, held_out = order[360:], order[:360]
-    return TensorDataset(images[training], labels[training]), TensorDataset(
-        images[held_out], labels[held_out]
-    )
+    return TensorDataset(images[training], labels[training]), TensorDataset(images[held_out], labels[held_out])
 
 
 def conv_net():

@@ -7,7 +7,7 @@ unisono run -n 2 examples/gan.py           both models have the same weights, to
 import argparse
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch user knows
+import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -45,9 +45,7 @@ def generator_loss(models, batch):
 def picture(image):
     """An image in -1 … 1 as eight lines of characters."""
     shades = " .:-=+*#%@"
-    return "\n".join(
-        "".join(2 * shades[int((value + 1) * 4.99)] for value in row) for row in image.view(8, 8).tolist()
-    )
+    return "\n".join("".join(2 * shades[int((value + 1) * 4.99)] for value in row) for row in image.view(8, 8).tolist())
 
 
 def main():

@@ -10,7 +10,7 @@ Read the two functions side by side. The lines that change are marked.
 import argparse
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch user knows
+import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -61,8 +61,6 @@ def with_unisono():
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--which", choices=["plain", "unisono"], required=True)
     {"plain": plain, "unisono": with_unisono}[arguments.parse_args().which]()

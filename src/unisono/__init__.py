@@ -13,16 +13,17 @@ if TYPE_CHECKING:
     from unisono.train.run import Run
     from unisono.train.start import init
     from unisono.train.step import Step
-    from unisono.train.trainer import Trainer
+    from unisono.train.trainer import Callback, Trainer
 
 __version__ = "0.1.0"
 
-__all__ = ["Run", "Step", "Trainer", "__version__", "digest", "init", "load"]
+__all__ = ["Callback", "Run", "Step", "Trainer", "__version__", "digest", "init", "load"]
 
 _HOMES = {
     "Run": "unisono.train.run",
     "Step": "unisono.train.step",
     "Trainer": "unisono.train.trainer",
+    "Callback": "unisono.train.trainer",
     "digest": "unisono.train.digest",
     "init": "unisono.train.start",
     "load": "unisono.train.load",

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from unisono.checkpoint.store import load_weights
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
@@ -21,7 +24,7 @@ WORKERS = (1, 2, 3, 5, 8)
 def launch(workers: int, *arguments: str, folder: Path, **variables: str) -> str:
     """Run a script to its end on so many workers; returns what they printed."""
     command = [sys.executable, "-m", "unisono", "run", "-n", str(workers), "--run-dir", str(folder), *arguments]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore::unisono.errors.UnisonoWarning", **variables}
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore::UserWarning", **variables}
     done = subprocess.run(
         command, cwd=folder.parent, env=environment, check=False, capture_output=True, text=True, timeout=240
     )
@@ -40,6 +43,104 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, lis
         for report in reports:
             found[workers][report["job"]].append(report)
     return found
+
+
+EXAMPLES = {"digits.py": "--epochs 2", "char_lm.py": "--batch-size 128 --steps 6 --layers 1 --width 32 --context 32"}
+
+
+@pytest.fixture(scope="module")
+def example_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
+    """For each number of workers, the weights that the examples end in."""
+    script = tmp_path_factory.mktemp("script") / "examples.py"
+    script.write_text(
+        "import runpy, sys\n"
+        + "".join(
+            f"sys.argv = {[name, *flags.split()]!r}\nrunpy.run_path({str(ROOT / 'examples' / name)!r})['main']()\n"
+            for name, flags in EXAMPLES.items()
+        )
+    )
+    return {
+        workers: weights_in(launch(workers, str(script), folder=tmp_path_factory.mktemp("examples") / "run"))
+        for workers in WORKERS
+    }
+
+
+def weights_in(output: str) -> list[str]:
+    return re.findall(r"weights sha256 (\w+)", output)
+
+
+def test_digits_and_char_lm_end_in_the_same_weights_on_any_number_of_workers(
+    example_weights: dict[int, list[str]],
+) -> None:
+    assert len(set(example_weights[1])) == len(EXAMPLES)
+    assert all(weights == example_weights[1] for weights in example_weights.values())
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_cut_off_on_two_workers_goes_on_in_the_middle_of_an_epoch_on_three(
+    example: str, example_weights: dict[int, list[str]], tmp_path: Path
+) -> None:
+    script, flags = str(ROOT / "examples" / example), EXAMPLES[example].split()
+    cut = {"UNISONO_STOP_AFTER": "4", "UNISONO_CHECKPOINT_EVERY": "3"}
+    before = weights_in(launch(2, script, *flags, folder=tmp_path / "run", **cut))
+    after = weights_in(launch(3, script, *flags, folder=tmp_path / "run"))
+    events = [json.loads(line)["event"] for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    assert before != after == [example_weights[1][list(EXAMPLES).index(example)]]
+    assert "resumed" in events
+
+
+CUT_OFF = """
+import sys
+sys.path.insert(0, {folder!r})
+from exact_jobs import Net, cross_entropy, images
+import torch, unisono
+run = unisono.init(batch_size=61, shards=8, seed=3)
+model = Net()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+run.prepare(model, optimizer)
+for step in run.steps(images(150), epochs=3):
+    step.run(cross_entropy)
+    if step.number == 4:
+        run.checkpoint()
+run.finish()
+"""
+
+
+def test_a_model_with_everything_goes_on_in_the_middle_of_an_epoch_on_another_number_of_workers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CUT_OFF.format(folder=str(JOBS.parent)))
+    expected = weights_in(launch(1, str(script), folder=tmp_path / "serial"))
+    launch(2, str(script), folder=tmp_path / "run", UNISONO_STOP_AFTER="5")
+    assert weights_in(launch(3, str(script), folder=tmp_path / "run")) == expected
+
+
+NATIVE = """
+import sys
+sys.path.insert(0, {folder!r})
+from exact_jobs import cross_entropy, images
+import torch, unisono
+from torch import nn
+run = unisono.init(batch_size=61, shards=8, seed=3, reduction=sys.argv[1])
+model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+for step in run.steps(images(150), epochs=3):
+    step.run(cross_entropy)
+run.checkpoint()
+run.finish()
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_native_reduction_agrees_with_exact_to_a_hundred_thousandth(workers: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(NATIVE.format(folder=str(JOBS.parent)))
+
+    def weights(reduction: str) -> torch.Tensor:
+        launch(workers, str(script), reduction, folder=tmp_path / reduction)
+        return torch.cat([value.flatten() for value in load_weights(tmp_path / reduction).values()])
+
+    exact, native = weights("exact"), weights("native")
+    assert (exact - native).norm() <= 1e-5 * exact.norm()
 
 
 @cache

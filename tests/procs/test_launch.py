@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,13 @@ from typing import IO
 
 import psutil
 import pytest
+
+from unisono.errors import LaunchError
+from unisono.launch.local import launch
+from unisono.launch.result import open_folder
+from unisono.launch.script import Script
+from unisono.launch.settings import LaunchSettings
+from unisono.launch.terminal import SilentTerminal
 
 pytestmark = pytest.mark.procs
 
@@ -185,6 +193,14 @@ def test_output_that_nobody_reads_does_not_stop_the_job(run: Run) -> None:
     assert run.log(0).endswith(b"998\n999\n")
 
 
+def test_a_launcher_without_any_output_runs_the_job(run: Run) -> None:
+    run.script("print('hello')\nprint('there', file=sys.stderr)")
+    command = shlex.join([sys.executable, "-m", "unisono", "run", "-n", "2", "--run-dir", "run", "train.py"])
+    closed = ["sh", "-c", f"{command} <&- >&- 2>&-"]
+    assert subprocess.run(closed, cwd=run.folder, check=False, timeout=PATIENCE_S).returncode == 0
+    assert run.log(1) == b"hello\nthere\n"
+
+
 def test_without_a_folder_named_a_new_one_is_made_below_runs(run: Run) -> None:
     run.script("print(run_dir)")
     command = [sys.executable, "-m", "unisono", "run", "train.py"]
@@ -321,6 +337,15 @@ def test_a_program_that_left_its_workers_group_does_not_keep_the_job(run: Run) -
     (pid,) = re.findall(r"away (\d+)", run.text)
     assert alive(int(pid))  # a program may want to outlive the job, and has to say so
     os.kill(int(pid), signal.SIGKILL)
+
+
+def test_workers_that_cannot_be_started_are_an_error_and_leave_a_result(run: Run) -> None:
+    run.script("pass")
+    too_long = Script(str(run.folder / "train.py"), ("x" * 4_000_000,))
+    folder = open_folder(run.run_dir, "train")
+    with pytest.raises(LaunchError, match="the worker of rank 0 could not be started: .*too long"):
+        launch(LaunchSettings(too_long, workers=2), folder, SilentTerminal())
+    assert run.result["exit_code"] == 1
 
 
 # --- signals

@@ -85,6 +85,7 @@ def test_a_folder_with_a_main_is_run_as_python_would_save_that_its_path_is_whole
         "x = (",
         "import nonexistent_module",
         "# -*- coding: latin-1 -*-\nraise ValueError('\\xe9')",
+        "import atexit\natexit.register(print, 'at exit', end='')\n1 / 0",
         "import sys\nsys.exit('words')",
         "import sys\nsys.exit(7)",
         "import sys\nsys.excepthook = lambda *a: print('own hook', a[0].__name__, a[2].tb_lineno)\n1 / 0",

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+import math
+import struct
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unisono.errors import CheckpointError
 
 MARK = "~"
-"""A JSON object whose only key is this stands for something that JSON does not have: ``{"~": [kind, value]}``."""
+"""A JSON object whose only key is this stands for something that JSON does not have: ``{"~": [kind, …]}``."""
 
-SUPPORTED = "None, bool, int, float, str, bytes, list, tuple, dict, torch tensors, NumPy arrays and numbers"
+SUPPORTED = (
+    "None, bool, int, float, complex, str, bytes, list, tuple, set, deque, dict, OrderedDict, Counter, dense torch "
+    "tensors, dtypes and devices, NumPy arrays and numbers"
+)
 
-_Identity = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+DEEPEST = 100
+"""How many levels of containers a state may have: far more than any has, and few enough to be read back."""
+
+_NUMPY_KINDS = "biufcmMSU"  # those whose bytes and ``dtype.str`` say everything
 
 
 def flatten(tree: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -27,109 +36,249 @@ def flatten(tree: Any) -> tuple[Any, dict[str, Tensor]]:
         tree: dicts, lists and tuples of numbers, text, tensors and arrays, as in any ``state_dict()``.
 
     Returns:
-        a JSON value, and the tensors it refers to by name. Tensors that are one and the same (tied weights)
-        appear once.
+        a JSON value without NaN and infinities, and the tensors it refers to by name: the tree's own, not copies,
+        detached. Tensors that are one and the same (tied weights) appear once.
 
     Raises:
         CheckpointError: something else is in it; names the place and the type.
     """
     writer = _Writer()
-    return writer.encode(tree, ""), writer.tensors
+    return writer.encode(tree, _Place()), writer.tensors
 
 
 def unflatten(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Put a tree of state together again: the inverse of :func:`flatten`, types and order included."""
-    if isinstance(skeleton, list):
-        return [unflatten(part, tensors) for part in skeleton]
-    if not isinstance(skeleton, dict):
-        return skeleton
-    if list(skeleton) != [MARK]:
-        return {key: unflatten(part, tensors) for key, part in skeleton.items()}
-    kind, value = skeleton[MARK]
-    return _DECODERS[kind](value, tensors)
+    """Put a tree of state together again: the inverse of :func:`flatten`, types, order and memory layout included.
+
+    A parameter comes back as a plain tensor. All tensors are where ``tensors`` are.
+
+    Raises:
+        LookupError, TypeError, ValueError: the two do not belong together.
+    """
+    return _Reader(tensors).decode(skeleton)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place in a tree: in words, and how deep it is."""
+
+    path: str = ""
+    depth: int = 0
+
+    def key(self, key: str) -> _Place:
+        return _Place(f"{self.path}.{key}" if self.path else key, self.depth + 1)
+
+    def item(self, item: Any) -> _Place:
+        return _Place(f"{self.path}[{item!r}]", self.depth + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How values of one type are written by means of simpler ones."""
+
+    type: type
+    simpler: Callable[[Any], Any]
+    build: Callable[[Any], Any]
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch.{name} is no dtype")
+    return found
+
+
+_FORMS = {
+    "tuple": _Form(tuple, list, tuple),
+    "shape": _Form(torch.Size, list, torch.Size),
+    "set": _Form(set, list, set),
+    "frozenset": _Form(frozenset, list, frozenset),
+    "deque": _Form(
+        deque, lambda it: {"parts": list(it), "maxlen": it.maxlen}, lambda it: deque(it["parts"], it["maxlen"])
+    ),
+    "counter": _Form(Counter, dict, Counter),
+    "bytes": _Form(bytes, bytes.hex, bytes.fromhex),
+    "float": _Form(float, lambda it: struct.pack(">d", it).hex(), lambda it: struct.unpack(">d", bytes.fromhex(it))[0]),
+    "complex": _Form(complex, lambda it: [it.real, it.imag], lambda it: complex(*it)),
+    "dtype": _Form(torch.dtype, lambda it: str(it).removeprefix("torch."), _dtype),
+    "device": _Form(torch.device, str, torch.device),
+}
+_KINDS = {form.type: kind for kind, form in _FORMS.items()}
 
 
 class _Writer:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._names: dict[_Identity, str] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
 
-    def encode(self, value: Any, path: str) -> Any:
-        if value is None or type(value) in (bool, int, str, float):
+    def encode(self, value: Any, place: _Place) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
             return value
-        if isinstance(value, Tensor):
-            return _marked("tensor", self._name(value, path))
-        if isinstance(value, np.ndarray) and value.dtype != object:
-            array = np.ascontiguousarray(value)
-            data = torch.from_numpy(array.reshape(-1).view(np.uint8).copy())
-            return _marked("array", [self._name(data, path), array.dtype.str, list(value.shape)])
-        if isinstance(value, Mapping):
-            return self._encode_mapping(value, path)
-        if isinstance(value, list | tuple):
-            parts = [self.encode(part, f"{path}[{number}]") for number, part in enumerate(value)]
-            return parts if isinstance(value, list) else _marked("tuple", parts)
-        return self._encode_leaf(value, path)
+        if place.depth > DEEPEST:
+            raise CheckpointError(f"{place.path} is more than {DEEPEST} levels deep, or the state holds itself")
+        if kind is list:
+            return [self.encode(part, place.item(number)) for number, part in enumerate(value)]
+        if kind in (dict, OrderedDict):
+            return self._encode_dict(value, place)
+        if kind in _KINDS:
+            name = _KINDS[kind]
+            return _marked(name, self.encode(_FORMS[name].simpler(value), place))
+        if isinstance(value, Tensor | np.ndarray | np.generic):
+            return self._encode_numbers(value, place)
+        raise _unsupported(_type(value), place)
 
-    def _encode_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
-        if type(value) not in (dict, OrderedDict):
-            raise _unsupported(value, path)
+    def _encode_dict(self, value: dict[Any, Any], place: _Place) -> Any:
+        if type(value) is OrderedDict:
+            # Module.state_dict notes the versions of its parts here, and load_state_dict goes by them.
+            versions = getattr(value, "_metadata", None)
+            return _marked(
+                "ordered", self._encode_dict(dict(value), place), self.encode(versions, place.key("_metadata"))
+            )
         if all(type(key) is str for key in value) and list(value) != [MARK]:
-            return {key: self.encode(part, f"{path}.{key}" if path else key) for key, part in value.items()}
-        pairs = [
-            [self.encode(key, f"{path}: key"), self.encode(part, f"{path}[{key!r}]")] for key, part in value.items()
-        ]
-        return _marked("items", pairs)
+            return {key: self.encode(part, place.key(key)) for key, part in value.items()}
+        return _marked(
+            "items", [[self._encode_key(key, place), self.encode(value[key], place.item(key))] for key in value]
+        )
 
-    def _encode_leaf(self, value: Any, path: str) -> Any:
-        if isinstance(value, np.generic) and not isinstance(value, np.void):
-            return _marked("number", [value.dtype.str, self.encode(value.item(), path)])
-        if isinstance(value, bytes):
-            return _marked("bytes", value.hex())
-        if isinstance(value, torch.dtype):
-            return _marked("dtype", str(value).removeprefix("torch."))
-        if isinstance(value, torch.device):
-            return _marked("device", str(value))
-        if isinstance(value, bool | int | float | str):  # subclasses, such as an IntEnum: the value is what counts
-            return _plain(value)
-        raise _unsupported(value, path)
+    def _encode_key(self, key: Any, place: _Place) -> Any:
+        if isinstance(key, Tensor):
+            raise _unsupported("dict with a tensor as a key", place)
+        return self.encode(key, _Place(f"a key of {place.path or 'the state'}", place.depth + 1))
 
-    def _name(self, tensor: Tensor, path: str) -> str:
-        if tensor.is_sparse or tensor.is_quantized:
-            raise _unsupported(tensor, path)
+    def _encode_numbers(self, value: Tensor | np.ndarray[Any, Any] | np.generic, place: _Place) -> Any:
+        if isinstance(value, Tensor):
+            name = self._name(value, place)
+            return _marked("tensor", name, *_layout(self.tensors[name]))
+        if value.dtype.kind not in _NUMPY_KINDS or (isinstance(value, np.ndarray) and type(value) is not np.ndarray):
+            raise _unsupported(f"{_type(value)} of {value.dtype}", place)
+        if isinstance(value, np.generic):
+            return _marked("number", value.dtype.str, value.tobytes().hex())
+        names = [self._name(_bytes_of(value), place)] if value.nbytes else []
+        return _marked("array", value.dtype.str, list(value.shape), *names)
+
+    def _name(self, tensor: Tensor, place: _Place) -> str:
+        """The name of a tensor among those that are kept; the same tensor has one."""
+        _require_dense(tensor, place)
         identity = _identity(tensor)
         if identity not in self._names:
-            name = path or "value"
-            self._names[identity] = name
-            self.tensors[name] = tensor.detach()
+            self._names[identity] = name = self._new_name(place)
+            self.tensors[name] = tensor.detach().resolve_conj().resolve_neg()
         return self._names[identity]
 
-
-def _identity(tensor: Tensor) -> _Identity:
-    # An empty tensor owns no memory that could tell it apart.
-    address = tensor.data_ptr() if tensor.numel() else id(tensor)
-    return address, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-
-
-def _marked(kind: str, value: Any) -> dict[str, Any]:
-    return {MARK: [kind, value]}
-
-
-def _plain(value: Any) -> Any:
-    return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
+    def _new_name(self, place: _Place) -> str:
+        # Two places may have one path, as {"a": {"b": 1}, "a.b": 2} has; "__metadata__" is taken by safetensors.
+        path = place.path.encode(errors="replace").decode() or "value"
+        name, number = path, 1
+        while name in self.tensors or name == "__metadata__":
+            number += 1
+            name = f"{path}#{number}"
+        return name
 
 
-def _unsupported(value: Any, path: str) -> CheckpointError:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return CheckpointError(f"{path or 'the state'} is a {kind}, which cannot be kept: state is made of {SUPPORTED}")
+class _Reader:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._laid: dict[str, Tensor] = {}
+
+    def decode(self, skeleton: Any) -> Any:
+        if isinstance(skeleton, list):
+            return [self.decode(part) for part in skeleton]
+        if not isinstance(skeleton, dict):
+            return skeleton
+        if list(skeleton) != [MARK]:
+            return {key: self.decode(part) for key, part in skeleton.items()}
+        kind, *parts = skeleton[MARK]
+        if kind in _FORMS:
+            return _FORMS[kind].build(self.decode(*parts))
+        own: dict[str, Callable[..., Any]] = {
+            "tensor": self._tensor,
+            "array": self._array,
+            "number": _number,
+            "ordered": self._ordered,
+            "items": self._items,
+        }
+        return own[kind](*parts)
+
+    def _items(self, pairs: Any) -> dict[Any, Any]:
+        return {self.decode(key): self.decode(part) for key, part in pairs}
+
+    def _ordered(self, items: Any, versions: Any) -> OrderedDict[Any, Any]:
+        built = OrderedDict(self.decode(items))
+        if versions is not None:
+            setattr(built, "_metadata", self.decode(versions))  # noqa: B010  the class does not declare it
+        return built
+
+    def _tensor(self, name: str, strides: list[int] | None = None) -> Tensor:
+        if name not in self._laid:
+            stored = self._tensors[name]
+            if strides is not None and list(stored.stride()) != strides:
+                stored = torch.empty_strided(stored.shape, strides, dtype=stored.dtype, device=stored.device).copy_(
+                    stored
+                )
+            self._laid[name] = stored
+        return self._laid[name]
+
+    def _array(self, dtype: str, shape: list[int], *names: str) -> np.ndarray[Any, Any]:
+        array = np.empty(shape, dtype)
+        for name in names:
+            array.reshape(-1).view(np.uint8)[:] = self._tensors[name].numpy()
+        return array
 
 
-_DECODERS: dict[str, Any] = {
-    "tensor": lambda name, tensors: tensors[name],
-    "array": lambda value, tensors: tensors[value[0]].numpy().view(np.dtype(value[1])).reshape(value[2]).copy(),
-    "tuple": lambda parts, tensors: tuple(unflatten(part, tensors) for part in parts),
-    "items": lambda pairs, tensors: {unflatten(key, tensors): unflatten(part, tensors) for key, part in pairs},
-    "number": lambda value, tensors: np.dtype(value[0]).type(unflatten(value[1], tensors)),
-    "bytes": lambda value, tensors: bytes.fromhex(value),
-    "dtype": lambda value, tensors: getattr(torch, value),
-    "device": lambda value, tensors: torch.device(value),
-}
+def _number(dtype: str, data: str) -> Any:
+    return np.ndarray((), dtype, bytes.fromhex(data))[()]
+
+
+def _marked(kind: str, *parts: Any) -> dict[str, Any]:
+    return {MARK: [kind, *parts]}
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    if not tensor.numel():
+        return (object(),)  # owns no memory that could be shared
+    form = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), *form
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> Tensor:
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return torch.from_numpy(data if data.flags.writeable else data.copy())
+
+
+def _layout(tensor: Tensor) -> list[list[int]]:
+    """The strides that a copy of a tensor has, unless it lies row by row.
+
+    Fused optimizers go through parameters and state by address, so state needs to lie as its parameters do.
+    """
+    strides = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+    return [] if strides == _row_by_row(tensor.shape) else [list(strides)]
+
+
+def _row_by_row(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
+
+
+def _require_dense(tensor: Tensor, place: _Place) -> None:
+    if type(tensor) not in (Tensor, nn.Parameter):
+        raise _unsupported(_type(tensor), place)
+    for trait, found in {
+        str(tensor.layout): tensor.layout is not torch.strided,
+        "nested": tensor.is_nested,
+        "quantized": tensor.is_quantized,
+        "meta": tensor.is_meta,
+    }.items():
+        if found:
+            raise _unsupported(f"{trait} tensor", place)
+
+
+def _type(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _unsupported(what: str, place: _Place) -> CheckpointError:
+    return CheckpointError(
+        f"{place.path or 'the state'} is a {what}, which cannot be kept: state is made of {SUPPORTED}"
+    )

@@ -1,23 +1,32 @@
 """The run folder: what a run leaves behind for people and programs to read."""
 
+import errno
 import json
+import math
 import os
 import threading
+import warnings
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from unisono.errors import JobError, UnisonoWarning
 
 
 class RunFolder:
     """``job.json``, ``journal.jsonl``, ``metrics.jsonl``, ``checkpoints/``, ``logs/`` and ``result.json``.
 
-    Files are made when they are first written; opening a folder on a worker that writes nothing leaves no trace.
+    Files, and the folder itself, are made when they are first written; opening a folder on a worker that writes
+    nothing leaves no trace. What cannot be written while a run is under way (a full disk, say) is warned of and
+    left out: no run ends for want of a line in its journal.
+
+    Args:
+        path: of the folder; stays the same folder when the script changes its working directory.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path = Path(path).absolute()
         self.metrics = MetricsFile(self.path / "metrics.jsonl")
 
     @property
@@ -39,109 +48,175 @@ class RunFolder:
         return self.logs / f"rank-{rank}.error.json"
 
     def read_job(self) -> dict[str, Any] | None:
-        """The job that this folder belongs to; None for a new folder."""
-        path = self.path / "job.json"
-        if not path.exists():
-            return None
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        """The job that this folder belongs to; None for a new folder.
+
+        Raises:
+            JobError: ``job.json`` is damaged.
+        """
+        return _read(self.path / "job.json")
 
     def write_job(self, job: Mapping[str, Any]) -> None:
-        """Make this the folder of a job."""
-        write_json(self.path / "job.json", job)
+        """Make this the folder of a job.
+
+        Raises:
+            JobError: nothing can be written here; says why.
+        """
+        try:
+            write_json(self.path / "job.json", job)
+        except OSError as error:
+            raise JobError(f"{self.path} cannot be a run folder: {error}; choose another one with run_dir=") from error
 
     def read_result(self) -> dict[str, Any] | None:
-        """What ``result.json`` says; None while there is none."""
-        path = self.path / "result.json"
-        if not path.exists():
-            return None
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        """What ``result.json`` says; None while there is none.
+
+        Raises:
+            JobError: ``result.json`` is damaged.
+        """
+        return _read(self.path / "result.json")
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Say how the run ended."""
-        write_json(self.path / "result.json", result)
+        path = self.path / "result.json"
+        try:
+            write_json(path, result)
+        except OSError as error:
+            _warn_unwritten(path, error)
 
     def journal(self, event: str, **fields: Any) -> None:
         """Append an event with the time it happened. A line is written at once and whole."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": now, "event": event, **fields}) + "\n"
-        descriptor = os.open(self.path / "journal.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        path = self.path / "journal.jsonl"
         try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = _open_lines(path)
+            try:
+                _append(descriptor, {"time": now, "event": event, **fields})
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            _warn_unwritten(path, error)
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Close what is open."""
         self.metrics.close()
 
 
 class MetricsFile:
-    """A file of JSON lines that survives being cut off in the middle of a line."""
+    """A file of JSON lines, each written at once: a worker that is killed takes none with it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BinaryIO | None = None
+        self._descriptor: int | None = None
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line; it reaches the disk when the buffer is full, or at the next :meth:`flush`."""
-        self._open().write((json.dumps(line) + "\n").encode())
-
-    def flush(self) -> None:
-        """Hand everything to the operating system."""
-        if self._file is not None:
-            self._file.flush()
+        """Append a line. NaN and infinities, which JSON does not have, become null."""
+        try:
+            if self._descriptor is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = _open_lines(self._path)
+            _append(self._descriptor, line)
+        except OSError as error:
+            _warn_unwritten(self._path, error)
 
     def truncate_after(self, step: int) -> None:
-        """Drop a torn last line, and every line of a step beyond ``step``: a run that resumes writes them again."""
+        """Drop a torn line, and every line of a step beyond ``step``: a run that resumes writes them again."""
         self.close()
-        if not self._path.exists():
-            return
-        kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if _belongs(line, step)]
-        _replace(self._path, b"".join(kept))
+        if self._path.exists():
+            kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if _belongs(line, step)]
+            _replace(self._path, b"".join(kept))
 
     def close(self) -> None:
-        """Flush and close."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _open(self) -> BinaryIO:
-        if self._file is None:
-            self._file = self._path.open("ab")
-            if self._file.tell() and not self._path.read_bytes().endswith(b"\n"):
-                self._file.write(b"\n")
-        return self._file
+        """Close the file; writing opens it again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def new_run_folder(base: Path, stem: str) -> Path:
-    """Make ``base/<time>-<stem>``, with a number behind it if two runs start in one second."""
-    base.mkdir(parents=True, exist_ok=True)
+    """Make ``base/<time>-<stem>``, with a number behind it if two runs start in one second.
+
+    Raises:
+        JobError: it cannot be made; says why.
+    """
     name = f"{datetime.now(UTC).astimezone():%Y%m%d-%H%M%S}-{stem}"
     number = 1
     while True:
         path = base / (name if number == 1 else f"{name}-{number}")
         try:
+            base.mkdir(parents=True, exist_ok=True)
             path.mkdir()
-        except FileExistsError:
+        except FileExistsError as error:
+            if not path.exists():
+                raise _no_folder(base, error) from error
             number += 1
+        except OSError as error:
+            raise _no_folder(base, error) from error
         else:
             return path
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file in one piece: a reader sees the old one or the new one."""
-    _replace(path, (json.dumps(value, indent=2) + "\n").encode())
+    _replace(path, _json(value, indent=2))
+
+
+def _no_folder(base: Path, error: OSError) -> JobError:
+    return JobError(f"no run folder can be made in {base.absolute()}: {error}; choose one with run_dir=")
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise JobError(f"{path} cannot be read: {error}; restore it, or use another run folder") from error
+    if not isinstance(found, dict):
+        raise JobError(f"{path} holds no JSON object; restore it, or use another run folder")
+    return found
 
 
 def _replace(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        beside.write_bytes(data)
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _open_lines(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def _append(descriptor: int, value: Mapping[str, Any]) -> None:
+    """Write a line with one system call, on a line of its own even if the one before was cut off."""
+    line = _json(value)
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        line = b"\n" + line
+    if os.write(descriptor, line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _json(value: Any, indent: int | None = None) -> bytes:
+    try:
+        text = json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value), indent=indent, allow_nan=False)
+    return (text + "\n").encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _belongs(line: bytes, step: int) -> bool:
@@ -149,4 +224,11 @@ def _belongs(line: bytes, step: int) -> bool:
         found = json.loads(line)
     except ValueError:
         return False
-    return line.endswith(b"\n") and isinstance(found, dict) and found.get("step", 0) <= step
+    if not (line.endswith(b"\n") and isinstance(found, dict)):
+        return False
+    theirs = found.get("step")
+    return not isinstance(theirs, int) or theirs <= step
+
+
+def _warn_unwritten(path: Path, error: OSError) -> None:
+    warnings.warn(f"{path} is incomplete: {error}. The run goes on", UnisonoWarning, stacklevel=4)

@@ -1,46 +1,32 @@
 """Checkpoints on disk: written beside, checked, and moved into place in one piece."""
 
-import hashlib
-import json
 import os
+import re
+import secrets
 import shutil
+import socket
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
-from torch import Tensor
+import psutil
 
-from unisono.checkpoint.codec import MARK, flatten, unflatten
+from unisono.checkpoint.snapshot import MANIFEST, FrozenSnapshot, Snapshot, read_model, read_snapshot, sync_folder
 from unisono.errors import CheckpointError, UnisonoWarning
 
-FORMAT = 1
-MANIFEST = "manifest.json"
+__all__ = ["CheckpointStore", "Snapshot", "load_weights"]
 
-_PREFIX = "step-"
-_TEMPORARY = ".tmp-"
+SILENT_S = 3600.0
+"""A temporary folder of another host, whose processes cannot be seen from here, is given up after this long."""
 
+_CHECKPOINT = re.compile(r"step-([0-9]{8,})(\.old)?")
+_TEMPORARY = re.compile(r"\.tmp-([0-9]+)-[0-9a-f]+-(.*)")
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Everything a run needs to go on, and nothing that depends on the number of workers.
-
-    Attributes:
-        step: how many steps are committed.
-        model: parameters and buffers by name.
-        optimizer: the optimizers' state.
-        state: position, registered objects, whose state this is.
-    """
-
-    step: int
-    model: Mapping[str, Tensor]
-    optimizer: Any
-    state: Any
+S = TypeVar("S")
 
 
 class CheckpointStore:
@@ -49,52 +35,42 @@ class CheckpointStore:
     Args:
         folder: where they are.
         keep: how many stay; older ones are removed.
-        on_event: told what happened, for the journal.
+        on_event: told what happened, for the journal; also from the thread that writes.
     """
 
     def __init__(self, folder: Path, *, keep: int = 3, on_event: Callable[..., None] | None = None) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()
         self._keep = keep
         self._tell = on_event or (lambda event, **fields: None)
         self._writer: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
+        self._pending: Future[str | None] | None = None
         self._remove_stale()
 
     def steps(self) -> list[int]:
         """The steps there are checkpoints of, whole or not, oldest first."""
-        return _steps(self._folder)
+        return sorted({step for step, _ in _checkpoints(self._folder)})
 
     def save(self, snapshot: Snapshot) -> None:
         """Copy a snapshot now and write it in the background.
 
-        One is written at a time: the next waits for it. If that one failed (a full disk, say), a warning says so
-        here; the checkpoints before it stay as they are.
+        One is written at a time: the next waits for it, so there is never more than one copy of the state. If it
+        cannot be written (a full disk, say), a warning says so at the next call of a method here; the checkpoints
+        before it stay as they are.
 
         Raises:
             CheckpointError: the state holds something that cannot be kept; names it.
         """
         self.wait()
-        files = _encoded(snapshot)
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="unisono-checkpoint")
-        self._pending = self._writer.submit(self._write, snapshot.step, files)
+        self._pending = self._writer.submit(self._write, FrozenSnapshot.of(snapshot))
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written; warn if it failed."""
+        """Wait for the checkpoint that is being written; warn of what went wrong."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        error = pending.exception()
-        if isinstance(error, OSError):
-            self._tell("checkpoint failed", error=str(error))
-            warnings.warn(
-                f"a checkpoint could not be written: {error}. Training goes on, and the checkpoints before it are "
-                f"whole; make room, or lower keep=",
-                UnisonoWarning,
-                stacklevel=3,
-            )
-        elif error is not None:
-            raise error
+        trouble = pending.result() if pending is not None else None
+        if trouble is not None:
+            warnings.warn(trouble, UnisonoWarning, stacklevel=3)
 
     def newest(self) -> Snapshot | None:
         """The newest whole checkpoint; None if there is none at all.
@@ -105,128 +81,102 @@ class CheckpointStore:
             CheckpointError: there are checkpoints, and all are damaged; lists them.
         """
         self.wait()
-        return _newest(self._folder, self._tell)
+        return _newest(self._folder, read_snapshot, self._tell)
 
     def close(self) -> None:
-        """Finish what is being written."""
-        self.wait()
-        if self._writer is not None:
-            self._writer.shutdown()
-            self._writer = None
+        """Finish what is being written; warn if that failed."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
 
-    def _write(self, step: int, files: Mapping[str, bytes]) -> None:
-        target = self._folder / f"{_PREFIX}{step:08d}"
-        temporary = self._folder / f"{_TEMPORARY}{target.name}-{os.getpid()}"
+    def _write(self, frozen: FrozenSnapshot) -> str | None:
+        """Write one, and remove what is too old; returns what went wrong, in words."""
+        try:
+            written = self._place(frozen)
+        except OSError as error:
+            self._tell("checkpoint failed", step=frozen.step, error=str(error))
+            return (
+                f"the checkpoint of step {frozen.step} could not be written: {error}. Training goes on, and the "
+                f"checkpoints before it are as they were; make room, or lower keep="
+            )
+        self._tell("checkpoint", step=frozen.step, bytes=written)
+        return self._remove_older(frozen.step)
+
+    def _place(self, frozen: FrozenSnapshot) -> int:
+        temporary, target = self._temporary(), self._path(frozen.step)
+        spare = target.with_name(f"{target.name}.old")
         try:
             temporary.mkdir(parents=True)
-            for name, data in files.items():
-                _write_synced(temporary / name, data)
-            _sync_folder(temporary)
-            _move_into_place(temporary, target)
-            _sync_folder(self._folder)
+            written = frozen.write(temporary)
+            if target.exists():
+                # One of the two is under a name that is looked at, whenever this process ends.
+                self._discard(spare)
+                target.rename(spare)
+            temporary.rename(target)
+            sync_folder(self._folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        self._tell("checkpoint", step=step, bytes=sum(map(len, files.values())))
-        for old in self.steps()[: -self._keep]:
-            shutil.rmtree(self._folder / f"{_PREFIX}{old:08d}")
+        return written
+
+    def _remove_older(self, step: int) -> str | None:
+        # Newer ones are those that were too damaged to go on from: they do not count.
+        older = [each for each in self.steps() if each < step]
+        surplus = older[: max(0, len(older) - self._keep + 1)]
+        try:
+            for each, path in _checkpoints(self._folder):
+                if each in surplus or (each == step and path != self._path(step)):
+                    self._discard(path)
+        except OSError as error:
+            self._tell("checkpoint not removed", error=str(error))
+            return f"the checkpoint of step {step} is written, but an older one could not be removed: {error}"
+        return None
+
+    def _discard(self, path: Path) -> None:
+        """Remove a checkpoint, if there is one: under another name, so that half of it is never taken for one."""
+        if path.exists():
+            temporary = self._temporary()
+            path.rename(temporary)
+            _remove(temporary)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}"
+
+    def _temporary(self) -> Path:
+        return self._folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{socket.gethostname()}"
 
     def _remove_stale(self) -> None:
-        for left in self._folder.glob(f"{_TEMPORARY}*"):
-            if not _is_running(left.name.rpartition("-")[2]):
-                shutil.rmtree(left, ignore_errors=True)
+        for left in self._folder.glob(".tmp-*"):
+            with suppress(OSError):  # another worker was faster, or it is not ours to remove: it does no harm
+                if _is_abandoned(left):
+                    _remove(left)
 
 
-def load_snapshot(path: Path) -> Snapshot:
-    """Read one checkpoint's folder.
-
-    Raises:
-        CheckpointError: a file is missing, cut off or changed; names it.
-    """
-    files = _verified(path)
-    try:
-        text = json.loads(files["state.json"])
-        tensors = {name: load_tensors(files[f"{name}.safetensors"]) for name in ("model", "optimizer", "state")}
-    except (ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    model = {name: tensors["model"][stored] for name, stored in text["model"].items()}
-    optimizer = unflatten(text["optimizer"], tensors["optimizer"])
-    return Snapshot(text["step"], model, optimizer, unflatten(text["state"], tensors["state"]))
-
-
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """The parameters and buffers in a checkpoint's folder, or in the newest whole one of a run folder.
+def load_weights(path: Path) -> dict[str, Any]:
+    """The model's state by name, from a checkpoint's folder, or from the newest whole one of a run folder.
 
     Raises:
         CheckpointError: there is none, or none is whole.
     """
-    if (path / MANIFEST).exists() or path.name.startswith(_PREFIX):
-        return dict(load_snapshot(path).model)
+    if not path.is_dir():
+        trouble = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {trouble}: name a run folder, or a folder checkpoints/step-… in one")
+    if (path / MANIFEST).exists() or _CHECKPOINT.fullmatch(path.name):
+        return read_model(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = _newest(folder, lambda event, **fields: None)
+    found = _newest(folder, read_model, lambda event, **fields: None)
     if found is None:
-        raise CheckpointError(f"{path} holds no checkpoint: name a run folder, or a folder checkpoints/step-…")
-    return dict(found.model)
+        raise CheckpointError(f"{path} holds no checkpoint: name a run folder, or a folder checkpoints/step-… in one")
+    return found
 
 
-def _encoded(snapshot: Snapshot) -> dict[str, bytes]:
-    """The files of a checkpoint. Their bytes are copies: later updates do not reach them."""
-    optimizer, optimizer_tensors = flatten(snapshot.optimizer)
-    state, state_tensors = flatten(snapshot.state)
-    aliases, model_tensors = flatten(dict(snapshot.model))
-    text = {
-        "step": snapshot.step,
-        "model": {name: stored[MARK][1] for name, stored in aliases.items()},
-        "optimizer": optimizer,
-        "state": state,
-    }
-    files = {
-        "model.safetensors": _packed(model_tensors),
-        "optimizer.safetensors": _packed(optimizer_tensors),
-        "state.safetensors": _packed(state_tensors),
-        "state.json": json.dumps(text).encode(),
-    }
-    listed = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
-    manifest = json.dumps({"format": FORMAT, "step": snapshot.step, "files": listed}, indent=2).encode()
-    return {**files, MANIFEST: manifest}
-
-
-def _packed(tensors: Mapping[str, Tensor]) -> bytes:
-    # Two names for overlapping parts of one storage are legal here, and safetensors wants each on its own.
-    return save_tensors({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
-
-
-def _verified(path: Path) -> dict[str, bytes]:
-    try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        version, listed = manifest["format"], manifest["files"]
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} has no {MANIFEST}: it is no whole checkpoint") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
-    if version != FORMAT:
-        raise CheckpointError(f"{path} has format {version}, this version of Unisono reads format {FORMAT}")
-    return {name: _checked(path / name, expected) for name, expected in listed.items()}
-
-
-def _checked(path: Path, expected: Mapping[str, Any]) -> bytes:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if len(data) != expected["bytes"]:
-        raise CheckpointError(
-            f"{path} has {len(data)} bytes instead of {expected['bytes']}: it was cut off or replaced"
-        )
-    if hashlib.sha256(data).hexdigest() != expected["sha256"]:
-        raise CheckpointError(f"{path} has another sha256 than its manifest: its contents changed")
-    return data
-
-
-def _newest(folder: Path, tell: Callable[..., None]) -> Snapshot | None:
+def _newest(folder: Path, read: Callable[[Path], S], tell: Callable[..., None]) -> S | None:
     damage: list[str] = []
-    for step in reversed(_steps(folder)):
+    for step, path in reversed(_checkpoints(folder)):
         try:
-            found = load_snapshot(folder / f"{_PREFIX}{step:08d}")
+            found = read(path)
         except CheckpointError as error:
             damage.append(str(error))
             tell("checkpoint damaged", step=step, error=str(error))
@@ -241,38 +191,30 @@ def _newest(folder: Path, tell: Callable[..., None]) -> Snapshot | None:
     return None
 
 
-def _steps(folder: Path) -> list[int]:
-    names = [path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*") if path.is_dir()]
-    return sorted(int(name) for name in names if name.isdecimal())
+def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Checkpoints by step, whole or not, oldest first; before each the one that it was about to replace."""
+    found = [(_CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir()]
+    ordered = sorted((int(match[1]), match[2] is None, path) for match, path in found if match)
+    return [(step, path) for step, _, path in ordered]
 
 
-def _move_into_place(temporary: Path, target: Path) -> None:
-    try:
-        temporary.replace(target)
-    except OSError:
-        if not target.exists():
-            raise
-        # A folder that is not empty cannot be replaced: the old one steps aside first.
-        aside = temporary.with_name(f"{_TEMPORARY}old-{target.name}-{os.getpid()}")
-        target.replace(aside)
-        temporary.replace(target)
-        shutil.rmtree(aside)
+def _is_abandoned(temporary: Path) -> bool:
+    """Whether nobody writes here any more."""
+    match = _TEMPORARY.fullmatch(temporary.name)
+    if match is None:
+        return False  # not from here
+    pid, host = int(match[1]), match[2]
+    if host == socket.gethostname():
+        return pid == os.getpid() or not psutil.pid_exists(pid)
+    return time.time() - _last_change(temporary) > SILENT_S
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _last_change(folder: Path) -> float:
+    return max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
 
 
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _is_running(pid: str) -> bool:
-    return pid.isdecimal() and int(pid) != os.getpid() and Path(f"/proc/{pid}").exists()
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)

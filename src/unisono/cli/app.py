@@ -1,6 +1,7 @@
 """The commands. Nothing here loads torch; a command that needs it loads it when it is called."""
 
 import io
+import os
 import sys
 from typing import Annotated
 
@@ -8,6 +9,7 @@ import typer
 
 from unisono.cli.doctor import doctor
 from unisono.cli.run import run
+from unisono.cli.verify import verify
 from unisono.errors import JobError, UnisonoError
 
 USAGE = 2
@@ -24,7 +26,7 @@ app = typer.Typer(
 # What stands after the script is the script's, -n and --help too.
 app.command("run", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(run)
 app.command("doctor")(doctor)
-# Further commands are registered here: app.command("verify")(verify)
+app.command("verify", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(verify)
 
 
 def _print_version(wanted: bool) -> None:
@@ -42,11 +44,19 @@ def options(
     """Options that stand before a command."""
 
 
+def _ready_streams() -> None:
+    """Output works even if it was closed (``>&-``), or if a worker writes what this terminal cannot show."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 (for the life of the process)
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main() -> None:
     """The console entry: an error is one line on stderr; exit code 2 if the person who typed can mend it."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a worker may write what this terminal cannot show
+    _ready_streams()
     try:
         app()
     except UnisonoError as error:

@@ -45,6 +45,9 @@ COUNTS = frozenset({Stage.START, Stage.BEFORE, Stage.LOSSES, Stage.UPDATED, Stag
 WHOLE = frozenset({Stage.START, Stage.WEIGHTS})
 """Moments that show all parameters and buffers, in the model's order."""
 
+HARMLESS = frozenset({"bucket_mb"})
+"""Settings of a job that do not decide bits."""
+
 PER_SHARD = frozenset({Stage.SAMPLES, Stage.INPUTS, Stage.LOSSES, Stage.SHARES})
 
 
@@ -155,6 +158,11 @@ class RunTrace:
     def tensors(self) -> int:
         """How many parameters and buffers there are."""
         return max((len(moment.values) for moment in self.whole if moment.stage in WHOLE), default=0)
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The parameters that the optimizers update."""
+        return frozenset(name for moment in self.whole if moment.stage is Stage.UPDATED for name in moment.values)
 
     @property
     def sha256(self) -> str:
@@ -290,7 +298,8 @@ class Finding:
         against: how many the run had that it is compared with; None if its own ranks differ.
         rank: the first rank that differs from rank 0, if its own ranks differ.
         ranks: those that computed the shards that differ, if shards do.
-        job: the settings of the job, each with its values in the two runs if these differ.
+        trained: the parameters that the optimizers update.
+        jobs: the settings of the job in the two runs.
     """
 
     parting: Parting
@@ -298,6 +307,7 @@ class Finding:
     against: int | None = None
     rank: int | None = None
     ranks: frozenset[int] = frozenset()
+    trained: frozenset[str] = frozenset()
     jobs: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
 
     @property
@@ -314,7 +324,7 @@ class Finding:
     def job_differences(self) -> dict[str, tuple[Any, Any]]:
         """The settings of the job that differ between the runs, with both values."""
         ours, theirs = self.jobs
-        both = [name for name in ours if name in theirs]
+        both = [name for name in ours if name in theirs and name not in HARMLESS]
         return {name: (ours[name], theirs[name]) for name in both if ours[name] != theirs[name]}
 
     @property
@@ -336,6 +346,7 @@ def compare(reference: RunTrace, other: RunTrace) -> Finding | None:
         workers=other.workers,
         against=reference.workers,
         ranks=other.owners(parting.began) if parting.began.stage in PER_SHARD else frozenset(),
+        trained=other.trained,
         jobs=(reference.job, other.job),
     )
 
@@ -346,5 +357,5 @@ def compare_ranks(run: RunTrace) -> Finding | None:
     for rank, moments in enumerate(others, start=1):
         parting = find_parting(first, moments, whole=run.complete)
         if parting is not None:
-            return Finding(parting, run.workers, rank=rank, jobs=(run.job, run.job))
+            return Finding(parting, run.workers, rank=rank, trained=run.trained, jobs=(run.job, run.job))
     return None

@@ -57,7 +57,7 @@ class Failure:
         Raises:
             OSError: the folder cannot be written to.
         """
-        folder.logs.mkdir(exist_ok=True)
+        folder.logs.mkdir(parents=True, exist_ok=True)
         write_json(folder.error_of(self.rank), asdict(self))
 
     @classmethod

@@ -24,7 +24,7 @@ def open_folder(wanted: Path | None, stem: str) -> RunFolder:
     """
     try:
         folder = RunFolder(wanted or new_run_folder(RUNS, stem))
-        folder.logs.mkdir(exist_ok=True)
+        folder.logs.mkdir(parents=True, exist_ok=True)
         for stale in (folder.path / "result.json", *folder.logs.glob("rank-*.error.json")):
             stale.unlink(missing_ok=True)
     except OSError as error:

@@ -44,7 +44,7 @@ class Checkpoints:
     def newest(self, workers: Workers) -> Snapshot | None:
         """The newest whole checkpoint, read by the main worker and handed to all."""
         found = self.store.newest() if self.store is not None else None
-        tree = None if found is None else [found.step, dict(found.model), found.optimizer, found.state]
+        tree = None if found is None else [found.step, found.model, found.optimizer, found.state]
         shared = workers.broadcast(tree)
         return None if shared is None else Snapshot(*shared)
 

@@ -67,7 +67,7 @@ def fingerprint(job: Job, device: torch.device) -> dict[str, Any]:
     """Everything that workers must have in common for their bits to agree, field by field."""
     fields: dict[str, Any] = {f"job.{name}": value for name, value in job.model_dump(mode="json").items()}
     return fields | {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "machine": platform.machine(),
         "cpu capability": torch.backends.cpu.get_cpu_capability(),

@@ -37,8 +37,3 @@ class Recorder:
         self.latest = dict(line)
         if self._folder is not None:
             self._folder.metrics.write(self.latest)
-
-    def flush(self) -> None:
-        """Hand what was written to the operating system."""
-        if self._folder is not None:
-            self._folder.metrics.flush()

@@ -504,7 +504,16 @@ class Run:
         self._checkpoints.save(self._snapshot(), wait=True)
         if self.is_main:
             self._around.folder.journal("preempted", step=step)
-            self._around.folder.write_result(self.result(exit_code=PREEMPTED, error="preempted: start it again"))
+            self._around.folder.write_result(
+                self.result(
+                    exit_code=PREEMPTED,
+                    error={
+                        "rank": None,
+                        "type": "Preempted",
+                        "message": "asked to leave: start the job again to go on",
+                    },
+                )
+            )
         self.print(f"unisono: asked to leave: checkpoint after step {step} in {self.dir}; start the job again to go on")
         self.close()
         raise SystemExit(PREEMPTED)

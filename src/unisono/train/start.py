@@ -96,7 +96,8 @@ def init(
         deterministic=deterministic,
         on_nan=on_nan,
     )
-    _check_counts(checkpoint_every=checkpoint_every, keep=keep, failure_timeout_s=failure_timeout_s)
+    every = checkpoint_every if checkpoint_every is not None else settings.checkpoint_every
+    _check_counts(checkpoint_every=every, keep=keep, failure_timeout_s=failure_timeout_s)
     environment = recognise(os.environ)
     job.require_workers(environment.world_size)
     chosen = choose_device(device, environment.local_rank)
@@ -109,7 +110,7 @@ def init(
         workers.require_same("job or machine", marks | {"script": script_digest()})
         folder = opened.enter_context(closing(_open_folder(workers, wanted, job, allow=allow)))
         store = CheckpointStore(folder.checkpoints, keep=keep, on_event=folder.journal) if workers.rank == 0 else None
-        checkpoints = opened.enter_context(closing(Checkpoints(store, checkpoint_every)))
+        checkpoints = opened.enter_context(closing(Checkpoints(store, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
         around = Surroundings(settings, folder, marks, leave, allow, opened.pop_all())
     run = Run(job, workers, chosen, checkpoints, around)
@@ -165,7 +166,7 @@ def _announce(run: Run, environment: Environment) -> None:
         return
     run._around.folder.journal("started", world_size=run.world_size, launcher=environment.launcher, pid=os.getpid())
     print(  # noqa: T201  the choice of launcher is something to see
-        f"unisono: {environment.describe()}; {run.job.shards} shards, batch {run.job.batch_size}, "
+        f"unisono: launched by {environment.describe()}; {run.job.shards} shards, batch {run.job.batch_size}, "
         f"{run.job.threads} thread{'s' if run.job.threads > 1 else ''} per worker, {run.device}, run folder {run.dir}",
         file=sys.stderr,
         flush=True,

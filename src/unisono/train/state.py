@@ -1,16 +1,21 @@
 """The state of a run as a checkpoint holds it, and how it comes back."""
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import CheckpointError
 from unisono.plan.batches import Position
 from unisono.train.prepared import Prepared, prefixed
+
+VERSIONS = "_metadata"
+"""Where ``Module.state_dict`` notes the versions of the modules, by which ``load_state_dict`` goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +55,12 @@ def capture(
     """
     return Snapshot(
         step=progress.position.step,
-        model=prepared.tensors(),
+        model=_module_state(prepared),
         optimizer=[optimizer.state_dict() for optimizer in prepared.optimizers],
         state={
             "progress": progress.as_tree(),
             "registered": {name: thing.state_dict() for name, thing in registered.items()},
             "transient": _transient(prepared),
-            "extra": _extra(prepared),
             "about": dict(about),
         },
     )
@@ -68,19 +72,15 @@ def restore_models(prepared: Prepared, snapshot: Snapshot) -> None:
     Raises:
         CheckpointError: the checkpoint holds another model; names what differs.
     """
-    ours = {name: tensor.shape for name, tensor in prepared.tensors().items()}
-    theirs = {name: tensor.shape for name, tensor in snapshot.model.items()}
+    ours, theirs = _forms(_module_state(prepared)), _forms(snapshot.model)
     if ours != theirs:
         names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
         raise CheckpointError(
             f"the checkpoint of step {snapshot.step} holds another model; {len(names)} tensors differ, first "
-            f"{names[0]}: {_shape(ours.get(names[0]))} here, {_shape(theirs.get(names[0]))} in the checkpoint"
+            f"{names[0]}: {ours.get(names[0], 'absent')} here, {theirs.get(names[0], 'absent')} in the checkpoint"
         )
     for prefix, module in prefixed(prepared.modules):
-        found = {**snapshot.model, **snapshot.state["extra"]}
-        module.load_state_dict(
-            {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
-        )
+        module.load_state_dict(module_part(snapshot.model, prefix))
     with torch.no_grad():
         for place, value in zip(_transient_places(prepared), snapshot.state["transient"], strict=True):
             place.copy_(value)
@@ -105,15 +105,50 @@ def restore_optimizers(prepared: Prepared, snapshot: Snapshot) -> None:
                 f"the checkpoint of step {snapshot.step} holds another optimizer than the script's "
                 f"{type(optimizer).__name__}: {error}"
             ) from error
+        _undo_casts(optimizer, state)
 
 
-def _extra(prepared: Prepared) -> dict[str, Any]:
+def module_part(state: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:
+    """What belongs to one of several modules, under the module's own names."""
+    part = _part(state, prefix)
+    setattr(part, VERSIONS, _part(getattr(state, VERSIONS, {}), prefix))
+    return part
+
+
+def _module_state(prepared: Prepared) -> OrderedDict[str, Any]:
+    """What the modules' ``state_dict`` say, by name, with torch's note of the modules' versions."""
+    whole: OrderedDict[str, Any] = OrderedDict()
+    versions: dict[str, Any] = {}
+    for prefix, module in prefixed(prepared.modules):
+        state = module.state_dict()
+        whole.update((prefix + name, value) for name, value in state.items())
+        versions |= {prefix + name: value for name, value in getattr(state, VERSIONS, {}).items()}
+    setattr(whole, VERSIONS, versions)
+    return whole
+
+
+def _part(state: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:
+    mine = ((name.removeprefix(prefix), value) for name, value in state.items() if name.startswith(prefix))
+    return OrderedDict(mine)
+
+
+def _forms(state: Mapping[str, Any]) -> dict[str, str]:
     return {
-        prefix + name: value
-        for prefix, module in prefixed(prepared.modules)
-        for name, value in module.state_dict().items()
-        if not isinstance(value, Tensor)
+        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        for name, value in state.items()
+        if isinstance(value, Tensor)
     }
+
+
+def _undo_casts(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    # torch casts state to its parameter's dtype, which rounds what an optimizer keeps in another one.
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        ours = optimizer.state[parameter]
+        for name, value in state["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and value.dtype != ours[name].dtype:
+                ours[name] = value.to(ours[name].device)
 
 
 def _transient_places(prepared: Prepared) -> list[Tensor]:
@@ -124,7 +159,3 @@ def _transient_places(prepared: Prepared) -> list[Tensor]:
 
 def _transient(prepared: Prepared) -> list[Tensor]:
     return list(_transient_places(prepared))
-
-
-def _shape(shape: Any) -> str:
-    return "absent" if shape is None else str(list(shape))

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from unisono.errors import JobError
 from unisono.plan.batches import Batches
-from unisono.train.callbacks import Callback
 from unisono.train.engine import Clip, LossFunction
 from unisono.train.evaluation import Metrics, Predict
 from unisono.train.history import EpochRecord, History
@@ -65,6 +64,25 @@ class _Epoch:
         means = {name: total / samples for name, total in self.metrics.items()}
         rate = self.samples / max(seconds, 1e-9)
         return EpochRecord(self.number, self.loss / samples, means, dict(validation), seconds, rate)
+
+
+class Callback:
+    """Hooks into a :class:`Trainer`: override what you need. Every worker calls every hook; print and write on ``trainer.run.is_main`` alone."""
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Before the first step."""
+
+    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        """Before the first step of an epoch."""
+
+    def on_step_end(self, trainer: Trainer, step: Step, loss: float) -> None:
+        """After a step is committed."""
+
+    def on_epoch_end(self, trainer: Trainer, record: EpochRecord) -> None:
+        """After an epoch and its validation; ``trainer.stop()`` ends the training here."""
+
+    def on_fit_end(self, trainer: Trainer, history: History) -> None:
+        """After the last step."""
 
 
 class Trainer:

@@ -1,0 +1,174 @@
+"""One checkpoint: a run's state at a step, in a folder of its own."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from unisono.checkpoint.codec import flatten, unflatten
+from unisono.checkpoint.tensors import copies, pieces, read_tensors
+from unisono.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+PARTS = ("model", "optimizer", "state")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything a run needs to go on, and nothing that depends on the number of workers.
+
+    Attributes:
+        step: how many steps are committed.
+        model: what the modules' ``state_dict`` say: parameters and buffers by name.
+        optimizer: the optimizers' state.
+        state: position, registered objects, whose state this is.
+    """
+
+    step: int
+    model: dict[str, Any]
+    optimizer: Any
+    state: Any
+
+
+@dataclass(frozen=True)
+class FrozenSnapshot:
+    """A copy of a snapshot on the CPU, taken apart for writing: later updates do not reach it.
+
+    Attributes:
+        step: how many steps were committed.
+        text: what becomes ``state.json``.
+        tensors: of each part, by name.
+    """
+
+    step: int
+    text: dict[str, Any]
+    tensors: dict[str, dict[str, Tensor]]
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> "FrozenSnapshot":
+        """Copy a snapshot.
+
+        Raises:
+            CheckpointError: it holds something that cannot be kept; names it.
+        """
+        text: dict[str, Any] = {"step": snapshot.step}
+        tensors = {}
+        for part in PARTS:
+            text[part], found = flatten(getattr(snapshot, part))
+            tensors[part] = copies(found)
+        return cls(snapshot.step, text, tensors)
+
+    def write(self, folder: Path) -> int:
+        """Write everything into an empty folder, the manifest last.
+
+        Returns:
+            the number of bytes.
+
+        Raises:
+            OSError: it cannot be written; the disk is full, say.
+        """
+        files = {
+            f"{part}.safetensors": _write(folder / f"{part}.safetensors", pieces(self.tensors[part])) for part in PARTS
+        }
+        files[STATE] = _write(folder / STATE, [json.dumps(self.text, allow_nan=False).encode()])
+        manifest = {"format": FORMAT, "step": self.step, "files": files}
+        last = _write(folder / MANIFEST, [json.dumps(manifest, indent=2).encode()])
+        sync_folder(folder)
+        return sum(each["bytes"] for each in [*files.values(), last])
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Read one checkpoint's folder.
+
+    Raises:
+        CheckpointError: a file is missing, cut off or changed; names it.
+    """
+    text = _read_text(path, PARTS)
+    return Snapshot(text["step"], *(_read_part(path, part, text) for part in PARTS))
+
+
+def read_model(path: Path) -> dict[str, Any]:
+    """Read the parameters and buffers in one checkpoint's folder; its other parts are not looked at.
+
+    Raises:
+        CheckpointError: a file is missing, cut off or changed; names it.
+    """
+    found: dict[str, Any] = _read_part(path, "model", _read_text(path, ["model"]))
+    return found
+
+
+def sync_folder(path: Path) -> None:
+    """Have the system write down which names a folder holds."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    size, digest = 0, hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in content:
+            file.write(piece)
+            digest.update(piece)
+            size += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _read_text(path: Path, parts: Iterable[str]) -> dict[str, Any]:
+    """What ``state.json`` says, once it and these parts' tensors are known to be whole."""
+    listed = _read_manifest(path)
+    for name in (STATE, *(f"{part}.safetensors" for part in parts)):
+        if name not in listed:
+            raise CheckpointError(f"{path / MANIFEST} does not list {name}: it is no whole checkpoint")
+        _check(path / name, *listed[name])
+    try:
+        text: dict[str, Any] = json.loads((path / STATE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
+    return text
+
+
+def _read_part(path: Path, part: str, text: Mapping[str, Any]) -> Any:
+    try:
+        return unflatten(text[part], read_tensors(path / f"{part}.safetensors"))
+    except (OSError, LookupError, TypeError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: its {part} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
+    """Size and sha256 of each file."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        version = manifest["format"]
+        listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} has no {MANIFEST}: it is no whole checkpoint") from None
+    except (OSError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
+    if version != FORMAT:
+        raise CheckpointError(f"{path} has format {version}, this version of Unisono reads format {FORMAT}")
+    return listed
+
+
+def _check(path: Path, size: int, sha256: str) -> None:
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise CheckpointError(f"{path} has {found} bytes instead of {size}: it was cut off or replaced")
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise CheckpointError(f"{path} has another sha256 than its manifest: its contents changed")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

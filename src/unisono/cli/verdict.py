@@ -1,0 +1,209 @@
+"""What ``unisono verify`` shows: what is under way, a table of the runs, and a verdict with its reasons."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from unisono.launch.cause import equal_until_then, repeated_text, weights_text, where, workers_text
+from unisono.launch.comparison import Finding, Stage
+from unisono.launch.hints import Hint
+from unisono.launch.outcome import Blame
+from unisono.launch.report import last_lines
+from unisono.launch.verify import Request, TracedRun, Verification
+
+MOST_HINTS = 5
+LONGEST_CODE = 76
+LOG_LINES = 40
+DIGITS = 16
+"""Of the weights' sha256 in the table."""
+
+
+class Printer:
+    """Prints one verification: progress to stderr, what came of it to stdout."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._out = Console(highlight=False, emoji=False)
+        self._err = Console(stderr=True, highlight=False, emoji=False)
+
+    def begin(self) -> None:
+        """Say what is going to be compared."""
+        steps = f"{self._request.steps} step{'s' if self._request.steps > 1 else ''}"
+        title = Text.assemble(("unisono verify  ", "bold"), shlex.join(self._request.script.argv))
+        self._print(title.append(f"  ({steps}, {_numbers(self._request.workers)} workers)", "dim"))
+
+    @contextmanager
+    def watch(self, label: str, trace: Path) -> Iterator[None]:
+        """Show that a run is under way: with its steps on a terminal, else in a line."""
+        if self._err.is_terminal:
+            with self._err.status(_Steps(label, trace / "rank-0.jsonl")):
+                yield
+        else:
+            self._err.print(Text(label), soft_wrap=True)
+            yield
+
+    def show(self, verification: Verification, *, kept: bool) -> None:
+        """Print the table, the verdict, and its reasons."""
+        self._print(Text())
+        self._out.print(_table(verification))
+        self._print(Text())
+        failed, case = verification.failed, verification.case
+        if case is not None:
+            self._print(Text(_headline(case.finding), "bold red"))
+            self._out.print(_reasons(verification))
+        if failed is not None:
+            self._show_failure(failed, kept=kept, explained=case is not None)
+        elif case is None:
+            self._print(Text(_identical(self._request, verification), "bold green"))
+            for note in _notes(verification):
+                self._print(Text(note, "dim"))
+
+    def _show_failure(self, run: TracedRun, *, kept: bool, explained: bool) -> None:
+        outcome = run.outcome
+        cause = outcome.cause
+        if cause is not None and not explained and cause.blame(outcome.interrupted) is not Blame.ANSWER:
+            self._print(Text(f"The last lines of rank {cause.rank}:"))
+            for line in last_lines(run.folder.log_of(cause.rank), LOG_LINES):
+                self._print(Text(f"  | {line}"))
+        elsewhere = "" if kept or explained else " Keep the whole logs with --keep."
+        who = workers_text(run.trace.workers)
+        self._print(Text(f"The run with {who} failed, exit code {outcome.exit_code}: {outcome.summary()}", "bold red"))
+        self._print(Text(f"Nothing was verified beyond it.{elsewhere}", "dim"))
+
+    def _print(self, text: Text) -> None:
+        # A file or a pipe gets whole lines; a terminal wraps them by itself.
+        self._out.print(text, soft_wrap=True)
+
+
+class _Steps:
+    """How far a run has come, read from its trace whenever it is drawn."""
+
+    def __init__(self, label: str, trace: Path) -> None:
+        self._label, self._trace = label, trace
+        self._read, self._moments = 0, 0
+
+    def __rich__(self) -> Text:
+        if self._trace.exists():
+            with self._trace.open("rb") as file:
+                file.seek(self._read)
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read += len(whole)
+            self._moments += whole.count(b'{"kind": "weights"')
+        steps = f", step {self._moments - 1}" if self._moments > 1 else ""
+        return Text(f"{self._label}{steps}")
+
+
+def _table(verification: Verification) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for name in ("workers", "steps"):
+        table.add_column(name, justify="right")
+    table.add_column("last weights")
+    first = verification.runs[0].trace.workers
+    table.add_column(f"compared with {workers_text(first)}")
+    for number, (run, finding) in enumerate(zip(verification.runs, verification.findings, strict=True)):
+        verdict = _verdict(run, finding, is_first=number == 0)
+        digest = run.trace.sha256[:DIGITS] or "none"
+        table.add_row(str(run.trace.workers), str(run.trace.steps), digest, verdict)
+    return table
+
+
+def _verdict(run: TracedRun, finding: Finding | None, *, is_first: bool) -> Text:
+    failed = f"failed, exit code {run.outcome.exit_code}" if run.failed else ""
+    if finding is not None:
+        return Text(_brief(finding) + (f"; {failed}" if failed else ""), "red")
+    if failed:
+        return Text(failed, "red")
+    return Text("(the first)", "dim") if is_first else Text("identical", "green")
+
+
+def _brief(finding: Finding) -> str:
+    counts = finding.parting.counts
+    match counts.stage:
+        case Stage.START:
+            words = "differ from the start"
+        case Stage.LENGTH:
+            words = "differ in length"
+        case Stage.LOSSES if finding.parting.weights is None:
+            words = f"other losses from step {counts.step} on"
+        case _:
+            words = f"differ from step {counts.step} on"
+    return f"its ranks {words}" if finding.against is None else words.replace("differ ", "differs ")
+
+
+def _headline(finding: Finding) -> str:
+    counts, weights = finding.parting.counts, finding.parting.weights
+    who = workers_text(finding.workers)
+    if finding.against is None:
+        pair = f"with {who}, rank {finding.rank} parts from rank 0"
+    elif finding.against == finding.workers:
+        pair = f"{who} part from {who}" if finding.workers > 1 else "two runs with 1 worker part"
+    else:
+        pair = f"{who} part{'s' if finding.workers == 1 else ''} from {workers_text(finding.against)}"
+    if counts.stage is Stage.START:
+        return f"Not identical: {pair} before the first step."
+    if counts.stage is Stage.LENGTH:
+        return f"Not identical: {pair} in the number of steps."
+    if counts.stage is Stage.LOSSES and weights is None:
+        return f"Not identical: {pair} in the loss of step {counts.step}, although the weights stay the same."
+    return f"Not identical: {pair} in step {counts.step} (steps count from 0)."
+
+
+def _reasons(verification: Verification) -> Table:
+    case, cause = verification.case, verification.cause
+    assert case is not None, "there are no reasons without a finding"
+    assert cause is not None, "every finding is explained"
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column()
+    rows = [
+        ("where", where(case.finding)),
+        ("weights", weights_text(case.finding)),
+        ("equal before", equal_until_then(case.finding)),
+        ("repeated", repeated_text(case)),
+        ("likely cause", cause.likely),
+        ("to do", cause.todo),
+    ]
+    for label, words in rows:
+        if words:
+            grid.add_row(f"  {label}", Text(words))
+    for number, hint in enumerate(verification.hints[:MOST_HINTS]):
+        grid.add_row("  look at" if number == 0 else "", _hint(hint))
+    return grid
+
+
+def _hint(hint: Hint) -> Text:
+    code = hint.code if len(hint.code) <= LONGEST_CODE else f"{hint.code[: LONGEST_CODE - 3]}..."
+    return Text.assemble(f"{hint.path}:{hint.line}  ", (code, "cyan"), (f"  ({hint.topic})", "dim"))
+
+
+def _identical(request: Request, verification: Verification) -> str:
+    trace = verification.runs[0].trace
+    steps = "after the only step" if trace.steps == 1 else f"after each of {trace.steps} steps"
+    fewer = "" if trace.steps == request.steps else " (the script takes no more)"
+    workers = _numbers(request.workers)
+    return (
+        f"Identical: all {trace.tensors} parameters and buffers, bit for bit, with {workers} workers, {steps}{fewer}."
+    )
+
+
+def _notes(verification: Verification) -> list[str]:
+    notes = []
+    job = verification.runs[0].trace.job
+    if job.get("reduction") == "native":
+        notes.append('The job uses reduction="native", which does not promise this: it may differ next time.')
+    if max(run.trace.workers for run in verification.runs) < 3 <= job.get("shards", 3):
+        notes.append("Two workers hide mistakes, since a + b = b + a: --workers 1,3 shows more.")
+    return notes
+
+
+def _numbers(workers: Sequence[int]) -> str:
+    *first, last = map(str, workers)
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,165 @@
+"""``unisono verify``: does a script train the same weights on any number of workers?"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from unisono.errors import JobError
+from unisono.launch.script import Script
+
+if TYPE_CHECKING:
+    from unisono.launch.verify import Request
+
+STEPS = 20
+WORKERS = "1,2,3"
+
+
+def verify(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="The script to verify; a module's name with -m.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(help="What stands after the script is the script's.", metavar="ARGS")
+    ] = None,
+    workers: Annotated[
+        str, typer.Option(metavar="N,N,…", help="Numbers of workers; all are compared with the first.")
+    ] = WORKERS,
+    steps: Annotated[int, typer.Option(help="How many steps to compare.")] = STEPS,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
+    shards: Annotated[
+        int | None, typer.Option(envvar="UNISONO_SHARDS", help="Shards of the job, unless the script sets them.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(envvar="UNISONO_THREADS", help="Threads per worker, unless the script sets them.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the runs, their logs and traces, and say where.")] = False,
+) -> None:
+    """Train a script with several numbers of workers and compare all weights after every step, bit for bit.
+
+    Options before the script are verify's, all that stands after it is the script's. If there are none before it,
+    verify takes its own from behind the script, as far as "--":
+
+        unisono verify --steps 50 train.py --steps 1000 --lr 0.1
+
+        unisono verify train.py --lr 0.1 --workers 1,2,3,5 --steps 20
+
+    Exit code 0 if all are identical, 1 if not, the script's own if it fails.
+    """
+    options = Options(workers, steps, shards, threads, keep)
+    words: Sequence[str] = args or ()
+    if not _given(context):
+        options, words = options.taken_from(words)
+    raise typer.Exit(start(options, Script(script, tuple(words), is_module=module)))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Verify's own options."""
+
+    workers: str
+    steps: int
+    shards: int | None
+    threads: int | None
+    keep: bool
+
+    def taken_from(self, words: Sequence[str]) -> tuple[Options, list[str]]:
+        """These options, unless others stand among words; and the words that are left.
+
+        Raises:
+            JobError: an option has no value, or none that can be read.
+        """
+        end = words.index("--") if "--" in words else len(words)
+        found, rest = _Parser(self).parse_known_args(list(words[:end]))
+        return Options(found.workers, found.steps, found.shards, found.threads, found.keep), rest + list(
+            words[end + 1 :]
+        )
+
+    def request(self, script: Script) -> Request:
+        """What is to be verified.
+
+        Raises:
+            JobError: a number is out of range, or the script cannot be run.
+        """
+        from unisono.launch.verify import Request
+
+        request = Request(script, read_workers(self.workers), self.steps, self.shards, self.threads)
+        request.check()
+        return request
+
+
+def read_workers(text: str) -> tuple[int, ...]:
+    """The numbers in ``1,2,3``.
+
+    Raises:
+        JobError: one is no number.
+    """
+    words = [word.strip() for word in text.split(",")]
+    wrong = next((word for word in words if not word.isdecimal()), None)
+    if wrong is not None:
+        raise JobError(f"--workers {text}: {wrong!r} is no number of workers; write them as in --workers 1,2,3")
+    return tuple(map(int, words))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Finds verify's options among the script's; what it does not know is the script's."""
+
+    def __init__(self, defaults: Options) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.add_argument("--workers", default=defaults.workers)
+        self.add_argument("--steps", type=int, default=defaults.steps)
+        self.add_argument("--shards", type=int, default=defaults.shards)
+        self.add_argument("--threads", type=int, default=defaults.threads)
+        self.add_argument("--keep", action="store_true", default=defaults.keep)
+
+    def error(self, message: str) -> NoReturn:
+        raise JobError(f"{message} (if it is meant for the script, put -- before it)")
+
+
+def _given(context: typer.Context) -> bool:
+    """Whether an option of verify stands before the script."""
+    names = ("workers", "steps", "shards", "threads", "keep")
+    sources = [context.get_parameter_source(name) for name in names]
+    return any(source is not None and source.name == "COMMANDLINE" for source in sources)
+
+
+def start(options: Options, script: Script) -> int:
+    """Verify a script and print what came of it.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        JobError: a setting cannot work, or the script does nothing that could be compared.
+        LaunchError: a worker could not be started.
+    """
+    from unisono.cli.verdict import Printer
+    from unisono.launch.verify import verify
+
+    request = options.request(script)
+    printer = Printer(request)
+    printer.begin()
+    with _folder(keep=options.keep) as folder:
+        verification = verify(request, folder, printer.watch)
+        printer.show(verification, kept=options.keep)
+    return verification.exit_code
+
+
+@contextmanager
+def _folder(*, keep: bool) -> Iterator[Path]:
+    """A folder for runs and traces, removed in the end unless it is to be kept."""
+    folder = Path(tempfile.mkdtemp(prefix="unisono-verify-"))
+    try:
+        yield folder
+    finally:
+        if keep:
+            typer.echo(f"runs, logs and traces are kept in {folder}")
+        else:
+            shutil.rmtree(folder)
