@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -14,12 +15,10 @@ from rich.text import Text
 from unisono.launch.cause import equal_until_then, repeated_text, weights_text, where, workers_text
 from unisono.launch.comparison import Finding, Stage
 from unisono.launch.hints import Hint
-from unisono.launch.outcome import Blame
 from unisono.launch.report import last_lines
 from unisono.launch.verify import Request, TracedRun, Verification
 
 MOST_HINTS = 5
-LONGEST_CODE = 76
 LOG_LINES = 40
 DIGITS = 16
 """Of the weights' sha256 in the table."""
@@ -59,23 +58,26 @@ class Printer:
             self._print(Text(_headline(case.finding), "bold red"))
             self._out.print(_reasons(verification))
         if failed is not None:
-            self._show_failure(failed, kept=kept, explained=case is not None)
+            self._show_failure(verification, failed, kept=kept)
         elif case is None:
             self._print(Text(_identical(self._request, verification), "bold green"))
             for note in _notes(verification):
                 self._print(Text(note, "dim"))
 
-    def _show_failure(self, run: TracedRun, *, kept: bool, explained: bool) -> None:
-        outcome = run.outcome
-        cause = outcome.cause
-        if cause is not None and not explained and cause.blame(outcome.interrupted) is not Blame.ANSWER:
-            self._print(Text(f"The last lines of rank {cause.rank}:"))
-            for line in last_lines(run.folder.log_of(cause.rank), LOG_LINES):
-                self._print(Text(f"  | {line}"))
-        elsewhere = "" if kept or explained else " Keep the whole logs with --keep."
-        who = workers_text(run.trace.workers)
-        self._print(Text(f"The run with {who} failed, exit code {outcome.exit_code}: {outcome.summary()}", "bold red"))
-        self._print(Text(f"Nothing was verified beyond it.{elsewhere}", "dim"))
+    def _show_failure(self, verification: Verification, run: TracedRun, *, kept: bool) -> None:
+        outcome, explained = run.outcome, verification.case is not None
+        words = outcome.summary()
+        if outcome.cause is not None and outcome.cause.failure is not None and not explained:
+            self._show_log(run, outcome.cause.rank)
+            words = f"see the last lines of rank {outcome.cause.rank} above"
+        text = f"The run with {workers_text(run.trace.workers)} failed with exit code {outcome.exit_code}: {words}"
+        self._print(Text(text, "bold red"))
+        if not kept:
+            self._print(Text("The logs of all workers can be kept with --keep.", "dim"))
+
+    def _show_log(self, run: TracedRun, rank: int) -> None:
+        for line in last_lines(run.folder.log_of(rank), LOG_LINES):
+            self._print(Text.assemble((f"[rank {rank}] ", "dim"), line))
 
     def _print(self, text: Text) -> None:
         # A file or a pipe gets whole lines; a terminal wraps them by itself.
@@ -166,7 +168,7 @@ def _reasons(verification: Verification) -> Table:
     rows = [
         ("where", where(case.finding)),
         ("weights", weights_text(case.finding)),
-        ("equal before", equal_until_then(case.finding)),
+        ("still equal", equal_until_then(case.finding)),
         ("repeated", repeated_text(case)),
         ("likely cause", cause.likely),
         ("to do", cause.todo),
@@ -174,14 +176,23 @@ def _reasons(verification: Verification) -> Table:
     for label, words in rows:
         if words:
             grid.add_row(f"  {label}", Text(words))
-    for number, hint in enumerate(verification.hints[:MOST_HINTS]):
-        grid.add_row("  look at" if number == 0 else "", _hint(hint))
+    for label, words in _places(verification.hints):
+        grid.add_row(f"  {label}", words)
     return grid
 
 
-def _hint(hint: Hint) -> Text:
-    code = hint.code if len(hint.code) <= LONGEST_CODE else f"{hint.code[: LONGEST_CODE - 3]}..."
-    return Text.assemble(f"{hint.path}:{hint.line}  ", (code, "cyan"), (f"  ({hint.topic})", "dim"))
+def _places(hints: Sequence[Hint]) -> Iterator[tuple[str, Text]]:
+    """The first of the hints, under what they have to do with."""
+    shown = hints[:MOST_HINTS]
+    label = "look at"
+    for topic, places in groupby(shown, key=lambda hint: hint.topic):
+        yield label, Text(f"what {topic} (a hint, no proof):" if label else f"what {topic}:")
+        label = ""
+        for place in places:
+            where = f"  {place.path}:{place.line}  "
+            yield "", Text.assemble(where, (place.code, "cyan"), no_wrap=True, overflow="ellipsis")
+    if len(hints) > len(shown):
+        yield "", Text(f"and {len(hints) - len(shown)} more such places")
 
 
 def _identical(request: Request, verification: Verification) -> str:

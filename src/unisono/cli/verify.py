@@ -25,7 +25,7 @@ WORKERS = "1,2,3"
 
 def verify(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="The script to verify; a module's name with -m.")],
+    script: Annotated[str, typer.Argument(help="The script to verify; a module's name with -m.", metavar="SCRIPT")],
     args: Annotated[
         list[str] | None, typer.Argument(help="What stands after the script is the script's.", metavar="ARGS")
     ] = None,

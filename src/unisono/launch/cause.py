@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from unisono.launch.comparison import Difference, Finding, Stage
 from unisono.launch.hints import Topic
 
-WORKER = (Topic.RANK,)
-PROCESS = (Topic.RANK, Topic.GENERATOR, Topic.ORDER)
+PROCESS = (Topic.RANK, Topic.GENERATOR, Topic.ORDER, Topic.WORLD)
 CHANCE = (Topic.UNSEEDED, Topic.TIME, Topic.GENERATOR, Topic.ORDER, Topic.RELAXED)
 
 MOST_NAMED = 8
@@ -52,6 +51,16 @@ class Case:
     def depends_on(self) -> str:
         """What a difference that is not chance depends on."""
         return "on the rank" if self.among_ranks else "on the number of workers"
+
+    @property
+    def asks(self) -> tuple[Topic, ...]:
+        """How code comes to depend on it: ranks of one run see the same number of workers."""
+        return (Topic.RANK,) if self.among_ranks else (Topic.WORLD, Topic.RANK)
+
+    @property
+    def from_the_first(self) -> bool:
+        """Whether shard 0 of step 0 differs: rank 0 computes it first of all, whatever the number of workers."""
+        return self.finding.began.step == 0 and "0" in self.finding.began.names
 
 
 def workers_text(count: int) -> str:
@@ -182,7 +191,7 @@ def _job(case: Case) -> Cause:
         f"these are two different jobs: what unisono.init gets for {names} is not the same in both runs",
         "give unisono.init the same settings on any number of workers: batch_size counts the samples of all workers "
         "together, and Unisono shares them out",
-        WORKER + CHANCE,
+        case.asks + CHANCE,
     )
 
 
@@ -191,7 +200,7 @@ def _start(case: Case) -> Cause:
         return Cause(
             f"the model itself is not the same: how it is built depends {case.depends_on}",
             "build the same model everywhere",
-            WORKER,
+            case.asks,
         )
     if case.by_chance:
         return Cause(
@@ -203,7 +212,7 @@ def _start(case: Case) -> Cause:
     return Cause(
         f"the first weights depend {case.depends_on}",
         "build, load and scale the model without asking for the rank or the number of workers",
-        (*WORKER, Topic.EARLY),
+        (*case.asks, Topic.EARLY),
     )
 
 
@@ -223,7 +232,7 @@ def _outside(case: Case, place: str) -> Cause:
         likely = f"code {place} changed the weights on some workers only, for instance under `if run.is_main`"
     else:
         likely = f"code {place} changed the weights in a way that depends on the number of workers"
-    return Cause(likely, "change weights on every worker alike, or leave it to step.run", WORKER)
+    return Cause(likely, "change weights on every worker alike, or leave it to step.run", case.asks)
 
 
 def _samples(case: Case) -> Cause:
@@ -232,7 +241,7 @@ def _samples(case: Case) -> Cause:
     return Cause(
         f"the data set has another length: its number of samples depends {case.depends_on}",
         "give run.steps the whole data set on every worker: it shares the samples out by itself",
-        WORKER,
+        case.asks,
     )
 
 
@@ -245,13 +254,20 @@ def _inputs(case: Case) -> Cause:
             "comes from a folder or a set",
             (Topic.UNSEEDED, Topic.TIME, Topic.GENERATOR, Topic.ORDER, Topic.EARLY),
         )
+    if case.from_the_first:
+        return Cause(
+            f"the data depend {case.depends_on}: the data set may be cut by rank before run.steps gets it, or built "
+            f"from the number of workers",
+            "give run.steps the whole data set on every worker: it shares the samples out by itself",
+            (Topic.WORLD, Topic.RANK, Topic.ORDER),
+        )
     return Cause(
         "host-dependent data: what a sample is depends on the worker that loads it, or on which samples that worker "
-        "has loaded before. A generator or a counter of the data set's own advances with every sample it loads; a "
-        "data set may be cut by rank before run.steps gets it, or read its files in another order",
+        "has loaded before. A generator or a counter of the data set's own advances with every sample it loads, "
+        "or files are read in another order",
         "make a sample follow from its index alone, and draw from torch's, NumPy's or Python's global generators, "
-        "which are seeded for every sample; give run.steps the whole data set",
-        (Topic.GENERATOR, Topic.RANK, Topic.ORDER, Topic.RANDOM),
+        "which are seeded for every sample; sort what comes from a folder",
+        (Topic.GENERATOR, Topic.RANK, Topic.ORDER),
     )
 
 
@@ -259,21 +275,21 @@ def _losses(case: Case) -> Cause:
     if case.by_chance:
         return _unrepeatable(case, "the loss function")
     ranks = case.finding.ranks
+    todo = (
+        "compute the loss from the model and the batch alone; inside of the loss function, draw from torch's, NumPy's or "
+        "Python's global generators, which are seeded for every shard"
+    )
     if ranks and 0 not in ranks:
         said = ", ".join(map(str, sorted(ranks)))
-        return Cause(
+        likely = (
             f"the loss depends on the rank: only shards of rank{'s' if len(ranks) > 1 else ''} {said} differ. It asks "
-            f"for the rank, or for something that each process has of its own: a generator, a counter, a running mean",
-            "compute the loss from the model and the batch alone; inside of the loss function, draw from torch's, "
-            "NumPy's or Python's global generators, which are seeded for every shard",
-            PROCESS,
+            f"for the rank, or for what each process has of its own: a generator, a counter, a running mean"
         )
-    return Cause(
-        "the loss depends on the number of workers, or on what the same process has computed before: a state that is "
-        "carried from shard to shard (a generator, a counter, a running mean)",
-        "compute the loss from the model and the batch alone; Unisono divides by the size of the global batch itself",
-        PROCESS,
-    )
+        return Cause(likely, todo, PROCESS)
+    likely = "the loss depends on the number of workers"
+    if not case.from_the_first:
+        likely += ", or on what the same process computed before: a generator, a counter, a running mean of its own"
+    return Cause(likely, f"{todo}; Unisono divides by the size of the global batch itself", (Topic.WORLD, *PROCESS))
 
 
 def _unrepeatable(case: Case, what: str) -> Cause:
@@ -306,7 +322,7 @@ def _clip(case: Case) -> Cause:
     return Cause(
         f"the limit given to step.run for clipping depends {case.depends_on}",
         "give step.run the same clip_norm and clip_value everywhere: the gradient is that of the global batch",
-        (*WORKER, Topic.TIME),
+        (*case.asks, Topic.TIME),
     )
 
 
@@ -335,7 +351,7 @@ def _options(case: Case) -> Cause:
     return Cause(
         f"the optimizer's settings depend {case.depends_on}",
         "set them from the global batch size, which is the same on any number of workers: there is nothing to scale",
-        (*WORKER, Topic.TIME),
+        (*case.asks, Topic.TIME),
     )
 
 
@@ -345,7 +361,7 @@ def _updated(case: Case) -> Cause:
     return Cause(
         f"the optimizer made something else of the same gradients: its state, or its update, depends {case.depends_on}",
         "leave the optimizer's state alone on every worker, and let its update ask for no rank",
-        WORKER,
+        case.asks,
     )
 
 
@@ -369,7 +385,7 @@ def _flow(case: Case) -> Cause:
         f"the script takes another path: which calls it makes depends {case.depends_on}, or on something that is not "
         f"the same twice",
         "call step.run equally often, in the same order, with the same optimizers on every worker",
-        WORKER + CHANCE,
+        case.asks + CHANCE,
     )
 
 
@@ -378,7 +394,7 @@ def _length(case: Case) -> Cause:
         f"the loop itself depends {case.depends_on}: it ends at a number of steps that is worked out from the world "
         f"size, or breaks off by the clock",
         "let run.steps decide when it ends: a step is one global batch, whatever the number of workers",
-        (*WORKER, Topic.TIME),
+        (*case.asks, Topic.TIME),
     )
 
 

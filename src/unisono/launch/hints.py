@@ -17,7 +17,8 @@ MOST_FILES = 50
 class Topic(StrEnum):
     """What a place in a script has to do with."""
 
-    RANK = "asks which worker this is, or how many there are"
+    RANK = "asks which worker this is"
+    WORLD = "asks how many workers there are"
     EARLY = "stands before unisono.init, which seeds"
     RANDOM = "draws random numbers"
     GENERATOR = "makes a random generator of its own"
@@ -47,7 +48,7 @@ class Hint:
 
 ATTRIBUTES = {
     "rank": Topic.RANK,
-    "world_size": Topic.RANK,
+    "world_size": Topic.WORLD,
     "is_main": Topic.RANK,
     "local_rank": Topic.RANK,
 }
@@ -57,7 +58,7 @@ CALLS: Mapping[str, Topic] = {
     "socket.gethostname": Topic.RANK,
     "platform.node": Topic.RANK,
     "torch.distributed.get_rank": Topic.RANK,
-    "torch.distributed.get_world_size": Topic.RANK,
+    "torch.distributed.get_world_size": Topic.WORLD,
     "torch.cuda.current_device": Topic.RANK,
     "os.urandom": Topic.UNSEEDED,
     "random.SystemRandom": Topic.UNSEEDED,
@@ -96,10 +97,11 @@ HARMLESS = {"random.seed", "numpy.random.seed", "time.sleep"}
 
 LISTING_METHODS = {"iterdir", "glob", "rglob"}
 
-RANK_VARIABLES = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "UNISONO_RANK", "UNISONO_WORLD_SIZE", "UNISONO_LOCAL_RANK"),
-    *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+VARIABLES: Mapping[object, Topic] = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "UNISONO_RANK", "UNISONO_LOCAL_RANK", "SLURM_PROCID"), Topic.RANK),
+    **dict.fromkeys(("WORLD_SIZE", "UNISONO_WORLD_SIZE", "SLURM_NTASKS"), Topic.WORLD),
 }
+"""Variables of the environment, by name."""
 
 SETTINGS: Mapping[tuple[str | None, object], Topic] = {
     ("deterministic", False): Topic.RELAXED,
@@ -205,8 +207,8 @@ def _everywhere(tree: ast.Module, aliases: Aliases) -> Iterator[tuple[int, Topic
             yield from ((each.value.lineno, topic) for each in node.keywords if (topic := _topic_of_setting(each)))
         elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
             yield node.lineno, ATTRIBUTES[node.attr]
-        elif isinstance(node, ast.Constant) and node.value in RANK_VARIABLES:
-            yield node.lineno, Topic.RANK
+        elif isinstance(node, ast.Constant) and node.value in VARIABLES:
+            yield node.lineno, VARIABLES[node.value]
         elif isinstance(node, ast.For | ast.comprehension) and _is_set(node.iter):
             yield node.iter.lineno, Topic.ORDER
 

@@ -1,0 +1,529 @@
+import errno
+import hashlib
+import json
+import os
+import shutil
+import stat
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import unisono.checkpoint.snapshot
+import unisono.checkpoint.store
+from same_trees import same
+from unisono.checkpoint.store import CheckpointStore, Snapshot, load_weights
+from unisono.checkpoint.tensors import pieces
+from unisono.errors import CheckpointError, UnisonoWarning
+
+pytestmark = pytest.mark.unit
+
+Events = list[tuple[str, dict[str, Any]]]
+
+
+def snapshot(step: int, value: float | None = None) -> Snapshot:
+    weight = torch.full((3, 4), float(step) if value is None else value)
+    return Snapshot(
+        step=step,
+        model={"weight": weight, "tied": weight, "count": torch.tensor(step)},
+        optimizer=[{"state": {0: {"exp_avg": weight / 3}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}],
+        state={"progress": {"step": step}, "best": float("inf"), "average": weight * 2},
+    )
+
+
+@pytest.fixture
+def events() -> Events:
+    return []
+
+
+@pytest.fixture
+def store(tmp_path: Path, events: Events) -> Iterator[CheckpointStore]:
+    opened = CheckpointStore(tmp_path / "checkpoints", keep=3, on_event=lambda name, **f: events.append((name, f)))
+    yield opened
+    opened.close()
+
+
+def saved(store: CheckpointStore, *steps: int) -> None:
+    for step in steps:
+        store.save(snapshot(step))
+    store.wait()
+
+
+def folder_of(store: CheckpointStore, step: int) -> Path:
+    return store._folder / f"step-{step:08d}"
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store._folder.iterdir())
+
+
+# --- what is written
+
+
+def test_a_snapshot_comes_back_to_the_last_bit(store: CheckpointStore) -> None:
+    saved(store, 5)
+    found = store.newest()
+    assert found is not None
+    assert same(vars(found), vars(snapshot(5)))
+    assert found.model["weight"] is found.model["tied"]
+
+
+def test_a_checkpoint_is_a_folder_of_files_whose_digests_are_in_its_manifest(store: CheckpointStore) -> None:
+    saved(store, 5)
+    folder = folder_of(store, 5)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    assert (manifest["format"], manifest["step"]) == (1, 5)
+    assert {path.name for path in folder.iterdir()} == {*manifest["files"], "manifest.json"}
+    for name, entry in manifest["files"].items():
+        data = (folder / name).read_bytes()
+        assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def test_others_may_read_a_checkpoint_as_far_as_the_umask_allows(store: CheckpointStore) -> None:
+    mask = os.umask(0o027)
+    try:
+        saved(store, 5)
+    finally:
+        os.umask(mask)
+    folder = folder_of(store, 5)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o640}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o750
+
+
+def test_an_event_tells_of_each_checkpoint_and_its_size(store: CheckpointStore, events: Events) -> None:
+    saved(store, 5)
+    size = sum(path.stat().st_size for path in folder_of(store, 5).iterdir())
+    assert events == [("checkpoint", {"step": 5, "bytes": size})]
+
+
+def test_updates_after_save_do_not_reach_what_is_written(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updated = threading.Event()
+
+    def late(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+        assert updated.wait(30)
+        yield from pieces(tensors)
+
+    monkeypatch.setattr(unisono.checkpoint.snapshot, "pieces", late)
+    changing = snapshot(5)
+    store.save(changing)
+    for tensor in (changing.model["weight"], changing.optimizer[0]["state"][0]["exp_avg"], changing.state["average"]):
+        tensor.fill_(-1)
+    changing.state["progress"]["step"] = -1
+    changing.optimizer[0]["param_groups"].clear()
+    updated.set()
+    found = store.newest()
+    assert found is not None
+    assert same(vars(found), vars(snapshot(5)))
+
+
+def test_a_state_that_cannot_be_kept_is_refused_at_once_and_harms_nothing(store: CheckpointStore) -> None:
+    saved(store, 5)
+    with pytest.raises(CheckpointError, match=r"meter\.value is a builtins\.object"):
+        store.save(Snapshot(6, {}, [], {"meter": {"value": object()}}))
+    saved(store, 7)
+    assert store.steps() == [5, 7]
+
+
+def test_the_folder_stays_the_same_when_the_script_changes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = CheckpointStore(Path("checkpoints"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    saved(store, 5)
+    store.close()
+    assert (tmp_path / "checkpoints" / "step-00000005").is_dir()
+
+
+# --- which ones stay
+
+
+def test_the_newest_stay_and_older_ones_go(store: CheckpointStore) -> None:
+    saved(store, 1, 2, 3, 4, 5)
+    assert store.steps() == [3, 4, 5]
+    assert names(store) == ["step-00000003", "step-00000004", "step-00000005"]
+
+
+def test_steps_are_ordered_as_numbers_beyond_eight_digits(store: CheckpointStore) -> None:
+    saved(store, 99_999_999, 100_000_000, 9_999_999_999, 100_000_001)
+    assert store.steps() == [99_999_999, 100_000_000, 100_000_001, 9_999_999_999]
+    found = store.newest()
+    assert found is not None
+    assert found.step == 9_999_999_999
+
+
+def test_the_same_step_again_takes_the_place_of_the_first(store: CheckpointStore) -> None:
+    saved(store, 4, 5)
+    store.save(snapshot(5, value=0.5))
+    found = store.newest()
+    assert found is not None
+    assert same(vars(found), vars(snapshot(5, value=0.5)))
+    assert names(store) == ["step-00000004", "step-00000005"]
+
+
+def test_one_that_is_about_to_be_replaced_counts_until_the_new_one_is_in_place(store: CheckpointStore) -> None:
+    saved(store, 4, 5)
+    folder_of(store, 5).rename(store._folder / "step-00000005.old")
+    found = store.newest()
+    assert found is not None
+    assert (found.step, store.steps()) == (5, [4, 5])
+    store.save(snapshot(5, value=0.5))
+    found = store.newest()
+    assert found is not None
+    assert same(vars(found), vars(snapshot(5, value=0.5)))
+    assert names(store) == ["step-00000004", "step-00000005"]
+
+
+def test_the_new_one_counts_before_the_one_that_it_replaced(store: CheckpointStore) -> None:
+    saved(store, 5)
+    folder_of(store, 5).rename(store._folder / "step-00000005.old")
+    store.save(snapshot(5, value=0.5))
+    store.wait()
+    shutil.copytree(folder_of(store, 5), store._folder / "step-00000006")
+    (store._folder / "step-00000006").rename(store._folder / "step-00000005.old")
+    found = store.newest()
+    assert found is not None
+    assert found.model["weight"][0, 0] == 0.5
+    saved(store, 5)
+    assert names(store) == ["step-00000005"]
+
+
+def test_with_keep_1_a_checkpoint_before_a_damaged_newer_one_is_not_removed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    saved(store, 20)
+    shutil.copytree(tmp_path / "step-00000020", tmp_path / "step-00000030")
+    (tmp_path / "step-00000030" / "manifest.json").unlink()
+    saved(store, 25)
+    assert store.steps() == [25, 30]
+    with pytest.warns(UnisonoWarning, match="goes on from step 25"):
+        found = store.newest()
+    store.close()
+    assert found is not None
+    assert found.step == 25
+
+
+def test_a_failure_to_remove_an_old_one_does_not_harm_the_new_one(
+    store: CheckpointStore, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(store, 1, 2, 3)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(unisono.checkpoint.store, "_remove", refuse)
+    store.save(snapshot(4))
+    with pytest.warns(UnisonoWarning, match=r"step 4 is written, but an older one could not be removed.*denied"):
+        store.wait()
+    assert [name for name, _ in events[-2:]] == ["checkpoint", "checkpoint not removed"]
+    found = store.newest()
+    assert found is not None
+    assert found.step == 4
+
+
+def test_a_checkpoint_that_was_moved_elsewhere_and_linked_loses_only_its_link(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    saved(store, 1)
+    folder_of(store, 1).rename(tmp_path / "elsewhere")
+    folder_of(store, 1).symlink_to(tmp_path / "elsewhere")
+    found = store.newest()
+    assert found is not None
+    assert found.step == 1
+    saved(store, 2, 3, 4)
+    assert names(store) == ["step-00000002", "step-00000003", "step-00000004"]
+    assert (tmp_path / "elsewhere" / "manifest.json").is_file()
+
+
+def test_names_that_are_no_checkpoints_are_let_alone(store: CheckpointStore) -> None:
+    saved(store, 1)
+    for name in ("step-5", "step-00000009.bak", "step-٠٠٠٠٠٠٠٧", "step-best"):
+        (store._folder / name).mkdir()
+    (store._folder / "step-00000008").write_text("a file")
+    assert store.steps() == [1]
+    found = store.newest()
+    assert found is not None
+    assert found.step == 1
+
+
+# --- when writing fails
+
+
+def full_disk(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    yield next(pieces(tensors))
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_warned_of_and_the_older_checkpoints_stay_whole(
+    store: CheckpointStore, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(store, 1, 2, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(unisono.checkpoint.snapshot, "pieces", full_disk)
+        store.save(snapshot(4))
+        with pytest.warns(UnisonoWarning, match=r"checkpoint of step 4 could not be written: .*No space left"):
+            store.wait()
+    assert events[-1][0] == "checkpoint failed"
+    assert events[-1][1]["step"] == 4
+    assert names(store) == ["step-00000001", "step-00000002", "step-00000003"]
+    found = store.newest()
+    assert found is not None
+    assert same(vars(found), vars(snapshot(3)))
+    saved(store, 5)
+    assert store.steps() == [2, 3, 5]
+
+
+def test_a_failed_write_is_reported_by_the_next_save_on_the_thread_that_calls_it(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(unisono.checkpoint.snapshot, "pieces", full_disk)
+        store.save(snapshot(1))
+        pending = store._pending
+        assert pending is not None
+        pending.result(30)
+    with pytest.warns(UnisonoWarning, match="step 1 could not be written"):
+        store.save(snapshot(2))
+    store.wait()
+    assert store.steps() == [2]
+
+
+def test_a_failure_of_the_last_save_is_reported_by_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path)
+    monkeypatch.setattr(unisono.checkpoint.snapshot, "pieces", full_disk)
+    store.save(snapshot(1))
+    with pytest.raises(UnisonoWarning, match="step 1 could not be written"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.close()
+    assert not any("unisono-checkpoint" in thread.name for thread in threading.enumerate())
+    store.close()
+
+
+def test_a_folder_that_cannot_be_made_is_a_failed_write_and_no_end_of_training(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.save(snapshot(1))
+    with pytest.warns(UnisonoWarning, match="could not be written"):
+        store.close()
+
+
+def test_an_error_of_ours_is_raised_and_not_taken_for_a_full_disk(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
+        raise AssertionError("broken")
+
+    monkeypatch.setattr(unisono.checkpoint.snapshot, "pieces", broken)
+    store.save(snapshot(1))
+    with pytest.raises(AssertionError, match="broken"):
+        store.wait()
+    assert names(store) == []
+
+
+# --- what dead writers left
+
+
+def leftover(folder: Path, pid: int, host: str) -> Path:
+    path = folder / f".tmp-{pid}-0badcafe-{host}"
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"half of it")
+    return path
+
+
+NO_PID = 2**30  # beyond any system's largest
+
+
+def test_what_a_dead_writer_left_is_removed_at_the_next_start(tmp_path: Path, host: str) -> None:
+    left = leftover(tmp_path, NO_PID, host)
+    CheckpointStore(tmp_path)
+    assert not left.exists()
+
+
+def test_what_an_earlier_process_with_our_number_left_is_removed(tmp_path: Path, host: str) -> None:
+    left = leftover(tmp_path, os.getpid(), host)  # in a container every start has the same one
+    CheckpointStore(tmp_path)
+    assert not left.exists()
+
+
+def test_what_a_living_writer_has_under_way_is_let_alone(tmp_path: Path, host: str) -> None:
+    left = leftover(tmp_path, os.getppid(), host)
+    CheckpointStore(tmp_path)
+    assert left.exists()
+
+
+def test_what_another_host_has_under_way_is_let_alone_until_it_is_silent_for_an_hour(tmp_path: Path) -> None:
+    busy, silent = leftover(tmp_path, NO_PID, "other-host.example"), leftover(tmp_path, NO_PID, "third")
+    for path in (silent / "model.safetensors", silent):
+        os.utime(path, (0, path.stat().st_mtime - 3700))
+    os.utime(busy, (0, busy.stat().st_mtime - 3700))  # its newest file counts
+    CheckpointStore(tmp_path)
+    assert busy.exists()
+    assert not silent.exists()
+
+
+def test_what_is_not_from_here_is_let_alone(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-notes").mkdir()
+    CheckpointStore(tmp_path)
+    assert (tmp_path / ".tmp-notes").exists()
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("socket.gethostname", lambda: "a-host-2.example")
+    return "a-host-2.example"
+
+
+# --- damage
+
+Damage = Callable[[Path], None]
+
+
+def rewrite_manifest(folder: Path, **fields: Any) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def unlisted(folder: Path) -> None:
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    rewrite_manifest(folder, files={name: entry for name, entry in files.items() if name != "state.json"})
+
+
+DAMAGE: dict[str, tuple[Damage, str]] = {
+    "cut off": (lambda folder: cut(folder / "model.safetensors"), r"model\.safetensors has \d+ bytes instead of \d+"),
+    "emptied": (lambda folder: (folder / "state.json").write_bytes(b"") and None, r"state\.json has 0 bytes instead"),
+    "bit flipped": (
+        lambda folder: flip(folder / "optimizer.safetensors"),
+        r"optimizer\.safetensors has another sha256",
+    ),
+    "bit of the state": (lambda folder: flip(folder / "state.json"), r"state\.json has another sha256"),
+    "file missing": (
+        lambda folder: (folder / "state.safetensors").unlink(),
+        r"state\.safetensors cannot be read: No such",
+    ),
+    "manifest missing": (lambda folder: (folder / "manifest.json").unlink(), r"has no manifest\.json"),
+    "manifest garbage": (
+        lambda folder: (folder / "manifest.json").write_bytes(b"\xff{") and None,
+        r"manifest\.json cannot",
+    ),
+    "manifest cut off": (lambda folder: cut(folder / "manifest.json"), r"manifest\.json cannot be read"),
+    "manifest a list": (lambda folder: (folder / "manifest.json").write_text("[]") and None, r"manifest\.json cannot"),
+    "manifest of lists": (lambda folder: rewrite_manifest(folder, files=[]), r"manifest\.json cannot be read"),
+    "manifest of numbers": (lambda folder: rewrite_manifest(folder, files={"a": 1}), r"manifest\.json cannot be read"),
+    "manifest without a file": (unlisted, r"manifest\.json does not list state\.json"),
+    "other format": (
+        lambda folder: rewrite_manifest(folder, format=2),
+        r"has format 2, this version .* reads format 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_named_and_the_checkpoint_before_it_is_used(
+    store: CheckpointStore, events: Events, damage: Damage, words: str
+) -> None:
+    saved(store, 1, 2)
+    damage(folder_of(store, 2))
+    with pytest.warns(UnisonoWarning, match=f"(?s)goes on from step 1, since .*step-00000002.*{words}") as caught:
+        found = store.newest()
+    assert len(caught) == 1
+    assert found is not None
+    assert same(vars(found), vars(snapshot(1)))
+    assert events[-1][0] == "checkpoint damaged"
+    assert events[-1][1]["step"] == 2
+
+
+def test_when_all_are_damaged_the_error_lists_each(store: CheckpointStore) -> None:
+    saved(store, 1, 2, 3)
+    cut(folder_of(store, 1) / "model.safetensors")
+    flip(folder_of(store, 2) / "optimizer.safetensors")
+    (folder_of(store, 3) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        store.newest()
+    lines = str(caught.value).splitlines()
+    for line, name in zip(lines[1:4], ("step-00000003", "optimizer.safetensors", "model.safetensors"), strict=True):
+        assert name in line
+
+
+def test_where_there_is_none_there_is_none(store: CheckpointStore, tmp_path: Path) -> None:
+    assert store.newest() is None
+    assert store.steps() == []
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_contents_that_do_not_fit_together_are_damage_too(store: CheckpointStore) -> None:
+    saved(store, 1)
+    text = folder_of(store, 1) / "state.json"
+    text.write_text(text.read_text().replace('"weight"', '"height"'))
+    manifest = json.loads((folder_of(store, 1) / "manifest.json").read_text())
+    manifest["files"]["state.json"] |= {"sha256": hashlib.sha256(text.read_bytes()).hexdigest()}
+    rewrite_manifest(folder_of(store, 1), **manifest)
+    with pytest.raises(CheckpointError, match=r"its model cannot be read: KeyError: 'height'"):
+        store.newest()
+
+
+# --- weights for inference
+
+
+def test_weights_come_from_a_run_folder_its_checkpoints_or_one_of_them(store: CheckpointStore, tmp_path: Path) -> None:
+    saved(store, 1, 2)
+    expected = {place: load_weights(place)["count"].item() for place in (tmp_path, tmp_path / "checkpoints")}
+    assert set(expected.values()) == {2}
+    assert load_weights(folder_of(store, 1))["count"] == 1
+    assert same(dict(load_weights(tmp_path)), snapshot(2).model)
+
+
+def test_weights_come_from_a_copy_with_another_name_and_through_links(store: CheckpointStore, tmp_path: Path) -> None:
+    saved(store, 1)
+    shutil.copytree(folder_of(store, 1), tmp_path / "best — ß 🎻")
+    (tmp_path / "link").symlink_to(tmp_path / "best — ß 🎻")
+    assert load_weights(tmp_path / "link")["count"] == 1
+
+
+def test_weights_need_only_the_files_of_the_model(store: CheckpointStore) -> None:
+    saved(store, 1)
+    (folder_of(store, 1) / "optimizer.safetensors").unlink()
+    (folder_of(store, 1) / "state.safetensors").unlink()
+    assert load_weights(folder_of(store, 1))["count"] == 1
+
+
+def test_weights_of_a_damaged_newest_come_from_the_one_before_it(store: CheckpointStore, tmp_path: Path) -> None:
+    saved(store, 1, 2)
+    cut(folder_of(store, 2) / "model.safetensors")
+    with pytest.warns(UnisonoWarning, match="goes on from step 1"):
+        assert load_weights(tmp_path)["count"] == 1
+    with pytest.raises(CheckpointError, match="bytes instead of"):
+        load_weights(folder_of(store, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("nowhere", "does not exist"), ("empty", "holds no checkpoint"), ("model.safetensors", "is a file")],
+)
+def test_a_path_without_weights_is_named_with_what_to_give(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{name} {words}.*: name a run folder"):
+        load_weights(tmp_path / name)
+
+
+def test_a_folder_named_like_a_checkpoint_that_is_none_says_so(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    with pytest.raises(CheckpointError, match="has no manifest"):
+        load_weights(tmp_path / "step-00000001")
