@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import unisono
-from unisono.data.streams import generators_kept
 from unisono.errors import (
     CheckpointError,
     DataError,
@@ -27,31 +26,9 @@ from unisono.errors import (
 )
 from unisono.plan.order import sample_order
 
-pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("torch_settings_restored", "one_worker")]
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 
 Start = Callable[..., unisono.Run]
-
-
-@pytest.fixture
-def one_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "UNISONO_RANK", "UNISONO_RUN_DIR", "UNISONO_STOP_AFTER", "UNISONO_TRACE"):
-        monkeypatch.delenv(name, raising=False)
-    with generators_kept():
-        yield
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    runs: list[unisono.Run] = []
-
-    def started(**settings: Any) -> unisono.Run:
-        run = unisono.init(**{"batch_size": 32, "shards": 2, "run_dir": tmp_path / "run", **settings})
-        runs.append(run)
-        return run
-
-    yield started
-    for run in reversed(runs):
-        run.close()
 
 
 def data(count: int = 70) -> TensorDataset:

@@ -122,7 +122,7 @@ class MetricsFile:
         """Drop a torn line, and every line of a step beyond ``step``: a run that resumes writes them again."""
         self.close()
         if self._path.exists():
-            kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if _belongs(line, step)]
+            kept = [line + b"\n" for line in self._path.read_bytes().splitlines() if _belongs(line, step)]
             _replace(self._path, b"".join(kept))
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ def _belongs(line: bytes, step: int) -> bool:
         found = json.loads(line)
     except ValueError:
         return False
-    if not (line.endswith(b"\n") and isinstance(found, dict)):
+    if not isinstance(found, dict):
         return False
     theirs = found.get("step")
     return not isinstance(theirs, int) or theirs <= step

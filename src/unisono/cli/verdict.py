@@ -176,8 +176,8 @@ def _reasons(verification: Verification) -> Table:
     for label, words in rows:
         if words:
             grid.add_row(f"  {label}", Text(words))
-    for label, words in _places(verification.hints):
-        grid.add_row(f"  {label}", words)
+    for label, place in _places(verification.hints):
+        grid.add_row(f"  {label}", place)
     return grid
 
 

@@ -1,5 +1,6 @@
 """Reads one worker's shards, ahead of the steps that need them."""
 
+import multiprocessing
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
@@ -7,6 +8,9 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from unisono.data.shards import ShardRequest, ShardSource
+
+# Other ways to start a process run the script again from its first line.
+_CONTEXT = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
 
 
 class ShardLoader:
@@ -35,6 +39,7 @@ class ShardLoader:
             sampler=_Requests(self._requests, counts),
             num_workers=self._workers,
             collate_fn=_unchanged,
+            multiprocessing_context=_CONTEXT,
             # DataLoader draws its base seed from here, not from the script's own stream.
             generator=torch.Generator(),
         )

@@ -50,17 +50,13 @@ class ShardSource(Dataset[Any]):
             return self._collated(samples, request.indices)
 
     def _fetch(self, request: ShardRequest) -> list[Any]:
-        if hasattr(self.dataset, "__getitems__"):
-            self._seed(request.epoch, request.indices[0])
-            return list(self.dataset.__getitems__(list(request.indices)))
+        # One by one, also where the data set could fetch many at once: a sample's stream must not depend on which
+        # other samples are in its shard.
         samples = []
         for index in request.indices:
-            self._seed(request.epoch, index)
+            seed_generators(stream_seed(self.seed, Stream.SAMPLE, request.epoch, index))
             samples.append(self.dataset[index])
         return samples
-
-    def _seed(self, epoch: int, sample: int) -> None:
-        seed_generators(stream_seed(self.seed, Stream.SAMPLE, epoch, sample))
 
     def _collated(self, samples: list[Any], indices: Sequence[int]) -> Any:
         collate = self.collate or default_collate

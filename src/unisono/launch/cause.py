@@ -276,8 +276,8 @@ def _losses(case: Case) -> Cause:
         return _unrepeatable(case, "the loss function")
     ranks = case.finding.ranks
     todo = (
-        "compute the loss from the model and the batch alone; inside of the loss function, draw from torch's, NumPy's or "
-        "Python's global generators, which are seeded for every shard"
+        "compute the loss from the model and the batch alone; inside of the loss function, draw from torch's, NumPy's "
+        "or Python's global generators, which are seeded for every shard"
     )
     if ranks and 0 not in ranks:
         said = ", ".join(map(str, sorted(ranks)))

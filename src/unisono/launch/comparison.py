@@ -279,9 +279,10 @@ def _began(differences: Sequence[Difference]) -> Difference:
 
     Batches may hold what nobody computes with, such as a time: they are to blame only for their own call.
     """
-    first = next(each for each in differences if each.stage is not Stage.INPUTS)
-    batches = [each for each in differences if each.stage is Stage.INPUTS and each.step == first.step]
-    return next((each for each in batches if first.call in (None, each.call)), first)
+    batches = list(takewhile(lambda each: each.stage is Stage.INPUTS, differences))
+    first = differences[len(batches)]
+    blamed = (each for each in batches if each.step == first.step and first.call in (None, each.call))
+    return next(blamed, first)
 
 
 def _first_weights(differences: Iterable[Difference]) -> Difference | None:

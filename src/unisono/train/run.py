@@ -303,11 +303,11 @@ class Run:
         if not self._in_step:
             self._checkpoint_if_due()
 
-    def finish(self, model: nn.Module | None = None) -> str:
+    def finish(self, model: nn.Module | Sequence[nn.Module] | None = None) -> str:
         """End the run: write ``result.json``, print the weights' digest on the main worker.
 
         Args:
-            model: the module whose digest is meant; by default everything that was prepared.
+            model: the module, or list of them, whose digest is meant; by default everything that was prepared.
 
         Returns:
             the sha256 of the weights, in hex.
@@ -381,6 +381,7 @@ class Run:
         loss = attempt.report.loss if committed else float("nan")
         step.metrics |= attempt.report.metrics
         self._note(call, loss, attempt.report.metrics, attempt.seconds)
+        self._recorder.step_ran()
         return loss
 
     def _require_prepared(self) -> tuple[Prepared, StepEngine]:
@@ -391,6 +392,14 @@ class Run:
     def _share_weights(self, prepared: Prepared) -> None:
         if self.world_size == 1:
             return
+        digests = self._workers.gather_json(digest_tensors(prepared.tensors()))
+        if self.is_main and len(set(digests)) > 1:
+            warnings.warn(
+                "the workers built models with different weights, and now all have those of rank 0: the next run "
+                "would start from others. Build the model after unisono.init, which seeds the random generators",
+                UnisonoWarning,
+                stacklevel=3,
+            )
         seen: set[int] = set()
         places = [place.tensor for place in prepared.buffers]
         for tensor in [*prepared.tensors().values(), *prepared.parameters.values(), *places]:
@@ -448,6 +457,7 @@ class Run:
     def _steps(
         self, batches: Batches, remaining: Iterator[tuple[Position, Batch]], loaded: Iterator[list[Any]]
     ) -> Iterator[Step]:
+        self._recorder.next_step()
         for position, batch in remaining:
             if self._stopped(position):
                 return
@@ -476,6 +486,7 @@ class Run:
     def _begin(self, step: Step) -> Step:
         self._settle()
         self._in_step = True
+        self._recorder.step_loaded()
         seed_generators(stream_seed(self.job.seed, Stream.SCRIPT, step.number))
         self._step_line = {"step": step.number, "epoch": step.epoch, "position": step.position}
         return step

@@ -67,7 +67,10 @@ class _Epoch:
 
 
 class Callback:
-    """Hooks into a :class:`Trainer`: override what you need. Every worker calls every hook; print and write on ``trainer.run.is_main`` alone."""
+    """Hooks into a :class:`Trainer`: override what you need.
+
+    Every worker calls every hook; print and write where ``trainer.run.is_main`` alone.
+    """
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Before the first step."""

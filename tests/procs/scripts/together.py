@@ -44,7 +44,10 @@ run.barrier()
 model = nn.Linear(1, 1)
 with torch.no_grad():
     model.weight.fill_(float(rank))  # prepare gives everybody the weights of rank 0
-run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+found["warnings of the main worker"] = run.broadcast([str(warning.message) for warning in said])
 found["weight after prepare"] = model.weight.item()
 found["predictions in order"] = run.predict(numbers, lambda model, batch: batch[0]).flatten().tolist() == list(
     range(50)
