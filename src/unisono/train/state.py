@@ -145,8 +145,8 @@ def _undo_casts(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
-        ours = optimizer.state[parameter]
         for name, value in state["state"].get(number, {}).items():
+            ours = optimizer.state[parameter]
             if isinstance(value, Tensor) and value.dtype != ours[name].dtype:
                 ours[name] = value.to(ours[name].device)
 

@@ -1,0 +1,96 @@
+"""Which words on the command line are verify's, and which are the script's."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from unisono.cli import verify as command
+from unisono.cli.app import app
+from unisono.cli.verify import Options, read_workers
+from unisono.errors import JobError
+from unisono.launch.script import Script
+
+pytestmark = pytest.mark.unit
+
+DEFAULTS = Options("1,2,3", 20, None, None, keep=False)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Options, Script]]:
+    """What the command would start."""
+    calls: list[tuple[Options, Script]] = []
+
+    def start(options: Options, script: Script) -> int:
+        calls.append((options, script))
+        return 0
+
+    monkeypatch.setattr(command, "start", start)
+    return calls
+
+
+def words(line: str) -> list[str]:
+    return ["verify", *line.split()]
+
+
+@pytest.mark.parametrize(
+    ("line", "workers", "steps", "args"),
+    [
+        ("train.py", "1,2,3", 20, ()),
+        ("--steps 5 train.py --steps 1000 --lr 1", "1,2,3", 5, ("--steps", "1000", "--lr", "1")),
+        ("--workers 1,3 train.py --keep --help", "1,3", 20, ("--keep", "--help")),
+        ("train.py --workers 1,2,3,5 --steps 7", "1,2,3,5", 7, ()),
+        ("train.py data --lr 1 --workers=1,3 -v", "1,3", 20, ("data", "--lr", "1", "-v")),
+        ("train.py --lr 1 --steps 7 -- --steps 9 --", "1,2,3", 7, ("--lr", "1", "--steps", "9", "--")),
+        ("train.py --step 7", "1,2,3", 20, ("--step", "7")),
+    ],
+)
+def test_options_before_the_script_are_verifys_else_those_behind_it(
+    started: list[tuple[Options, Script]], line: str, workers: str, steps: int, args: tuple[str, ...]
+) -> None:
+    result = CliRunner().invoke(app, words(line))
+    assert result.exit_code == 0, result.output
+    ((options, script),) = started
+    assert (options.workers, options.steps, script.target, script.args) == (workers, steps, "train.py", args)
+
+
+def test_a_module_may_have_its_options_behind_it_too(started: list[tuple[Options, Script]]) -> None:
+    CliRunner().invoke(app, words("-m package.train --workers 1,3"))
+    ((options, script),) = started
+    assert (options.workers, script) == ("1,3", Script("package.train", is_module=True))
+
+
+def test_an_option_without_a_number_says_how_to_give_it_to_the_script() -> None:
+    with pytest.raises(JobError, match="--steps.*'many'.*put -- before it"):
+        DEFAULTS.taken_from(["--steps", "many"])
+
+
+def test_numbers_of_workers_are_read() -> None:
+    assert read_workers("1, 2,5") == (1, 2, 5)
+
+
+@pytest.mark.parametrize("text", ["1,x", "", "1,,2", "1,-2"])
+def test_what_is_no_number_of_workers_is_refused(text: str) -> None:
+    with pytest.raises(JobError, match="is no number of workers"):
+        read_workers(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options("3", 20, None, None, keep=False), "two numbers at least"),
+        (Options("1,2", 0, None, None, keep=False), "--steps 0: at least 1"),
+        (Options("1,0", 20, None, None, keep=False), "--workers 0: at least 1"),
+        (Options("1,5", 20, 4, None, keep=False), "--workers 5 with --shards 4"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_started(tmp_path: Path, options: Options, message: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    with pytest.raises(JobError, match=message):
+        options.request(Script(str(script)))
+
+
+def test_a_script_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="there is no script"):
+        DEFAULTS.request(Script(str(tmp_path / "nowhere.py")))
