@@ -13,6 +13,7 @@
     ├── CheckpointError                a checkpoint that is damaged, missing or belongs elsewhere
     ├── LaunchError                    workers that could not be started
     └── WorkerLost                     another worker is gone: a consequence, never the cause
+        └── NoProgress                 another worker gave no sign for as long as the run's failure_timeout_s
 
     UnisonoWarning (UserWarning)       something that works, and is probably not what was meant
 
@@ -21,7 +22,13 @@
 
 
 class UnisonoError(Exception):
-    """Base of every error that Unisono raises on purpose."""
+    """Base of every error that Unisono raises on purpose.
+
+    Attributes:
+        exit_code: of a worker whose script ends with this error.
+    """
+
+    exit_code = 1
 
 
 class JobError(UnisonoError, ValueError):
@@ -65,6 +72,12 @@ class WorkerLost(UnisonoError):
 
     It is the consequence of a failure elsewhere: reports put the cause first.
     """
+
+
+class NoProgress(WorkerLost):
+    """Another worker gave no sign for as long as the run's ``failure_timeout_s``."""
+
+    exit_code = 124
 
 
 class UnisonoWarning(UserWarning):

@@ -1,239 +1,240 @@
-"""Whatever ends the process that writes, a whole checkpoint is there afterwards."""
+"""Checkpoints and the end of the process that writes them: whatever the moment, a whole one is left."""
 
 import json
 import os
-import random
-import resource
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.procs
 
-SIZE = 200_000  # numbers per tensor: writing one checkpoint takes a few milliseconds
+TESTS = Path(__file__).parents[1]
+
+WRITER = """
+import os
+import signal
+import sys
+from itertools import count
+
+import torch
+
+from same_trees import same
+from unisono.checkpoint.store import CheckpointStore, Snapshot
+
+torch.set_num_threads(1)
+KEEP = 2
 
 
-# --- the tests: each runs a function of the second half of this file in a process of its own
+def content(step, attempt, size):
+    generator = torch.Generator().manual_seed(2 * step + attempt)
+    weight = torch.randn(size, generator=generator)
+    return Snapshot(step, {"weight": weight}, [{"state": {0: {"momentum": -weight}}}], {"attempt": attempt})
 
 
-def run(scenario: str, folder: Path) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, __file__, scenario, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # torch's threads do not survive a fork
-    )
+def write(store, first, last, size, done):
+    # Each step twice, as a run does whose last step is due for a checkpoint and ends it as well.
+    for step in range(first, last):
+        for attempt in (0, 1):
+            store.save(content(step, attempt, size))
+            store.wait()
+            os.write(done, b"%d %d\\n" % (step, attempt))
+
+
+def forked(child):
+    \"\"\"A process that runs ``child`` with the writing end of a pipe; its number and the reading end.\"\"\"
+    reading, writing = os.pipe()
+    number = os.fork()
+    if number == 0:
+        os.close(reading)
+        child(writing)
+        os._exit(0)
+    os.close(writing)
+    return number, reading
+
+
+def last_line(reading):
+    data = b""
+    while piece := os.read(reading, 2**16):
+        data += piece
+    os.close(reading)
+    lines = data.decode().splitlines()
+    return tuple(map(int, lines[-1].split())) if lines else (0, 0)
+
+
+def check(folder, done, size):
+    \"\"\"The newest is whole, is what its step saved, and no older than what was said to be done.\"\"\"
+    store = CheckpointStore(folder, keep=KEEP)
+    found = store.newest()
+    store.close()
+    left = [path.name for path in folder.glob(".*")]
+    assert not left, f"left behind: {left}"
+    reached = (found.step, found.state["attempt"]) if found else (0, 0)
+    assert reached >= done, f"{done} was done, and {reached} is all there is"
+    assert found is None or same(vars(found), vars(content(*reached, size)))
+    return reached[0]
+"""
+
+BETWEEN = """
+from pathlib import Path
+
+SYSTEM_CALLS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+
+
+def killed_before(moment, folder):
+    \"\"\"Have this process killed before its n-th operation on a file of the folder.\"\"\"
+    operations = count(1)
+
+    def watch(event, arguments):
+        if event in SYSTEM_CALLS and str(folder) in str(arguments[0]) and next(operations) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def train(moment, folder, done):
+    store = CheckpointStore(folder, keep=KEEP)
+    killed_before(moment, folder)
+    write(store, 1, 4, 8, done)
+    store.close()
+
+
+for moment in count(1):
+    folder = Path(sys.argv[1], str(moment))
+    number, reading = forked(lambda done: train(moment, folder, done))
+    done = last_line(reading)
+    _, status = os.waitpid(number, 0)
+    check(folder, done, 8)
+    if not os.WIFSIGNALED(status):
+        assert done == (3, 1) and os.WEXITSTATUS(status) == 0, (done, status)
+        break
+print(moment - 1)
+"""
+
+ANYWHERE = """
+import random
+import time
+from pathlib import Path
+
+SIZE = 2**19
+
+
+def train(folder, done):
+    store = CheckpointStore(folder, keep=KEEP)
+    found = store.newest()
+    write(store, found.step + 1 if found else 1, 10**6, SIZE, done)
+
+
+folder, moments = Path(sys.argv[1]), random.Random(0)
+for kills in range(1, 31):
+    number, reading = forked(lambda done: train(folder, done))
+    begun = os.read(reading, 2**16).decode().splitlines()[-1].split()
+    time.sleep(moments.uniform(0, 0.04))  # the moment itself: anywhere within some saves
+    os.kill(number, signal.SIGKILL)
+    done = max(last_line(reading), tuple(map(int, begun)))
+    _, status = os.waitpid(number, 0)
+    assert os.WIFSIGNALED(status), status
+    check(folder, done, SIZE)
+print(kills)
+"""
+
+
+def run_python(script: str, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(TESTS), **variables}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize(
+    ("script", "least"), [(BETWEEN, 60), (ANYWHERE, 30)], ids=["before each file operation", "anywhere"]
+)
+def test_whenever_the_writer_is_killed_the_newest_whole_checkpoint_is_what_its_step_saved(
+    tmp_path: Path, script: str, least: int
+) -> None:
+    done = run_python(WRITER + script, tmp_path)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    assert int(done.stdout) >= least
 
 
-def test_a_writer_killed_at_any_moment_leaves_the_newest_checkpoint_whole(tmp_path: Path) -> None:
-    deaths = run("kill_at_random_moments", tmp_path)
-    assert len(deaths) == 40 < deaths[-1]["found"]
-    for death in deaths:
-        assert death["signal"] == signal.SIGKILL
-        assert death["found"] >= death["announced"], "a checkpoint that was said to be written is gone"
-        assert death["whole"]
-        assert death["unfinished"] == 0, "the next start removes what the dead writer left"
-    assert any(death["left"] for death in deaths), "at least one was killed while it wrote"
+TRAIN = """
+import resource
+import sys
+
+import torch
+import unisono
+from torch import nn
+
+full, free = map(int, sys.argv[2:])  # the disk is full between these steps
+run = unisono.init(batch_size=32, seed=0, run_dir=sys.argv[1], checkpoint_every=2)
+model = nn.Linear(8, 1)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+dataset = torch.utils.data.TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
+for step in run.steps(dataset, epochs=1):
+    room = 100 if full <= step.number < free else resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+    step.run(lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
+run.finish(model)
+"""
 
 
-@pytest.mark.parametrize("scenario", ["die_at_each_step_of_a_new_one", "die_at_each_step_of_a_replacement"])
-def test_a_writer_that_dies_between_any_two_steps_of_its_work_loses_nothing(scenario: str, tmp_path: Path) -> None:
-    deaths = run(scenario, tmp_path)
-    assert len(deaths) >= 10
-    assert not any(death["completed"] for death in deaths[:-1])
-    assert deaths[-1]["completed"]
-    for death in deaths:
-        assert death["whole"]
-        assert death["unfinished"] == 0
-    contents = [death["content"] for death in deaths]
-    moment = contents.index("new")
-    assert contents == ["old"] * moment + ["new"] * (len(deaths) - moment), "the new one appears at one moment"
-    assert moment > 6
+def weights(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
 
 
-def test_a_file_that_cannot_grow_any_more_fails_the_checkpoint_and_not_the_training(tmp_path: Path) -> None:
-    (seen,) = run("reach_the_limit_of_file_sizes", tmp_path)
-    assert seen["warnings"] == 1
-    assert "could not be written" in seen["warning"]
-    assert "File too large" in seen["warning"]
-    assert seen["after the failure"] == ["step-00000001"]
-    assert seen["with more room"] == ["step-00000001", "step-00000003"]
-    assert seen["events"] == ["checkpoint", "checkpoint failed", "checkpoint"]
-    assert seen["whole"]
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_a_script_that_ends_without_closing_has_written_its_last_checkpoint(tmp_path: Path) -> None:
-    run("end_without_closing", tmp_path)
-    assert (tmp_path / "step-00000001" / "manifest.json").stat().st_size
+def test_training_goes_on_while_the_disk_is_full_and_saves_again_when_there_is_room(tmp_path: Path) -> None:
+    undisturbed = run_python(TRAIN, tmp_path / "undisturbed", "99", "99")
+    done = run_python(TRAIN, tmp_path / "run", "3", "7")
+    assert weights(done) == weights(undisturbed)
+    for step in (4, 6):
+        assert f"the checkpoint of step {step} could not be written: [Errno 27]" in done.stderr
+    assert checkpoints(tmp_path / "run") == ["step-00000002", "step-00000008", "step-00000010"]
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert {0, 1, 2, 7, 8, 9} <= {json.loads(line)["step"] for line in metrics if line.endswith("}") and line}
 
 
-def test_the_run_folder_is_there_before_torch(tmp_path: Path) -> None:
-    source = "import sys, unisono.checkpoint.folder; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", source], check=False, timeout=60).returncode == 0
+def test_a_disk_that_stays_full_costs_neither_the_weights_nor_the_checkpoint_before(tmp_path: Path) -> None:
+    undisturbed = run_python(TRAIN, tmp_path / "undisturbed", "99", "99")
+    done = run_python(TRAIN, tmp_path / "run", "3", "99")
+    assert weights(done) == weights(undisturbed)
+    assert "the checkpoint of step 10 could not be written" in done.stderr
+    assert checkpoints(tmp_path / "run") == ["step-00000002"]
+    again = run_python(TRAIN, tmp_path / "run", "99", "99")
+    assert "resumes after step 2" in again.stdout
+    assert weights(again) == weights(undisturbed)
 
 
-# --- the processes
+MEMORY = """
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from unisono.checkpoint.store import CheckpointStore, Snapshot
 
 
-def kill_at_random_moments(folder: Path) -> Iterator[dict[str, Any]]:
-    chance = random.Random(0)
-    for _ in range(40):
-        reading, writing = os.pipe()
-        child = fork(save_for_ever, folder, writing)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as pipe:
-            announced = [int(pipe.readline()) for _ in range(chance.randint(1, 3))]
-            time.sleep(chance.uniform(0, 0.01))
-            os.kill(child, signal.SIGKILL)
-            status = os.waitpid(child, 0)[1]
-            announced += map(int, pipe)
-        left = len(list(folder.glob(".tmp-*")))
-        yield {"signal": os.WTERMSIG(status), "announced": announced[-1], "left": left, **what_is_there(folder)}
+def most():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def save_for_ever(folder: Path, writing: int) -> None:
-    def announce(event: str, **fields: Any) -> None:
-        os.write(writing, b"%d\n" % fields["step"])
-
-    with_events = store(folder, announce)
-    step = max([0, *with_events.steps()])
-    os.write(writing, b"%d\n" % step)  # as many as there are, and it has begun
-    while True:
-        step += 1
-        with_events.save(at(step))
-
-
-def die_at_each_step_of_a_new_one(folder: Path) -> Iterator[dict[str, Any]]:
-    return die_at_each_step(folder, 1, 2)
+model = {str(number): torch.ones(2**20) for number in range(24)}
+optimizer = {number: torch.ones(2**20) for number in range(24)}
+size, before = 2 * 24 * 2**22, most()
+store = CheckpointStore(Path(sys.argv[1]))
+for step in range(3):
+    store.save(Snapshot(step, model, optimizer, {}))
+store.close()
+print((most() - before) / size)
+"""
 
 
-def die_at_each_step_of_a_replacement(folder: Path) -> Iterator[dict[str, Any]]:
-    return die_at_each_step(folder, 1, 1)
-
-
-def die_at_each_step(base: Path, old: int, new: int) -> Iterator[dict[str, Any]]:
-    completed, moment = False, 0
-    while not completed:
-        moment += 1
-        folder = base / str(moment)
-        save(folder, at(old, content=0.0))
-        child = fork(save_and_die, folder, new, moment)
-        completed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        yield {"completed": completed, **what_is_there(folder)}
-
-
-def save_and_die(folder: Path, step: int, moment: int) -> None:
-    """End without notice before the system call with the number ``moment`` that changes the disk."""
-    calls = [0]
-
-    def mortal(call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **options: Any) -> Any:
-            calls[0] += 1
-            if calls[0] == moment:
-                os._exit(9)
-            return call(*args, **options)
-
-        return counted
-
-    for name in ("fsync", "mkdir", "rename", "replace", "rmdir", "unlink"):
-        setattr(os, name, mortal(getattr(os, name)))
-    save(folder, at(step, content=1.0))
-
-
-def reach_the_limit_of_file_sizes(folder: Path) -> Iterator[dict[str, Any]]:
-    import warnings
-
-    events: list[str] = []
-    limited = store(folder, lambda event, **fields: events.append(event))
-    limited.save(at(1))
-    limited.wait()
-    seen: dict[str, Any] = {}
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, most))
-        limited.save(at(2))
-        limited.wait()
-        seen["after the failure"] = sorted(path.name for path in folder.iterdir())
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-        limited.save(at(3))
-        limited.close()
-    seen["with more room"] = sorted(path.name for path in folder.iterdir())
-    yield {
-        **seen,
-        "warnings": len(caught),
-        "warning": str(caught[0].message),
-        "events": events,
-        **what_is_there(folder),
-    }
-
-
-def end_without_closing(folder: Path) -> Iterator[dict[str, Any]]:
-    store(folder).save(at(1))
-    return iter(())
-
-
-def what_is_there(folder: Path) -> dict[str, Any]:
-    """As the next start finds it."""
-    from contextlib import closing
-
-    with closing(store(folder)) as opened:
-        found = opened.newest()
-    values = (
-        {float(value) for tensor in found.model.values() for value in (tensor.min(), tensor.max())} if found else {}
-    )
-    return {
-        "found": found.step if found else 0,
-        "whole": found is None or len(values) == 1,
-        "content": "new" if values == {1.0} else "old",
-        "unfinished": len([path for path in folder.iterdir() if path.name.startswith(".")]) if folder.exists() else 0,
-    }
-
-
-def at(step: int, content: float | None = None) -> Any:
-    import torch
-
-    from unisono.checkpoint.store import Snapshot
-
-    value = float(step) if content is None else content
-    model = {name: torch.full((SIZE,), value) for name in ("a", "b")}
-    return Snapshot(step, model, [{"state": {0: {"exp_avg": torch.full((SIZE,), value)}}}], {"position": step})
-
-
-def store(folder: Path, on_event: Callable[..., None] = lambda event, **fields: None) -> Any:
-    from unisono.checkpoint.store import CheckpointStore
-
-    return CheckpointStore(folder, keep=2, on_event=on_event)
-
-
-def save(folder: Path, snapshot: Any) -> None:
-    from contextlib import closing
-
-    with closing(store(folder)) as opened:
-        opened.save(snapshot)
-
-
-def fork(work: Callable[..., None], *args: Any) -> int:
-    # A fork has torch already: a new interpreter would take seconds, forty times.
-    child = os.fork()
-    if child == 0:
-        try:
-            work(*args)
-        finally:
-            os._exit(0 if sys.exception() is None else 1)
-    return child
-
-
-if __name__ == "__main__":
-    for line in globals()[sys.argv[1]](Path(sys.argv[2])):
-        sys.stdout.write(json.dumps(line) + "\n")
+def test_saving_holds_one_copy_of_the_state_and_no_more(tmp_path: Path) -> None:
+    done = run_python(MEMORY, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1.25

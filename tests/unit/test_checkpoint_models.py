@@ -45,7 +45,7 @@ class Versioned(nn.Linear):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
         if local_metadata.get("version") != self._version:
             raise ValueError(f"version {local_metadata.get('version')}")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
 
 class Remembering(nn.Linear):
@@ -69,10 +69,11 @@ def test_a_module_learns_which_version_its_weights_are_of(store: CheckpointStore
 
 def test_what_a_module_keeps_besides_tensors_comes_back(store: CheckpointStore, tmp_path: Path) -> None:
     model, again = nn.Sequential(Remembering(2, 2)), nn.Sequential(Remembering(2, 2))
-    model[0].notes = {"seen": ("a", 3), "scale": torch.tensor(2.0)}
+    notes = {"seen": ("a", 3), "scale": torch.tensor(2.0)}
+    model[0].set_extra_state(notes)
     restore_models(prepared(again), kept(store, model))
-    assert same(again[0].notes, model[0].notes)
-    assert same(unisono.load(nn.Sequential(Remembering(2, 2)), tmp_path)[0].notes, model[0].notes)
+    assert same(again[0].notes, notes)
+    assert same(unisono.load(nn.Sequential(Remembering(2, 2)), tmp_path)[0].notes, notes)
 
 
 def test_several_modules_are_loaded_as_they_were_prepared(store: CheckpointStore, tmp_path: Path) -> None:

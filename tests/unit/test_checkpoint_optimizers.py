@@ -1,6 +1,6 @@
 """Every optimizer and every schedule of torch goes on, after a checkpoint, as if nothing had happened."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
     "Adafactor": optim.Adafactor,
     "Adamax": optim.Adamax,
     "ASGD": lambda p: optim.ASGD(p, 0.1, t0=2, lambd=0.01),
-    "LBFGS": lambda p: optim.LBFGS(p, history_size=3),
+    "LBFGS": lambda p: optim.LBFGS(p, max_iter=4, history_size=3),
     "Muon": lambda p: optim.Muon(matrices(p)),
     "NAdam": optim.NAdam,
     "RAdam": optim.RAdam,
@@ -52,21 +52,42 @@ OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
 REFUSED = {"SparseAdam"}  # wants sparse gradients, which a run refuses
 
 
+KINDS: dict[str, tuple[torch.dtype, torch.memory_format]] = {
+    "float32": (torch.float32, torch.contiguous_format),
+    "channels last": (torch.float32, torch.channels_last),
+    "float64": (torch.float64, torch.contiguous_format),
+    "bfloat16": (torch.bfloat16, torch.contiguous_format),
+}
+NOT_IN_TORCH = {
+    ("LBFGS", "channels last"): "takes views that this layout does not have",
+    ("SGD fused", "bfloat16"): "its momentum depends on where in memory it lies, even without a checkpoint",
+}
+CASES = [(name, kind) for name in OPTIMIZERS for kind in KINDS if (name, kind) not in NOT_IN_TORCH]
+
+
 def net(dtype: torch.dtype, layout: torch.memory_format) -> nn.Module:
-    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Tanh(), nn.Flatten(), nn.Linear(5 * 4, 3))
-    return model.to(torch.empty(0, dtype=dtype)).to(memory_format=layout)  # type: ignore[call-overload]
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Tanh(), nn.Flatten(), nn.Linear(5 * 4, 3)).to(dtype)
+    weight = model[0].weight
+    assert isinstance(weight, nn.Parameter)
+    weight.data = weight.data.contiguous(memory_format=layout)
+    return model
 
 
 def train(model: nn.Module, optimizer: Optimizer, batches: Iterable[Tensor]) -> None:
     for batch in batches:
 
-        def loss(batch: Tensor = batch) -> Tensor:
+        def loss(batch: Tensor = batch) -> Any:
             optimizer.zero_grad()
-            value: Tensor = model(batch).square().mean()
+            value = model(batch).square().mean()
             value.backward()
             return value
 
-        optimizer.step(loss)  # type: ignore[arg-type]  LBFGS wants the tensor
+        optimizer.step(loss)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(torch_settings_restored: None) -> None:
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -76,20 +97,9 @@ def store(tmp_path: Path) -> Iterator[CheckpointStore]:
     opened.close()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout"),
-    [
-        (torch.float32, torch.contiguous_format),
-        (torch.float32, torch.channels_last),
-        (torch.float64, torch.contiguous_format),
-        (torch.bfloat16, torch.contiguous_format),
-    ],
-    ids=["float32", "channels last", "float64", "bfloat16"],
-)
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_an_optimizer_goes_on_to_the_same_bits(
-    store: CheckpointStore, make: Callable[[Parameters], Optimizer], dtype: torch.dtype, layout: torch.memory_format
-) -> None:
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_an_optimizer_goes_on_to_the_same_bits(store: CheckpointStore, name: str, kind: str) -> None:
+    make, (dtype, layout) = OPTIMIZERS[name], KINDS[kind]
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(4, 3, 4, 4, generator=generator).to(dtype) for _ in range(7)]
     model, again = net(dtype, layout), net(dtype, layout)
@@ -153,7 +163,7 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
-def advance(schedule: Any, optimizer: Optimizer, steps: int) -> list[Mapping[str, Any]]:
+def advance(schedule: Any, optimizer: Optimizer, steps: int) -> list[dict[str, Any]]:
     """What the optimizer's settings are after each step."""
     found = []
     for _ in range(steps):

@@ -247,6 +247,24 @@ def test_a_finished_run_started_again_trains_nothing_and_has_the_same_weights(st
     assert again.finish() == weights
 
 
+def test_a_model_can_be_prepared_again_after_a_change_without_going_back_to_a_checkpoint(start: Start) -> None:
+    run = start(checkpoint_every=1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    run.prepare(model, sgd(model))
+    for step in run.steps(data()):
+        step.run(cross_entropy)
+    trained = unisono.digest(model)
+    model[0].requires_grad_(True)
+    run.prepare(model, sgd(model))
+    assert unisono.digest(model) == trained
+    for step in run.steps(data()):
+        step.run(cross_entropy)
+    run.finish()
+    steps = [json.loads(line)["step"] for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_run_folder_of_another_job_is_refused_with_the_differences(start: Start) -> None:
     with start(checkpoint_every=1) as run:
         train(run)

@@ -111,7 +111,8 @@ def test_a_parameter_of_no_module_is_traced_under_its_number(trace: Trace, tmp_p
 def test_parameter_groups_keep_their_settings_apart(trace: Trace, tmp_path: Path) -> None:
     net = model()
     first, *others = net.parameters()
-    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.5, "hook": print}, {"params": others}], lr=0.1)
+    groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.5, "hook": print}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
     trace.call(a_call(optimizer), range(2, 4), a_report())
     optimizer.step()
 

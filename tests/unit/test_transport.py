@@ -1,5 +1,6 @@
 """Every transport gives the bits of the tree, for any number of workers; workers are threads here."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.errors import WorkerLost
+from unisono.errors import NoProgress, WorkerLost
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.process_group import ProcessGroupTransport
@@ -33,7 +34,7 @@ SPLITS = [
 ]
 
 
-def with_workers(split: Split, work: Callable[[Transport], T]) -> list[T]:
+def with_workers(split: Split, work: Callable[[Transport], T], timeout_s: float = 20) -> list[T]:
     """Run ``work`` on every worker of a real process group, and return what each returned."""
     store = dist.HashStore()
 
@@ -43,7 +44,7 @@ def with_workers(split: Split, work: Callable[[Transport], T]) -> list[T]:
             transport = Solo(split.shards)
         else:
             options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timedelta(seconds=20)
+            options._timeout = timedelta(seconds=timeout_s)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             group = dist.ProcessGroupGloo(store, rank, split.workers, options)
             transport = ProcessGroupTransport(group, rank, split, torch.device("cpu"))
@@ -137,3 +138,20 @@ def test_a_worker_that_leaves_is_noticed_by_the_others_and_not_waited_for() -> N
         return "noticed"
 
     assert with_workers(split, work) == ["noticed", "left", "noticed"]
+
+
+def test_a_worker_that_gives_no_sign_is_not_waited_for_forever() -> None:
+    split = Split.even(2, 2)
+    others_gave_up = threading.Event()
+
+    def work(transport: Transport) -> str:
+        transport.all_gather(torch.zeros(1))
+        if transport.rank == 1:
+            others_gave_up.wait(20)
+            return "hung"
+        with pytest.raises(NoProgress, match="failure_timeout_s"):
+            transport.all_gather(torch.zeros(1))
+        others_gave_up.set()
+        return "gave up"
+
+    assert with_workers(split, work, timeout_s=0.5) == ["gave up", "hung"]

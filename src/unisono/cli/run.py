@@ -31,6 +31,10 @@ def run(
     threads: Annotated[
         int | None, typer.Option(envvar="UNISONO_THREADS", help="Threads per worker, unless the script sets them.")
     ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(envvar="UNISONO_CHECKPOINT_EVERY", help="Steps between checkpoints, unless the script sets them."),
+    ] = None,
     grace_s: Annotated[float, typer.Option(help="Seconds to leave in after the first Ctrl-C or SIGTERM.")] = GRACE_S,
     allow_job_change: Annotated[
         bool,
@@ -45,6 +49,7 @@ def run(
         run_dir=run_dir,
         shards=shards,
         threads=threads,
+        checkpoint_every=checkpoint_every,
         allow_job_change=allow_job_change,
         grace_s=grace_s,
     )

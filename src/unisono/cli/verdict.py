@@ -65,19 +65,16 @@ class Printer:
                 self._print(Text(note, "dim"))
 
     def _show_failure(self, verification: Verification, run: TracedRun, *, kept: bool) -> None:
-        outcome, explained = run.outcome, verification.case is not None
+        outcome, cause = run.outcome, run.outcome.cause
         words = outcome.summary()
-        if outcome.cause is not None and outcome.cause.failure is not None and not explained:
-            self._show_log(run, outcome.cause.rank)
-            words = f"see the last lines of rank {outcome.cause.rank} above"
+        if cause is not None and outcome.interrupted is None and verification.case is None:
+            for line in last_lines(run.folder.log_of(cause.rank), LOG_LINES):
+                self._print(Text.assemble((f"[rank {cause.rank}] ", "dim"), line))
+            words = f"see the last lines of rank {cause.rank} above" if cause.failure is not None else words
         text = f"The run with {workers_text(run.trace.workers)} failed with exit code {outcome.exit_code}: {words}"
         self._print(Text(text, "bold red"))
         if not kept:
             self._print(Text("The logs of all workers can be kept with --keep.", "dim"))
-
-    def _show_log(self, run: TracedRun, rank: int) -> None:
-        for line in last_lines(run.folder.log_of(rank), LOG_LINES):
-            self._print(Text.assemble((f"[rank {rank}] ", "dim"), line))
 
     def _print(self, text: Text) -> None:
         # A file or a pipe gets whole lines; a terminal wraps them by itself.

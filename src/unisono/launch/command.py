@@ -69,7 +69,11 @@ def worker_command(settings: LaunchSettings, run_dir: Path, rank: int, meeting: 
 
 
 def _wishes(settings: LaunchSettings) -> dict[str, str]:
-    wishes = {"UNISONO_SHARDS": settings.shards, "UNISONO_THREADS": settings.threads}
+    wishes = {
+        "UNISONO_SHARDS": settings.shards,
+        "UNISONO_THREADS": settings.threads,
+        "UNISONO_CHECKPOINT_EVERY": settings.checkpoint_every,
+    }
     allowed = {"UNISONO_ALLOW_JOB_CHANGE": "1"} if settings.allow_job_change else {}
     return {name: str(value) for name, value in wishes.items() if value is not None} | allowed
 

@@ -20,6 +20,7 @@ class LaunchSettings:
         run_dir: the run folder; None makes a new one below ``runs``.
         shards: the job's shards, if the person sets them here.
         threads: torch threads of each worker, if the person sets them here.
+        checkpoint_every: steps between checkpoints, if the person sets them here.
         allow_job_change: a resumed job may differ from the one of the checkpoint.
         grace_s: seconds that workers may take to leave after the first Ctrl-C or SIGTERM.
         extra_environment: further variables for every worker.
@@ -30,6 +31,7 @@ class LaunchSettings:
     run_dir: Path | None = None
     shards: int | None = None
     threads: int | None = None
+    checkpoint_every: int | None = None
     allow_job_change: bool = False
     grace_s: float = GRACE_S
     extra_environment: dict[str, str] = field(default_factory=dict)
@@ -40,10 +42,10 @@ class LaunchSettings:
         Raises:
             JobError: a number is out of range, or the script cannot be run; names it.
         """
-        for name in ("workers", "shards", "threads"):
+        for name in ("workers", "shards", "threads", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise JobError(f"--{name} {value}: at least 1 is needed")
+                raise JobError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
         if not 0 <= self.grace_s < float("inf"):
             raise JobError(f"--grace-s {self.grace_s:g}: needs a number of seconds, 0 or more")
         if self.shards is not None and self.workers > self.shards:

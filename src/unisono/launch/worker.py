@@ -12,7 +12,6 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,8 @@ from unisono.launch.failure import Failure
 from unisono.launch.script import Script
 
 PR_SET_PDEATHSIG = 1
-failed = threading.Event()
+failures: list[int] = []
+"""The exit code, once the script has failed."""
 
 LINGER_S = 1.0
 """How long a worker whose script failed may take to clean up, so that the others are not kept waiting."""
@@ -110,7 +110,7 @@ def _is_archive(target: str) -> bool:
 
 
 def fail(error: BaseException) -> None:
-    """Print and record the exception that ended the script, and exit with 1."""
+    """Print and record the exception that ended the script, and exit with its code: 1 for most."""
     error.__traceback__ = users_part(error.__traceback__)
     failure = Failure.of(error, int(os.environ.get("UNISONO_RANK", "0")))
     if failure.consequence:
@@ -123,18 +123,18 @@ def fail(error: BaseException) -> None:
             failure.write(RunFolder(run_dir))
         except OSError as problem:
             print(f"unisono: the failure could not be recorded in {run_dir}: {problem}", file=sys.stderr)  # noqa: T201
-    failed.set()
+    failures.append(getattr(error, "exit_code", 1))
     faulthandler.dump_traceback_later(LINGER_S, exit=True)  # and says what keeps it
-    sys.exit(1)
+    sys.exit(failures[0])
 
 
 def leave_quickly() -> None:
     """After a failure, skip taking the interpreter apart: with torch loaded that may take a second."""
-    if failed.is_set():
+    if failures:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # closed, or nobody reads it
                 stream.flush()
-        os._exit(1)
+        os._exit(failures[0])
 
 
 def users_part(frames: TracebackType | None) -> TracebackType | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.errors import WorkerLost
+from unisono.errors import NoProgress, WorkerLost
 from unisono.plan.split import Split
 from unisono.plan.tree import Node
 from unisono.reduce.buckets import ALIGNMENT
@@ -122,8 +122,12 @@ def _named_errors(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if "timed out" in first_line.lower():
+            raise NoProgress(
+                f"rank {rank} waited for another worker in vain: {first_line}. It hangs, or takes longer for "
+                f"something than the others: see its log, or allow more with unisono.init(failure_timeout_s=…)"
+            ) from error
         raise WorkerLost(
-            f"rank {rank} lost its connection to another worker, or waited too long for it: {first_line}. "
-            f"Look for the first error of the other ranks; a longer wait is unisono.init(failure_timeout_s=…)"
+            f"rank {rank} lost its connection to another worker: {first_line}. Look for the first error of the others"
         ) from error

@@ -142,9 +142,10 @@ class Run:
         prepared = Prepared.of(model, optimizers)
         self._workers.require_same("model", prepared.layout())
         self._share_weights(prepared)
-        self._prepared = prepared
+        is_first, self._prepared = self._prepared is None, prepared
         self._engine = StepEngine(self.job, self._workers, prepared, self.device)
-        self._restore_models(prepared)
+        if is_first:
+            self._restore_models(prepared)
         self._warn_of_small_batch_norm(prepared)
         if self._trace is not None:
             self._trace.step(self._progress.position.step, prepared.tensors())
@@ -410,6 +411,8 @@ class Run:
     def _restore_models(self, prepared: Prepared) -> None:
         self._restored = self._checkpoints.newest(self._workers)
         if self._restored is None:
+            if self.is_main:  # what an earlier try in this folder measured is measured again
+                self._around.folder.metrics.truncate_after(-1)
             return
         theirs = self._restored.state["about"]["fingerprint"]
         where = f"the checkpoint of step {self._restored.step} in {self.dir}"
