@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from same_trees import same
+from unisono.checkpoint.snapshot import read_snapshot
+
 pytestmark = pytest.mark.procs
 
 TESTS = Path(__file__).parents[1]
@@ -79,7 +82,7 @@ def check(folder, done, size):
 BETWEEN = """
 from pathlib import Path
 
-SYSTEM_CALLS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+CHANGES, REMOVALS = {"open", "os.mkdir", "os.rename"}, {"os.remove", "os.rmdir"}
 
 
 def killed_before(moment, folder):
@@ -87,7 +90,8 @@ def killed_before(moment, folder):
     operations = count(1)
 
     def watch(event, arguments):
-        if event in SYSTEM_CALLS and str(folder) in str(arguments[0]) and next(operations) == moment:
+        ours = event in REMOVALS or (event in CHANGES and str(folder) in str(arguments[0]))
+        if ours and next(operations) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
@@ -117,7 +121,7 @@ import random
 import time
 from pathlib import Path
 
-SIZE = 2**19
+SIZE = 2**17
 
 
 def train(folder, done):
@@ -127,7 +131,7 @@ def train(folder, done):
 
 
 folder, moments = Path(sys.argv[1]), random.Random(0)
-for kills in range(1, 31):
+for kills in range(1, 26):
     number, reading = forked(lambda done: train(folder, done))
     begun = os.read(reading, 2**16).decode().splitlines()[-1].split()
     time.sleep(moments.uniform(0, 0.04))  # the moment itself: anywhere within some saves
@@ -140,14 +144,15 @@ print(kills)
 """
 
 
-def run_python(script: str, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": str(TESTS), **variables}
+def run_python(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.parametrize(
-    ("script", "least"), [(BETWEEN, 60), (ANYWHERE, 30)], ids=["before each file operation", "anywhere"]
+    ("script", "least"), [(BETWEEN, 100), (ANYWHERE, 25)], ids=["before each file operation", "anywhere"]
 )
 def test_whenever_the_writer_is_killed_the_newest_whole_checkpoint_is_what_its_step_saved(
     tmp_path: Path, script: str, least: int
@@ -166,11 +171,13 @@ import unisono
 from torch import nn
 
 full, free = map(int, sys.argv[2:])  # the disk is full between these steps
-run = unisono.init(batch_size=32, seed=0, run_dir=sys.argv[1], checkpoint_every=2)
+run = unisono.init(batch_size=32, seed=0, run_dir=sys.argv[1], checkpoint_every=2, keep=5)
 model = nn.Linear(8, 1)
 model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
 dataset = torch.utils.data.TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
 for step in run.steps(dataset, epochs=1):
+    if step.number == full:
+        run._checkpoints.store.wait()  # what was begun before has its room
     room = 100 if full <= step.number < free else resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
     step.run(lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
@@ -187,26 +194,33 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_training_goes_on_while_the_disk_is_full_and_saves_again_when_there_is_room(tmp_path: Path) -> None:
-    undisturbed = run_python(TRAIN, tmp_path / "undisturbed", "99", "99")
-    done = run_python(TRAIN, tmp_path / "run", "3", "7")
-    assert weights(done) == weights(undisturbed)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return folder, weights(run_python(TRAIN, folder, "99", "99"))
+
+
+def test_training_goes_on_while_the_disk_is_full_and_saves_again_when_there_is_room(
+    tmp_path: Path, undisturbed: tuple[Path, str]
+) -> None:
+    done = run_python(TRAIN, tmp_path, "3", "7")
+    assert weights(done) == undisturbed[1]
     for step in (4, 6):
         assert f"the checkpoint of step {step} could not be written: [Errno 27]" in done.stderr
-    assert checkpoints(tmp_path / "run") == ["step-00000002", "step-00000008", "step-00000010"]
-    metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert {0, 1, 2, 7, 8, 9} <= {json.loads(line)["step"] for line in metrics if line.endswith("}") and line}
+    assert checkpoints(tmp_path) == ["step-00000002", "step-00000008", "step-00000010"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {0, 1, 2, 7, 8, 9} <= {line["step"] for line in lines}
 
 
-def test_a_disk_that_stays_full_costs_neither_the_weights_nor_the_checkpoint_before(tmp_path: Path) -> None:
-    undisturbed = run_python(TRAIN, tmp_path / "undisturbed", "99", "99")
-    done = run_python(TRAIN, tmp_path / "run", "3", "99")
-    assert weights(done) == weights(undisturbed)
+def test_a_disk_that_stays_full_costs_neither_the_weights_nor_the_checkpoint_before(
+    tmp_path: Path, undisturbed: tuple[Path, str]
+) -> None:
+    done = run_python(TRAIN, tmp_path, "3", "99")
+    assert weights(done) == undisturbed[1]
     assert "the checkpoint of step 10 could not be written" in done.stderr
-    assert checkpoints(tmp_path / "run") == ["step-00000002"]
-    again = run_python(TRAIN, tmp_path / "run", "99", "99")
-    assert "resumes after step 2" in again.stdout
-    assert weights(again) == weights(undisturbed)
+    assert checkpoints(tmp_path) == ["step-00000002"]
+    ours, theirs = (read_snapshot(folder / "checkpoints" / "step-00000002") for folder in (tmp_path, undisturbed[0]))
+    assert same([ours.model, ours.optimizer], [theirs.model, theirs.optimizer])
 
 
 MEMORY = """
@@ -223,12 +237,11 @@ def most():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-model = {str(number): torch.ones(2**20) for number in range(24)}
-optimizer = {number: torch.ones(2**20) for number in range(24)}
-size, before = 2 * 24 * 2**22, most()
+model = {str(number): torch.ones(2**19) for number in range(24)}
+optimizer = {number: torch.ones(2**19) for number in range(24)}
+size, before = 2 * 24 * 2**21, most()
 store = CheckpointStore(Path(sys.argv[1]))
-for step in range(3):
-    store.save(Snapshot(step, model, optimizer, {}))
+store.save(Snapshot(1, model, optimizer, {}))
 store.close()
 print((most() - before) / size)
 """
@@ -237,4 +250,4 @@ print((most() - before) / size)
 def test_saving_holds_one_copy_of_the_state_and_no_more(tmp_path: Path) -> None:
     done = run_python(MEMORY, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1.25
+    assert 0.75 < float(done.stdout) < 1.25

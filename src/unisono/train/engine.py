@@ -100,18 +100,12 @@ class StepEngine:
             LossError, ModelError, NondeterministicOperation: the user's loss function or model; names the shard.
             WorkerLost: another worker is gone.
         """
-        started = perf_counter()
-        gradients = self._gradients_of(call.optimizers)
         self._buffers.begin()
-        gradients.begin(self._mine)
-        with generators_kept():
-            reports = [self._compute(call, shard, gradients) for shard in self._mine]
-        computed = perf_counter()
-        transport = self._workers.transport
-        totals = gradients.reduce(transport, REDUCTIONS[self._job.reduction])
-        report = self._exchange(gradients, reports, leave)
-        done = perf_counter()
-        return Attempt(gradients, totals, report, {"compute": computed - started, "communication": done - computed})
+        try:
+            return self._attempt(call, leave=leave)
+        except BaseException:
+            self._buffers.rewind()  # or the next attempt would start from what this one left
+            raise
 
     def commit(self, call: Call, attempt: Attempt) -> bool:
         """Apply the update, on every worker alike.
@@ -143,6 +137,19 @@ class StepEngine:
             return False
         self._shard.metrics[name] = value
         return True
+
+    def _attempt(self, call: Call, *, leave: bool) -> Attempt:
+        started = perf_counter()
+        gradients = self._gradients_of(call.optimizers)
+        gradients.begin(self._mine)
+        with generators_kept():
+            reports = [self._compute(call, shard, gradients) for shard in self._mine]
+        computed = perf_counter()
+        transport = self._workers.transport
+        totals = gradients.reduce(transport, REDUCTIONS[self._job.reduction])
+        report = self._exchange(gradients, reports, leave)
+        done = perf_counter()
+        return Attempt(gradients, totals, report, {"compute": computed - started, "communication": done - computed})
 
     def _compute(self, call: Call, shard: int, gradients: Gradients) -> ShardReport:
         samples = len(call.batch.shard(shard))

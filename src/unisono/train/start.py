@@ -102,7 +102,7 @@ def init(
     job.require_workers(environment.world_size)
     chosen = choose_device(device, environment.local_rank)
     allow = allow_job_change or settings.allow_job_change
-    wanted = run_dir if run_dir is not None else _given_folder(settings, next(_runs))
+    wanted = _folder(run_dir, settings, next(_runs))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
         workers = opened.enter_context(closing(_connect(job, environment, chosen, failure_timeout_s)))
@@ -121,7 +121,10 @@ def init(
     return run
 
 
-def _given_folder(settings: Settings, number: int) -> Path | None:
+def _folder(argument: str | Path | None, settings: Settings, number: int) -> Path | None:
+    # Under `unisono verify` even a script that names its folder must leave that one alone.
+    if argument is not None and settings.trace is None:
+        return Path(argument)
     # A script that starts several runs has one folder from its launcher: the later ones go inside of it.
     if settings.run_dir is None or number == 1:
         return settings.run_dir
