@@ -24,6 +24,7 @@ from itertools import count
 import torch
 
 from same_trees import same
+from unisono.checkpoint.snapshot import read_snapshot
 from unisono.checkpoint.store import CheckpointStore, Snapshot
 
 torch.set_num_threads(1)
@@ -67,7 +68,7 @@ def last_line(reading):
 
 
 def check(folder, done, size):
-    \"\"\"The newest is whole, is what its step saved, and no older than what was said to be done.\"\"\"
+    \"\"\"The newest is what its step saved, and no older than what was said to be done; all are whole.\"\"\"
     store = CheckpointStore(folder, keep=KEEP)
     found = store.newest()
     store.close()
@@ -76,7 +77,8 @@ def check(folder, done, size):
     reached = (found.step, found.state["attempt"]) if found else (0, 0)
     assert reached >= done, f"{done} was done, and {reached} is all there is"
     assert found is None or same(vars(found), vars(content(*reached, size)))
-    return reached[0]
+    for path in folder.glob("step-*"):
+        read_snapshot(path)
 """
 
 BETWEEN = """
@@ -152,7 +154,7 @@ def run_python(script: str, *arguments: str | Path) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize(
-    ("script", "least"), [(BETWEEN, 100), (ANYWHERE, 25)], ids=["before each file operation", "anywhere"]
+    ("script", "least"), [(BETWEEN, 80), (ANYWHERE, 25)], ids=["before each file operation", "anywhere"]
 )
 def test_whenever_the_writer_is_killed_the_newest_whole_checkpoint_is_what_its_step_saved(
     tmp_path: Path, script: str, least: int

@@ -15,6 +15,12 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape).to(dtype) for shape in SHAPES]
 
 
+def partial_sums(buckets: tuple[Bucket, ...], tree: SummationTree) -> PartialSums:
+    count = tree.most_kept(0, tree.shards)
+    rows = [Row.of(buckets, [bucket.allocate() for bucket in buckets]) for _ in range(count)]
+    return PartialSums(tree, range(tree.shards), rows)
+
+
 def placed(buckets: tuple[Bucket, ...]) -> list[int]:
     return [slot.index for bucket in buckets for slot in bucket.slots]
 
@@ -78,8 +84,8 @@ def test_the_plan_follows_from_the_list_alone() -> None:
 def test_partial_sums_of_a_whole_job_are_the_tree_sum_bit_for_bit(shards: int, dtype: torch.dtype) -> None:
     gradients = [tensors(dtype) for _ in range(shards)]
     tree = SummationTree(shards)
-    sums = PartialSums(plan_buckets(gradients[0], 2000), tree)
-    sums.begin(range(shards))
+    sums = partial_sums(plan_buckets(gradients[0], 2000), tree)
+    sums.begin()
     for shard in gradients:
         sums.add(shard)
     (row,) = sums.rows
@@ -96,28 +102,35 @@ def map_leaves(tree: SummationTree) -> list[Node]:
 def test_an_absent_gradient_adds_nothing_not_even_the_sign_of_a_zero() -> None:
     minus_zero = torch.tensor([-0.0, 1.0, -0.0])
     for order in ([minus_zero, None], [None, minus_zero]):
-        sums = PartialSums(plan_buckets([minus_zero], 100), SummationTree(2))
-        sums.begin(range(2))
+        sums = partial_sums(plan_buckets([minus_zero], 100), SummationTree(2))
+        sums.begin()
         for gradient in order:
             sums.add([gradient])
         (row,) = sums.rows
         assert torch.signbit(row.views[0]).tolist() == [True, False, True]
 
 
-def test_rows_are_allocated_once_and_used_again() -> None:
+def test_rows_are_used_again_in_every_step() -> None:
     given = tensors()
-    sums = PartialSums(plan_buckets(given, 10**9), SummationTree(8))
+    sums = partial_sums(plan_buckets(given, 10**9), SummationTree(8))
+    totals = set()
     for _ in range(3):
-        sums.begin(range(8))
+        sums.begin()
         for _ in range(8):
             sums.add(given)
-        assert len(sums.rows) == 1
-    assert sums.allocated == 3  # while shard 7 of 8 is computed: shards 0 to 3, 4 and 5, 6
+        (row,) = sums.rows
+        totals.add(row.flats[0].sum().item())
+    assert len(totals) == 1
+
+
+def test_a_worker_with_all_eight_shards_keeps_three_partial_sums() -> None:
+    assert SummationTree(8).most_kept(0, 8) == 3  # while shard 7 is computed: shards 0 to 3, 4 and 5, 6
 
 
 def test_a_row_copies_what_it_is_given() -> None:
     given = tensors()
-    row = Row.allocate(plan_buckets(given, 10**9))
+    buckets = plan_buckets(given, 10**9)
+    row = Row.of(buckets, [bucket.allocate() for bucket in buckets])
     row.write(given)
     before = [view.clone() for view in row.views]
     for tensor in given:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from same_trees import same
-from unisono.checkpoint.codec import flatten, unflatten
+from unisono.checkpoint.codec import DEEPEST, flatten, unflatten
 from unisono.checkpoint.tensors import copies, pieces
 from unisono.errors import CheckpointError
 
@@ -126,17 +126,16 @@ def test_tied_tensors_with_a_layout_of_their_own_come_back_tied() -> None:
 
 
 def test_tensors_that_share_memory_but_not_values_stay_apart() -> None:
-    whole = torch.randn(6, dtype=torch.complex64)
-    tree = [
-        whole,
-        whole[:3],
-        whole[3:],
-        whole.conj(),
-        whole.view(torch.float32),
-        whole.reshape(2, 3),
-        whole.conj().imag,
-    ]
+    whole, real = torch.randn(6, dtype=torch.complex64), torch.randn(4)
+    views = [whole[:3], whole[3:], whole.conj(), whole.view(torch.float32), whole.reshape(2, 3), whole.conj().imag]
+    tree = [whole, *views, real, real.view(torch.int32)]
     assert same(there_and_back(tree), tree)
+
+
+def test_what_is_taken_apart_can_be_looked_at_as_bytes() -> None:
+    whole = torch.randn(6, dtype=torch.complex64)
+    for tensor in flatten([whole.conj(), whole.conj().imag])[1].values():
+        assert same(tensor.view(torch.uint8).view(tensor.dtype), tensor)
 
 
 def test_empty_tensors_are_never_taken_for_one_another() -> None:
@@ -285,7 +284,7 @@ def test_a_state_that_holds_itself_is_refused_and_not_followed_for_ever() -> Non
 )
 def test_a_state_as_deep_as_allowed_comes_back(wrap: Callable[[Any], Any]) -> None:
     tree: Any = 1.5
-    for _ in range(100):
+    for _ in range(DEEPEST):
         tree = wrap(tree)
     assert same(there_and_back(tree), tree)
 

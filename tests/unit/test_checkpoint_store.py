@@ -143,6 +143,20 @@ def test_the_folder_stays_the_same_when_the_script_changes_its_own(
     assert (tmp_path / "checkpoints" / "step-00000005").is_dir()
 
 
+def test_everything_is_on_the_disk_before_it_counts(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: dict[int, int] = {}
+
+    def note(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_size
+
+    monkeypatch.setattr(os, "fsync", note)
+    saved(store, 5)
+    for path in folder_of(store, 5).iterdir():
+        assert synced[path.stat().st_ino] == path.stat().st_size
+    assert {folder_of(store, 5).stat().st_ino, store._folder.stat().st_ino} <= synced.keys()
+
+
 # --- which ones stay
 
 

@@ -47,6 +47,10 @@ def test_every_tensor_is_aligned_to_its_element() -> None:
         position += len(part)
 
 
+def test_copies_lie_row_by_row_so_that_writing_makes_no_more_of_them() -> None:
+    assert all(tensor.is_contiguous() for tensor in copies(EXAMPLES).values())
+
+
 def test_copies_do_not_see_later_updates() -> None:
     weight = torch.zeros(3)
     copied = copies({"weight": weight})["weight"]

@@ -86,10 +86,7 @@ def test_a_worker_keeps_at_most_log2_of_shards_plus_one_partial_sums(shards: int
         split = Split.even(shards, workers)
         for rank in range(workers):
             mine = split.of(rank)
-            kept = most = 0
-            for merges in tree.merges(mine.start, mine.stop):
-                kept += 1 - merges
-                most = max(most, kept)
+            most = tree.most_kept(mine.start, mine.stop)
             assert most <= math.log2(shards) + 1, f"{shards} shards, worker {rank} of {workers}"
 
 

@@ -56,6 +56,36 @@ def _connect(environment: Environment, rendezvous: Rendezvous, timeout_s: float)
         ) from error
 
 
+class Noticeboard:
+    """Where the workers of a generation post how others can reach them.
+
+    Args:
+        store: that all of them can read and write.
+        timeout_s: how long to wait for a notice.
+    """
+
+    def __init__(self, store: dist.Store, timeout_s: float) -> None:
+        self._store = dist.PrefixStore(f"unisono/board/{next(_formed)}", store)
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def post(self, name: str, value: bytes) -> None:
+        """Make a value known."""
+        self._store.set(name, value.hex())
+
+    def read(self, name: str) -> bytes:
+        """A value, as soon as somebody has posted it.
+
+        Raises:
+            LaunchError: nobody did in time.
+        """
+        try:
+            self._store.wait([name], self._timeout)
+            return bytes.fromhex(self._store.get(name).decode())
+        except RuntimeError as error:
+            waited = self._timeout.total_seconds()
+            raise LaunchError(f"another worker did not appear within {waited:g} s: {error}") from error
+
+
 def form_group(store: dist.Store, generation: Generation, backend: str, timeout_s: float) -> Any:
     """A process group of this generation's workers: ``ProcessGroupGloo`` or ``ProcessGroupNCCL``.
 

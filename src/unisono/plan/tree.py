@@ -52,6 +52,14 @@ class SummationTree:
         """
         return _finish(node or self.root, partials, add)
 
+    def most_kept(self, start: int, stop: int) -> int:
+        """The largest number of partial sums that a worker with these shards keeps at a time."""
+        kept = most = 0
+        for count in self.merges(start, stop):
+            kept += 1 - count
+            most = max(most, kept)
+        return most
+
     def merges(self, start: int, stop: int) -> tuple[int, ...]:
         """How a worker adds up ``start … stop-1`` as the shards arrive, one after the other.
 

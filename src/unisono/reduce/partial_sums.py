@@ -18,10 +18,9 @@ class Row:
     views: tuple[Tensor, ...]  # in the order of the tensors' list
 
     @classmethod
-    def allocate(cls, buckets: Sequence[Bucket]) -> "Row":
-        """A row of new buffers."""
-        flats = tuple(bucket.allocate() for bucket in buckets)
-        return cls(flats, views_of(buckets, flats))
+    def of(cls, buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> "Row":
+        """A row in these buffers, one per bucket."""
+        return cls(tuple(flats), views_of(buckets, flats))
 
     def write(self, tensors: Sequence[Tensor | None]) -> None:
         """Set this row to ``tensors``. An absent one counts as -0.0, the identity of float addition."""
@@ -53,28 +52,32 @@ class PartialSums:
     """Adds up shards as they arrive, along the summation tree.
 
     A left leaf is copied into a row, its sibling is added onto it, and whenever the two topmost rows are
-    siblings they become one. For a power of two of shards at most log2(shards)+1 rows exist at a time.
-    Rows are allocated once and used again in every step.
+    siblings they become one. Rows are allocated once and used again in every step: for a power of two of shards
+    (up to 512) at most log2(shards)+1 of them.
+
+    Args:
+        tree: the summation tree.
+        shards: of this worker.
+        rows: as many as ``tree.most_kept`` of these shards.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], tree: SummationTree) -> None:
-        self.buckets = tuple(buckets)
-        self._tree = tree
-        self._free: list[Row] = []
+    def __init__(self, tree: SummationTree, shards: range, rows: Sequence[Row]) -> None:
+        self._merge_counts = tree.merges(shards.start, shards.stop)
+        self._free = list(rows)
         self._stack: list[Row] = []
         self._merges: list[int] = []
 
-    def begin(self, shards: range) -> None:
-        """Start over, for the shards of this worker, which :meth:`add` then takes from first to last."""
+    def begin(self) -> None:
+        """Start over; :meth:`add` then takes this worker's shards from first to last."""
         self._free.extend(self._stack)
         self._stack = []
-        self._merges = list(reversed(self._tree.merges(shards.start, shards.stop)))
+        self._merges = list(reversed(self._merge_counts))
 
     def add(self, tensors: Sequence[Tensor | None]) -> None:
         """Take the next shard's tensors; an absent one adds nothing."""
         merges = self._merges.pop()
         if merges == 0:
-            row = self._free.pop() if self._free else Row.allocate(self.buckets)
+            row = self._free.pop()
             row.write(tensors)
             self._stack.append(row)
             return
@@ -89,8 +92,3 @@ class PartialSums:
         """The sums of the whole subtrees in this worker's range, from left to right."""
         assert not self._merges, f"{len(self._merges)} shards are still to come"
         return tuple(self._stack)
-
-    @property
-    def allocated(self) -> int:
-        """How many rows, each as large as all gradients together, exist now."""
-        return len(self._free) + len(self._stack)

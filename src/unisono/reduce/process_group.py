@@ -24,13 +24,11 @@ class ProcessGroupTransport(Transport):
     Args:
         group: a ``ProcessGroupGloo`` or ``ProcessGroupNCCL``; used by one thread, closed by :meth:`close`.
         device: where the backend wants its tensors; others are staged there and back.
-        store: over which the group was formed; kept alive as long as the group.
     """
 
-    def __init__(self, group: Any, rank: int, split: Split, device: torch.device, store: Any = None) -> None:
+    def __init__(self, group: Any, rank: int, split: Split, device: torch.device) -> None:
         super().__init__(rank, split)
         self._group = group
-        self._store = store
         self._device = device
         covers = [self.tree.cover(split.of(peer).start, split.of(peer).stop) for peer in range(split.workers)]
         self._covers: tuple[tuple[Node, ...], ...] = tuple(covers)
@@ -82,7 +80,7 @@ class ProcessGroupTransport(Transport):
         self._exchanges.clear()
         if self._group is not None:
             self._group.abort()
-        self._group = self._store = None
+        self._group = None
 
 
 class _Exchange:

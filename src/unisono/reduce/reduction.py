@@ -14,7 +14,7 @@ class Reduction(Protocol):
     """How rows of partial sums become one flat total per bucket, the same on every worker."""
 
     def __call__(self, transport: Transport, rows: Sequence[Row]) -> tuple[Tensor, ...]:
-        """The totals, one 1-D tensor per bucket. The rows may be overwritten."""
+        """The totals, one 1-D tensor per bucket, to be read. The rows may be overwritten."""
         ...
 
 

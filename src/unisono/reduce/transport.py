@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
+from unisono.reduce.buckets import Bucket
 
 
 class Transport(ABC):
@@ -29,6 +30,15 @@ class Transport(ABC):
         """The number of workers."""
         return self.split.workers
 
+    def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
+        """Flat buffers for so many rows of partial sums, where this transport need not copy them. Collective.
+
+        Args:
+            buckets: the layout of a row, the same on every worker.
+            rows: how many this worker needs; others may need another number.
+        """
+        return [tuple(bucket.allocate() for bucket in buckets) for _ in range(rows)]
+
     @abstractmethod
     def reduce(self, bucket: Hashable, partials: Sequence[Tensor]) -> Tensor:
         """Finish the summation tree of one bucket.
@@ -39,7 +49,8 @@ class Transport(ABC):
                 one length, a multiple of 64 elements. They may be overwritten.
 
         Returns:
-            the root's value, 1-D of the same length; valid until the bucket is reduced again.
+            the root's value, 1-D of the same length, to be read and not written: other workers may read the same
+            memory. Valid until the bucket is reduced again.
         """
 
     @abstractmethod

@@ -14,7 +14,6 @@ from unisono.errors import LossError, NondeterministicOperation, NonFiniteLoss
 from unisono.job import Job
 from unisono.plan.batches import Batch
 from unisono.plan.streams import Stream, stream_seed
-from unisono.plan.tree import SummationTree
 from unisono.reduce.reduction import REDUCTIONS
 from unisono.train.buffers import Buffers
 from unisono.train.control import ControlWord, ShardReport, StepReport
@@ -84,7 +83,6 @@ class StepEngine:
         self._prepared = prepared
         self._device = device
         self._mine = workers.generation.shards
-        self._tree = SummationTree(job.shards)
         self._buffers = Buffers(prepared.buffers, workers.generation.split, workers.rank)
         self._gradients: dict[tuple[int, ...], Gradients] = {}
         self._shard: ShardReport | None = None
@@ -141,12 +139,11 @@ class StepEngine:
     def _attempt(self, call: Call, *, leave: bool) -> Attempt:
         started = perf_counter()
         gradients = self._gradients_of(call.optimizers)
-        gradients.begin(self._mine)
+        gradients.begin()
         with generators_kept():
             reports = [self._compute(call, shard, gradients) for shard in self._mine]
         computed = perf_counter()
-        transport = self._workers.transport
-        totals = gradients.reduce(transport, REDUCTIONS[self._job.reduction])
+        totals = gradients.reduce(REDUCTIONS[self._job.reduction])
         report = self._exchange(gradients, reports, leave)
         done = perf_counter()
         return Attempt(gradients, totals, report, {"compute": computed - started, "communication": done - computed})
@@ -210,7 +207,9 @@ class StepEngine:
         key = tuple(map(id, optimizers))
         if key not in self._gradients:
             bucket_bytes = int(self._job.bucket_mb * 2**20)
-            self._gradients[key] = Gradients(self._prepared.trained_by(optimizers), self._tree, bucket_bytes)
+            self._gradients[key] = Gradients(
+                self._prepared.trained_by(optimizers), self._workers.transport, bucket_bytes
+            )
         return self._gradients[key]
 
     def _clear_gradients(self) -> None:

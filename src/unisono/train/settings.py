@@ -15,6 +15,7 @@ class Settings:
     shards: int | None = None
     threads: int | None = None
     allow_job_change: bool = False
+    transport: str | None = None
     checkpoint_every: int | None = None
     stop_after: int | None = None
     trace: Path | None = None
@@ -31,6 +32,7 @@ class Settings:
             shards=_count(environ, "UNISONO_SHARDS"),
             threads=_count(environ, "UNISONO_THREADS"),
             allow_job_change=environ.get("UNISONO_ALLOW_JOB_CHANGE") == "1",
+            transport=environ.get("UNISONO_TRANSPORT") or None,
             checkpoint_every=_count(environ, "UNISONO_CHECKPOINT_EVERY"),
             stop_after=_count(environ, "UNISONO_STOP_AFTER"),
             trace=_path(environ, "UNISONO_TRACE"),

@@ -18,13 +18,9 @@ from unisono.data.streams import seed_generators
 from unisono.errors import JobError
 from unisono.job import Job, Precision, Reduction
 from unisono.membership.environment import Environment, recognise
-from unisono.membership.generation import Generation
-from unisono.membership.rendezvous import backend_for, form_group, open_store
-from unisono.plan.split import Split
 from unisono.plan.streams import Stream, stream_seed
-from unisono.reduce.process_group import ProcessGroupTransport
-from unisono.reduce.transport import Solo, Transport
 from unisono.train.checkpoints import Checkpoints, require_same_job
+from unisono.train.connect import Connection, TransportName, connect
 from unisono.train.device import choose_device
 from unisono.train.failure import FailureNote
 from unisono.train.numerics import apply_numerics, fingerprint, script_digest
@@ -48,6 +44,7 @@ def init(
     deterministic: bool = True,
     on_nan: Literal["stop", "skip"] = "stop",
     device: str | torch.device | None = None,
+    transport: TransportName | None = None,
     run_dir: str | Path | None = None,
     checkpoint_every: int | None = None,
     keep: int = 3,
@@ -72,6 +69,8 @@ def init(
         deterministic: refuse operations that have no deterministic version.
         on_nan: a loss that is NaN or infinite stops the job, or skips the step.
         device: where to compute; by default the GPU of the worker's local rank if there is one, else the CPU.
+        transport: how workers exchange gradients; decides no bit. By default ``shared_memory`` between workers of one
+            host on CPUs, else ``process_group`` (Gloo or NCCL).
         run_dir: the run folder; one that holds checkpoints of the same job is resumed. By default a new one
             under ``runs/``.
         checkpoint_every: steps between automatic checkpoints; by default none are written.
@@ -105,7 +104,8 @@ def init(
     wanted = _folder(run_dir, settings, next(_runs))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
-        workers = opened.enter_context(closing(_connect(job, environment, chosen, failure_timeout_s)))
+        how = Connection(transport or settings.transport or "auto", chosen, failure_timeout_s)
+        workers = opened.enter_context(closing(connect(job, environment, how)))
         marks = fingerprint(job, chosen)
         workers.require_same("job or machine", marks | {"script": script_digest()})
         folder = opened.enter_context(closing(_open_folder(workers, wanted, job, allow=allow)))
@@ -135,18 +135,6 @@ def _check_counts(**counts: float | None) -> None:
     for name, value in counts.items():
         if value is not None and not value > 0:
             raise JobError(f"{name}={value!r}: needs to be positive")
-
-
-def _connect(job: Job, environment: Environment, device: torch.device, timeout_s: float) -> Workers:
-    generation = Generation(1, environment.rank, Split.even(job.shards, environment.world_size))
-    if environment.world_size == 1:
-        return Workers(generation, Solo(job.shards))
-    store = open_store(environment, timeout_s)
-    backend = backend_for(device, environment)
-    group = form_group(store, generation, backend, timeout_s)
-    where = device if backend == "nccl" else torch.device("cpu")
-    transport: Transport = ProcessGroupTransport(group, generation.rank, generation.split, where, store)
-    return Workers(generation, transport)
 
 
 def _open_folder(workers: Workers, wanted: str | Path | None, job: Job, *, allow: bool) -> RunFolder:
