@@ -48,6 +48,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, lis
 EXAMPLES = {"digits.py": "--epochs 2", "char_lm.py": "--batch-size 128 --steps 6 --layers 1 --width 32 --context 32"}
 
 
+@pytest.mark.parametrize("workers", [3, 5])
+def test_over_a_process_group_the_bits_are_those_of_shared_memory(
+    workers: int, results: dict[int, dict[str, list[Any]]], tmp_path: Path
+) -> None:
+    output = launch(workers, str(JOBS), folder=tmp_path / "run", UNISONO_TRANSPORT="process_group")
+    reports = [json.loads(line) for line in re.findall(r"RESULT (.*)", output)]
+    assert len(reports) == workers * len(results[1])
+    assert all(report == results[1][report["job"]][0] for report in reports)
+
+
 @pytest.fixture(scope="module")
 def example_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
     """For each number of workers, the weights that the examples end in."""

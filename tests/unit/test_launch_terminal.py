@@ -150,7 +150,7 @@ def test_who_names_no_folder_gets_a_new_one_each_time(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     folders = {open_folder(None, "train").path for _ in range(3)}
     assert len(folders) == 3
-    assert all(folder.parent == Path("runs") and "-train" in folder.name for folder in folders)
+    assert all(folder.parent == tmp_path / "runs" and "-train" in folder.name for folder in folders)
 
 
 def test_a_place_where_no_run_folder_can_be_made_is_a_clear_error(
@@ -158,5 +158,5 @@ def test_a_place_where_no_run_folder_can_be_made_is_a_clear_error(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs").write_text("a file")
-    with pytest.raises(JobError, match=r"run folder .*runs cannot be used: .*--run-dir"):
+    with pytest.raises(JobError, match=r"no run folder can be made in .*runs: .*--run-dir"):
         open_folder(None, "train")

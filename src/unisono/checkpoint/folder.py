@@ -161,7 +161,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _no_folder(base: Path, error: OSError) -> JobError:
-    return JobError(f"no run folder can be made in {base.absolute()}: {error}; choose one with run_dir=")
+    return JobError(f"no run folder can be made in {base.absolute()}: {error}; choose one with --run-dir or run_dir=")
 
 
 def _read(path: Path) -> dict[str, Any] | None:

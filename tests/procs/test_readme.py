@@ -1,0 +1,104 @@
+"""What the documentation shows is true: its scripts run, its links lead somewhere, and its tables are complete."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unisono import errors
+
+pytestmark = pytest.mark.procs
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def code_of(page: str) -> list[str]:
+    """The Python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def digests(page: str, workers: int, folder: Path) -> list[str]:
+    """Run the code of a page on so many workers; the digests of the weights that it prints."""
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text("\n\n".join(code_of(page)))
+    launcher = [sys.executable] if workers == 1 else [sys.executable, "-m", "unisono", "run", "-n", str(workers)]
+    done = subprocess.run(
+        [*launcher, script.name],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return re.findall(r"weights sha256 ([0-9a-f]{64})", done.stdout)
+
+
+def test_the_script_in_the_readme_is_short_and_ends_in_the_same_weights_on_one_worker_and_on_two(tmp_path: Path) -> None:
+    (script,) = code_of("README.md")
+    assert script.count("\n") <= 30
+    alone = digests("README.md", 1, tmp_path / "alone")
+    assert len(alone) == 1
+    assert digests("README.md", 2, tmp_path / "together") == alone
+
+
+def test_everything_in_the_guide_runs_and_ends_in_the_same_weights_on_one_worker_and_on_two(tmp_path: Path) -> None:
+    alone = digests("docs/guide.md", 1, tmp_path / "alone")
+    assert len(alone) == "".join(code_of("docs/guide.md")).count(".finish(") + 1  # one stands in a loop of two
+    assert digests("docs/guide.md", 2, tmp_path / "together") == alone
+
+
+def test_the_worked_example_of_exactness_holds(tmp_path: Path) -> None:
+    assert len(code_of("docs/exactness.md")) >= 2
+    digests("docs/exactness.md", 1, tmp_path / "example")  # it asserts by itself
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_within_the_documentation_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        name, _, heading = target.partition("#")
+        other = (page.parent / name).resolve() if name else page
+        assert other.exists(), f"{page.name} links to {target}"
+        assert not heading or heading in headings(other), f"{page.name} links to {target}"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_guide_names_every_variable_that_the_source_reads() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    names = set(re.findall(r"\b(?:UNISONO|SLURM|MASTER)_[A-Z_]*[A-Z]\b", source)) - {"SLURMD_NODENAME"}
+    assert {name for name in names if name not in guide} == set()
+
+
+def test_the_guide_explains_every_error() -> None:
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    kinds = [name for name, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__]
+    assert len(kinds) > 10
+    assert [name for name in kinds if f"`{name}`" not in guide] == []
+
+
+def test_the_guide_lists_every_setting_of_init() -> None:
+    from unisono.train.start import init
+
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    assert [name for name in inspect.signature(init).parameters if f"| `{name}` |" not in guide] == []
+
+
+def test_every_decision_is_in_the_list_of_decisions() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = (folder / "README.md").read_text()
+    assert [path.name for path in folder.glob("0*.md") if f"({path.name})" not in listed] == []
