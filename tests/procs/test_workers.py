@@ -88,7 +88,8 @@ def test_collective_verbs_give_every_worker_the_value_of_all(
             "other model",
             r"(?s)rank 2 has another model than rank 0.*weight: float32\[1, 1\] here, float32\[2, 1\] there",
         ),
-        ("nan", r"NonFiniteLoss: the loss is nan in step 0, shard 5 \(rank 2\)"),
+        ("nan", r"NonFiniteLoss: step 0: the loss is nan in shard 5 \(rank 2\)"),
+        ("other metrics", r"DataError: metrics returned \['from 1'\] for one batch and \['from 0'\] for another"),
         ("other job", "(?s)rank 1 has another job or machine than rank 0.*job.batch_size: 24 here, 25 there"),
     ],
 )

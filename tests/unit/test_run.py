@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -286,6 +287,224 @@ def test_what_was_registered_must_be_registered_again(start: Start) -> None:
         train(start(), epochs=2)
 
 
+# -- leaving a loop ---------------------------------------------------------------------------------------------------
+
+
+def prepared(run: unisono.Run) -> nn.Module:
+    model = net()
+    run.prepare(model, sgd(model))
+    return model
+
+
+def steps_of(run: unisono.Run) -> int:
+    run.finish()
+    return int(json.loads((run.dir / "result.json").read_text())["steps"])
+
+
+def test_a_step_that_was_left_before_it_was_run_does_not_count(start: Start) -> None:
+    run = start()
+    prepared(run)
+    for step in run.steps(data()):
+        if step.number == 2:
+            break
+        step.run(cross_entropy)
+    assert steps_of(run) == 2
+
+
+def test_a_loop_that_was_interrupted_in_a_step_goes_on_there(start: Start, tmp_path: Path) -> None:
+    def interrupted_once(model: Any, batch: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return cross_entropy(model, batch)
+
+    with start(run_dir=tmp_path / "other") as undisturbed:
+        expected = unisono.digest(train(undisturbed))
+    calls: list[int] = []
+    run = start(checkpoint_every=1)
+    prepared(run)
+    with pytest.raises(KeyboardInterrupt):
+        for step in run.steps(data()):
+            step.run(interrupted_once)
+    assert steps_of(run) == 1
+    again = start(checkpoint_every=1)
+    assert unisono.digest(train(again)) == expected
+
+
+def test_a_loop_whose_generator_is_kept_is_ended_by_finish(start: Start) -> None:
+    run = start()
+    prepared(run)
+    steps = run.steps(data())
+    for step in steps:
+        step.run(cross_entropy)
+        break
+    assert steps_of(run) == 1
+
+
+def test_a_step_can_only_be_run_in_the_body_it_belongs_to(start: Start) -> None:
+    run = start()
+    prepared(run)
+    first, *_ = list(run.steps(data()))
+    with pytest.raises(JobError, match="this step is over"):
+        first.run(cross_entropy)
+
+
+def test_a_run_that_has_ended_says_so(start: Start) -> None:
+    run = start()
+    train(run)
+    run.finish()
+    for verb in (run.finish, run.barrier, lambda: run.predict(data()), lambda: run.steps(data())):
+        with pytest.raises(JobError, match="this run has ended"):
+            verb()
+
+
+def test_a_loop_that_resumes_with_other_data_is_refused(start: Start) -> None:
+    run = start(checkpoint_every=1)
+    prepared(run)
+    for step in run.steps(data(), epochs=2):
+        step.run(cross_entropy)
+        if step.number == 1:
+            run.close()
+            break
+    again = start()
+    prepared(again)
+    with pytest.raises(JobMismatch, match="samples: 40 here, 70 there"):
+        next(again.steps(data(40), epochs=2))
+
+
+def test_a_scheduler_that_is_not_part_of_the_checkpoints_is_warned_of(start: Start) -> None:
+    run = start(checkpoint_every=1)
+    model = net()
+    optimizer = sgd(model)
+    run.prepare(model, optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for step in run.steps(data()):
+        step.run(cross_entropy)
+        break
+    with pytest.warns(UnisonoWarning, match="run.register"):
+        run.finish()
+
+
+# -- small print ------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_drawn_in_a_loss_leave_no_trace_in_the_script(start: Start, tmp_path: Path) -> None:
+    def drawn(extra: int) -> list[float]:
+        with start(run_dir=tmp_path / "other") as run:
+            prepared(run)
+
+            def loss_fn(model: Any, batch: Any) -> Tensor:
+                np.random.randn(extra)  # NumPy makes normal numbers in pairs, and keeps the second
+                return cross_entropy(model, batch)
+
+            numbers = []
+            for step in run.steps(data()):
+                step.run(loss_fn)
+                numbers.append(float(np.random.randn()))
+            return numbers
+
+    assert drawn(1) == drawn(2)
+
+
+def test_with_one_shard_a_weight_changes_nothing(start: Start, tmp_path: Path) -> None:
+    weighted = start(shards=1, run_dir=tmp_path / "weighted")
+    by_weight = train(weighted, lambda model, batch: (cross_entropy(model, batch), 0.25))
+    weighted.close()
+    assert unisono.digest(train(start(shards=1))) == unisono.digest(by_weight)
+
+
+def test_a_shard_of_nothing_but_padding_may_return_a_constant(start: Start) -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        if bool(batch[0][0, 0] > 0):
+            return torch.zeros(()), 0
+        return cross_entropy(model, batch), 3
+
+    train(start(batch_size=70, shards=7), loss_fn)
+
+
+def test_a_gradient_that_is_not_finite_is_noticed_where_it_is_clipped(start: Start) -> None:
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        loss: Tensor = (model(batch[0]) * 0).sum().abs().sqrt()  # 0, with an infinite slope
+        return loss
+
+    run = start()
+    model = prepared(run)
+    before = unisono.digest(model)
+    with pytest.raises(NonFiniteLoss, match="the norm of the gradient is nan"):
+        for step in run.steps(data()):
+            step.run(loss_fn, clip_norm=1.0)
+    assert unisono.digest(model) == before
+
+
+def test_skipped_steps_are_in_the_journal(start: Start) -> None:
+    run = start(on_nan="skip")
+    train(run, lambda model, batch: cross_entropy(model, batch) * math.nan)
+    lines = [json.loads(line) for line in (run.dir / "journal.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "skipped"] == [0, 1, 2]
+
+
+def test_a_reduced_tensor_is_a_new_one(start: Start) -> None:
+    run = start()
+    mine = torch.ones(3)
+    found = run.all_reduce(mine, "sum")
+    mine.zero_()
+    assert found.tolist() == [1.0, 1.0, 1.0]
+    assert run.all_reduce(np.float32(0.5), "sum") == 0.5
+    with pytest.raises(ValueError, match="bool"):
+        run.all_reduce(torch.tensor([True]), "sum")
+
+
+def test_an_evaluation_draws_the_same_numbers_however_often_it_is_asked(start: Start) -> None:
+    run = start()
+    model = nn.Linear(6, 3)
+    run.prepare(model, sgd(model))
+    draws = [run.evaluate(data(), lambda model, batch: {"x": torch.randn(())}) for _ in range(2)]
+    assert draws[0] == draws[1]
+
+
+def test_what_a_loss_logs_while_it_is_evaluated_is_not_a_line_of_the_metrics(start: Start) -> None:
+    run = start()
+    prepared(run)
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        run.log("label", batch[1].float().mean())
+        return cross_entropy(model, batch)
+
+    run.evaluate(data(), {"loss": loss_fn})
+    assert run.metrics == {}
+
+
+@pytest.mark.parametrize("name", ["loss", "step", "seconds"])
+def test_names_that_the_metrics_file_needs_for_itself_are_refused(start: Start, name: str) -> None:
+    with pytest.raises(JobError, match=name):
+        start().log(name, 1.0)
+
+
+def test_a_learning_rate_may_be_a_tensor(start: Start) -> None:
+    run = start()
+    model = net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1)))
+    for step in run.steps(data()):
+        step.run(cross_entropy)
+    assert run.metrics["lr"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("predict", "message"),
+    [
+        (lambda model, batch: torch.tensor(1.0), "single number"),
+        (lambda model, batch: torch.ones(3), "one row per sample"),
+        (lambda model, batch: {1: batch[1]}, "name outputs by text"),
+        (lambda model, batch: "yes", "returned a str"),
+    ],
+)
+def test_predictions_that_cannot_be_put_together_are_refused(start: Start, predict: Any, message: str) -> None:
+    run = start()
+    prepared(run)
+    with pytest.raises(DataError, match=message):
+        run.predict(data(), predict)
+
+
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -385,7 +604,11 @@ def test_data_sets_that_cannot_be_used_say_what_to_use(start: Start, dataset: An
         (lambda model, batch: model(batch[0]).sum().detach(), LossError, "depends on no parameter"),
         (lambda model, batch: (model(batch[0]).sum(), -1), LossError, "weight -1"),
         (lambda model, batch: (model(batch[0]).sum(), 0), LossError, "all shards returned the weight 0"),
-        (lambda model, batch: model(batch[0]).sum() * math.nan, NonFiniteLoss, r"nan in step 0, shard 0 \(rank 0\)"),
+        (
+            lambda model, batch: model(batch[0]).sum() * math.nan,
+            NonFiniteLoss,
+            r"step 0: the loss is nan in shard 0 \(rank 0\)",
+        ),
     ],
 )
 def test_losses_that_cannot_be_used_name_step_shard_and_rank(
@@ -422,6 +645,41 @@ def test_a_model_changed_after_prepare_is_noticed(start: Start) -> None:
         for step in run.steps(data()):
             model.append(nn.Linear(3, 3))
             step.run(cross_entropy)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, optimizer: model[0].requires_grad_(True),
+        lambda model, optimizer: model[2].requires_grad_(False),
+        lambda model, optimizer: optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()}),
+        lambda model, optimizer: model[2].register_buffer("seen", torch.zeros(1)),
+    ],
+    ids=["unfrozen", "frozen", "added to the optimizer", "a new buffer"],
+)
+def test_a_change_of_what_is_trained_is_noticed(start: Start, change: Any) -> None:
+    run = start()
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    optimizer = sgd(model)
+    run.prepare(model, optimizer)
+    with pytest.raises(ModelError, match=r"changed after run\.prepare"):
+        for step in run.steps(data()):
+            step.run(cross_entropy)
+            change(model, optimizer)
+
+
+def test_models_and_optimizers_that_cannot_be_trained_in_parts_are_refused(start: Start) -> None:
+    run = start()
+    lazy, model = nn.LazyLinear(3), net()
+    with pytest.raises(ModelError, match="run one batch through it first"):
+        run.prepare(lazy, sgd(model))
+    with pytest.raises(ModelError, match="LBFGS wants to compute the loss itself"):
+        run.prepare(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ModelError, match="nothing to train"):
+        run.prepare(model.requires_grad_(False), sgd(model))
+    with pytest.raises(ModelError, match="needs torch modules, got str"):
+        run.prepare("model", sgd(model))
 
 
 def test_an_operation_without_a_deterministic_version_is_named(start: Start) -> None:

@@ -109,6 +109,16 @@ def test_a_trainer_can_start_its_own_run_and_needs_a_batch_size_for_it(tmp_path:
     assert (tmp_path / "own" / "result.json").exists()
 
 
+def test_a_scheduler_that_watches_the_loss_is_told_it_after_each_epoch(start: Start) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0, threshold_mode="abs")
+    trainer = unisono.Trainer(model, optimizer, loss_fn, run=start(), scheduler=watcher, progress=False)
+    trainer.fit(data(), epochs=3, validation=data())
+    assert watcher.best == trainer.history.validation("validation loss")[0]
+    assert watcher.last_epoch == 3
+
+
 def test_an_unknown_pace_of_the_scheduler_is_refused(start: Start) -> None:
     with pytest.raises(JobError, match="'fortnight'"):
         trainer_for(start(), scheduler_every="fortnight")

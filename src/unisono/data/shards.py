@@ -1,6 +1,7 @@
 """One shard's samples, fetched, augmented and collated alike wherever that happens."""
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ class ShardSource(Dataset[Any]):
             # Nothing random can happen in there, and one gather replaces a loop over samples.
             rows = torch.tensor(request.indices)
             return [tensor[rows] for tensor in self.dataset.tensors]
-        with generators_kept():
+        with generators_kept(), _one_thread():
             samples = self._fetch(request)
             return self._collated(samples, request.indices)
 
@@ -68,6 +69,19 @@ class ShardSource(Dataset[Any]):
                 f"samples {indices[0]} … {indices[-1]} of the data set cannot be collated into one batch: {error}."
                 f"{odd} Make all samples alike, or pass run.steps(…, collate_fn=…)"
             ) from error
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    # Loader processes have one thread, and other numbers of threads give other bits.
+    threads = torch.get_num_threads()
+    if threads != 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if threads != 1:
+            torch.set_num_threads(threads)
 
 
 def check_dataset(dataset: Any) -> int:

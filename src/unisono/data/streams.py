@@ -23,14 +23,15 @@ class Generators:
     def capture(cls) -> "Generators":
         """The generators' state now."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        return cls(torch.get_rng_state(), cuda, _numpy_bits().state, random.getstate())
+        # Not the bit generator's state alone: NumPy keeps every second normal number for the next call.
+        return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
     def restore(self) -> None:
         """Set the generators back to this state."""
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda is not None:
             torch.cuda.set_rng_state(self.torch_cuda)
-        _numpy_bits().state = self.numpy
+        np.random.set_state(self.numpy)
         random.setstate(self.python)
 
 
@@ -52,8 +53,3 @@ def generators_kept() -> Iterator[None]:
         yield
     finally:
         before.restore()
-
-
-def _numpy_bits() -> Any:
-    # NumPy's global generator is what a user's np.random.rand() draws from.
-    return np.random.mtrand._rand._bit_generator

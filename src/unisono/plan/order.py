@@ -1,6 +1,7 @@
 """The order of samples: a keyed permutation with random access and constant memory."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,15 @@ class Permutation:
         bits = max(2, (self.size - 1).bit_length())
         low, high = np.uint64(bits // 2), np.uint64(bits - bits // 2)
         left, right, widths = words >> low, words & _mask(low), (high, low)
-        for number in range(_ROUNDS):
-            key = stream_seed(self.key, Stream.ORDER, number)
+        for key in _round_keys(self.key):
             left, right = right, left ^ (_hash(right, key) & _mask(widths[0]))
             widths = widths[::-1]
         return (left << low) | right  # an even number of rounds: the halves are back in their places
+
+
+@lru_cache(maxsize=64)
+def _round_keys(key: int) -> tuple[int, ...]:
+    return tuple(stream_seed(key, Stream.ORDER, number) for number in range(_ROUNDS))
 
 
 def sample_order(seed: int, epoch: int, size: int) -> Permutation:

@@ -12,7 +12,7 @@ class Stream(IntEnum):
     SHARD = 2  # dropout and the like in one shard of one step: (step, call, shard)
     SAMPLE = 3  # random augmentation of one sample: (epoch, sample)
     ORDER = 4  # the order of samples in one epoch: (epoch,)
-    EVALUATION = 5  # a model that draws at evaluation: (call, block)
+    EVALUATION = 5  # a model that draws at evaluation: (step, block)
 
 
 def stream_seed(seed: int, stream: Stream, *key: int) -> int:

@@ -75,10 +75,13 @@ class Peers:
         return self._exactly(rank, length) if length else b""
 
     def _exactly(self, rank: int, count: int) -> bytes:
-        with self._watching(rank):
-            data = self._sockets[rank].recv(count, socket.MSG_WAITALL)
-        if len(data) < count:
-            raise self._lost(rank)
+        data = b""
+        while len(data) < count:  # a socket with a timeout gives what is there
+            with self._watching(rank):
+                part = self._sockets[rank].recv(count - len(data))
+            if not part:
+                raise self._lost(rank)
+            data += part
         return data
 
     def _receive_descriptor(self, rank: int) -> int:
@@ -161,7 +164,7 @@ def _answer(door: socket.socket, timeout_s: float) -> tuple[int, socket.socket]:
         caller, _ = door.accept()
         caller.settimeout(timeout_s)
         _, user, _ = _CREDENTIALS.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        said = caller.recv(_HELLO.size, socket.MSG_WAITALL) if user == os.getuid() else b""
+        said = caller.recv(_HELLO.size) if user == os.getuid() else b""
         if len(said) == _HELLO.size:
             return _HELLO.unpack(said)[0], caller
         caller.close()

@@ -35,6 +35,7 @@ class Buffers:
 
     def __init__(self, places: Sequence[BufferPlace], split: Split, rank: int) -> None:
         self._places = tuple(places)
+        self._split = split
         self._tree = SummationTree(split.shards)
         self._mine = split.of(rank)
         self._bases: list[_Base] = []
@@ -114,11 +115,17 @@ class Buffers:
             offset += base.tensor.numel()
 
     def _follow_first(self, transport: Transport, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            base = self._bases[number]
-            if 0 in self._mine:
-                base.tensor.copy_(self._value(0, number))
-            transport.broadcast(base.tensor, 0)
+        if not numbers:
+            return
+        values = [self._value(0, number) if 0 in self._mine else self._bases[number].value for number in numbers]
+        # All at once, as bytes: there may be a counter for every layer.
+        joined = torch.cat([value.reshape(-1).view(torch.uint8) for value in values])
+        transport.broadcast(joined, self._split.owner(0))
+        offset = 0
+        for number, value in zip(numbers, values, strict=True):
+            part = joined[offset : offset + value.nbytes].clone()
+            self._bases[number].tensor.copy_(part.view(value.dtype).view(value.shape))
+            offset += value.nbytes
 
     def _scaled(self, shard: int, numbers: Sequence[int], share: float) -> Tensor:
         values = [self._value(shard, number).reshape(-1) for number in numbers]

@@ -33,13 +33,19 @@ class Checkpoints:
         """Whether one is to be written now that ``step`` steps are committed."""
         return self.requested or (self.every is not None and step > 0 and step % self.every == 0)
 
-    def save(self, snapshot: Snapshot, *, wait: bool = False) -> None:
-        """Write one, in the background unless ``wait``."""
+    def save(self, snapshot: Snapshot, *, wait: bool = False) -> bool:
+        """Write one, in the background unless ``wait``.
+
+        Returns:
+            whether it is on disk, as far as this worker knows.
+        """
         self.requested, self.written = False, True
-        if self.store is not None:
-            self.store.save(snapshot)
-            if wait:
-                self.store.wait()
+        if self.store is None:
+            return True
+        self.store.save(snapshot)
+        if wait:
+            self.store.wait()
+        return not wait or snapshot.step in self.store.steps()
 
     def newest(self, workers: Workers) -> Snapshot | None:
         """The newest whole checkpoint, read by the main worker and handed to all."""

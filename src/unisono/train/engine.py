@@ -1,6 +1,7 @@
 """Computes steps: this worker's shards, the reduction, the update."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -33,12 +34,14 @@ class Clip:
     norm: float | None = None
     value: float | None = None
 
-    def apply(self, parameters: Iterable[Tensor]) -> None:
-        """Limit the parameters' gradients in place."""
+    def apply(self, parameters: Sequence[Tensor]) -> float:
+        """Limit the parameters' gradients in place; returns their global norm if it is limited, else 0."""
+        norm = 0.0
         if self.norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self.norm)
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.norm))
         if self.value is not None:
             torch.nn.utils.clip_grad_value_(parameters, self.value)
+        return norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +117,16 @@ class StepEngine:
         Raises:
             NonFiniteLoss: names step, shard and rank.
         """
-        if not self._finite(call, attempt.report):
-            self._buffers.rewind()
-            attempt.gradients.clear()
-            return False
+        if trouble := self._trouble(call, attempt.report):
+            return self._refused(call, trouble)
         used = attempt.report.used
         parameters = len(attempt.gradients.names)
         attempt.gradients.assign(attempt.totals, attempt.report.weight, used[:parameters])
+        norm = call.clip.apply(attempt.gradients.parameters)
+        if not math.isfinite(norm):
+            return self._refused(call, f"the norm of the gradient is {norm}")
         counts = [len(call.batch.shard(shard)) for shard in range(self._job.shards)]
         self._buffers.finish(self._workers.transport, used[parameters:], counts)
-        updated = self._prepared.trained_by(call.optimizers)
-        call.clip.apply(updated.values())
         for optimizer in call.optimizers:
             optimizer.step()
         return True
@@ -153,7 +155,8 @@ class StepEngine:
         report = ShardReport()
         self._clear_gradients()
         if samples:
-            self._buffers.rewind()
+            if shard != self._mine.start:  # the first one finds them as the step began
+                self._buffers.rewind()
             seed_generators(stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, shard))
             self._shard = report
             try:
@@ -172,7 +175,7 @@ class StepEngine:
         weighted = WeightedLoss.of(returned, samples)
         report.loss = float(weighted.loss.detach())
         # With one shard the weight cancels out, and without it the bits are those of the plain loop.
-        report.weight = min(weighted.weight, 1.0) if self._job.shards == 1 else weighted.weight
+        report.weight = 1.0 if self._job.shards == 1 and weighted.weight else weighted.weight
         if report.weight == 0:
             self._clear_gradients()
             return
@@ -188,20 +191,23 @@ class StepEngine:
             names = next((known for known in self._workers.gather_json(names) if known is not None), None)
         return word.read(words, names or [])
 
-    def _finite(self, call: Call, report: StepReport) -> bool:
-        for shard, part in enumerate(report.shards):
-            if part.weight and not abs(part.loss) < float("inf"):
-                if self._job.on_nan == "skip":
-                    return False
-                owner = self._workers.generation.split.owner(shard)
-                raise NonFiniteLoss(
-                    f"the loss is {part.loss} in step {call.step}, shard {shard} (rank {owner}): nothing was updated. "
-                    f"Lower the learning rate, clip gradients, check the data; or skip such steps with "
-                    f'unisono.init(on_nan="skip")'
-                )
+    def _trouble(self, call: Call, report: StepReport) -> str:
         if report.weight == 0:
             raise LossError(f"step {call.step}: all shards returned the weight 0, so there is no mean to follow")
-        return True
+        for shard, part in enumerate(report.shards):
+            if part.weight and not math.isfinite(part.loss):
+                return f"the loss is {part.loss} in shard {shard} (rank {self._workers.generation.split.owner(shard)})"
+        return ""
+
+    def _refused(self, call: Call, trouble: str) -> bool:
+        self._buffers.rewind()
+        self._clear_gradients()
+        if self._job.on_nan == "skip":
+            return False
+        raise NonFiniteLoss(
+            f"step {call.step}: {trouble}; nothing was updated. Lower the learning rate, clip gradients, check the "
+            f'data; or skip such steps with unisono.init(on_nan="skip")'
+        )
 
     def _gradients_of(self, optimizers: Sequence[Optimizer]) -> Gradients:
         key = tuple(map(id, optimizers))

@@ -41,7 +41,7 @@ class Evaluation:
     device: torch.device
     source: ShardSource
     block_size: int
-    number: int
+    step: int
 
     def means(self, metrics: Metrics) -> dict[str, float]:
         """The weighted mean of each metric over all blocks.
@@ -59,6 +59,9 @@ class Evaluation:
             rows.append([_weighted(found[name], len(block)) for name in names])
         everybody = self.workers.gather_json(names)
         agreed: list[str] = next(one for one in everybody if one is not None)
+        other = next((one for one in everybody if one is not None and one != agreed), agreed)
+        if other != agreed:
+            raise DataError(f"metrics returned {other} for one batch and {agreed} for another")
         local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(agreed), 2)
         table = self.workers.gather_rows(local, self._counts()).tolist()
         return {name: _mean([row[column] for row in table]) for column, name in enumerate(agreed)}
@@ -77,7 +80,7 @@ class Evaluation:
             for number in self._mine(self.workers.rank):
                 block = self._block(number)
                 batch = to_device(self.source[ShardRequest(EVALUATION_EPOCH, tuple(block))], self.device)
-                seed_generators(stream_seed(self.job.seed, Stream.EVALUATION, self.number, number))
+                seed_generators(stream_seed(self.job.seed, Stream.EVALUATION, self.step, number))
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.precision == "bf16"):
                     yield block, batch
 
@@ -106,9 +109,10 @@ class Evaluation:
         dtype, shape = form
         if local is None:
             local = torch.empty((0, *shape), dtype=getattr(torch, dtype), device=self.device)
-        if len(local) != counts[self.workers.rank]:
+        if local.dim() == 0 or len(local) != counts[self.workers.rank]:
             raise DataError(
-                f"predict_fn returned {len(local)} rows for {counts[self.workers.rank]} samples: return one per sample"
+                f"predict_fn returned outputs of shape {list(local.shape)} for {counts[self.workers.rank]} samples: "
+                f"return one row per sample"
             )
         return self.workers.gather_rows(local, counts)
 
@@ -158,8 +162,12 @@ def _predict(model: Any, batch: Any) -> Any:
 def _concatenated(parts: Sequence[Any]) -> Any:
     first = parts[0]
     if isinstance(first, Tensor):
+        if first.dim() == 0:
+            raise DataError("predict_fn returned a single number for a batch: return one row per sample")
         return torch.cat(list(parts))
     if isinstance(first, Mapping):
+        if not all(isinstance(key, str) for key in first):
+            raise DataError(f"predict_fn returned a dict with the keys {list(first)}: name outputs by text")
         return {key: _concatenated([part[key] for part in parts]) for key in first}
     if isinstance(first, list | tuple):
         return [_concatenated([part[number] for part in parts]) for number in range(len(first))]

@@ -38,6 +38,11 @@ class Gradients:
         return self._names
 
     @property
+    def parameters(self) -> Sequence[Tensor]:
+        """The parameters."""
+        return self._parameters
+
+    @property
     def used(self) -> Sequence[bool]:
         """For each parameter, whether any shard taken so far gave it a gradient."""
         return self._used
@@ -46,11 +51,6 @@ class Gradients:
         """Forget what was taken before; the shards of this worker follow."""
         self._used = [False] * len(self._parameters)
         self._sums.begin()
-
-    def clear(self) -> None:
-        """Drop the parameters' gradients, so that the next shard starts without any."""
-        for parameter in self._parameters:
-            parameter.grad = None
 
     def take(self) -> None:
         """Add the gradients that a backward pass has left.

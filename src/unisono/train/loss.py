@@ -34,9 +34,9 @@ class WeightedLoss:
                 f"the loss function returned a tensor of shape {list(loss.shape)}: return one number, the mean over "
                 f"the shard's samples, for instance loss.mean()"
             )
-        if not loss.requires_grad:
-            raise LossError("the loss depends on no parameter: was it detached, or computed under no_grad?")
         number = float(weight)
+        if not loss.requires_grad and number != 0:
+            raise LossError("the loss depends on no parameter: was it detached, or computed under no_grad?")
         if not 0 <= number < float("inf"):
             raise LossError(
                 f"the loss function returned the weight {number}: it counts samples or tokens, so it is >= 0"

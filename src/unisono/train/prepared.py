@@ -1,11 +1,13 @@
 """The models and optimizers that a run trains."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from unisono.errors import ModelError
@@ -30,6 +32,8 @@ class Prepared:
     parameters: dict[str, Tensor]
     buffers: tuple["BufferPlace", ...]
     _registries: list[tuple[dict[str, Any], tuple[int, ...]]] = field(repr=False)
+    _buffer_names: list[tuple[dict[str, Any], list[str]]] = field(repr=False)
+    _trained: tuple[int, ...] = field(repr=False)
 
     @classmethod
     def of(cls, model: Any, optimizers: Sequence[Optimizer]) -> "Prepared":
@@ -43,7 +47,16 @@ class Prepared:
         parameters = _named_parameters(modules, optimizers)
         if not parameters:
             raise ModelError("the optimizers hold no parameter that requires a gradient: there is nothing to train")
-        return cls(model, modules, tuple(optimizers), parameters, _buffers(modules), _registries(modules))
+        return cls(
+            model,
+            modules,
+            tuple(optimizers),
+            parameters,
+            _buffers(modules),
+            _registries(modules),
+            [(layer._buffers, _present(layer._buffers)) for root in modules for layer in root.modules()],
+            _trained(optimizers),
+        )
 
     def trained_by(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
         """The parameters that these optimizers update, by name, in the inventory's order."""
@@ -51,11 +64,8 @@ class Prepared:
         return {name: parameter for name, parameter in self.parameters.items() if id(parameter) in ids}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All modules' parameters and buffers by name, with the module's number in front if there are several."""
-        named: dict[str, Tensor] = {}
-        for prefix, module in prefixed(self.modules):
-            named.update({prefix + name: tensor for name, tensor in tensors_of(module).items()})
-        return named
+        """All modules' parameters and buffers by name."""
+        return tensors_by_name(self.modules)
 
     def check_unchanged(self) -> None:
         """Refuse a model whose parameters, buffers or modules were replaced since ``prepare``.
@@ -69,10 +79,16 @@ class Prepared:
                     f"the model changed after run.prepare: one of {', '.join(map(repr, registry))} was added, "
                     f"removed or replaced. Build and change the model first, or call run.prepare again after it"
                 )
-        frozen = next((name for name, value in self.parameters.items() if not value.requires_grad), None)
-        if frozen is not None:
+        for buffers, names in self._buffer_names:
+            if _present(buffers) != names:
+                raise ModelError(
+                    f"the model changed after run.prepare: it had the buffers {names or 'none'} in one module, and now "
+                    f"has {_present(buffers)}. Register buffers when the model is built, or call run.prepare again"
+                )
+        if _trained(self.optimizers) != self._trained:
             raise ModelError(
-                f"parameter {frozen} was frozen after run.prepare: freeze before it, or call run.prepare again"
+                "what is trained changed after run.prepare: a parameter was frozen or unfrozen, or given to an "
+                "optimizer. Do that before it, or call run.prepare again"
             )
 
     def layout(self) -> dict[str, str]:
@@ -102,13 +118,35 @@ def prefixed(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     return [(f"{number}.", module) for number, module in enumerate(modules)]
 
 
+def tensors_by_name(modules: nn.Module | Sequence[nn.Module]) -> dict[str, Tensor]:
+    """All modules' parameters and buffers by name, with the module's number in front if there are several."""
+    listed = [modules] if isinstance(modules, nn.Module) else list(modules)
+    return {prefix + name: tensor for prefix, module in prefixed(listed) for name, tensor in tensors_of(module).items()}
+
+
+def _present(buffers: Mapping[str, Any]) -> list[str]:
+    return [name for name, buffer in buffers.items() if buffer is not None]
+
+
+def _trained(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
+    return tuple(id(parameter) for parameter in _owned(optimizers) if parameter.requires_grad)
+
+
 def _check_kinds(modules: Sequence[Any], optimizers: Sequence[Any]) -> None:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise ModelError(f"run.prepare needs torch modules, got {type(module).__name__}")
+        if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            raise ModelError("the model has lazy layers without a shape yet: run one batch through it first")
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ModelError(f"run.prepare needs torch optimizers, got {type(optimizer).__name__}")
+        closure = signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ModelError(
+                f"{type(optimizer).__name__} wants to compute the loss itself, several times a step (a closure), "
+                f"which cannot be shared out among workers: use another optimizer"
+            )
 
 
 def _owned(optimizers: Sequence[Optimizer]) -> list[Tensor]:

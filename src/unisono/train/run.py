@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -20,24 +22,30 @@ from unisono.checkpoint.store import Snapshot
 from unisono.data.loader import ShardLoader
 from unisono.data.shards import Collate, ShardRequest, ShardSource, check_dataset
 from unisono.data.streams import seed_generators
-from unisono.errors import CheckpointError, DataError, JobError, ModelError, UnisonoWarning
-from unisono.job import SAMPLES_PER_SHARD, Job
+from unisono.errors import CheckpointError, DataError, JobError, JobMismatch, ModelError, UnisonoWarning
+from unisono.job import SAMPLES_PER_SHARD, Job, differences
 from unisono.plan.batches import Batch, Batches, Position
 from unisono.plan.order import sample_order
 from unisono.plan.streams import Stream, stream_seed
 from unisono.train.checkpoints import Checkpoints, require_same_job
+from unisono.train.control import StepReport
 from unisono.train.device import to_device
 from unisono.train.digest import digest_tensors
 from unisono.train.engine import Call, Clip, LossFunction, StepEngine
 from unisono.train.evaluation import Evaluation, Metrics, Predict
-from unisono.train.prepared import Prepared, batch_norm_in
+from unisono.train.prepared import Prepared, batch_norm_in, tensors_by_name
 from unisono.train.recorder import Recorder
 from unisono.train.settings import Settings
 from unisono.train.signals import PREEMPTED, LeaveRequest
-from unisono.train.state import Progress, capture, restore_models, restore_optimizers
+from unisono.train.state import Progress, Reading, capture, restore_models, restore_optimizers
 from unisono.train.step import Step
 from unisono.train.trace import Trace
 from unisono.train.workers import Operation, Workers
+
+RESERVED = frozenset(
+    ("step", "epoch", "position", "loss", "losses", "lr", "generation", "world_size", "seconds", "samples_per_s")
+)
+"""What every line of ``metrics.jsonl`` has."""
 
 M = TypeVar("M")
 O = TypeVar("O")  # noqa: E741
@@ -75,8 +83,13 @@ class Run:
         self._registered: dict[str, Any] = {}
         self._restored: Snapshot | None = None
         self._step_line: dict[str, Any] = {}
+        self._live: Generator[Step, None, None] | None = None
+        self._step: Step | None = None
         self._in_step = False
+        self._computing = False  # from the call of step.run until its commit
+        self._evaluating = False
         self._leaving = False
+        self._warned_of_scheduler = False
         self._started = perf_counter()
         self._closed = False
 
@@ -182,7 +195,7 @@ class Run:
         drop_last: bool = False,
         loader_workers: int = 0,
         collate_fn: Collate | None = None,
-    ) -> Iterator[Step]:
+    ) -> Generator[Step, None, None]:
         """The steps of a training loop, one per global batch.
 
         A run that resumes yields only what is left. Samples are shared out among workers by index, before they
@@ -197,13 +210,13 @@ class Run:
             collate_fn: makes a batch of a list of samples; torch's ``default_collate`` by default.
 
         Raises:
-            DataError: the data set is empty, has no length or differs between workers, or a batch cannot be
-                collated.
+            DataError: the data set is empty or has no length, or a batch cannot be collated.
+            JobMismatch: the data set differs between workers, or from the one that a checkpoint was reading.
             SystemExit: with code 75, after a checkpoint, when a worker was asked to leave.
         """
+        self._require_prepared()
         if self._in_step:
             raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
-        loop, self._loops = self._loops, self._loops + 1
         samples = check_dataset(dataset)
         self._workers.require_same("data set", {"number of samples": samples})
         batches = Batches(samples, self.job.batch_size, self.job.shards, drop_last)
@@ -212,26 +225,29 @@ class Run:
                 f"drop_last leaves nothing of {samples} samples with batch_size={self.job.batch_size}: "
                 f"keep the last, smaller batch, or lower batch_size"
             )
-        self._require_prepared()
-        if loop < self._progress.loop:
-            return
+        reading = Reading(samples, shuffle, drop_last)
         source = ShardSource(dataset, self.job.seed, collate_fn)
-        start = self._progress.position
-        loader = ShardLoader(source, self._requests(batches, start, epochs, shuffle=shuffle), loader_workers)
-        with closing(iter(loader)) as loaded:
-            try:
-                yield from self._steps(batches, batches.remaining(start, epochs), loaded)
-            finally:
-                # A run that is cut short stays where it is, so that another one can go on.
-                if not self._stopped(self._progress.position):
-                    self._leave_loop(loop)
+        self._live = self._loop(batches, reading, epochs, source, loader_workers)
+        return self._live
 
     def log(self, name: str, value: Any) -> None:
         """Log a metric.
 
         Inside of a loss function: the mean over the shard's samples; what is written is the mean over the global
-        batch, weighted like the loss. Elsewhere: a number of the run as a whole.
+        batch, weighted like the loss. While the run evaluates or predicts: nothing, since metrics do that there.
+        Elsewhere: a number of the run as a whole.
+
+        Args:
+            name: any that ``metrics.jsonl`` does not use for itself.
+            value: a number, or a tensor with one element.
+
+        Raises:
+            JobError: the name is taken.
         """
+        if name in RESERVED:
+            raise JobError(f"run.log({name!r}): metrics.jsonl uses this name for itself; choose another")
+        if self._evaluating:
+            return
         number = float(value)
         if self._engine is None or not self._engine.log(name, number):
             self._recorder.write({"step": self._progress.position.step, name: number})
@@ -260,7 +276,9 @@ class Run:
         Returns:
             the mean of each metric over all samples, weighted by the batches' sizes or weights.
         """
-        return self._evaluation(dataset, batch_size, collate_fn).means(metrics)
+        evaluation = self._evaluation(dataset, batch_size, collate_fn)
+        with self._evaluation_under_way():
+            return evaluation.means(metrics)
 
     def predict(
         self,
@@ -282,18 +300,23 @@ class Run:
         Returns:
             what ``predict_fn`` returns, with one row per sample of the data set.
         """
-        return self._evaluation(dataset, batch_size, collate_fn).outputs(predict_fn)
+        evaluation = self._evaluation(dataset, batch_size, collate_fn)
+        with self._evaluation_under_way():
+            return evaluation.outputs(predict_fn)
 
     def all_reduce(self, value: Any, operation: Operation = "mean") -> Any:
         """Combine one number or tensor per worker: ``mean``, ``sum``, ``max`` or ``min``."""
+        self._require_open()
         return self._workers.all_reduce(value, operation)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value that the worker ``source`` has: a tensor, a number, text, or lists and dicts of them."""
+        self._require_open()
         return self._workers.broadcast(value, source)
 
     def barrier(self) -> None:
         """Wait until every worker is here."""
+        self._require_open()
         self._workers.barrier()
 
     # -- keeping ---------------------------------------------------------------------------------------------
@@ -317,8 +340,9 @@ class Run:
             JobMismatch: the workers' weights differ, which must not happen.
         """
         prepared, _ = self._require_prepared()
-        tensors = prepared.tensors() if model is None else Prepared.of(model, prepared.optimizers).tensors()
-        weights = digest_tensors(tensors)
+        if self._live is not None:
+            self._live.close()  # a loop that was left, and whose steps somebody still holds
+        weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))
         self._workers.require_same("set of weights", {"sha256": weights})
         if self._checkpoints.in_use:
             self._checkpoints.save(self._snapshot())
@@ -370,7 +394,10 @@ class Run:
         self, step: Step, loss_fn: LossFunction, optimizer: Optimizer | Sequence[Optimizer] | None, clip: Clip
     ) -> float:
         prepared, engine = self._require_prepared()
+        if step is not self._step:
+            raise JobError("this step is over: call step.run in the body of the loop that it came from")
         prepared.check_unchanged()
+        self._computing = True
         optimizers = _chosen(prepared, optimizer)
         shards = [to_device(shard, self.device) for shard in step.shards]
         call = Call(step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip)
@@ -378,14 +405,22 @@ class Run:
         if self._trace is not None:
             self._trace.call(call, self._workers.generation.shards, attempt.report)
         committed = engine.commit(call, attempt)
+        self._computing = False
         self._leaving = self._leaving or attempt.report.leave
+        if not committed:
+            self._tell_of_skip(step, attempt.report)
         loss = attempt.report.loss if committed else float("nan")
         step.metrics |= attempt.report.metrics
         self._note(call, loss, attempt.report.metrics, attempt.seconds)
         self._recorder.step_ran()
         return loss
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise JobError("this run has ended: start another with unisono.init")
+
     def _require_prepared(self) -> tuple[Prepared, StepEngine]:
+        self._require_open()
         if self._prepared is None or self._engine is None:
             raise ModelError("call model, optimizer = run.prepare(model, optimizer) first")
         return self._prepared, self._engine
@@ -445,6 +480,7 @@ class Run:
         for name, state in states.items():
             self._registered[name].load_state_dict(state)
         restore_optimizers(prepared, snapshot)
+        self._warn_of_unregistered_scheduler()
 
     def _warn_of_small_batch_norm(self, prepared: Prepared) -> None:
         per_shard = self.job.batch_size // self.job.shards
@@ -457,6 +493,65 @@ class Run:
                 stacklevel=3,
             )
 
+    def _warn_of_unregistered_scheduler(self) -> None:
+        prepared, _ = self._require_prepared()
+        scheduled = any("initial_lr" in group for one in prepared.optimizers for group in one.param_groups)
+        if self.is_main and scheduled and not self._registered and not self._warned_of_scheduler:
+            self._warned_of_scheduler = True
+            warnings.warn(
+                "a learning-rate scheduler is in use, but not part of the checkpoints: a run that resumes would start "
+                'its schedule again. After making it, call run.register("scheduler", scheduler)',
+                UnisonoWarning,
+                stacklevel=2,
+            )
+
+    def _tell_of_skip(self, step: Step, report: StepReport) -> None:
+        shards = [shard for shard, part in enumerate(report.shards) if not math.isfinite(part.loss)]
+        if self.is_main:
+            self._around.folder.journal("skipped", step=step.number, shards=shards)
+        self.print(f"unisono: step {step.number} skipped: the loss or its gradient is NaN or infinite")
+
+    @contextmanager
+    def _evaluation_under_way(self) -> Iterator[None]:
+        self._evaluating = True
+        try:
+            yield
+        finally:
+            self._evaluating = False
+
+    def _loop(
+        self, batches: Batches, reading: Reading, epochs: int, source: ShardSource, loader_workers: int
+    ) -> Generator[Step, None, None]:
+        loop, self._loops = self._loops, self._loops + 1
+        if loop < self._progress.loop:
+            return
+        self._enter_loop(loop, reading)
+        start = self._progress.position
+        requests = self._requests(batches, start, epochs, shuffle=reading.shuffle)
+        with closing(iter(ShardLoader(source, requests, loader_workers))) as loaded:
+            try:
+                yield from self._steps(batches, batches.remaining(start, epochs), loaded)
+            except GeneratorExit:
+                if not self._computing:  # a break; a step that failed leaves the loop where it was
+                    self._leave_loop(loop)
+                raise
+            # A run that is cut short stays where it is, so that another one can go on.
+            if not self._stopped(self._progress.position):
+                self._leave_loop(loop)
+
+    def _enter_loop(self, loop: int, reading: Reading) -> None:
+        progress, position = self._progress, self._progress.position
+        self._computing = False
+        if loop > progress.loop:  # the one before was given up
+            progress = Progress(Position(step=position.step, samples=position.samples), loop)
+        elif progress.reading is not None and progress.reading != reading:
+            unequal = "; ".join(differences(asdict(reading), asdict(progress.reading)))
+            raise JobMismatch(
+                f"the loop that resumes in epoch {position.epoch} reads other data than when its checkpoint was "
+                f"written (here: this script, there: the checkpoint): {unequal}"
+            )
+        self._progress = replace(progress, reading=reading)
+
     def _steps(
         self, batches: Batches, remaining: Iterator[tuple[Position, Batch]], loaded: Iterator[list[Any]]
     ) -> Iterator[Step]:
@@ -465,11 +560,13 @@ class Run:
             if self._stopped(position):
                 return
             after = batches.after(position, batch)
+            step = Step(position, batch, next(loaded), self._compute)
             try:
-                yield self._begin(Step(position, batch, next(loaded), self._compute))
+                yield self._begin(step)
             except GeneratorExit:
                 # The loop was left by a break or an error: only what was committed is noted.
-                if not self._closed:
+                self._in_step, self._step = False, None
+                if step.calls and not self._computing and not self._closed:
                     self._end(after, batch)
                 raise
             self._end(after, batch)
@@ -479,8 +576,12 @@ class Run:
         self, batches: Batches, start: Position, epochs: int, *, shuffle: bool
     ) -> Iterator[list[ShardRequest]]:
         for _, batch in batches.remaining(start, epochs):
-            order = sample_order(self.job.seed, batch.epoch, batches.samples)
-            yield [_request(batch, shard, order if shuffle else None) for shard in self._workers.generation.shards]
+            shards = [batch.shard(shard) for shard in self._workers.generation.shards]
+            indices = np.arange(shards[0].start, shards[-1].stop)
+            if shuffle:
+                indices = sample_order(self.job.seed, batch.epoch, batches.samples)(indices)
+            listed, first = indices.tolist(), shards[0].start
+            yield [ShardRequest(batch.epoch, tuple(listed[one.start - first : one.stop - first])) for one in shards]
 
     def _stopped(self, position: Position) -> bool:
         limit = self._around.settings.stop_after
@@ -488,14 +589,14 @@ class Run:
 
     def _begin(self, step: Step) -> Step:
         self._settle()
-        self._in_step = True
+        self._in_step, self._step = True, step
         self._recorder.step_loaded()
         seed_generators(stream_seed(self.job.seed, Stream.SCRIPT, step.number))
         self._step_line = {"step": step.number, "epoch": step.epoch, "position": step.position}
         return step
 
     def _end(self, position: Position, batch: Batch) -> None:
-        self._in_step = False
+        self._in_step, self._step = False, None
         self._progress = replace(self._progress, position=position)
         if "loss" in self._step_line:
             self._recorder.step_ends(self._step_line, batch.size)
@@ -511,11 +612,11 @@ class Run:
     def _leave_loop(self, loop: int) -> None:
         position = self._progress.position
         beyond = Position(step=position.step, samples=position.samples)
-        self._progress = replace(self._progress, loop=loop + 1, position=beyond)
+        self._progress = Progress(beyond, loop + 1)
 
     def _depart(self) -> None:
         step = self._progress.position.step
-        self._checkpoints.save(self._snapshot(), wait=True)
+        written = self._checkpoints.save(self._snapshot(), wait=True)
         if self.is_main:
             self._around.folder.journal("preempted", step=step)
             self._around.folder.write_result(
@@ -528,7 +629,8 @@ class Run:
                     },
                 )
             )
-        self.print(f"unisono: asked to leave: checkpoint after step {step} in {self.dir}; start the job again to go on")
+        kept = f"checkpoint after step {step}" if written else f"NO checkpoint of step {step} could be written"
+        self.print(f"unisono: asked to leave: {kept} in {self.dir}; start the job again to go on")
         self.close()
         raise SystemExit(PREEMPTED)
 
@@ -538,6 +640,7 @@ class Run:
 
     def _snapshot(self) -> Snapshot:
         self._settle()
+        self._warn_of_unregistered_scheduler()
         prepared, _ = self._require_prepared()
         about = {"job": self.job.model_dump(mode="json"), "fingerprint": self._around.fingerprint}
         return capture(prepared, self._progress, self._registered, about)
@@ -548,7 +651,7 @@ class Run:
             line.setdefault("losses", [line["loss"]]).append(loss)
             seconds = {name: value + line["seconds"].get(name, 0.0) for name, value in seconds.items()}
         else:
-            line |= {"loss": loss, "lr": call.optimizers[0].param_groups[0]["lr"]}
+            line |= {"loss": loss, "lr": float(call.optimizers[0].param_groups[0].get("lr", math.nan))}
         line |= {"generation": self.generation, "world_size": self.world_size, "seconds": dict(seconds)}
         line |= metrics
 
@@ -556,17 +659,10 @@ class Run:
         prepared, _ = self._require_prepared()
         samples = check_dataset(dataset)
         self._workers.require_same("data set", {"number of samples": samples})
-        number = self._progress.evaluations
-        self._progress = replace(self._progress, evaluations=number + 1)
+        step = self._progress.position.step
         size = batch_size or -(-self.job.batch_size // self.job.shards)
         source = ShardSource(dataset, self.job.seed, collate)
-        return Evaluation(self.job, self._workers, prepared, self.device, source, size, number)
-
-
-def _request(batch: Batch, shard: int, order: Callable[[Any], Any] | None) -> ShardRequest:
-    positions = torch.arange(batch.shard(shard).start, batch.shard(shard).stop).numpy()
-    indices = positions if order is None else order(positions)
-    return ShardRequest(batch.epoch, tuple(indices.tolist()))
+        return Evaluation(self.job, self._workers, prepared, self.device, source, size, step)
 
 
 def _chosen(prepared: Prepared, optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:

@@ -19,18 +19,33 @@ VERSIONS = "_metadata"
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """What decides which samples a loop's batches hold, besides the job.
+
+    Attributes:
+        samples: in the data set.
+        shuffle: whether their order is shuffled.
+        drop_last: whether a last, smaller batch is left out.
+    """
+
+    samples: int
+    shuffle: bool
+    drop_last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Where a run stands, besides its weights.
 
     Attributes:
         position: in the loop that is under way, or comes next.
         loop: the number of that loop; a script may have several, one after the other.
-        evaluations: how many times the script has evaluated or predicted.
+        reading: what that loop reads; None before its first step.
     """
 
     position: Position = field(default_factory=Position)
     loop: int = 0
-    evaluations: int = 0
+    reading: Reading | None = None
 
     def as_tree(self) -> dict[str, Any]:
         """As numbers by name."""
@@ -39,7 +54,8 @@ class Progress:
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> "Progress":
         """The inverse of :meth:`as_tree`."""
-        return cls(Position(**tree["position"]), tree["loop"], tree["evaluations"])
+        reading = None if tree["reading"] is None else Reading(**tree["reading"])
+        return cls(Position(**tree["position"]), tree["loop"], reading)
 
 
 def capture(

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unisono.errors import JobError
 from unisono.plan.batches import Batches
@@ -31,10 +32,20 @@ class Scheduling:
     scheduler: Any
     every: str
 
-    def after(self, step: Step) -> None:
+    @property
+    def watches(self) -> bool:
+        """Whether it follows a metric, which is known at the end of an epoch."""
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+    def after_step(self, step: Step) -> None:
         """Advance it, if this is the time."""
-        if self.scheduler is not None and (self.every == "step" or step.is_last_in_epoch):
+        if self.scheduler is not None and not self.watches and (self.every == "step" or step.is_last_in_epoch):
             self.scheduler.step()
+
+    def after_epoch(self, record: EpochRecord) -> None:
+        """Tell it the validation loss, or the training loss where there is none."""
+        if self.watches:
+            self.scheduler.step(record.validation.get("validation loss", record.loss))
 
 
 @dataclass(slots=True)
@@ -105,7 +116,8 @@ class Trainer:
         loss_fn: as for :meth:`unisono.Step.run`.
         batch_size: samples in one global batch; needed unless ``run`` is given.
         metrics: for validation, as for :meth:`unisono.Run.evaluate`; by default the loss.
-        scheduler: a learning-rate scheduler of torch.
+        scheduler: a learning-rate scheduler of torch; ``ReduceLROnPlateau`` follows the validation loss, or the
+            training loss where there is no validation.
         scheduler_every: ``epoch`` or ``step``.
         clip_norm: the largest global norm of the gradient.
         clip_value: the largest absolute value in the gradient.
@@ -196,11 +208,12 @@ class Trainer:
         for step in self.run.steps(train, epochs, **{"loader_workers": self._loader_workers, **loading}):
             if epoch is None:
                 epoch = _Epoch(step.epoch)
-                steps = Batches(len(train), self.run.job.batch_size, self.run.job.shards).per_epoch
+                job, drops = self.run.job, bool(loading.get("drop_last"))
+                steps = Batches(len(train), job.batch_size, job.shards, drops).per_epoch
                 display.begin(step.epoch, epochs, steps)
                 self._tell("on_epoch_begin", step.epoch)
             loss = step.run(self._loss_fn, clip_norm=self._clip.norm, clip_value=self._clip.value)
-            self._scheduling.after(step)
+            self._scheduling.after_step(step)
             epoch.add(step, loss, step.metrics)
             display.step(loss, epoch.rate)
             self._tell("on_step_end", step, loss)
@@ -215,6 +228,7 @@ class Trainer:
         found = self.evaluate(validation) if validation is not None else {}
         record = epoch.record(seconds, {f"validation {name}": value for name, value in found.items()})
         self.history.epochs.append(record)
+        self._scheduling.after_epoch(record)
         display.end(record)
         self._tell("on_epoch_end", record)
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,16 +89,19 @@ class Workers:
             the same on every worker; a number for a number, a new tensor for a tensor.
 
         Raises:
-            ValueError: an unknown operation.
+            ValueError: an unknown operation, or a bool tensor.
         """
         if operation not in ("mean", "sum", "max", "min"):
             raise ValueError(f"all_reduce({operation!r}): use 'mean', 'sum', 'max' or 'min'")
         if not isinstance(value, Tensor):
-            dtype = torch.float64 if isinstance(value, float) or operation == "mean" else torch.int64
+            is_whole = isinstance(value, int | np.integer) and operation != "mean"
+            dtype = torch.int64 if is_whole else torch.float64
             return self.all_reduce(torch.tensor(value, dtype=dtype), operation).item()
+        if value.dtype == torch.bool:
+            raise ValueError("all_reduce of a bool tensor: convert it to the numbers that you mean, with .int()")
         local = value.detach().reshape(1, -1)
         rows = self.gather_rows(local, [1] * self.world_size)
-        return _combined(rows, operation).reshape(value.shape)
+        return _combined(rows, operation).reshape(value.shape).clone()
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value of the worker ``source``: a tensor, a number, text, or lists and dicts of them.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono.errors import JobMismatch, NonFiniteLoss
+from unisono.errors import DataError, JobMismatch, NonFiniteLoss
 
 found: dict[str, Any] = {}
 
@@ -18,7 +18,7 @@ found: dict[str, Any] = {}
 def refusal(work: Callable[[], Any]) -> str:
     try:
         work()
-    except (JobMismatch, NonFiniteLoss) as error:
+    except (DataError, JobMismatch, NonFiniteLoss) as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"
 
@@ -57,6 +57,7 @@ found["three samples"] = run.predict(TensorDataset(torch.arange(3.0)), lambda mo
 ].tolist()
 found["mean of all"] = run.evaluate(numbers, lambda model, batch: {"mean": batch[0].mean()})["mean"]
 
+found["other metrics"] = refusal(lambda: run.evaluate(numbers, lambda model, batch: {f"from {rank}": 1.0}))
 mine = TensorDataset(torch.zeros(40 + rank, 1))
 found["other data set"] = refusal(lambda: next(iter(run.steps(mine))))
 wide = nn.Linear(1, 1 + (rank == 2))
