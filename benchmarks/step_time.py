@@ -1,6 +1,6 @@
 """What Unisono adds to a step: one worker and one shard beside the plain PyTorch loop on the same batches.
 
-    python benchmarks/step_time.py [--repeats 15] [--steps 20] [--json FILE]
+    python benchmarks/step_time.py [--repeats 60] [--steps 5] [--json FILE]
 
 Both loops run in this process with the same number of threads and the same allocator, in turns of a few steps, in
 random order, so that a machine that gets slower or faster meanwhile does so for both. What counts is the ratio of the
@@ -42,8 +42,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--repeats", type=int, default=15, help="turns of each loop")
-    arguments.add_argument("--steps", type=int, default=20, help="steps in a turn")
+    arguments.add_argument("--repeats", type=int, default=60, help="turns of each loop")
+    arguments.add_argument("--steps", type=int, default=5, help="steps in a turn")
     arguments.add_argument("--threads", type=int, default=1)
     arguments.add_argument("--json", type=Path, help="also write the figures here")
     chosen = arguments.parse_args()

@@ -208,7 +208,7 @@ def test_without_a_folder_named_a_new_one_is_made_below_runs(run: Run) -> None:
     (folder,) = (run.folder / "runs").iterdir()
     assert said.stdout == f"[rank 0] {folder}\n"
     assert folder.name.endswith("-train")
-    assert f"run folder runs/{folder.name}" in said.stderr
+    assert f"run folder {folder}" in said.stderr
 
 
 # --- how it ends

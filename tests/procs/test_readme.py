@@ -80,7 +80,8 @@ def headings(page: Path) -> set[str]:
 
 
 def test_the_guide_names_every_variable_that_the_source_reads() -> None:
-    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    # What hints.py names is looked for in users' scripts.
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py") if path.name != "hints.py")
     guide = (ROOT / "docs" / "guide.md").read_text()
     names = set(re.findall(r'"((?:UNISONO|SLURM|SLURMD|MASTER)_[A-Z_]+)"', source))
     assert len(names) > 15

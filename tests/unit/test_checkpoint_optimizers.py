@@ -42,14 +42,13 @@ OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
     "Adafactor": optim.Adafactor,
     "Adamax": optim.Adamax,
     "ASGD": lambda p: optim.ASGD(p, 0.1, t0=2, lambd=0.01),
-    "LBFGS": lambda p: optim.LBFGS(p, max_iter=4, history_size=3),
     "Muon": lambda p: optim.Muon(matrices(p)),
     "NAdam": optim.NAdam,
     "RAdam": optim.RAdam,
     "RMSprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
     "Rprop": optim.Rprop,
 }
-REFUSED = {"SparseAdam"}  # wants sparse gradients, which a run refuses
+REFUSED = {"SparseAdam", "LBFGS"}  # wants sparse gradients, which a run refuses
 
 
 KINDS: dict[str, tuple[torch.dtype, torch.memory_format]] = {
@@ -59,8 +58,7 @@ KINDS: dict[str, tuple[torch.dtype, torch.memory_format]] = {
     "bfloat16": (torch.bfloat16, torch.contiguous_format),
 }
 NOT_IN_TORCH = {
-    ("LBFGS", "channels last"): "takes views that this layout does not have",
-    ("SGD fused", "bfloat16"): "its momentum depends on where in memory it lies, even without a checkpoint",
+    ("SGD fused", "bfloat16"): "its first momentum depends on what was in memory before, and Unisono refuses it",
 }
 CASES = [(name, kind) for name in OPTIMIZERS for kind in KINDS if (name, kind) not in NOT_IN_TORCH]
 

@@ -399,8 +399,12 @@ Damage = Callable[[Path], object]
 
 
 def rewrite_manifest(folder: Path, **fields: Any) -> None:
+    """Forge a manifest that is whole in itself."""
     path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    manifest = json.loads(path.read_text()) | fields
+    manifest.pop("sha256")
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(manifest | {"sha256": digest}))
 
 
 def flip(path: Path) -> None:
@@ -478,6 +482,21 @@ def test_where_there_is_none_there_is_none(store: CheckpointStore, tmp_path: Pat
     assert store.newest() is None
     assert store.steps() == []
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_flipped_bit_anywhere_in_the_manifest_is_blamed_on_the_manifest(store: CheckpointStore) -> None:
+    saved(store, 1)
+    path = folder_of(store, 1) / "manifest.json"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        try:
+            unchanged = json.loads(path.read_bytes()) == json.loads(whole)
+        except ValueError:
+            unchanged = False
+        if not unchanged:
+            with pytest.raises(CheckpointError, match=r"manifest\.json|has format"):
+                load_weights(folder_of(store, 1))
 
 
 def test_contents_that_do_not_fit_together_are_damage_too(store: CheckpointStore) -> None:

@@ -682,6 +682,14 @@ def test_models_and_optimizers_that_cannot_be_trained_in_parts_are_refused(start
         run.prepare("model", sgd(model))
 
 
+def test_the_fused_sgd_that_reads_unset_memory_is_refused(start: Start) -> None:
+    model = net().to(torch.bfloat16)
+    fused = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    with pytest.raises(ModelError, match="use foreach=True"):
+        start().prepare(model, fused)
+    start(deterministic=False, allow_job_change=True).prepare(model, fused)
+
+
 def test_an_operation_without_a_deterministic_version_is_named(start: Start) -> None:
     def loss_fn(model: Any, batch: Any) -> Tensor:
         torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]))

@@ -79,7 +79,8 @@ class FrozenSnapshot:
             f"{part}.safetensors": _write(folder / f"{part}.safetensors", pieces(self.tensors[part])) for part in PARTS
         }
         files[STATE] = _write(folder / STATE, [json.dumps(self.text, allow_nan=False).encode()])
-        manifest = {"format": FORMAT, "step": self.step, "files": files}
+        manifest: dict[str, Any] = {"format": FORMAT, "step": self.step, "files": files}
+        manifest["sha256"] = _own_digest(manifest)
         last = _write(folder / MANIFEST, [json.dumps(manifest, indent=2).encode()])
         sync_folder(folder)
         return sum(each["bytes"] for each in [*files.values(), last])
@@ -151,15 +152,21 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
     """Size and sha256 of each file."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        version = manifest["format"]
+        version, digest = manifest["format"], manifest.pop("sha256")
         listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {MANIFEST}: it is no whole checkpoint") from None
-    except (OSError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (OSError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
     if version != FORMAT:
         raise CheckpointError(f"{path} has format {version}, this version of Unisono reads format {FORMAT}")
+    if _own_digest(manifest) != digest:
+        raise CheckpointError(f"{path / MANIFEST} has another sha256 than it says of itself: its contents changed")
     return listed
+
+
+def _own_digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _check(path: Path, size: int, sha256: str) -> None:

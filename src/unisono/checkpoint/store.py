@@ -154,12 +154,13 @@ class CheckpointStore:
                     _remove(left)
 
 
-def load_weights(path: Path) -> dict[str, Any]:
+def load_weights(path: str | Path) -> dict[str, Any]:
     """The model's state by name, from a checkpoint's folder, or from the newest whole one of a run folder.
 
     Raises:
         CheckpointError: there is none, or none is whole.
     """
+    path = Path(path)
     if not path.is_dir():
         trouble = "is a file" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {trouble}: name a run folder, or a folder checkpoints/step-… in one")
@@ -174,12 +175,17 @@ def load_weights(path: Path) -> dict[str, Any]:
 
 def _newest(folder: Path, read: Callable[[Path], S], tell: Callable[..., None]) -> S | None:
     damage: list[str] = []
-    for step, path in reversed(_checkpoints(folder)):
+    tried: set[Path] = set()
+    # Looked up again after each failure: a running job may have written a newer one, and removed this one.
+    while untried := [each for each in _checkpoints(folder) if each[1] not in tried]:
+        step, path = untried[-1]
+        tried.add(path)
         try:
             found = read(path)
         except CheckpointError as error:
-            damage.append(str(error))
-            tell("checkpoint damaged", step=step, error=str(error))
+            if path.exists():
+                damage.append(str(error))
+                tell("checkpoint damaged", step=step, error=str(error))
             continue
         if damage:
             skipped = "; ".join(damage)

@@ -33,7 +33,7 @@ from unisono.train.device import to_device
 from unisono.train.digest import digest_tensors
 from unisono.train.engine import Call, Clip, LossFunction, StepEngine
 from unisono.train.evaluation import Evaluation, Metrics, Predict
-from unisono.train.prepared import Prepared, batch_norm_in, tensors_by_name
+from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory, tensors_by_name
 from unisono.train.recorder import Recorder
 from unisono.train.settings import Settings
 from unisono.train.signals import PREEMPTED, LeaveRequest
@@ -153,6 +153,8 @@ class Run:
                 module.to(self.device)
         optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         prepared = Prepared.of(model, optimizers)
+        if self.job.deterministic:
+            refuse_unset_memory(prepared.optimizers)
         self._workers.require_same("model", prepared.layout())
         self._share_weights(prepared)
         is_first, self._prepared = self._prepared is None, prepared
