@@ -628,6 +628,31 @@ def test_a_step_with_a_nan_loss_changes_nothing_when_it_is_skipped(start: Start)
     assert unisono.digest(model) == before
 
 
+def test_batch_norm_on_a_shard_of_one_sample_says_what_to_do(start: Start) -> None:
+    run = start(batch_size=34, shards=2)  # 70 samples: the last batch has 2
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    run.prepare(model, sgd(model))
+    with pytest.raises(ModelError, match=r"step 2, shard 0, rank 0: BatchNorm .*drop_last=True"):
+        for step in run.steps(data()):
+            step.run(cross_entropy)
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_leaves_one_at_its_end(start: Start) -> None:
+    run = start()
+    prepared(run)
+    for step in run.steps(data()):
+        step.run(cross_entropy)
+        if step.number == 0:
+            run.checkpoint()
+        if step.number == 1:
+            run.close()
+            break
+    again = start()
+    weights = unisono.digest(train(again))
+    again.finish()
+    assert unisono.digest(unisono.load(net(), again.dir)) == weights
+
+
 def test_a_sparse_gradient_is_refused_by_name(start: Start) -> None:
     run = start()
     model = nn.Embedding(10, 3, sparse=True)

@@ -94,7 +94,8 @@ class _Exchange:
         mine = sizes[rank]
         self._starts = starts
         self._nodes = [node for cover in covers for node in cover]
-        self._packed = like.new_empty(len(covers[rank]) * like.numel())
+        pieces = len(covers[rank])
+        self._packed = like.new_empty(pieces * like.numel() if pieces > 1 else 0)
         self.send_sizes = [len(covers[rank]) * size for size in sizes]
         self.receive_sizes = [len(cover) * mine for cover in covers]
         self.received = like.new_empty(len(self._nodes) * mine)

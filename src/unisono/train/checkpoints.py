@@ -52,6 +52,7 @@ class Checkpoints:
         found = self.store.newest() if self.store is not None else None
         tree = None if found is None else [found.step, found.model, found.optimizer, found.state]
         shared = workers.broadcast(tree)
+        self.written = shared is not None  # a run that goes on from a checkpoint leaves one, too
         return None if shared is None else Snapshot(*shared)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.data.streams import generators_kept, seed_generators
-from unisono.errors import LossError, NondeterministicOperation, NonFiniteLoss
+from unisono.errors import LossError, ModelError, NondeterministicOperation, NonFiniteLoss
 from unisono.job import Job
 from unisono.plan.batches import Batch
 from unisono.plan.streams import Stream, stream_seed
@@ -161,7 +161,7 @@ class StepEngine:
             self._shard = report
             try:
                 self._forward_backward(call, call.shards[shard - self._mine.start], samples, report)
-            except LossError as error:
+            except (LossError, ModelError) as error:
                 raise type(error)(f"step {call.step}, shard {shard}, rank {self._workers.rank}: {error}") from error
             finally:
                 self._shard = None
@@ -170,7 +170,7 @@ class StepEngine:
         return report
 
     def _forward_backward(self, call: Call, batch: Any, samples: int, report: ShardReport) -> None:
-        with self._autocast(), _nondeterminism_named():
+        with self._autocast(), _explained():
             returned = call.loss_fn(self._prepared.model, batch)
         weighted = WeightedLoss.of(returned, samples)
         report.loss = float(weighted.loss.detach())
@@ -179,7 +179,7 @@ class StepEngine:
         if report.weight == 0:
             self._clear_gradients()
             return
-        with _nondeterminism_named():
+        with _explained():
             (weighted.loss * report.weight if report.weight != 1.0 else weighted.loss).backward()
 
     def _exchange(self, gradients: Gradients, reports: Sequence[ShardReport], leave: bool) -> StepReport:
@@ -226,14 +226,19 @@ class StepEngine:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._job.precision == "bf16")
 
 
-class _nondeterminism_named:  # noqa: N801  a context manager, named like one
-    """Turns torch's refusal of an operation into an error that says how to go on."""
+class _explained:  # noqa: N801  a context manager, named like one
+    """Turns torch's refusals into errors that say how to go on."""
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         text = str(error)
+        if isinstance(error, ValueError) and "more than 1 value per channel" in text:
+            raise ModelError(
+                "BatchNorm got a shard of a single sample, most likely of a last, smaller batch: leave that out with "
+                "run.steps(…, drop_last=True), or use a batch_size that leaves a larger rest"
+            ) from error
         if isinstance(error, RuntimeError) and "deterministic" in text and "use_deterministic_algorithms" in text:
             operation = text.split(" ", 1)[0]
             raise NondeterministicOperation(

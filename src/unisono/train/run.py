@@ -352,6 +352,7 @@ class Run:
         if self.is_main:
             self._around.folder.journal("finished", step=self._progress.position.step, weights_sha256=weights)
             self._around.folder.write_result(self.result(weights_sha256=weights))
+        self._workers.barrier()  # what follows on any worker may read what the main worker wrote
         self.print(f"weights sha256 {weights}")
         self.close()
         return weights
