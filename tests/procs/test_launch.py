@@ -354,7 +354,13 @@ def test_workers_that_cannot_be_started_are_an_error_and_leave_a_result(run: Run
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_is_passed_on_and_ends_the_job_with_its_code(run: Run, number: signal.Signals, code: int) -> None:
     run.script("forever()")
-    run.start()
+    hung_up = signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # whoever runs the tests under nohup hands on that it is ignored
+    try:
+        run.start()
+    finally:
+        signal.signal(signal.SIGHUP, hung_up)
     run.until("waiting", times=2)
     run.process.send_signal(number)
     assert run.end() == code
