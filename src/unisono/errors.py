@@ -34,9 +34,13 @@ class UnisonoError(Exception):
 class JobError(UnisonoError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
 
+    exit_code = 2
+
 
 class JobMismatch(JobError):
     """Workers, or a run folder, that hold another job than this one."""
+
+    exit_code = 1
 
 
 class DataError(UnisonoError, ValueError):

@@ -166,7 +166,7 @@ def test_a_script_that_fails_ends_verify_with_its_code_and_its_last_lines(
 def test_more_workers_than_shards_show_the_scripts_own_error(tmp_path: Path) -> None:
     done = verify(tmp_path, "--workers 2,1", ("shards=3", "shards=1"))
 
-    assert done.code == 1
+    assert done.code == 2
     assert "set shards=2" in done.words
 
 

@@ -185,6 +185,13 @@ def test_the_worker_whose_script_failed_is_the_one_whose_traceback_is_printed_la
     assert (result["exit_code"], result["error"]["rank"]) == (1, 2)
 
 
+def test_more_workers_than_shards_are_a_mistake_in_usage(tmp_path: Path) -> None:
+    script = script_with(tmp_path, "import unisono\nunisono.init(batch_size=16, shards=2)\n")
+    done = finished(command(3, script, tmp_path / "run"))
+    assert done.returncode == 2
+    assert "set shards=3" in done.stderr.rstrip().splitlines()[-1]
+
+
 # -- under other launchers --------------------------------------------------------------------------------------------
 
 SHORT = ENDLESS.replace("EPOCHS", "1").replace("1600", "64")
