@@ -1,7 +1,5 @@
-"""The job as a frozen, validated value; its digest, and the fingerprint of the numerics it runs on."""
+"""The job as a frozen, validated value, and how two of them differ."""
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -77,12 +75,6 @@ class Job(BaseModel):
             return cls.model_validate({"batch_size": batch_size, "shards": shards, **settings}, strict=True)
         except ValidationError as error:
             raise JobError(_explain(error)) from None
-
-    @property
-    def digest(self) -> str:
-        """The sha256 of the job's settings, in hex."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
 
     def require_workers(self, workers: int) -> None:
         """Refuse more workers than there are shards.
