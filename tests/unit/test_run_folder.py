@@ -147,14 +147,14 @@ def test_lines_of_several_threads_do_not_mix(tmp_path: Path) -> None:
 
     def note() -> None:
         for _ in range(25):
-            folder.journal("note", text="x" * 5000)
+            folder.journal("note", text="x" * 50_000)  # long enough to be seen half written
 
     threads = [threading.Thread(target=note) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [len(line["text"]) for line in lines(tmp_path / "journal.jsonl")] == [5000] * 100
+    assert [len(line["text"]) for line in lines(tmp_path / "journal.jsonl")] == [50_000] * 100
 
 
 def test_a_run_that_resumes_drops_what_it_will_write_again_and_what_is_torn(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """The run folder: what a run leaves behind for people and programs to read."""
 
 import errno
+import fcntl
 import json
 import math
 import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -196,11 +198,23 @@ def _open_lines(path: Path) -> int:
 def _append(descriptor: int, value: Mapping[str, Any]) -> None:
     """Write a line with one system call, on a line of its own even if the one before was cut off."""
     line = _json(value)
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        line = b"\n" + line
-    if os.write(descriptor, line) < len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with _locked(descriptor):  # or what another one is just writing would look cut off
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextmanager
+def _locked(descriptor: int) -> Iterator[None]:
+    with suppress(OSError):  # not every network file system has locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _json(value: Any, indent: int | None = None) -> bytes:
