@@ -9,6 +9,7 @@ from unisono.errors import JobError
 
 Reduction = Literal["exact", "native"]
 Precision = Literal["float32", "bf16"]
+Compression = Literal["none", "bf16"]
 
 SAMPLES_PER_SHARD = 16
 """The fewest samples that the default number of shards leaves in a shard."""
@@ -35,6 +36,8 @@ class Job(BaseModel):
         threads: torch threads per worker; one thread and two give other bits.
         reduction: ``exact`` adds along the summation tree, ``native`` is the backend's own all-reduce.
         precision: ``float32`` leaves dtypes alone, ``bf16`` runs forward passes under autocast.
+        compression: ``bf16`` rounds every leaf and every node of the summation tree to bfloat16, on every number of
+            workers alike, and sends half the bytes.
         bucket_mb: size of the buckets that are reduced together, in MiB.
         deterministic: operations without a deterministic version are refused.
         on_nan: what a loss that is NaN or infinite does: ``stop`` the job or ``skip`` the step.
@@ -48,6 +51,7 @@ class Job(BaseModel):
     threads: int = Field(default=1, ge=1)
     reduction: Reduction = "exact"
     precision: Precision = "float32"
+    compression: Compression = "none"
     bucket_mb: float = Field(default=25.0, gt=0)
     deterministic: bool = True
     on_nan: Literal["stop", "skip"] = "stop"

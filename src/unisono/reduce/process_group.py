@@ -34,11 +34,11 @@ class ProcessGroupTransport(Transport):
         self._covers: tuple[tuple[Node, ...], ...] = tuple(covers)
         self._exchanges: dict[tuple[Hashable, int, torch.dtype], _Exchange] = {}
 
-    def reduce(self, bucket: Hashable, partials: Sequence[Tensor]) -> Tensor:
+    def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
         """All-to-all, finish the tree on this worker's part, all-gather."""
         first = partials[0]
         if first.device != self._device:
-            return self.reduce(bucket, [partial.to(self._device) for partial in partials]).to(first.device)
+            return self.reduce(bucket, [partial.to(self._device) for partial in partials], divisor).to(first.device)
         key = (bucket, first.numel(), first.dtype)
         if key not in self._exchanges:
             self._exchanges[key] = _Exchange(first, self.rank, self._covers)
@@ -48,6 +48,8 @@ class ProcessGroupTransport(Transport):
                 exchange.received, exchange.pack(partials), exchange.receive_sizes, exchange.send_sizes
             ).wait()
             part = self.tree.finish(exchange.partials(), lambda left, right: left.add_(right))
+            if divisor is not None:
+                part.div_(divisor)
             exchange.part[: part.numel()].copy_(part)
             self._group._allgather_base(exchange.gathered, exchange.part).wait()
         return exchange.total

@@ -45,7 +45,7 @@ class SharedMemoryTransport(Transport):
                 self._places[flat.data_ptr()] = _Place(pool, number, bucket)
         return mine
 
-    def reduce(self, bucket: Hashable, partials: Sequence[Tensor]) -> Tensor:
+    def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
         """Meet, add this worker's part of the tree over everybody's partial sums, meet."""
         places = [self._places.get(partial.data_ptr()) for partial in partials]
         if any(place is None for place in places):
@@ -58,7 +58,7 @@ class SharedMemoryTransport(Transport):
             for rank in range(self.world_size)
             for node, row in zip(self._cover(rank), told[rank], strict=True)
         }
-        self._add(leaves, pool.result[number])
+        self._add(leaves, pool.result[number], divisor)
         self._peers.exchange(b"")
         return pool.result[number]
 
@@ -118,13 +118,12 @@ class SharedMemoryTransport(Transport):
             row[0].copy_(partial)
         return [_Place(pool, number, 0) for number in range(len(partials))]
 
-    def _add(self, leaves: dict[Node, Tensor], result: Tensor) -> None:
+    def _add(self, leaves: dict[Node, Tensor], result: Tensor, divisor: float | None) -> None:
         bounds = [unit * ALIGNMENT for unit in even_bounds(result.numel() // ALIGNMENT, self.world_size)]
         start, stop = bounds[self.rank], bounds[self.rank + 1]
-        piece = PIECE if len(leaves) > 2 else max(1, stop - start)
-        for begin in range(start, stop, piece):
-            part = slice(begin, min(begin + piece, stop))
-            _finish(self.tree, {node: value[part] for node, value in leaves.items()}, result[part])
+        for begin in range(start, stop, PIECE):
+            part = slice(begin, min(begin + PIECE, stop))
+            _finish(self.tree, {node: value[part] for node, value in leaves.items()}, result[part], divisor)
 
     def _through_memory(self, data: Tensor, sources: Sequence[int]) -> Tensor:
         sizes = [pages(data.numel() if rank in sources else 0) for rank in range(self.world_size)]
@@ -184,7 +183,9 @@ def _row(segment: Segment, buckets: Sequence[Bucket], offset: int) -> tuple[Tens
     )
 
 
-def _finish(tree: SummationTree, leaves: dict[Node, Tensor], result: Tensor) -> None:
+def _finish(tree: SummationTree, leaves: dict[Node, Tensor], result: Tensor, divisor: float | None) -> None:
     # Only this worker reads this part of anybody's partial sums, so inner nodes may be added in place.
     left, right = (tree.finish(leaves, lambda a, b: a.add_(b), half) for half in children(tree.root))
     torch.add(left, right, out=result)
+    if divisor is not None:
+        result.div_(divisor)

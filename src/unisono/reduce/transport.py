@@ -40,17 +40,18 @@ class Transport(ABC):
         return [tuple(bucket.allocate() for bucket in buckets) for _ in range(rows)]
 
     @abstractmethod
-    def reduce(self, bucket: Hashable, partials: Sequence[Tensor]) -> Tensor:
+    def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
         """Finish the summation tree of one bucket.
 
         Args:
             bucket: names the bucket, so that its buffers are allocated once.
             partials: this worker's partial sums, the cover of its shards from left to right: 1-D tensors of
                 one length, a multiple of 64 elements. They may be overwritten.
+            divisor: what the root's value is divided by, once, where it is finished; the same on every worker.
 
         Returns:
-            the root's value, 1-D of the same length, to be read and not written: other workers may read the same
-            memory. Valid until the bucket is reduced again.
+            the root's value, divided: 1-D of the same length, to be read and not written, since other workers may read
+            the same memory. Valid until the bucket is reduced again.
         """
 
     @abstractmethod
@@ -76,10 +77,10 @@ class Solo(Transport):
     def __init__(self, shards: int) -> None:
         super().__init__(0, Split.even(shards, 1))
 
-    def reduce(self, bucket: Hashable, partials: Sequence[Tensor]) -> Tensor:
+    def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
         """The only partial sum is the root."""
         (total,) = partials
-        return total
+        return total if divisor is None else total.div_(divisor)
 
     def reduce_native(self, total: Tensor) -> Tensor:
         """The tensor itself."""

@@ -20,6 +20,8 @@ from unisono.train.workers import Workers
 
 TransportName = Literal["auto", "shared_memory", "process_group"]
 
+TopologyName = Literal["auto", "direct", "ring", "tree", "star"]
+
 TRANSPORTS = ("auto", "shared_memory", "process_group")
 
 
@@ -29,11 +31,13 @@ class Connection:
 
     Attributes:
         transport: ``auto`` takes shared memory where it can.
+        topology: the way of the partial sums over a process group.
         device: where this worker computes.
         timeout_s: how long to wait for another worker.
     """
 
     transport: str
+    topology: str
     device: torch.device
     timeout_s: float
 

@@ -16,6 +16,9 @@ class Settings:
     threads: int | None = None
     allow_job_change: bool = False
     transport: str | None = None
+    topology: str | None = None
+    overlap: bool | None = None
+    shard_optimizer: bool | None = None
     checkpoint_every: int | None = None
     stop_after: int | None = None
     trace: Path | None = None
@@ -25,7 +28,7 @@ class Settings:
         """The settings in ``environ``.
 
         Raises:
-            JobError: a variable is no positive whole number; names it and its value.
+            JobError: a variable is no positive whole number, or no 0 or 1; names it and its value.
         """
         return cls(
             run_dir=_path(environ, "UNISONO_RUN_DIR"),
@@ -33,6 +36,9 @@ class Settings:
             threads=_count(environ, "UNISONO_THREADS"),
             allow_job_change=environ.get("UNISONO_ALLOW_JOB_CHANGE") == "1",
             transport=environ.get("UNISONO_TRANSPORT") or None,
+            topology=environ.get("UNISONO_TOPOLOGY") or None,
+            overlap=_switch(environ, "UNISONO_OVERLAP"),
+            shard_optimizer=_switch(environ, "UNISONO_SHARD_OPTIMIZER"),
             checkpoint_every=_count(environ, "UNISONO_CHECKPOINT_EVERY"),
             stop_after=_count(environ, "UNISONO_STOP_AFTER"),
             trace=_path(environ, "UNISONO_TRACE"),
@@ -50,3 +56,12 @@ def _count(environ: Mapping[str, str], name: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise JobError(f"{name}={text!r} in the environment: needs a whole number of at least 1")
     return int(text)
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    if text not in ("0", "1"):
+        raise JobError(f"{name}={text!r} in the environment: use 0 or 1")
+    return text == "1"

@@ -16,11 +16,11 @@ from unisono.checkpoint.folder import RunFolder, new_run_folder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
 from unisono.errors import JobError
-from unisono.job import Job, Precision, Reduction
+from unisono.job import Compression, Job, Precision, Reduction
 from unisono.membership.environment import Environment, recognise
 from unisono.plan.streams import Stream, stream_seed
 from unisono.train.checkpoints import Checkpoints, require_same_job
-from unisono.train.connect import Connection, TransportName, connect
+from unisono.train.connect import Connection, TopologyName, TransportName, connect
 from unisono.train.device import choose_device
 from unisono.train.failure import FailureNote
 from unisono.train.numerics import apply_numerics, fingerprint, script_digest
@@ -40,11 +40,15 @@ def init(
     threads: int | None = None,
     reduction: Reduction = "exact",
     precision: Precision = "float32",
+    compression: Compression = "none",
     bucket_mb: float = 25.0,
     deterministic: bool = True,
     on_nan: Literal["stop", "skip"] = "stop",
     device: str | torch.device | None = None,
     transport: TransportName | None = None,
+    topology: TopologyName | None = None,
+    overlap: bool | None = None,
+    shard_optimizer: bool | None = None,
     run_dir: str | Path | None = None,
     checkpoint_every: int | None = None,
     keep: int = 3,
@@ -65,12 +69,19 @@ def init(
         threads: torch threads per worker; by default 1. The bits depend on it.
         reduction: ``exact``, or ``native`` for the backend's own all-reduce with its own order of additions.
         precision: ``bf16`` runs forward passes under autocast.
+        compression: ``bf16`` sends gradients as bfloat16, rounded at every node of the summation tree, so that the bits
+            still do not depend on the number of workers.
         bucket_mb: gradients are reduced in buckets of about this many MiB.
         deterministic: refuse operations that have no deterministic version.
         on_nan: a loss that is NaN or infinite stops the job, or skips the step.
         device: where to compute; by default the GPU of the worker's local rank if there is one, else the CPU.
         transport: how workers exchange gradients; decides no bit. By default ``shared_memory`` between workers of one
             host on CPUs, else ``process_group`` (Gloo or NCCL).
+        topology: the way of the partial sums over a process group: ``direct``, ``ring``, ``tree`` or ``star``; decides
+            no bit. By default ``auto``, which measures them when the workers have met.
+        overlap: reduce gradients while the backward pass is still under way (default). Decides no bit.
+        shard_optimizer: the workers of one host share their parameters and split the update and the optimizer's state
+            (default: no). Decides no bit.
         run_dir: the run folder; one that holds checkpoints of the same job is resumed. By default a new one
             under ``runs/``.
         checkpoint_every: steps between automatic checkpoints; by default none are written.
@@ -91,6 +102,7 @@ def init(
         threads=next((given for given in (threads, settings.threads) if given is not None), 1),
         reduction=reduction,
         precision=precision,
+        compression=compression,
         bucket_mb=bucket_mb,
         deterministic=deterministic,
         on_nan=on_nan,
@@ -104,7 +116,12 @@ def init(
     wanted = _folder(run_dir, settings, next(_runs))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
-        how = Connection(transport or settings.transport or "auto", chosen, failure_timeout_s)
+        how = Connection(
+            transport or settings.transport or "auto",
+            topology or settings.topology or "auto",
+            chosen,
+            failure_timeout_s,
+        )
         workers = opened.enter_context(closing(connect(job, environment, how)))
         marks = fingerprint(job, chosen)
         workers.require_same("job or machine", marks | {"script": script_digest()})
