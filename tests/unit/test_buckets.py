@@ -1,3 +1,6 @@
+import itertools
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +22,16 @@ def partial_sums(buckets: tuple[Bucket, ...], tree: SummationTree) -> PartialSum
     count = tree.most_kept(0, tree.shards)
     rows = [Row.of(buckets, [bucket.allocate() for bucket in buckets]) for _ in range(count)]
     return PartialSums(tree, range(tree.shards), rows)
+
+
+def add(sums: PartialSums, shard: Sequence[Tensor | None]) -> None:
+    """Put a shard's tensors from the last to the first, as a backward pass does."""
+    sums.open()
+    for number in reversed(range(len(shard))):
+        sums.put(number, shard[number])
+    for bucket in range(sums.buckets):
+        sums.settle(bucket)
+    sums.close()
 
 
 def placed(buckets: tuple[Bucket, ...]) -> list[int]:
@@ -87,7 +100,7 @@ def test_partial_sums_of_a_whole_job_are_the_tree_sum_bit_for_bit(shards: int, d
     sums = partial_sums(plan_buckets(gradients[0], 2000), tree)
     sums.begin()
     for shard in gradients:
-        sums.add(shard)
+        add(sums, shard)
     (row,) = sums.rows
     for number in range(len(SHAPES)):
         leaves = {node: gradients[node.start][number] for node in map_leaves(tree)}
@@ -105,7 +118,7 @@ def test_an_absent_gradient_adds_nothing_not_even_the_sign_of_a_zero() -> None:
         sums = partial_sums(plan_buckets([minus_zero], 100), SummationTree(2))
         sums.begin()
         for gradient in order:
-            sums.add([gradient])
+            add(sums, [gradient])
         (row,) = sums.rows
         assert torch.signbit(row.views[0]).tolist() == [True, False, True]
 
@@ -117,7 +130,7 @@ def test_rows_are_used_again_in_every_step() -> None:
     for _ in range(3):
         sums.begin()
         for _ in range(8):
-            sums.add(given)
+            add(sums, given)
         (row,) = sums.rows
         totals.add(row.flats[0].sum().item())
     assert len(totals) == 1
@@ -127,12 +140,29 @@ def test_a_worker_with_all_eight_shards_keeps_three_partial_sums() -> None:
     assert SummationTree(8).most_kept(0, 8) == 3  # while shard 7 is computed: shards 0 to 3, 4 and 5, 6
 
 
-def test_a_row_copies_what_it_is_given() -> None:
-    given = tensors()
-    buckets = plan_buckets(given, 10**9)
-    row = Row.of(buckets, [bucket.allocate() for bucket in buckets])
-    row.write(given)
-    before = [view.clone() for view in row.views]
-    for tensor in given:
-        tensor.fill_(7)
-    assert all(torch.equal(view, old) for view, old in zip(row.views, before, strict=True))
+def test_the_first_bucket_of_a_kind_is_small_so_that_its_reduction_starts_early() -> None:
+    many = [torch.empty(2**16) for _ in range(40)]  # of a quarter of a MiB
+    assert [len(bucket.slots) for bucket in plan_buckets(many, 4 * 2**20)] == [4, 16, 16, 4]
+
+
+def test_compressed_buckets_hold_narrow_numbers_and_never_mix_what_was_wide() -> None:
+    mixed = [torch.zeros(4), torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.bfloat16)]
+    buckets = plan_buckets([*mixed, torch.zeros(4, dtype=torch.int64)], 10**9, torch.bfloat16)
+    assert [bucket.dtype for bucket in buckets] == [torch.int64, *3 * [torch.bfloat16]]
+
+
+@pytest.mark.parametrize("shards", [2, 3, 5, 8])
+def test_compressed_leaves_and_nodes_are_rounded_on_any_split(shards: int) -> None:
+    values = [torch.randn(64) for _ in range(shards)]
+    buckets = plan_buckets(values[:1], 10**9, torch.bfloat16)
+    tree = SummationTree(shards)
+    leaves = {node: values[node.start].bfloat16() for node in map_leaves(tree)}
+    for start, stop in itertools.combinations(range(shards + 1), 2):
+        rows = [Row.of(buckets, [buckets[0].allocate()]) for _ in range(tree.most_kept(start, stop))]
+        sums = PartialSums(tree, range(start, stop), rows)
+        sums.begin()
+        for value in values[start:stop]:
+            add(sums, [value])
+        for row, node in zip(sums.rows, tree.cover(start, stop), strict=True):
+            expected = tree.finish(leaves, lambda left, right: (left.float() + right.float()).bfloat16(), node)
+            assert torch.equal(row.views[0], expected)

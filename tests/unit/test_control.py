@@ -6,7 +6,7 @@ import torch
 
 from unisono.errors import LossError
 from unisono.plan.split import Split
-from unisono.train.control import MAX_METRICS, ControlWord, ShardReport, StepReport
+from unisono.train.control import MAX_METRICS, ControlWord, Flags, ShardReport, StepReport
 
 pytestmark = pytest.mark.unit
 
@@ -25,7 +25,7 @@ def told(
     word = ControlWord(split, len(bits[0]))
     words = torch.stack(
         [
-            word.pack([reports[shard] for shard in split.of(rank)], bits[rank], leave=rank == leaving)
+            word.pack([reports[shard] for shard in split.of(rank)], bits[rank], Flags(leave=rank == leaving))
             for rank in range(workers)
         ]
     )
@@ -74,6 +74,6 @@ def test_more_metrics_than_fit_are_refused() -> None:
 def test_a_worker_with_nothing_but_empty_shards_is_recognised() -> None:
     split = Split.even(2, 2)
     word = ControlWord(split, 0)
-    words = torch.stack([word.pack([REPORTS[0]], [], leave=False), word.pack([ShardReport()], [], leave=False)])
+    words = torch.stack([word.pack([REPORTS[0]], [], Flags()), word.pack([ShardReport()], [], Flags())])
     assert word.has_silent_worker(words)
     assert not word.has_silent_worker(words[[0, 0]])

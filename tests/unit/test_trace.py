@@ -44,7 +44,7 @@ def a_call(optimizer: torch.optim.Optimizer) -> Call:
 
 
 def a_report() -> StepReport:
-    return StepReport(tuple(ShardReport(0.5, 2.0) for _ in range(4)), 0.5, 8.0, {}, (), leave=False)
+    return StepReport(tuple(ShardReport(0.5, 2.0) for _ in range(4)), 0.5, 8.0, {}, (), leave=False, again=False)
 
 
 def test_nobody_watching_is_no_trace() -> None:

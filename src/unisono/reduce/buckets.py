@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is small, so that the reduction starts soon after the backward pass."""
+
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this many elements, in every bucket of every job."""
 
@@ -42,28 +45,43 @@ class Bucket:
         return [slot.view(flat) for slot in self.slots]
 
 
-def plan_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> tuple[Bucket, ...]:
+def plan_buckets(
+    tensors: Sequence[Tensor], bucket_bytes: int, compressed: torch.dtype | None = None
+) -> tuple[Bucket, ...]:
     """Group tensors of one dtype and device, from last to first, into buckets of about ``bucket_bytes``.
+
+    The first bucket of a kind has 1 MiB at most, unless its first tensor alone has more.
+
+    Args:
+        tensors: what the buckets will hold.
+        bucket_bytes: the size of a bucket, in bytes of the buffer.
+        compressed: the dtype of the buffer for floating-point tensors of a wider one; by default each keeps its own.
 
     The plan follows from the tensors' list alone, never from the order in which gradients arrive, so every
     worker has the same one at any time. Backward passes visit parameters roughly from last to first.
     """
     kinds = list(dict.fromkeys((tensor.dtype, tensor.device) for tensor in reversed(tensors)))
     buckets: list[Bucket] = []
-    for dtype, device in kinds:
+    for kind, device in kinds:
+        dtype = _narrowed(kind, compressed)
         slots: list[Slot] = []
-        offset = 0
+        offset, limit = 0, min(FIRST_BUCKET_BYTES, bucket_bytes)
         for index in reversed(range(len(tensors))):
             tensor = tensors[index]
-            if (tensor.dtype, tensor.device) != (dtype, device):
+            if (tensor.dtype, tensor.device) != (kind, device):
                 continue
-            if slots and (offset + tensor.numel()) * dtype.itemsize > bucket_bytes:
+            if slots and (offset + tensor.numel()) * dtype.itemsize > limit:
                 buckets.append(Bucket(tuple(slots), offset, dtype, device))
-                slots, offset = [], 0
+                slots, offset, limit = [], 0, bucket_bytes
             slots.append(Slot(index, offset, tuple(tensor.shape), _layout(tensor)))
             offset += max(1, -(-tensor.numel() // ALIGNMENT)) * ALIGNMENT
         buckets.append(Bucket(tuple(slots), offset, dtype, device))
     return tuple(buckets)
+
+
+def _narrowed(dtype: torch.dtype, compressed: torch.dtype | None) -> torch.dtype:
+    narrows = compressed is not None and dtype.is_floating_point and dtype.itemsize > compressed.itemsize
+    return compressed if compressed is not None and narrows else dtype
 
 
 def _layout(tensor: Tensor) -> tuple[int, ...]:

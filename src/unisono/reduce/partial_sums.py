@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from unisono.plan.tree import SummationTree
@@ -22,25 +21,6 @@ class Row:
         """A row in these buffers, one per bucket."""
         return cls(tuple(flats), views_of(buckets, flats))
 
-    def write(self, tensors: Sequence[Tensor | None]) -> None:
-        """Set this row to ``tensors``. An absent one counts as -0.0, the identity of float addition."""
-        present = [(view, tensor) for view, tensor in zip(self.views, tensors, strict=True) if tensor is not None]
-        if present:
-            torch._foreach_copy_([view for view, _ in present], [tensor for _, tensor in present])
-        for view, tensor in zip(self.views, tensors, strict=True):
-            if tensor is None:
-                view.fill_(-0.0 if view.is_floating_point() else 0)
-
-    def add(self, tensors: Sequence[Tensor | None]) -> None:
-        """Add ``tensors`` onto this row."""
-        present = [(view, tensor) for view, tensor in zip(self.views, tensors, strict=True) if tensor is not None]
-        if present:
-            torch._foreach_add_([view for view, _ in present], [tensor for _, tensor in present])
-
-    def add_row(self, other: "Row") -> None:
-        """Add another row onto this one."""
-        torch._foreach_add_(list(self.flats), list(other.flats))
-
 
 def views_of(buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Every tensor's view of the buckets' buffers, in the order of the tensors' list."""
@@ -49,11 +29,11 @@ def views_of(buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> tuple[Tensor
 
 
 class PartialSums:
-    """Adds up shards as they arrive, along the summation tree.
+    """Adds up shards along the summation tree, tensor by tensor as they arrive.
 
-    A left leaf is copied into a row, its sibling is added onto it, and whenever the two topmost rows are
-    siblings they become one. Rows are allocated once and used again in every step: for a power of two of shards
-    (up to 512) at most log2(shards)+1 of them.
+    A left leaf is written into a row, its sibling is added onto it, and siblings among the rows become one: bucket by
+    bucket, as soon as the newest shard has all tensors of the bucket. Rows are allocated once and used again in every
+    step: for a power of two of shards (up to 512) at most log2(shards)+1 of them.
 
     Args:
         tree: the summation tree.
@@ -66,29 +46,61 @@ class PartialSums:
         self._free = list(rows)
         self._stack: list[Row] = []
         self._merges: list[int] = []
+        self._adds = False
+
+    @property
+    def buckets(self) -> int:
+        """The number of buckets in a row."""
+        return len((self._free or self._stack)[0].flats)
 
     def begin(self) -> None:
-        """Start over; :meth:`add` then takes this worker's shards from first to last."""
+        """Start over; this worker's shards follow from first to last."""
         self._free.extend(self._stack)
         self._stack = []
         self._merges = list(reversed(self._merge_counts))
 
-    def add(self, tensors: Sequence[Tensor | None]) -> None:
-        """Take the next shard's tensors; an absent one adds nothing."""
-        merges = self._merges.pop()
-        if merges == 0:
-            row = self._free.pop()
-            row.write(tensors)
-            self._stack.append(row)
-            return
-        self._stack[-1].add(tensors)
-        for _ in range(merges - 1):
-            right = self._stack.pop()
-            self._stack[-1].add_row(right)
-            self._free.append(right)
+    def open(self) -> None:
+        """The next shard begins: every one of its tensors is put once, in any order."""
+        self._adds = self._merges[-1] > 0
+        if not self._adds:
+            self._stack.append(self._free.pop())
+
+    def put(self, number: int, tensor: Tensor | None) -> None:
+        """Take one tensor of the shard. An absent one counts as -0.0, the identity of float addition."""
+        view = self._stack[-1].views[number]
+        if tensor is None:
+            if not self._adds:
+                view.fill_(-0.0 if view.is_floating_point() else 0)
+        elif self._adds:
+            view.add_(tensor.to(view.dtype))  # a leaf is rounded as if it had been written
+        else:
+            view.copy_(tensor)
+
+    def settle(self, bucket: int) -> None:
+        """All tensors of this bucket were put: add the siblings that this makes whole."""
+        for depth in range(1, self._merges[-1]):
+            self._stack[-depth - 1].flats[bucket].add_(self._stack[-depth].flats[bucket])
+
+    def close(self) -> None:
+        """The shard is done: all its buckets were settled."""
+        for _ in range(1, self._merges.pop()):
+            self._free.append(self._stack.pop())
+
+    def partials(self, bucket: int) -> list[Tensor]:
+        """What the last shard leaves of a settled bucket: the sums of the whole subtrees in this worker's range.
+
+        Returns:
+            flat buffers, from left to right.
+        """
+        return [row.flats[bucket] for row in self._left()]
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The sums of the whole subtrees in this worker's range, from left to right."""
-        assert not self._merges, f"{len(self._merges)} shards are still to come"
-        return tuple(self._stack)
+        """The rows that :meth:`partials` are part of."""
+        return tuple(self._left())
+
+    def _left(self) -> list[Row]:
+        # Asked while the last shard is open, the rows that it makes whole still lie on the stack.
+        merged = max(0, self._merges[-1] - 1) if self._merges else 0
+        assert len(self._merges) <= 1, f"{len(self._merges) - 1} more shards are to come"
+        return self._stack[: len(self._stack) - merged]

@@ -5,7 +5,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol
 
 from unisono.errors import NoProgress, WorkerLost
@@ -67,6 +67,8 @@ class Peers:
     def close(self) -> None:
         """Hang up: whoever waits for this worker wakes."""
         for peer in self._sockets.values():
+            with suppress(OSError):  # a peer that is gone
+                peer.shutdown(socket.SHUT_RDWR)  # wakes a thread of this process, too
             peer.close()
         self._sockets = {}
 

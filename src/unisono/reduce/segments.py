@@ -20,18 +20,25 @@ class Segment:
     Args:
         descriptor: of the memory; taken over and closed.
         size: in bytes.
+
+    Attributes:
+        bytes: the memory, 1-D uint8.
+        copy: the same as it is now, but what is written here nobody else sees (the kernel copies on write).
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
         try:
             self._map = mmap.mmap(descriptor, size)
+            self._copy = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE)
         finally:
             os.close(descriptor)
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.copy: Tensor = torch.frombuffer(self._copy, dtype=torch.uint8)
 
-    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D view of ``numel`` elements from byte ``offset`` on."""
-        return self.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
+    def refresh(self) -> None:
+        """Forget what was written to the copy: it is again as the memory is."""
+        self._copy.madvise(mmap.MADV_DONTNEED)
+
 
 
 def share_segments(peers: Peers, sizes: Sequence[int]) -> list[Segment]:
@@ -60,6 +67,11 @@ def _created(size: int) -> int:
     descriptor = os.memfd_create("unisono", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size)
     return descriptor
+
+
+def elements(memory: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """A 1-D view of ``numel`` elements from byte ``offset`` of a segment's memory on."""
+    return memory[offset : offset + numel * dtype.itemsize].view(dtype)
 
 
 def pages(size: int) -> int:

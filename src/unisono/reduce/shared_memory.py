@@ -11,11 +11,11 @@ from unisono.plan.split import Split, even_bounds
 from unisono.plan.tree import Node, SummationTree, children
 from unisono.reduce.buckets import ALIGNMENT, Bucket
 from unisono.reduce.peers import LARGEST_MESSAGE, Peers
-from unisono.reduce.segments import Segment, pages, share_segments
+from unisono.reduce.segments import Segment, elements, pages, share_segments
 from unisono.reduce.transport import Transport
 
-PIECE = 32 * 1024
-"""Elements that are added at a time where a tree has inner nodes, so that these stay in the cache."""
+PIECE = 128 * 1024
+"""Elements that are added at a time, so that what is added next is still in the cache."""
 
 
 class SharedMemoryTransport(Transport):
@@ -34,12 +34,15 @@ class SharedMemoryTransport(Transport):
         super().__init__(rank, split)
         self._peers = peers
         self._places: dict[int, _Place] = {}
+        self._twins: dict[int, tuple[_Pool, Tensor]] = {}
         self._scratch: dict[tuple[Hashable, int, torch.dtype], _Pool] = {}
 
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Rows in shared memory."""
         pool = self._pool(buckets, rows)
         mine = pool.rows[self.rank]
+        for total, twin in zip(pool.result, pool.twins, strict=True):
+            self._twins[total.data_ptr()] = pool, twin
         for number, row in enumerate(mine):
             for bucket, flat in enumerate(row):
                 self._places[flat.data_ptr()] = _Place(pool, number, bucket)
@@ -61,6 +64,14 @@ class SharedMemoryTransport(Transport):
         self._add(leaves, pool.result[number], divisor)
         self._peers.exchange(b"")
         return pool.result[number]
+
+    def private(self, total: Tensor) -> Tensor:
+        """A copy that costs nothing until it is written to."""
+        if total.data_ptr() not in self._twins:
+            return total
+        pool, twin = self._twins[total.data_ptr()]
+        pool.segment.refresh()
+        return twin
 
     def reduce_native(self, total: Tensor) -> Tensor:
         """Not this transport's: a native reduction is a backend's own."""
@@ -97,6 +108,7 @@ class SharedMemoryTransport(Transport):
         """Hang up, and let go of the memory."""
         self._peers.close()
         self._places.clear()
+        self._twins.clear()
         self._scratch.clear()
 
     def _cover(self, rank: int) -> tuple[Node, ...]:
@@ -150,10 +162,14 @@ class _Pool:
     Attributes:
         rows: for each worker, its rows of flat buffers.
         result: a flat buffer per bucket, in which every worker fills its part.
+        twins: copies of the result that this worker may write to.
+        segment: of the result and its twins.
     """
 
     rows: list[list[tuple[Tensor, ...]]]
     result: tuple[Tensor, ...]
+    twins: tuple[Tensor, ...]
+    segment: Segment
 
     @classmethod
     def shared(cls, peers: Peers, buckets: Sequence[Bucket], rows: Sequence[int]) -> "_Pool":
@@ -162,10 +178,11 @@ class _Pool:
         sizes = [pages((count + (rank == 0)) * row_bytes) for rank, count in enumerate(rows)]
         segments = share_segments(peers, sizes)
         views = [
-            [_row(segment, buckets, number * row_bytes) for number in range(count)]
+            [_row(segment.bytes, buckets, number * row_bytes) for number in range(count)]
             for segment, count in zip(segments, rows, strict=True)
         ]
-        return cls(views, _row(segments[0], buckets, rows[0] * row_bytes))
+        first, behind = segments[0], rows[0] * row_bytes
+        return cls(views, _row(first.bytes, buckets, behind), _row(first.copy, buckets, behind), first)
 
 
 def _padded(bucket: Bucket) -> int:
@@ -173,12 +190,12 @@ def _padded(bucket: Bucket) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _row(segment: Segment, buckets: Sequence[Bucket], offset: int) -> tuple[Tensor, ...]:
+def _row(memory: Tensor, buckets: Sequence[Bucket], offset: int) -> tuple[Tensor, ...]:
     starts = [offset]
     for bucket in buckets:
         starts.append(starts[-1] + _padded(bucket))
     return tuple(
-        segment.tensor(start, bucket.numel, bucket.dtype)
+        elements(memory, start, bucket.numel, bucket.dtype)
         for bucket, (start, _) in zip(buckets, pairwise(starts), strict=True)
     )
 

@@ -54,6 +54,10 @@ class Transport(ABC):
             the same memory. Valid until the bucket is reduced again.
         """
 
+    def private(self, total: Tensor) -> Tensor:
+        """A total that this worker may change: the same values, in memory that no other worker reads."""
+        return total
+
     @abstractmethod
     def reduce_native(self, total: Tensor) -> Tensor:
         """The backend's own all-reduce (sum) of one 1-D tensor, in any order of additions, in place."""

@@ -11,11 +11,12 @@ import torch
 from unisono.errors import LossError
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
+from unisono.reduce.transport import Transport
 
 MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
-_HEADER = 1  # flags
+_HEADER = 2  # flags
 _FIXED = 3  # loss, weight, which metrics
 
 _Words = npt.NDArray[np.float64]
@@ -47,6 +48,7 @@ class StepReport:
         metrics: the weighted means.
         used: for each tensor that was asked about, whether any shard used it.
         leave: whether any worker was asked to leave.
+        again: whether the step has to be computed once more, since a gradient came in several parts.
     """
 
     shards: tuple[ShardReport, ...]
@@ -55,6 +57,20 @@ class StepReport:
     metrics: dict[str, float]
     used: tuple[bool, ...]
     leave: bool
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What a worker says once per step, besides what its shards came to.
+
+    Attributes:
+        leave: it was asked to leave.
+        again: one of its gradients came in several parts, so its sums are not to be used.
+    """
+
+    leave: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +89,14 @@ class ControlWord:
         """Bytes of one worker's word."""
         return 8 * (_HEADER + self.split.widest * _ROW) + -(-self.tensors // 8)
 
-    def pack(self, reports: Sequence[ShardReport], used: Sequence[bool], leave: bool) -> torch.Tensor:
+    def pack(self, reports: Sequence[ShardReport], used: Sequence[bool], flags: Flags) -> torch.Tensor:
         """This worker's word: uint8, 1-D of ``length``.
 
         Raises:
             LossError: more metrics than a control word has room for.
         """
         numbers = np.zeros(_HEADER + self.split.widest * _ROW)
-        numbers[0] = float(leave)
+        numbers[:_HEADER] = flags.leave, flags.again
         for row, report in zip(numbers[_HEADER:].reshape(-1, _ROW), reports, strict=False):
             _fill(row, report)
         bits = np.packbits(np.asarray(used, dtype=bool))
@@ -106,7 +122,8 @@ class ControlWord:
         metrics = {
             name: _mean([(report.metrics.get(name, 0.0), report.weight) for report in shards], weight) for name in names
         }
-        return StepReport(shards, loss, weight, metrics, tuple(used.tolist()), bool(numbers[:, 0].any()))
+        leave, again = numbers[:, :_HEADER].any(axis=0).tolist()
+        return StepReport(shards, loss, weight, metrics, tuple(used.tolist()), leave, again)
 
     def has_silent_worker(self, words: torch.Tensor) -> bool:
         """Whether some worker had nothing but empty shards, and so cannot know which metrics were logged."""
@@ -149,6 +166,19 @@ def _report(row: _Words, shard: int, names: Sequence[str]) -> ShardReport:
 def _signature(metrics: Mapping[str, float]) -> float:
     digest = hashlib.blake2b("\n".join(sorted(metrics)).encode(), digest_size=6).digest()
     return float(int.from_bytes(digest, "little"))
+
+
+def total_weight(transport: Transport, weights: Sequence[float]) -> float:
+    """The sum of the weights of all shards, along the summation tree. Collective.
+
+    Args:
+        transport: to the other workers.
+        weights: of this worker's shards, in order.
+    """
+    row = torch.zeros(transport.split.widest, dtype=torch.float64)
+    row[: len(weights)] = torch.tensor(weights, dtype=torch.float64)
+    rows = transport.all_gather(row).tolist()
+    return _total([weight for rank, one in enumerate(rows) for weight in one[: len(transport.split.of(rank))]])
 
 
 def _total(values: Sequence[float]) -> float:

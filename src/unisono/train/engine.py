@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -15,12 +16,14 @@ from unisono.errors import LossError, ModelError, NondeterministicOperation, Non
 from unisono.job import Job
 from unisono.plan.batches import Batch
 from unisono.plan.streams import Stream, stream_seed
+from unisono.reduce.reducer import Reducer
 from unisono.reduce.reduction import REDUCTIONS
 from unisono.train.buffers import Buffers
-from unisono.train.control import ControlWord, ShardReport, StepReport
-from unisono.train.gradients import Gradients
+from unisono.train.control import ControlWord, Flags, ShardReport, StepReport, total_weight
+from unisono.train.gradients import Fusion, Gradients
 from unisono.train.loss import WeightedLoss
 from unisono.train.prepared import Prepared
+from unisono.train.update import may_change_gradients
 from unisono.train.workers import Workers
 
 LossFunction = Callable[[Any, Any], Any]
@@ -33,6 +36,11 @@ class Clip:
 
     norm: float | None = None
     value: float | None = None
+
+    @property
+    def limits(self) -> bool:
+        """Whether there is a limit at all."""
+        return self.norm is not None or self.value is not None
 
     def apply(self, parameters: Sequence[Tensor]) -> float:
         """Limit the parameters' gradients in place; returns their global norm if it is limited, else 0."""
@@ -74,15 +82,16 @@ class Attempt:
     gradients: Gradients
     totals: tuple[Tensor, ...]
     report: StepReport
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float]
 
 
 class StepEngine:
     """Computes and commits the calls of one generation."""
 
-    def __init__(self, job: Job, workers: Workers, prepared: Prepared, device: torch.device) -> None:
+    def __init__(self, job: Job, workers: Workers, prepared: Prepared, device: torch.device, *, overlap: bool) -> None:
         self._job = job
         self._workers = workers
+        self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap)
         self._prepared = prepared
         self._device = device
         self._mine = workers.generation.shards
@@ -103,10 +112,16 @@ class StepEngine:
         """
         self._buffers.begin()
         try:
-            return self._attempt(call, leave=leave)
+            attempt = self._attempt(call, leave)
+            if attempt.report.again:
+                attempt.gradients.stop_listening()
+                self._buffers.rewind()
+                attempt = self._attempt(call, leave)
         except BaseException:
+            self._reducer.abandon()
             self._buffers.rewind()  # or the next attempt would start from what this one left
             raise
+        return attempt
 
     def commit(self, call: Call, attempt: Attempt) -> bool:
         """Apply the update, on every worker alike.
@@ -117,19 +132,29 @@ class StepEngine:
         Raises:
             NonFiniteLoss: names step, shard and rank.
         """
+        started = perf_counter()
         if trouble := self._trouble(call, attempt.report):
             return self._refused(call, trouble)
-        used = attempt.report.used
-        parameters = len(attempt.gradients.names)
-        attempt.gradients.assign(attempt.totals, attempt.report.weight, used[:parameters])
-        norm = call.clip.apply(attempt.gradients.parameters)
+        gradients, report = attempt.gradients, attempt.report
+        used, used_buffers = report.used[: len(gradients.names)], report.used[len(gradients.names) :]
+        writable = call.clip.limits or any(map(may_change_gradients, call.optimizers))
+        gradients.assign(attempt.totals, report.weight, used, writable=writable)
+        norm = call.clip.apply(gradients.parameters)
         if not math.isfinite(norm):
             return self._refused(call, f"the norm of the gradient is {norm}")
         counts = [len(call.batch.shard(shard)) for shard in range(self._job.shards)]
-        self._buffers.finish(self._workers.transport, used[parameters:], counts)
+        self._buffers.finish(self._workers.transport, used_buffers, counts)
         for optimizer in call.optimizers:
             optimizer.step()
+        gradients.release(used)
+        attempt.seconds["update"] = perf_counter() - started
         return True
+
+    def close(self) -> None:
+        """Let go of the model's parameters and of the thread."""
+        self._reducer.close()
+        for gradients in self._gradients.values():
+            gradients.remove()
 
     def log(self, name: str, value: float) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
@@ -138,54 +163,74 @@ class StepEngine:
         self._shard.metrics[name] = value
         return True
 
-    def _attempt(self, call: Call, *, leave: bool) -> Attempt:
-        started = perf_counter()
+    def _attempt(self, call: Call, leave: bool) -> Attempt:
         gradients = self._gradients_of(call.optimizers)
+        started = perf_counter()
         gradients.begin()
+        shards = [_Shard(number, len(call.batch.shard(number))) for number in self._mine]
         with generators_kept():
-            reports = [self._compute(call, shard, gradients) for shard in self._mine]
+            for shard in shards:
+                self._compute(call, shard, gradients, shards)
         computed = perf_counter()
-        totals = gradients.reduce(REDUCTIONS[self._job.reduction])
-        report = self._exchange(gradients, reports, leave)
+        totals, reducing = gradients.totals()
+        reduced = perf_counter()
+        report = self._exchange(gradients, [shard.read() for shard in shards], leave)
         done = perf_counter()
-        return Attempt(gradients, totals, report, {"compute": computed - started, "communication": done - computed})
+        seconds = {
+            "compute": computed - started,
+            "exposed_communication": done - computed,
+            "communication": reducing + done - reduced,
+        }
+        return Attempt(gradients, totals, report, seconds)
 
-    def _compute(self, call: Call, shard: int, gradients: Gradients) -> ShardReport:
-        samples = len(call.batch.shard(shard))
-        report = ShardReport()
+    def _compute(self, call: Call, shard: "_Shard", gradients: Gradients, shards: Sequence["_Shard"]) -> None:
         self._clear_gradients()
-        if samples:
-            if shard != self._mine.start:  # the first one finds them as the step began
-                self._buffers.rewind()
-            seed_generators(stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, shard))
-            self._shard = report
-            try:
-                self._forward_backward(call, call.shards[shard - self._mine.start], samples, report)
-            except (LossError, ModelError) as error:
-                raise type(error)(f"step {call.step}, shard {shard}, rank {self._workers.rank}: {error}") from error
-            finally:
-                self._shard = None
-            self._buffers.take(shard)
-        gradients.take()
-        return report
+        gradients.open(last=shard is shards[-1])
+        try:
+            if shard.samples:
+                self._forward(call, shard)
+            if shard is shards[-1]:
+                gradients.send(partial(self._weigh, [each.report.weight for each in shards]))
+            if shard.report.weight:
+                self._backward(shard, gradients)
+            else:
+                self._clear_gradients()
+            gradients.close()
+        except (LossError, ModelError) as error:
+            raise type(error)(f"step {call.step}, shard {shard.number}, rank {self._workers.rank}: {error}") from error
 
-    def _forward_backward(self, call: Call, batch: Any, samples: int, report: ShardReport) -> None:
-        with self._autocast(), _explained():
-            returned = call.loss_fn(self._prepared.model, batch)
-        weighted = WeightedLoss.of(returned, samples)
-        report.loss = float(weighted.loss.detach())
+    def _forward(self, call: Call, shard: "_Shard") -> None:
+        if shard.number != self._mine.start:  # the first one finds them as the step began
+            self._buffers.rewind()
+        seed_generators(stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, shard.number))
+        self._shard = shard.report
+        try:
+            with self._autocast(), _explained():
+                returned = call.loss_fn(self._prepared.model, call.shards[shard.number - self._mine.start])
+        finally:
+            self._shard = None
+        weighted = WeightedLoss.of(returned, shard.samples)
+        shard.loss = weighted.loss
         # With one shard the weight cancels out, and without it the bits are those of the plain loop.
-        report.weight = 1.0 if self._job.shards == 1 and weighted.weight else weighted.weight
-        if report.weight == 0:
-            self._clear_gradients()
-            return
-        with _explained():
-            (weighted.loss * report.weight if report.weight != 1.0 else weighted.loss).backward()
+        shard.report.weight = 1.0 if self._job.shards == 1 and weighted.weight else weighted.weight
+        self._buffers.take(shard.number)
+
+    def _backward(self, shard: "_Shard", gradients: Gradients) -> None:
+        assert shard.loss is not None
+        weight = shard.report.weight
+        with _explained(), gradients.listening():
+            (shard.loss * weight if weight != 1.0 else shard.loss).backward()
+        shard.loss = shard.loss.detach()
+
+    def _weigh(self, weights: Sequence[float]) -> float | None:
+        # What is compressed is divided only when it is wide again.
+        weight = total_weight(self._workers.transport, weights)
+        return weight if self._job.compression == "none" else None
 
     def _exchange(self, gradients: Gradients, reports: Sequence[ShardReport], leave: bool) -> StepReport:
         used = [*gradients.used, *self._buffers.used]
         word = ControlWord(self._workers.generation.split, len(used))
-        words = self._workers.transport.all_gather(word.pack(reports, used, leave))
+        words = self._workers.transport.all_gather(word.pack(reports, used, Flags(leave, gradients.came_twice)))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
         if word.has_silent_worker(words):
             names = next((known for known in self._workers.gather_json(names) if known is not None), None)
@@ -212,10 +257,9 @@ class StepEngine:
     def _gradients_of(self, optimizers: Sequence[Optimizer]) -> Gradients:
         key = tuple(map(id, optimizers))
         if key not in self._gradients:
-            bucket_bytes = int(self._job.bucket_mb * 2**20)
-            self._gradients[key] = Gradients(
-                self._prepared.trained_by(optimizers), self._workers.transport, bucket_bytes
-            )
+            compressed = torch.bfloat16 if self._job.compression == "bf16" else None
+            fusion = Fusion(int(self._job.bucket_mb * 2**20), compressed)
+            self._gradients[key] = Gradients(self._prepared.trained_by(optimizers), self._reducer, fusion)
         return self._gradients[key]
 
     def _clear_gradients(self) -> None:
@@ -224,6 +268,21 @@ class StepEngine:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._job.precision == "bf16")
+
+
+@dataclass(slots=True)
+class _Shard:
+    """A shard of this worker while the step is computed."""
+
+    number: int
+    samples: int
+    report: ShardReport = field(default_factory=ShardReport)
+    loss: Tensor | None = None
+
+    def read(self) -> ShardReport:
+        """What it came to. Only here the loss is read, since that waits for a GPU."""
+        self.report.loss = 0.0 if self.loss is None else float(self.loss.detach())
+        return self.report
 
 
 class _explained:  # noqa: N801  a context manager, named like one

@@ -1,46 +1,69 @@
-"""From each shard's gradients to the step's gradient, in place in ``parameter.grad``."""
+"""From each shard's gradients to the step's gradient in ``parameter.grad``."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from unisono.errors import ModelError
-from unisono.reduce.buckets import plan_buckets
-from unisono.reduce.partial_sums import PartialSums, Row
-from unisono.reduce.reduction import Reduction
-from unisono.reduce.transport import Transport
+from unisono.reduce.buckets import Bucket, plan_buckets
+from unisono.reduce.partial_sums import PartialSums, Row, views_of
+from unisono.reduce.reducer import Reducer, Weigh
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """How gradients are put together for the reduction.
+
+    Attributes:
+        bucket_bytes: the size of a bucket.
+        compressed: the dtype of wider gradients in the summation tree; None leaves them alone.
+    """
+
+    bucket_bytes: int
+    compressed: torch.dtype | None
 
 
 class Gradients:
     """The gradients of the parameters that one call of ``step.run`` updates.
 
-    With a single shard the gradients stay where autograd put them: there is nothing to add.
+    Each is taken into the partial sums as it arrives in the backward pass; a bucket whose last gradient of the last
+    shard has arrived goes to the reducer at once. With a single shard the gradients stay where autograd put them:
+    there is nothing to add.
 
     Args:
         parameters: by name.
-        transport: to the other workers; making gradients is collective.
-        bucket_bytes: the size of a bucket.
+        reducer: to the other workers; making gradients is collective.
+        fusion: how they are put together.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], transport: Transport, bucket_bytes: int) -> None:
-        self._names = tuple(parameters)
-        self._parameters = tuple(parameters.values())
-        self._transport = transport
-        self._single = transport.tree.shards == 1
-        self._buckets = () if self._single else plan_buckets(self._parameters, bucket_bytes)
+    def __init__(self, parameters: Mapping[str, Tensor], reducer: Reducer, fusion: Fusion) -> None:
+        self.names = tuple(parameters)
+        self.parameters: Sequence[Tensor] = tuple(parameters.values())
+        self.came_twice = False
+        self._reducer = reducer
+        self._single = reducer.transport.tree.shards == 1
+        self._buckets: tuple[Bucket, ...] = ()
+        if not self._single:
+            self._buckets = plan_buckets(self.parameters, fusion.bucket_bytes, fusion.compressed)
+        self._names_of_buckets = [(next(_numbers), bucket) for bucket in range(len(self._buckets))]
+        self._places = {slot.index: bucket for bucket, one in enumerate(self._buckets) for slot in one.slots}
         self._sums = self._allocated_sums()
-        self._used = [False] * len(self._parameters)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The parameters' names."""
-        return self._names
-
-    @property
-    def parameters(self) -> Sequence[Tensor]:
-        """The parameters."""
-        return self._parameters
+        self._used = [False] * len(self.parameters)
+        self._arrived: list[bool] = []
+        self._missing: list[int] = []
+        self._sends = self._listens = False
+        self._hears = True
+        self._flats: list[Tensor] = []
+        self._wide: dict[int, Tensor] = {}
+        self._views: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+        self._hooks = [] if self._single else self._hooked()
 
     @property
     def used(self) -> Sequence[bool]:
@@ -49,45 +72,142 @@ class Gradients:
 
     def begin(self) -> None:
         """Forget what was taken before; the shards of this worker follow."""
-        self._used = [False] * len(self._parameters)
+        self._used = [False] * len(self.parameters)
+        self.came_twice = False
         self._sums.begin()
 
-    def take(self) -> None:
-        """Add the gradients that a backward pass has left.
+    def open(self, *, last: bool) -> None:
+        """The next shard begins.
+
+        Args:
+            last: of this worker's; what it leaves is reduced. :meth:`send` comes before its backward pass.
+        """
+        if self._single:
+            return
+        self._sends = last
+        self._arrived = [False] * len(self.parameters)
+        self._missing = [len(bucket.slots) for bucket in self._buckets]
+        self._sums.open()
+
+    def send(self, weigh: Weigh) -> None:
+        """The weights of all this worker's shards are known: buckets may go to the reducer."""
+        if not self._single:
+            self._reducer.begin(self._names_of_buckets, weigh)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take gradients as they arrive in the backward pass that runs in here."""
+        self._listens = self._hears
+        try:
+            yield
+        finally:
+            self._listens = False
+
+    def stop_listening(self) -> None:
+        """From now on take gradients after each backward pass: in this model one arrives in several parts."""
+        self._hears = False
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """The shard is done: take what did not arrive by itself.
 
         Raises:
             ModelError: a gradient is sparse; names the parameter.
         """
-        gradients = [parameter.grad for parameter in self._parameters]
-        for number, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            self._used[number] = True
-            if gradient.is_sparse:
-                raise ModelError(
-                    f"the gradient of {self._names[number]} is sparse, which has no exact sum here: use "
-                    f"nn.Embedding(sparse=False)"
-                )
+        for number, parameter in enumerate(self.parameters):
+            if self._single:
+                self._note(number, parameter.grad)
+            elif not self._arrived[number]:
+                self._take(number, parameter.grad)
         if not self._single:
-            self._sums.add(gradients)
+            self._sums.close()
 
-    def reduce(self, reduction: Reduction) -> tuple[Tensor, ...]:
-        """The sum over all shards of all workers, as flat buffers; none for a single shard."""
-        return () if self._single else reduction(self._transport, self._sums.rows)
+    def totals(self) -> tuple[tuple[Tensor, ...], float]:
+        """The sum over all shards of all workers, as soon as it is there; see :meth:`Reducer.totals`."""
+        return ((), 0.0) if self._single else self._reducer.totals()
 
-    def assign(self, totals: tuple[Tensor, ...], weight: float, used: Sequence[bool]) -> None:
-        """Make the sum, divided by the total weight, the parameters' gradients; absent where no shard used one."""
+    def assign(self, totals: Sequence[Tensor], weight: float, used: Sequence[bool], *, writable: bool) -> None:
+        """Make the mean the parameters' gradients; absent where no shard used one.
+
+        Args:
+            totals: as :meth:`totals` gave them.
+            weight: of all shards together.
+            used: for each parameter, whether any shard of any worker gave it a gradient.
+            writable: they are going to be changed in place.
+        """
+        self._flats = [self._mean(number, total, weight, writable) for number, total in enumerate(totals)]
+        self._set(used)
+
+    def release(self, used: Sequence[bool]) -> None:
+        """The update is done: leave gradients that whoever looks at them may change."""
+        self._flats = [self._reducer.transport.private(flat) for flat in self._flats]
+        self._set(used)
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hooked(self) -> "list[torch.utils.hooks.RemovableHandle]":
+        return [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrive, number))
+            for number, parameter in enumerate(self.parameters)
+        ]
+
+    def _arrive(self, number: int, parameter: Tensor) -> None:
+        if not self._listens:
+            return
+        if self._arrived[number]:
+            self.came_twice = True
+            return
+        self._take(number, parameter.grad)
+        parameter.grad = None  # its memory serves the next one
+
+    def _take(self, number: int, gradient: Tensor | None) -> None:
+        self._note(number, gradient)
+        self._arrived[number] = True
+        self._sums.put(number, gradient)
+        bucket = self._places[number]
+        self._missing[bucket] -= 1
+        if self._missing[bucket] == 0:
+            self._sums.settle(bucket)
+            if self._sends:
+                self._reducer.ready(bucket, self._sums.partials(bucket))
+
+    def _note(self, number: int, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        self._used[number] = True
+        if gradient.is_sparse:
+            raise ModelError(
+                f"the gradient of {self.names[number]} is sparse, which has no exact sum here: use "
+                f"nn.Embedding(sparse=False)"
+            )
+
+    def _mean(self, number: int, total: Tensor, weight: float, writable: bool) -> Tensor:
+        if total.dtype != (wide := self._dtype(number)):  # compressed: the mean is not rounded
+            if number not in self._wide:
+                self._wide[number] = replace(self._buckets[number], dtype=wide).allocate()
+            return self._wide[number].copy_(total).div_(weight)
+        if writable and self._reducer.transport.private(total) is not total:
+            return self._sums.rows[0].flats[number].copy_(total)
+        return total
+
+    def _dtype(self, bucket: int) -> torch.dtype:
+        return self.parameters[self._buckets[bucket].slots[0].index].dtype
+
+    def _set(self, used: Sequence[bool]) -> None:
         if self._single:
             return
-        # The totals may lie in memory that other workers read; this worker's partial sums are its own again.
-        row = self._sums.rows[0]
-        for flat, total in zip(row.flats, totals, strict=True):
-            torch.div(total, weight, out=flat)
-        for parameter, view, is_used in zip(self._parameters, row.views, used, strict=True):
+        key = tuple(flat.data_ptr() for flat in self._flats)
+        if key not in self._views:
+            self._views[key] = views_of(self._buckets, self._flats)
+        for parameter, view, is_used in zip(self.parameters, self._views[key], used, strict=True):
             parameter.grad = view if is_used else None
 
     def _allocated_sums(self) -> PartialSums:
-        transport, mine = self._transport, self._transport.split.of(self._transport.rank)
+        transport = self._reducer.transport
+        mine = transport.split.of(transport.rank)
         count = 0 if self._single else transport.tree.most_kept(mine.start, mine.stop)
         flats = transport.allocate(self._buckets, count) if count else []
         return PartialSums(transport.tree, mine, [Row.of(self._buckets, row) for row in flats])

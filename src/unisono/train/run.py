@@ -60,6 +60,7 @@ class Surroundings:
     fingerprint: dict[str, Any]
     leave: LeaveRequest
     allow_job_change: bool
+    overlap: bool
     opened: ExitStack
 
 
@@ -158,7 +159,9 @@ class Run:
         self._workers.require_same("model", prepared.layout())
         self._share_weights(prepared)
         is_first, self._prepared = self._prepared is None, prepared
-        self._engine = StepEngine(self.job, self._workers, prepared, self.device)
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = StepEngine(self.job, self._workers, prepared, self.device, overlap=self._around.overlap)
         if is_first:
             self._restore_models(prepared)
         self._warn_of_small_batch_norm(prepared)
@@ -381,6 +384,8 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self.close)
+        if self._engine is not None:
+            self._engine.close()
         if self._trace is not None:
             self._trace.close()
         self._around.opened.close()

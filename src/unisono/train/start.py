@@ -129,7 +129,8 @@ def init(
         store = CheckpointStore(folder.checkpoints, keep=keep, on_event=folder.journal) if workers.rank == 0 else None
         checkpoints = opened.enter_context(closing(Checkpoints(store, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        around = Surroundings(settings, folder, marks, leave, allow, opened.pop_all())
+        overlaps = next((given for given in (overlap, settings.overlap) if given is not None), True)
+        around = Surroundings(settings, folder, marks, leave, allow, overlaps, opened.pop_all())
     run = Run(job, workers, chosen, checkpoints, around)
     around.opened.enter_context(closing(FailureNote(run)))
     _announce(run, environment)
