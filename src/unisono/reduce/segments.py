@@ -40,7 +40,6 @@ class Segment:
         self._copy.madvise(mmap.MADV_DONTNEED)
 
 
-
 def share_segments(peers: Peers, sizes: Sequence[int]) -> list[Segment]:
     """One segment per worker, mapped by all; collective.
 

@@ -65,6 +65,17 @@ class SharedMemoryTransport(Transport):
         self._peers.exchange(b"")
         return pool.result[number]
 
+    def share(self, buckets: Sequence[Bucket]) -> tuple[Tensor, ...]:
+        """In the first worker's memory."""
+        size = sum(_padded(bucket) for bucket in buckets)
+        segments = share_segments(self._peers, [pages(0 if rank else size) for rank in range(self.world_size)])
+        return _row(segments[0].bytes, buckets, 0)
+
+    def part(self, numel: int) -> range:
+        """The part that this worker adds."""
+        bounds = even_bounds(numel // ALIGNMENT, self.world_size)
+        return range(bounds[self.rank] * ALIGNMENT, bounds[self.rank + 1] * ALIGNMENT)
+
     def private(self, total: Tensor) -> Tensor:
         """A copy that costs nothing until it is written to."""
         if total.data_ptr() not in self._twins:
@@ -131,10 +142,9 @@ class SharedMemoryTransport(Transport):
         return [_Place(pool, number, 0) for number in range(len(partials))]
 
     def _add(self, leaves: dict[Node, Tensor], result: Tensor, divisor: float | None) -> None:
-        bounds = [unit * ALIGNMENT for unit in even_bounds(result.numel() // ALIGNMENT, self.world_size)]
-        start, stop = bounds[self.rank], bounds[self.rank + 1]
-        for begin in range(start, stop, PIECE):
-            part = slice(begin, min(begin + PIECE, stop))
+        mine = self.part(result.numel())
+        for begin in mine[::PIECE]:
+            part = slice(begin, min(begin + PIECE, mine.stop))
             _finish(self.tree, {node: value[part] for node, value in leaves.items()}, result[part], divisor)
 
     def _through_memory(self, data: Tensor, sources: Sequence[int]) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
+from unisono.errors import JobError
 from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
 from unisono.reduce.buckets import Bucket
@@ -54,6 +55,28 @@ class Transport(ABC):
             the same memory. Valid until the bucket is reduced again.
         """
 
+    def share(self, buckets: Sequence[Bucket]) -> tuple[Tensor, ...]:
+        """Flat buffers of zeros that all workers of this host see and change. Collective.
+
+        Args:
+            buckets: their layout, the same on every worker.
+
+        Raises:
+            JobError: these workers share no memory.
+        """
+        raise JobError(
+            "shard_optimizer=True needs workers that share memory: on CPUs, exact, and not with "
+            "transport='process_group'"
+        )
+
+    def part(self, numel: int) -> range:
+        """Which elements of a flat buffer that all workers of this host see are this worker's to change.
+
+        Args:
+            numel: of the buffer, a multiple of 64; so are the ends of the part.
+        """
+        return range(numel)
+
     def private(self, total: Tensor) -> Tensor:
         """A total that this worker may change: the same values, in memory that no other worker reads."""
         return total
@@ -80,6 +103,10 @@ class Solo(Transport):
 
     def __init__(self, shards: int) -> None:
         super().__init__(0, Split.even(shards, 1))
+
+    def share(self, buckets: Sequence[Bucket]) -> tuple[Tensor, ...]:
+        """Nobody to share with."""
+        return tuple(bucket.allocate() for bucket in buckets)
 
     def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
         """The only partial sum is the root."""

@@ -122,7 +122,7 @@ class ControlWord:
         metrics = {
             name: _mean([(report.metrics.get(name, 0.0), report.weight) for report in shards], weight) for name in names
         }
-        leave, again = numbers[:, :_HEADER].any(axis=0).tolist()
+        leave, again = (bool(numbers[:, flag].any()) for flag in range(_HEADER))
         return StepReport(shards, loss, weight, metrics, tuple(used.tolist()), leave, again)
 
     def has_silent_worker(self, words: torch.Tensor) -> bool:

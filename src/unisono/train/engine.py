@@ -23,7 +23,8 @@ from unisono.train.control import ControlWord, Flags, ShardReport, StepReport, t
 from unisono.train.gradients import Fusion, Gradients
 from unisono.train.loss import WeightedLoss
 from unisono.train.prepared import Prepared
-from unisono.train.update import may_change_gradients
+from unisono.train.sharded_update import ShardedUpdate
+from unisono.train.update import Update, may_change_gradients
 from unisono.train.workers import Workers
 
 LossFunction = Callable[[Any, Any], Any]
@@ -85,19 +86,37 @@ class Attempt:
     seconds: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How steps are carried out. It decides no bit.
+
+    Attributes:
+        overlap: gradients are reduced while the backward pass is under way.
+        shard_optimizer: the workers of a host share their parameters, and each updates a part of them.
+    """
+
+    overlap: bool = True
+    shard_optimizer: bool = False
+
+
 class StepEngine:
     """Computes and commits the calls of one generation."""
 
-    def __init__(self, job: Job, workers: Workers, prepared: Prepared, device: torch.device, *, overlap: bool) -> None:
+    def __init__(
+        self, job: Job, workers: Workers, prepared: Prepared, device: torch.device, execution: Execution
+    ) -> None:
         self._job = job
         self._workers = workers
-        self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap)
+        self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=execution.overlap)
         self._prepared = prepared
         self._device = device
         self._mine = workers.generation.shards
         self._buffers = Buffers(prepared.buffers, workers.generation.split, workers.rank)
         self._gradients: dict[tuple[int, ...], Gradients] = {}
         self._shard: ShardReport | None = None
+        self._update: Update | ShardedUpdate = Update()
+        if execution.shard_optimizer:
+            self._update = ShardedUpdate(prepared, workers.transport, self._bucket_bytes)
 
     def attempt(self, call: Call, *, leave: bool = False) -> Attempt:
         """Compute this worker's shards and reduce. Changes no weight: it can be done again.
@@ -110,6 +129,7 @@ class StepEngine:
             LossError, ModelError, NondeterministicOperation: the user's loss function or model; names the shard.
             WorkerLost: another worker is gone.
         """
+        self._update.begin()
         self._buffers.begin()
         try:
             attempt = self._attempt(call, leave)
@@ -144,11 +164,22 @@ class StepEngine:
             return self._refused(call, f"the norm of the gradient is {norm}")
         counts = [len(call.batch.shard(shard)) for shard in range(self._job.shards)]
         self._buffers.finish(self._workers.transport, used_buffers, counts)
-        for optimizer in call.optimizers:
-            optimizer.step()
+        self._update.apply(call.optimizers)
         gradients.release(used)
         attempt.seconds["update"] = perf_counter() - started
         return True
+
+    def accept_weights(self) -> None:
+        """The weights were set from outside, on every worker alike."""
+        self._update.accept()
+
+    def require_whole(self) -> None:
+        """Refuse weights that cannot be gone on from.
+
+        Raises:
+            WorkerLost: a worker was lost in the middle of an update, and the weights are half updated.
+        """
+        self._update.require_whole()
 
     def close(self) -> None:
         """Let go of the model's parameters and of the thread."""
@@ -254,11 +285,15 @@ class StepEngine:
             f'data; or skip such steps with unisono.init(on_nan="skip")'
         )
 
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self._job.bucket_mb * 2**20)
+
     def _gradients_of(self, optimizers: Sequence[Optimizer]) -> Gradients:
         key = tuple(map(id, optimizers))
         if key not in self._gradients:
             compressed = torch.bfloat16 if self._job.compression == "bf16" else None
-            fusion = Fusion(int(self._job.bucket_mb * 2**20), compressed)
+            fusion = Fusion(self._bucket_bytes, compressed)
             self._gradients[key] = Gradients(self._prepared.trained_by(optimizers), self._reducer, fusion)
         return self._gradients[key]
 

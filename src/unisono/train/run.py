@@ -31,7 +31,7 @@ from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.control import StepReport
 from unisono.train.device import to_device
 from unisono.train.digest import digest_tensors
-from unisono.train.engine import Call, Clip, LossFunction, StepEngine
+from unisono.train.engine import Call, Clip, Execution, LossFunction, StepEngine
 from unisono.train.evaluation import Evaluation, Metrics, Predict
 from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory, tensors_by_name
 from unisono.train.recorder import Recorder
@@ -60,7 +60,7 @@ class Surroundings:
     fingerprint: dict[str, Any]
     leave: LeaveRequest
     allow_job_change: bool
-    overlap: bool
+    execution: Execution
     opened: ExitStack
 
 
@@ -161,9 +161,10 @@ class Run:
         is_first, self._prepared = self._prepared is None, prepared
         if self._engine is not None:
             self._engine.close()
-        self._engine = StepEngine(self.job, self._workers, prepared, self.device, overlap=self._around.overlap)
+        self._engine = StepEngine(self.job, self._workers, prepared, self.device, self._around.execution)
         if is_first:
             self._restore_models(prepared)
+            self._engine.accept_weights()
         self._warn_of_small_batch_norm(prepared)
         if self._trace is not None:
             self._trace.step(self._progress.position.step, prepared.tensors())
@@ -344,7 +345,8 @@ class Run:
         Raises:
             JobMismatch: the workers' weights differ, which must not happen.
         """
-        prepared, _ = self._require_prepared()
+        prepared, engine = self._require_prepared()
+        engine.require_whole()
         if self._live is not None:
             self._live.close()  # a loop that was left, and whose steps somebody still holds
         weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))
@@ -649,7 +651,8 @@ class Run:
     def _snapshot(self) -> Snapshot:
         self._settle()
         self._warn_of_unregistered_scheduler()
-        prepared, _ = self._require_prepared()
+        prepared, engine = self._require_prepared()
+        engine.require_whole()
         about = {"job": self.job.model_dump(mode="json"), "fingerprint": self._around.fingerprint}
         return capture(prepared, self._progress, self._registered, about)
 

@@ -22,6 +22,7 @@ from unisono.plan.streams import Stream, stream_seed
 from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.connect import Connection, TopologyName, TransportName, connect
 from unisono.train.device import choose_device
+from unisono.train.engine import Execution
 from unisono.train.failure import FailureNote
 from unisono.train.numerics import apply_numerics, fingerprint, script_digest
 from unisono.train.run import Run, Surroundings
@@ -129,14 +130,20 @@ def init(
         store = CheckpointStore(folder.checkpoints, keep=keep, on_event=folder.journal) if workers.rank == 0 else None
         checkpoints = opened.enter_context(closing(Checkpoints(store, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        overlaps = next((given for given in (overlap, settings.overlap) if given is not None), True)
-        around = Surroundings(settings, folder, marks, leave, allow, overlaps, opened.pop_all())
+        # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
+        shards_optimizer = _first(shard_optimizer, settings.shard_optimizer, False) and settings.trace is None
+        execution = Execution(_first(overlap, settings.overlap, True), shards_optimizer)
+        around = Surroundings(settings, folder, marks, leave, allow, execution, opened.pop_all())
     run = Run(job, workers, chosen, checkpoints, around)
     around.opened.enter_context(closing(FailureNote(run)))
     _announce(run, environment)
     seed_generators(stream_seed(job.seed, Stream.SCRIPT, -1))
     atexit.register(run.close)
     return run
+
+
+def _first(*given: bool | None) -> bool:
+    return next(value for value in given if value is not None)
 
 
 def _folder(argument: str | Path | None, settings: Settings, number: int) -> Path | None:

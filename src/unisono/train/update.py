@@ -1,5 +1,7 @@
 """The update: what optimizers do with the step's gradient."""
 
+from collections.abc import Sequence
+
 from torch import optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -15,7 +17,7 @@ READERS: tuple[type[Optimizer], ...] = (
     optim.RAdam,
     optim.RMSprop,
 )
-"""Optimizers that read gradients and do not change them."""
+"""Optimizers that go element by element, and read gradients without changing them."""
 
 
 def may_change_gradients(optimizer: Optimizer) -> bool:
@@ -27,3 +29,21 @@ def may_change_gradients(optimizer: Optimizer) -> bool:
         _global_optimizer_post_hooks,
     )
     return type(optimizer) not in READERS or any(hooks)
+
+
+class Update:
+    """Every worker updates all parameters."""
+
+    def begin(self) -> None:
+        """Nothing can have happened to them."""
+
+    def accept(self) -> None:
+        """They may change at any time."""
+
+    def require_whole(self) -> None:
+        """They always are."""
+
+    def apply(self, optimizers: Sequence[Optimizer]) -> None:
+        """Run the optimizers."""
+        for optimizer in optimizers:
+            optimizer.step()
