@@ -181,6 +181,24 @@ def test_the_size_of_buckets_changes_no_bit(results: dict[int, dict[str, list[An
     assert small["digest"] == whole["digest"]
 
 
+def test_reducing_beside_the_backward_pass_changes_no_bit(results: dict[int, dict[str, list[Any]]]) -> None:
+    beside, after = results[3]["batch_norm_dropout_tied_unused"][0], results[3]["without_overlap"][0]
+    assert beside["digest"] == after["digest"]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("job", ["fused_momentum_on_two_threads", "adamw_clipped_by_norm"])
+def test_an_update_that_is_split_between_workers_changes_no_bit(
+    job: str, workers: int, results: dict[int, dict[str, list[Any]]]
+) -> None:
+    assert results[workers][f"{job}_split"][0]["digest"] == results[1][job][0]["digest"]
+
+
+def test_compression_gives_other_bits(results: dict[int, dict[str, list[Any]]]) -> None:
+    whole, compressed = results[1]["a_batch_that_shards_do_not_divide"], results[1]["gradients_compressed_to_bf16"]
+    assert whole[0]["digest"] != compressed[0]["digest"]
+
+
 def test_loader_processes_change_no_bit_of_random_augmentation(results: dict[int, dict[str, list[Any]]]) -> None:
     inside, outside = (
         results[2][name][0]["digest"]

@@ -1,17 +1,16 @@
 """The transport between workers of one host: partial sums are added where they lie, in shared memory."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from unisono.plan.split import Split, even_bounds
+from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree, children
-from unisono.reduce.buckets import ALIGNMENT, Bucket
+from unisono.reduce.buckets import Bucket
+from unisono.reduce.host_memory import HostMemory
 from unisono.reduce.peers import LARGEST_MESSAGE, Peers
-from unisono.reduce.segments import Segment, elements, pages, share_segments
+from unisono.reduce.segments import pages, share_segments
 from unisono.reduce.transport import Transport
 
 PIECE = 128 * 1024
@@ -33,56 +32,33 @@ class SharedMemoryTransport(Transport):
     def __init__(self, peers: Peers, rank: int, split: Split) -> None:
         super().__init__(rank, split)
         self._peers = peers
-        self._places: dict[int, _Place] = {}
-        self._twins: dict[int, tuple[_Pool, Tensor]] = {}
-        self._scratch: dict[tuple[Hashable, int, torch.dtype], _Pool] = {}
+        self._memory = HostMemory(peers, self.tree, [split.of(each) for each in range(split.workers)])
 
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Rows in shared memory."""
-        pool = self._pool(buckets, rows)
-        mine = pool.rows[self.rank]
-        for total, twin in zip(pool.result, pool.twins, strict=True):
-            self._twins[total.data_ptr()] = pool, twin
-        for number, row in enumerate(mine):
-            for bucket, flat in enumerate(row):
-                self._places[flat.data_ptr()] = _Place(pool, number, bucket)
-        return mine
-
-    def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
-        """Meet, add this worker's part of the tree over everybody's partial sums, meet."""
-        places = [self._places.get(partial.data_ptr()) for partial in partials]
-        if any(place is None for place in places):
-            places = list(self._copied(bucket, partials))
-        known = [place for place in places if place is not None]
-        pool, number = known[0].pool, known[0].bucket
-        told = self._peers.exchange(bytes(place.row for place in known))
-        leaves = {
-            node: pool.rows[rank][row][number]
-            for rank in range(self.world_size)
-            for node, row in zip(self._cover(rank), told[rank], strict=True)
-        }
-        self._add(leaves, pool.result[number], divisor)
-        self._peers.exchange(b"")
-        return pool.result[number]
+        return self._memory.allocate(buckets, rows)
 
     def share(self, buckets: Sequence[Bucket]) -> tuple[Tensor, ...]:
         """In the first worker's memory."""
-        size = sum(_padded(bucket) for bucket in buckets)
-        segments = share_segments(self._peers, [pages(0 if rank else size) for rank in range(self.world_size)])
-        return _row(segments[0].bytes, buckets, 0)
+        return self._memory.share(buckets)
 
     def part(self, numel: int) -> range:
         """The part that this worker adds."""
-        bounds = even_bounds(numel // ALIGNMENT, self.world_size)
-        return range(bounds[self.rank] * ALIGNMENT, bounds[self.rank + 1] * ALIGNMENT)
+        return self._memory.part(numel)
 
     def private(self, total: Tensor) -> Tensor:
         """A copy that costs nothing until it is written to."""
-        if total.data_ptr() not in self._twins:
-            return total
-        pool, twin = self._twins[total.data_ptr()]
-        pool.segment.refresh()
-        return twin
+        return self._memory.private(total)
+
+    def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
+        """Meet, add this worker's part of the tree over everybody's partial sums, meet."""
+        leaves, result = self._memory.gather(bucket, partials)
+        mine = self.part(result.numel())
+        for begin in mine[::PIECE]:
+            piece = slice(begin, min(begin + PIECE, mine.stop))
+            _finish(self.tree, {node: value[piece] for node, value in leaves.items()}, result[piece], divisor)
+        self._memory.meet()
+        return result
 
     def reduce_native(self, total: Tensor) -> Tensor:
         """Not this transport's: a native reduction is a backend's own."""
@@ -118,34 +94,7 @@ class SharedMemoryTransport(Transport):
     def close(self) -> None:
         """Hang up, and let go of the memory."""
         self._peers.close()
-        self._places.clear()
-        self._twins.clear()
-        self._scratch.clear()
-
-    def _cover(self, rank: int) -> tuple[Node, ...]:
-        mine = self.split.of(rank)
-        return self.tree.cover(mine.start, mine.stop)
-
-    def _pool(self, buckets: Sequence[Bucket], rows: int) -> "_Pool":
-        told = self._peers.exchange(bytes([rows]))
-        return _Pool.shared(self._peers, buckets, [told[rank][0] for rank in range(self.world_size)])
-
-    def _copied(self, bucket: Hashable, partials: Sequence[Tensor]) -> list["_Place"]:
-        first = partials[0]
-        key = (bucket, first.numel(), first.dtype)
-        if key not in self._scratch:
-            layout = Bucket((), first.numel(), first.dtype, first.device)
-            self._scratch[key] = self._pool([layout], len(partials))
-        pool = self._scratch[key]
-        for row, partial in zip(pool.rows[self.rank], partials, strict=True):
-            row[0].copy_(partial)
-        return [_Place(pool, number, 0) for number in range(len(partials))]
-
-    def _add(self, leaves: dict[Node, Tensor], result: Tensor, divisor: float | None) -> None:
-        mine = self.part(result.numel())
-        for begin in mine[::PIECE]:
-            part = slice(begin, min(begin + PIECE, mine.stop))
-            _finish(self.tree, {node: value[part] for node, value in leaves.items()}, result[part], divisor)
+        self._memory.forget()
 
     def _through_memory(self, data: Tensor, sources: Sequence[int]) -> Tensor:
         sizes = [pages(data.numel() if rank in sources else 0) for rank in range(self.world_size)]
@@ -154,60 +103,6 @@ class SharedMemoryTransport(Transport):
             segments[self.rank].bytes[: data.numel()].copy_(data)
         self._peers.exchange(b"")
         return torch.cat([segments[rank].bytes[: data.numel()] for rank in sources])
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a partial sum lies."""
-
-    pool: "_Pool"
-    row: int
-    bucket: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """The shared memory of some buckets.
-
-    Attributes:
-        rows: for each worker, its rows of flat buffers.
-        result: a flat buffer per bucket, in which every worker fills its part.
-        twins: copies of the result that this worker may write to.
-        segment: of the result and its twins.
-    """
-
-    rows: list[list[tuple[Tensor, ...]]]
-    result: tuple[Tensor, ...]
-    twins: tuple[Tensor, ...]
-    segment: Segment
-
-    @classmethod
-    def shared(cls, peers: Peers, buckets: Sequence[Bucket], rows: Sequence[int]) -> "_Pool":
-        """A new pool, with so many rows for each worker; the result lies behind rank 0's rows. Collective."""
-        row_bytes = sum(_padded(bucket) for bucket in buckets)
-        sizes = [pages((count + (rank == 0)) * row_bytes) for rank, count in enumerate(rows)]
-        segments = share_segments(peers, sizes)
-        views = [
-            [_row(segment.bytes, buckets, number * row_bytes) for number in range(count)]
-            for segment, count in zip(segments, rows, strict=True)
-        ]
-        first, behind = segments[0], rows[0] * row_bytes
-        return cls(views, _row(first.bytes, buckets, behind), _row(first.copy, buckets, behind), first)
-
-
-def _padded(bucket: Bucket) -> int:
-    size = bucket.numel * bucket.dtype.itemsize
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _row(memory: Tensor, buckets: Sequence[Bucket], offset: int) -> tuple[Tensor, ...]:
-    starts = [offset]
-    for bucket in buckets:
-        starts.append(starts[-1] + _padded(bucket))
-    return tuple(
-        elements(memory, start, bucket.numel, bucket.dtype)
-        for bucket, (start, _) in zip(buckets, pairwise(starts), strict=True)
-    )
 
 
 def _finish(tree: SummationTree, leaves: dict[Node, Tensor], result: Tensor, divisor: float | None) -> None:

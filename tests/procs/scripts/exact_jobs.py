@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import unisono
@@ -297,6 +298,97 @@ def draws_between_the_steps() -> Any:
         step.run(lambda model, batch: F.cross_entropy(model(batch[0].flatten(1)), batch[1]))
         drawn += [torch.rand(1).item(), float(np.random.rand()), random.random()]
     return {"drawn": drawn, "digest": run.finish()}
+
+
+@job
+def without_overlap() -> Any:
+    return train(overlap=False)
+
+
+@job
+def a_layer_used_under_several_reentrant_checkpoints() -> Any:
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.again, self.out = nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x.flatten(1))
+            for _ in range(3):
+                hidden = checkpoint(lambda inputs: F.gelu(self.again(inputs)), hidden, use_reentrant=True)
+            found: Tensor = self.out(hidden)
+            return found
+
+    return train(model=Repeated)
+
+
+@job
+def a_backward_pass_of_the_loss_functions_own() -> Any:
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            (1e-2 * model(batch[0]).pow(2).mean()).backward()
+        return cross_entropy(model, batch)
+
+    return train(loss_fn=loss_fn)
+
+
+class Decaying(torch.optim.SGD):
+    """Changes gradients in place, as many optimizers outside of torch do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.data.add_(parameter.data, alpha=0.1)
+        return super().step(closure)
+
+
+@job
+def an_optimizer_that_changes_gradients() -> Any:
+    return train(make_optimizer=lambda model: Decaying(model.parameters(), lr=0.05, momentum=0.9))
+
+
+@job
+def gradients_that_the_script_changes_after_the_step() -> Any:
+    run = unisono.init(batch_size=64, shards=8, seed=1)
+    model = Net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    norms = []
+    for step in run.steps(images(150), epochs=2):
+        step.run(cross_entropy)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        norms.append(bits(torch.stack([gradient.norm() for gradient in gradients])))
+        for gradient in gradients:
+            gradient.data.fill_(float("nan"))
+    return {"norms": norms, "digest": run.finish()}
+
+
+@job
+def gradients_compressed_to_bf16() -> Any:
+    return train(compression="bf16", batch_size=61)
+
+
+def fused_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3, fused=True)
+
+
+@job
+def fused_momentum_on_two_threads() -> Any:
+    return train(make_optimizer=fused_momentum, threads=2)
+
+
+@job
+def fused_momentum_on_two_threads_split() -> Any:
+    return train(make_optimizer=fused_momentum, threads=2, shard_optimizer=True)
+
+
+@job
+def adamw_clipped_by_norm_split() -> Any:
+    return train(
+        make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.02, fused=True),
+        stepping={"clip_norm": 0.1},
+        shard_optimizer=True,
+    )
 
 
 @job

@@ -1,0 +1,163 @@
+"""The memory that the workers of one host share, and how they meet over it."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from unisono.plan.split import even_bounds
+from unisono.plan.tree import Node, SummationTree
+from unisono.reduce.buckets import ALIGNMENT, Bucket
+from unisono.reduce.peers import Peers
+from unisono.reduce.segments import Segment, elements, pages, share_segments
+
+
+class HostMemory:
+    """Rows of partial sums of all workers of one host, and a result per bucket, where all of them see them.
+
+    Args:
+        peers: the workers of this host; their ranks count from 0 on this host.
+        tree: over the shards of all hosts.
+        shards: of each of this host's workers.
+    """
+
+    def __init__(self, peers: Peers, tree: SummationTree, shards: Sequence[range]) -> None:
+        self._peers = peers
+        self._covers = [tree.cover(mine.start, mine.stop) for mine in shards]
+        self._places: dict[int, _Place] = {}
+        self._twins: dict[int, tuple[_Pool, Tensor]] = {}
+        self._scratch: dict[tuple[Hashable, int, torch.dtype], _Pool] = {}
+
+    def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
+        """So many rows for this worker; others may want another number. Collective."""
+        pool = self._pool(buckets, rows)
+        mine = pool.rows[self._peers.rank]
+        for total, twin in zip(pool.result, pool.twins, strict=True):
+            self._twins[total.data_ptr()] = pool, twin
+        for number, row in enumerate(mine):
+            for bucket, flat in enumerate(row):
+                self._places[flat.data_ptr()] = _Place(pool, number, bucket)
+        return mine
+
+    def share(self, buckets: Sequence[Bucket]) -> tuple[Tensor, ...]:
+        """Flat buffers of zeros, one for all. Collective."""
+        size = sum(_padded(bucket) for bucket in buckets)
+        segments = share_segments(self._peers, [pages(0 if rank else size) for rank in range(len(self._covers))])
+        return _row(segments[0].bytes, buckets, 0)
+
+    def part(self, numel: int) -> range:
+        """The elements of a flat buffer that are this worker's to change."""
+        bounds = even_bounds(numel // ALIGNMENT, len(self._covers))
+        return range(bounds[self._peers.rank] * ALIGNMENT, bounds[self._peers.rank + 1] * ALIGNMENT)
+
+    def private(self, total: Tensor) -> Tensor:
+        """A result as it is now, in memory that this worker may change."""
+        if total.data_ptr() not in self._twins:
+            return total
+        pool, twin = self._twins[total.data_ptr()]
+        pool.segment.refresh()
+        return twin
+
+    def gather(self, bucket: Hashable, partials: Sequence[Tensor]) -> tuple[dict[Node, Tensor], Tensor]:
+        """Wait until all workers of this host have written their partial sums of a bucket. Collective.
+
+        Args:
+            bucket: names the bucket.
+            partials: this worker's, from left to right; copied if they are not in a row that was allocated here.
+
+        Returns:
+            everybody's partial sums, by node of the tree, and the buffer for the result.
+        """
+        places = [self._places.get(partial.data_ptr()) for partial in partials]
+        if any(place is None for place in places):
+            places = list(self._copied(bucket, partials))
+        known = [place for place in places if place is not None]
+        pool, number = known[0].pool, known[0].bucket
+        told = self._peers.exchange(bytes(place.row for place in known))
+        leaves = {
+            node: pool.rows[rank][row][number]
+            for rank, cover in enumerate(self._covers)
+            for node, row in zip(cover, told[rank], strict=True)
+        }
+        return leaves, pool.result[number]
+
+    def meet(self) -> None:
+        """Wait until all workers of this host are here."""
+        self._peers.exchange(b"")
+
+    def forget(self) -> None:
+        """Let go of all of it."""
+        self._places.clear()
+        self._twins.clear()
+        self._scratch.clear()
+
+    def _pool(self, buckets: Sequence[Bucket], rows: int) -> "_Pool":
+        told = self._peers.exchange(bytes([rows]))
+        return _Pool.shared(self._peers, buckets, [told[rank][0] for rank in range(len(self._covers))])
+
+    def _copied(self, bucket: Hashable, partials: Sequence[Tensor]) -> list["_Place"]:
+        first = partials[0]
+        key = (bucket, first.numel(), first.dtype)
+        if key not in self._scratch:
+            layout = Bucket((), first.numel(), first.dtype, first.device)
+            self._scratch[key] = self._pool([layout], len(partials))
+        pool = self._scratch[key]
+        for row, partial in zip(pool.rows[self._peers.rank], partials, strict=True):
+            row[0].copy_(partial)
+        return [_Place(pool, number, 0) for number in range(len(partials))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a partial sum lies."""
+
+    pool: "_Pool"
+    row: int
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """The shared memory of some buckets.
+
+    Attributes:
+        rows: for each worker, its rows of flat buffers.
+        result: a flat buffer per bucket, in which every worker fills its part.
+        twins: copies of the result that this worker may write to.
+        segment: of the result and its twins.
+    """
+
+    rows: list[list[tuple[Tensor, ...]]]
+    result: tuple[Tensor, ...]
+    twins: tuple[Tensor, ...]
+    segment: Segment
+
+    @classmethod
+    def shared(cls, peers: Peers, buckets: Sequence[Bucket], rows: Sequence[int]) -> "_Pool":
+        """A new pool, with so many rows for each worker; the result lies behind rank 0's rows. Collective."""
+        row_bytes = sum(_padded(bucket) for bucket in buckets)
+        sizes = [pages((count + (rank == 0)) * row_bytes) for rank, count in enumerate(rows)]
+        segments = share_segments(peers, sizes)
+        views = [
+            [_row(segment.bytes, buckets, number * row_bytes) for number in range(count)]
+            for segment, count in zip(segments, rows, strict=True)
+        ]
+        first, behind = segments[0], rows[0] * row_bytes
+        return cls(views, _row(first.bytes, buckets, behind), _row(first.copy, buckets, behind), first)
+
+
+def _padded(bucket: Bucket) -> int:
+    size = bucket.numel * bucket.dtype.itemsize
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _row(memory: Tensor, buckets: Sequence[Bucket], offset: int) -> tuple[Tensor, ...]:
+    starts = [offset]
+    for bucket in buckets:
+        starts.append(starts[-1] + _padded(bucket))
+    return tuple(
+        elements(memory, start, bucket.numel, bucket.dtype)
+        for bucket, (start, _) in zip(buckets, pairwise(starts), strict=True)
+    )
