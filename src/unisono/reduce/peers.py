@@ -4,8 +4,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import Protocol
 
 from unisono.errors import NoProgress, WorkerLost
@@ -13,9 +12,12 @@ from unisono.errors import NoProgress, WorkerLost
 LARGEST_MESSAGE = 32 * 1024
 """Bytes that always fit into a socket's buffer, so that everybody may send before anybody receives."""
 
-_HEADER = struct.Struct("<I")
+_MARK = b"m"
+"""Before every message: an empty one would look like the end of the connection."""
+
 _HELLO = struct.Struct("<i")
 _CREDENTIALS = struct.Struct("3i")
+_TIME = struct.Struct("ll")  # a timeval
 
 
 class Peers:
@@ -51,17 +53,21 @@ class Peers:
             NoProgress: a peer gave no sign in time.
         """
         assert len(message) <= LARGEST_MESSAGE
-        framed = _HEADER.pack(len(message)) + message
+        marked = _MARK + message
         for rank, peer in self._sockets.items():
-            with self._watching(rank):
-                peer.sendall(framed)
+            try:
+                peer.send(marked)
+            except OSError as error:
+                raise self._failure(rank, error) from error
         return {self.rank: message} | {rank: self._receive(rank) for rank in self.ranks}
 
     def exchange_descriptors(self, descriptor: int) -> dict[int, int]:
         """Give everybody an open file, and receive everybody's: new descriptors, by rank."""
         for rank, peer in self._sockets.items():
-            with self._watching(rank):
-                socket.send_fds(peer, [b"f"], [descriptor])
+            try:
+                socket.send_fds(peer, [_MARK], [descriptor])
+            except OSError as error:
+                raise self._failure(rank, error) from error
         return {rank: self._receive_descriptor(rank) for rank in self.ranks}
 
     def close(self) -> None:
@@ -70,40 +76,32 @@ class Peers:
             with suppress(OSError):  # a peer that is gone
                 peer.shutdown(socket.SHUT_RDWR)  # wakes a thread of this process, too
             peer.close()
-        self._sockets = {}
 
     def _receive(self, rank: int) -> bytes:
-        (length,) = _HEADER.unpack(self._exactly(rank, _HEADER.size))
-        return self._exactly(rank, length) if length else b""
-
-    def _exactly(self, rank: int, count: int) -> bytes:
-        data = b""
-        while len(data) < count:  # a socket with a timeout gives what is there
-            with self._watching(rank):
-                part = self._sockets[rank].recv(count - len(data))
-            if not part:
-                raise self._lost(rank)
-            data += part
-        return data
+        try:
+            message = self._sockets[rank].recv(len(_MARK) + LARGEST_MESSAGE)
+        except OSError as error:
+            raise self._failure(rank, error) from error
+        if not message:
+            raise self._lost(rank)
+        return message[len(_MARK) :]
 
     def _receive_descriptor(self, rank: int) -> int:
-        with self._watching(rank):
-            _, descriptors, _, _ = socket.recv_fds(self._sockets[rank], 1, 1)
+        try:
+            _, descriptors, _, _ = socket.recv_fds(self._sockets[rank], len(_MARK), 1)
+        except OSError as error:
+            raise self._failure(rank, error) from error
         if not descriptors:
             raise self._lost(rank)
         return descriptors[0]
 
-    @contextmanager
-    def _watching(self, rank: int) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError as error:
-            raise NoProgress(
-                f"rank {self.rank} waited for rank {rank} in vain. It hangs, or takes longer for something than the "
-                f"others: see its log, or allow more with unisono.init(failure_timeout_s=…)"
-            ) from error
-        except OSError as error:
-            raise self._lost(rank) from error
+    def _failure(self, rank: int, error: OSError) -> WorkerLost:
+        if not isinstance(error, BlockingIOError):
+            return self._lost(rank)
+        return NoProgress(
+            f"rank {self.rank} waited for rank {rank} in vain. It hangs, or takes longer for something than the "
+            f"others: see its log, or allow more with unisono.init(failure_timeout_s=…)"
+        )
 
     def _lost(self, rank: int) -> WorkerLost:
         return WorkerLost(f"rank {self.rank} lost rank {rank}: its end of the connection is closed. See its log")
@@ -127,7 +125,7 @@ def meet(rank: int, workers: int, board: "Board", timeout_s: float) -> Peers:
     """
     sockets: dict[int, socket.socket] = {}
     with ExitStack() as opened:
-        door = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        door = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         door.settimeout(timeout_s)
         door.bind(f"\0unisono-{secrets.token_hex(16)}")
         door.listen(workers)
@@ -154,19 +152,28 @@ class Board(Protocol):
 
 
 def _call(address: bytes, rank: int, timeout_s: float) -> socket.socket:
-    caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    caller.settimeout(timeout_s)
+    caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _limit(caller, timeout_s)
     caller.connect(address)
-    caller.sendall(_HELLO.pack(rank))
+    caller.send(_HELLO.pack(rank))
     return caller
 
 
 def _answer(door: socket.socket, timeout_s: float) -> tuple[int, socket.socket]:
     while True:
         caller, _ = door.accept()
-        caller.settimeout(timeout_s)
+        _limit(caller, timeout_s)
         _, user, _ = _CREDENTIALS.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         said = caller.recv(_HELLO.size) if user == os.getuid() else b""
         if len(said) == _HELLO.size:
             return _HELLO.unpack(said)[0], caller
         caller.close()
+
+
+def _limit(connection: socket.socket, timeout_s: float) -> None:
+    # The kernel's own limit: Python's would cost a system call more for every message.
+    connection.settimeout(None)
+    whole = int(timeout_s)
+    limit = _TIME.pack(whole, max(1, int((timeout_s - whole) * 1e6)))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
