@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+BENCH_READY := $(VENV)/.ready-bench
 
-.PHONY: help demo test check bench format clean
+.PHONY: help demo test check bench bench-allreduce bench-shards bench-network format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 
 demo: $(READY)  ## train on handwritten digits with 1 and with 3 workers, and compare the weights
 	@$(BIN)/python examples/demo.py
@@ -28,8 +29,18 @@ check: $(READY)  ## format, lint, types, layers, unit tests: before every commit
 	@echo "==> layers and unit tests"
 	@$(BIN)/python -m pytest -m unit
 
-bench: $(READY)  ## the step's time beside a plain PyTorch loop
-	@$(BIN)/python benchmarks/step_time.py
+# OPTIONS goes to each of them: make bench OPTIONS="--model mlp --rounds 9"; OPTIONS=--help lists them all.
+bench: $(BENCH_READY)  ## a training step beside the plain loop, DDP, Fabric, Accelerate: a quarter of an hour
+	@$(BIN)/python -m benchmarks step $(OPTIONS)
+
+bench-allreduce: $(BENCH_READY)  ## the all-reduce alone, beside Gloo and the memory's bandwidth
+	@$(BIN)/python -m benchmarks allreduce $(OPTIONS)
+
+bench-shards: $(BENCH_READY)  ## more shards than workers, exact beside native, one worker beside the plain loop
+	@$(BIN)/python -m benchmarks shards $(OPTIONS)
+
+bench-network: $(BENCH_READY)  ## how much of the communication is hidden over a slow network; needs root
+	@$(BIN)/python -m benchmarks network $(OPTIONS)
 
 format: $(READY)  ## lay out the code and mend what ruff can mend
 	@$(BIN)/ruff format .
@@ -55,4 +66,10 @@ $(READY): pyproject.toml constraints.txt
 	@"$(PYTHON)" -m venv $(VENV)
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
 		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,examples]'
+	@touch $@
+
+$(BENCH_READY): $(READY)
+	@echo "==> installing what the benchmarks compare with"
+	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	@touch $@

@@ -51,14 +51,30 @@ UNEVEN = {"digits.py": "--epochs 1 --batch-size 100", "char_lm.py": "--batch-siz
 """Batches that eight shards do not divide."""
 
 
-@pytest.mark.parametrize("workers", [3])
+@pytest.mark.parametrize(("topology", "workers"), [("direct", 3), ("ring", 3), ("tree", 5), ("star", 3)])
 def test_over_a_process_group_the_bits_are_those_of_shared_memory(
-    workers: int, results: dict[int, dict[str, list[Any]]], tmp_path: Path
+    topology: str, workers: int, results: dict[int, dict[str, list[Any]]], tmp_path: Path
 ) -> None:
-    output = launch(workers, str(JOBS), folder=tmp_path / "run", UNISONO_TRANSPORT="process_group")
+    jobs = [name for name in job_names() if not name.endswith("_split")]  # an update is split in shared memory
+    output = launch(workers, str(JOBS), *jobs, folder=tmp_path / "run", UNISONO_TOPOLOGY=topology)
     reports = [json.loads(line) for line in re.findall(r"RESULT (.*)", output)]
-    assert len(reports) == workers * len(results[1])
+    assert len(reports) == workers * len(jobs)
     assert all(report == results[1][report["job"]][0] for report in reports)
+
+
+def test_the_topology_that_was_measured_to_be_the_fastest_changes_no_bit_and_is_in_the_journal(
+    results: dict[int, dict[str, list[Any]]], tmp_path: Path
+) -> None:
+    job, workers = "batch_norm_dropout_tied_unused", 3
+    output = launch(workers, str(JOBS), job, folder=tmp_path / "run", UNISONO_TRANSPORT="process_group")
+    reports = [json.loads(line) for line in re.findall(r"RESULT (.*)", output)]
+    assert reports == [results[1][job][0]] * workers
+    journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    measured = [line for line in journal if line["event"] == "topology"]
+    assert measured
+    for line in measured:
+        assert set(line["seconds"]) == {"direct", "ring", "tree"}
+        assert line["fastest"] in line["seconds"]
 
 
 @pytest.fixture(scope="module")

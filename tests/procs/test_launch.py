@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import shlex
 import signal
@@ -174,6 +175,17 @@ def test_a_long_line_and_a_lot_of_output_arrive_whole(run: Run) -> None:
     assert "".join(line for line in shown if line.startswith("x")) == "x" * 300_000
     assert [line for line in shown if not line.startswith("x")] == [str(n) for n in range(20_000)]
     assert run.log(0).decode() == "x" * 300_000 + "\n" + "".join(f"{n}\n" for n in range(20_000))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="there is no tuning for another C library")
+def test_workers_see_the_tuning_unless_it_is_switched_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
+    shows = "print('mmap', os.environ.get('MALLOC_MMAP_MAX_'), 'arenas', os.environ['MALLOC_ARENA_MAX'], flush=True)"
+    assert run(shows) == 0
+    assert [run.log(rank) for rank in (0, 1)] == [b"mmap 0 arenas 3\n"] * 2
+    assert run(shows, "--no-tuning", "--") == 0
+    assert [run.log(rank) for rank in (0, 1)] == [b"mmap 0 arenas 3\nmmap None arenas 3\n"] * 2
 
 
 def test_arguments_reach_the_script_untouched(run: Run) -> None:

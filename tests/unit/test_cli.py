@@ -22,7 +22,7 @@ def unisono(*args: str) -> int:
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in ("UNISONO_RUN_DIR", "UNISONO_SHARDS", "UNISONO_THREADS", "UNISONO_ALLOW_JOB_CHANGE"):
+    for name in ("UNISONO_RUN_DIR", "UNISONO_SHARDS", "UNISONO_THREADS", "UNISONO_TUNING", "UNISONO_ALLOW_JOB_CHANGE"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "train.py"
     path.write_text("print('hello')\n")
@@ -101,6 +101,31 @@ def test_an_option_goes_before_the_environment_and_the_environment_before_the_de
     assert "UNISONO_SHARDS=16" in text
     assert "UNISONO_THREADS=3" in text
     assert "UNISONO_RUN_DIR=/runs/mine" in text
+
+
+def test_tuning_can_be_switched_off_by_an_option_and_by_a_variable(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
+    for name in ("MALLOC_ARENA_MAX", "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+    assert unisono("run", "--dry-run", "train.py") == 0
+    assert " MALLOC_ARENA_MAX=1 " in capsys.readouterr().out
+    assert unisono("run", "--dry-run", "--no-tuning", "train.py") == 0
+    assert "MALLOC" not in capsys.readouterr().out
+    monkeypatch.setenv("UNISONO_TUNING", "0")
+    assert unisono("run", "--dry-run", "train.py") == 0
+    assert "# no tuning: switched off\n" in capsys.readouterr().out
+    assert unisono("run", "--dry-run", "--tuning", "train.py") == 0
+    assert " MALLOC_ARENA_MAX=1 " in capsys.readouterr().out
+
+
+def test_a_word_for_tuning_that_says_neither_yes_nor_no_is_a_usage_error(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_TUNING", "perhaps")
+    assert unisono("run", "--dry-run", "train.py") == 2
+    assert "UNISONO_TUNING" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("error", "code"), [(JobError("a setting"), 2), (CheckpointError("a file"), 1)])

@@ -52,6 +52,7 @@ def test_a_healthy_machine_has_no_problems() -> None:
         (sick("cpu", limit_of_the_control_group=1.5), "8 CPUs are visible, but .* only 1.5"),
         (sick("environment", GLOO_SOCKET_IFNAME="ib0"), "GLOO_SOCKET_IFNAME=ib0, but .* no network interface ib0"),
         (sick("gpu driver", nvidia="NVRM version"), "built without CUDA"),
+        (sick("environment", MALLOC_TRIM_THRESHOLD_="1"), "With MALLOC_TRIM_THRESHOLD_ alone, .*128 KiB"),
         (sick("launcher", could_not_be_found_out="RANK=4"), "cannot be told: RANK=4"),
         (sick("workers", nccl="fails: rank 0 …"), "Workers cannot talk over nccl: it fails: rank 0"),
     ],
@@ -61,6 +62,10 @@ def test_what_gets_in_the_way_is_named_with_what_to_do(diagnosis: Diagnosis, wor
     assert problem.todo
     assert not diagnosis.stops
     assert re.search(words, problem.what)
+
+
+def test_a_threshold_of_the_allocator_beside_a_rule_for_mappings_is_no_problem() -> None:
+    assert sick("environment", MALLOC_TRIM_THRESHOLD_="1", MALLOC_MMAP_MAX_="0").problems == ()
 
 
 @pytest.mark.parametrize("value", ["eth", "=eth0", "^docker", "eth0,lo"])

@@ -8,6 +8,7 @@ from unisono.errors import JobError
 from unisono.launch.command import Meeting, WorkerCommand, dry_run, worker_command
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
+from unisono.launch.tuning import Tuning
 from unisono.membership.environment import Rendezvous, recognise
 
 pytestmark = pytest.mark.unit
@@ -45,6 +46,13 @@ def test_native_threads_are_one_unless_asked() -> None:
     assert (two["OMP_NUM_THREADS"], two["MKL_NUM_THREADS"], two["UNISONO_THREADS"]) == ("2", "2", "2")
 
 
+def test_workers_get_the_tuning_and_a_caller_who_sets_more_goes_first() -> None:
+    tuning = Tuning({"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0"})
+    variables = command(tuning=tuning, extra_environment={"MALLOC_ARENA_MAX": "2"}).variables
+    assert (variables["MALLOC_ARENA_MAX"], variables["MALLOC_MMAP_MAX_"]) == ("2", "0")
+    assert not [name for name in command().variables if name.startswith("MALLOC")]
+
+
 def test_wishes_reach_the_workers_and_silence_stays_silent() -> None:
     asked = command(shards=8, allow_job_change=True, extra_environment={"UNISONO_TRACE": "t"}).variables
     assert asked["UNISONO_SHARDS"] == "8"
@@ -69,6 +77,15 @@ def test_a_dry_run_shows_each_rank_and_is_fit_for_a_shell() -> None:
     assert "train.py 'a b'" in text
     assert str(os.getpid()) not in text.split()
     assert text.count("UNISONO_STORE_FD=FD") == 1
+
+
+def test_a_dry_run_says_what_is_tuned_and_what_is_kept() -> None:
+    tuning = Tuning({"MALLOC_MMAP_MAX_": "0"}, kept={"MALLOC_ARENA_MAX": "2"})
+    text = dry_run(LaunchSettings(TRAIN, tuning=tuning), Path("/runs/x"))
+    assert "# tuning (--no-tuning leaves it out): MALLOC_MMAP_MAX_=0\n" in text
+    assert "# kept as you set it: MALLOC_ARENA_MAX=2\n" in text
+    assert " MALLOC_MMAP_MAX_=0 " in text.splitlines()[-1]
+    assert "MALLOC_ARENA_MAX" not in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize("script", [TRAIN, Script("package.train", ("-m", "x"), is_module=True)])

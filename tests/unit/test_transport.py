@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unisono.errors import NoProgress, WorkerLost
 from unisono.plan.split import Split
+from unisono.plan.topology import TOPOLOGIES, distinct
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import Bucket
 from unisono.reduce.peers import meet
@@ -50,19 +51,44 @@ class Noticeboard:
         return bytes.fromhex(self._store.get(name).decode())
 
 
-def over_process_group(rank: int, split: Split, store: dist.Store, board: Noticeboard, timeout_s: float) -> Transport:
+class OverProcessGroup:
+    """A process group with some topology."""
+
+    def __init__(self, topology: str | None) -> None:
+        self.topology = topology
+
+    def __call__(
+        self, rank: int, split: Split, store: dist.Store, board: Noticeboard, timeout_s: float
+    ) -> ProcessGroupTransport:
+        group = gloo(rank, split, store, timeout_s)
+        return ProcessGroupTransport(group, rank, split, torch.device("cpu"), self.topology)
+
+
+def gloo(rank: int, split: Split, store: dist.Store, timeout_s: float) -> dist.ProcessGroupGloo:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    group = dist.ProcessGroupGloo(store, rank, split.workers, options)
-    return ProcessGroupTransport(group, rank, split, torch.device("cpu"))
+    return dist.ProcessGroupGloo(store, rank, split.workers, options)
 
 
 def over_shared_memory(rank: int, split: Split, store: dist.Store, board: Noticeboard, timeout_s: float) -> Transport:
     return SharedMemoryTransport(meet(rank, split.workers, board, timeout_s), rank, split)
 
 
-@pytest.fixture(params=[over_process_group, over_shared_memory], ids=["process group", "shared memory"])
+Connect = Callable[[int, Split, dist.Store, Noticeboard, float], Transport]
+GROUPS: dict[str, Connect] = {str(name or "collectives"): OverProcessGroup(name) for name in (*TOPOLOGIES, None)}
+TRANSPORTS: dict[str, Connect] = {**GROUPS, "shared memory": over_shared_memory}
+
+over_any_topology = pytest.mark.parametrize("with_workers", list(GROUPS.values()), ids=list(GROUPS), indirect=True)
+over_any_kind = pytest.mark.parametrize(
+    "with_workers",
+    [OverProcessGroup("direct"), over_shared_memory],
+    ids=["process group", "shared memory"],
+    indirect=True,
+)
+
+
+@pytest.fixture(params=list(TRANSPORTS.values()), ids=list(TRANSPORTS))
 def with_workers(request: pytest.FixtureRequest) -> WithWorkers:
     """Run some work on every worker of a real transport, and return what each returned."""
 
@@ -94,18 +120,39 @@ def tree_sum(values: list[Tensor]) -> Tensor:
     return SummationTree(len(values)).finish(leaves, torch.add)
 
 
-@pytest.mark.parametrize("length", [64, 192, 64 * 101])
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: "-".join(map(str, split.bounds)))
-def test_every_worker_gets_the_bits_of_the_tree(split: Split, length: int, with_workers: WithWorkers) -> None:
+def test_every_worker_gets_the_bits_of_the_tree(split: Split, with_workers: WithWorkers) -> None:
     torch.manual_seed(0)
-    values = [torch.randn(length) * 10.0 ** (shard % 5) for shard in range(split.shards)]
-    expected = tree_sum(values)
+    lengths = [64, 192, 64 * 101, 64 * 5000]  # fewer pieces than workers, and more
+    values = {
+        length: [torch.randn(length) * 10.0 ** (shard % 5) for shard in range(split.shards)] for length in lengths
+    }
+
+    def reduce(transport: Transport) -> list[Tensor]:
+        mine = split.of(transport.rank)
+        repeated = [*lengths, *lengths[:3]]
+        return [transport.reduce("bucket", partials_of(values[length], mine)).clone() for length in repeated]
+
+    for totals in with_workers(split, reduce):
+        for total in totals:
+            assert torch.equal(total, tree_sum(values[total.numel()]))
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_the_sum_is_divided_once_where_it_is_finished(workers: int, with_workers: WithWorkers) -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(64 * 7) for _ in range(8)]
+    split = Split.even(8, workers)
 
     def reduce(transport: Transport) -> Tensor:
-        return transport.reduce("bucket", partials_of(values, split.of(transport.rank))).clone()
+        return transport.reduce("bucket", partials_of(values, split.of(transport.rank)), 3.0).clone()
 
-    for total in with_workers(split, reduce):
-        assert torch.equal(total, expected)
+    assert all(torch.equal(total, tree_sum(values).div_(3.0)) for total in with_workers(split, reduce))
+
+
+def test_a_bucket_without_elements_is_none_to_wait_for(with_workers: WithWorkers) -> None:
+    totals = with_workers(Split.even(3, 3), lambda transport: transport.reduce("nothing", [torch.zeros(0)]))
+    assert [total.shape for total in totals] == [(0,)] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
@@ -130,7 +177,7 @@ def test_the_total_of_a_bucket_stays_until_that_bucket_is_reduced_again(with_wor
     assert with_workers(split, reduce) == [(6.0, 60.0), (6.0, 60.0)]
 
 
-@pytest.mark.parametrize("with_workers", [over_process_group], indirect=True)
+@pytest.mark.parametrize("with_workers", [OverProcessGroup("direct")], indirect=True)
 def test_native_reduction_agrees_with_the_tree_up_to_rounding(with_workers: WithWorkers) -> None:
     torch.manual_seed(0)
     values = [torch.randn(640, dtype=torch.float64) for _ in range(3)]
@@ -139,6 +186,7 @@ def test_native_reduction_agrees_with_the_tree_up_to_rounding(with_workers: With
     assert all(torch.allclose(total, tree_sum(values), rtol=1e-12) for total in totals)
 
 
+@over_any_kind
 @pytest.mark.parametrize("split", SPLITS[1:], ids=lambda split: "-".join(map(str, split.bounds)))
 def test_partial_sums_that_lie_where_the_transport_wants_them_give_the_bits_of_the_tree(
     split: Split, with_workers: WithWorkers
@@ -165,6 +213,7 @@ def test_partial_sums_that_lie_where_the_transport_wants_them_give_the_bits_of_t
             assert torch.equal(total, tree_sum([value[number] for value in values]))
 
 
+@over_any_kind
 @pytest.mark.parametrize("numel", [0, 1, 10_000, 300_000])
 def test_long_rows_and_long_broadcasts_arrive_whole(numel: int, with_workers: WithWorkers) -> None:
     def work(transport: Transport) -> bool:
@@ -178,6 +227,7 @@ def test_long_rows_and_long_broadcasts_arrive_whole(numel: int, with_workers: Wi
     assert with_workers(Split.even(3, 3), work) == [True] * 3
 
 
+@over_any_kind
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_gathered_rows_are_in_the_order_of_ranks_and_a_broadcast_reaches_everybody(
     workers: int, with_workers: WithWorkers
@@ -194,6 +244,7 @@ def test_gathered_rows_are_in_the_order_of_ranks_and_a_broadcast_reaches_everybo
     assert with_workers(split, work) == [expected] * workers
 
 
+@over_any_kind
 def test_a_worker_that_leaves_is_noticed_by_the_others_and_not_waited_for(with_workers: WithWorkers) -> None:
     split = Split.even(3, 3)
 
@@ -208,6 +259,7 @@ def test_a_worker_that_leaves_is_noticed_by_the_others_and_not_waited_for(with_w
     assert with_workers(split, work) == ["noticed", "left", "noticed"]
 
 
+@over_any_kind
 def test_a_worker_that_gives_no_sign_is_not_waited_for_forever(with_workers: WithWorkers) -> None:
     split = Split.even(2, 2)
     others_gave_up = threading.Event()
@@ -223,3 +275,118 @@ def test_a_worker_that_gives_no_sign_is_not_waited_for_forever(with_workers: Wit
         return "gave up"
 
     assert with_workers(split, work, timeout_s=0.5) == ["gave up", "hung"]
+
+
+@over_any_topology
+def test_a_bucket_has_its_buffers_from_its_first_reduction_on(with_workers: WithWorkers) -> None:
+    split = Split.even(8, 3)
+
+    def reduce(transport: Transport) -> set[int]:
+        partials = partials_of([torch.ones(64 * 50)] * 8, split.of(transport.rank))
+        return {transport.reduce("bucket", partials).data_ptr() for _ in range(3)}
+
+    assert [len(places) for places in with_workers(split, reduce)] == [1, 1, 1]
+
+
+@over_any_topology
+def test_a_worker_that_is_lost_is_noticed_by_all_others_though_not_all_talk_to_it(with_workers: WithWorkers) -> None:
+    split = Split.even(8, 5)
+    all_noticed = threading.Barrier(4, timeout=20)  # nobody needs another one's script to end
+
+    def work(transport: Transport) -> str:
+        partials = partials_of([torch.ones(64 * 50)] * 8, split.of(transport.rank))
+        transport.reduce("bucket", partials)
+        if transport.rank == 3:
+            return "lost"
+        with pytest.raises(WorkerLost, match=f"rank {transport.rank} lost its connection"):
+            transport.reduce("bucket", partials)
+        all_noticed.wait()
+        return "noticed"
+
+    assert with_workers(split, work) == ["noticed", "noticed", "noticed", "lost", "noticed"]
+
+
+@over_any_topology
+def test_a_worker_that_does_not_reduce_is_not_waited_for_forever(with_workers: WithWorkers) -> None:
+    split = Split.even(8, 3)
+    others_gave_up = threading.Barrier(3, timeout=20)
+
+    def work(transport: Transport) -> str:
+        partials = partials_of([torch.ones(64 * 50)] * 8, split.of(transport.rank))
+        transport.reduce("bucket", partials)
+        found = "hung"
+        if transport.rank != 1:
+            with pytest.raises((NoProgress, WorkerLost)) as error:
+                transport.reduce("bucket", partials)
+            found = type(error.value).__name__
+        others_gave_up.wait()
+        return found
+
+    first, hung, last = with_workers(split, work, timeout_s=0.5)
+    assert hung == "hung"
+    assert "NoProgress" in (first, last)
+
+
+@over_any_topology
+def test_a_reduction_ends_when_this_worker_hangs_up_from_another_thread(with_workers: WithWorkers) -> None:
+    split = Split.even(8, 3)
+    hung_up = threading.Event()
+
+    def hang_up(transport: Transport) -> None:
+        transport.close()
+        hung_up.set()
+
+    def work(transport: Transport) -> None:
+        partials = partials_of([torch.ones(64 * 50)] * 8, split.of(transport.rank))
+        transport.reduce("bucket", partials)
+        if transport.rank == 1:  # the others wait for it, and one of them has enough
+            hung_up.wait(20)
+        hanging_up = threading.Timer(0.05, hang_up, [transport])
+        if transport.rank == 0:
+            hanging_up.start()
+        with pytest.raises(WorkerLost):
+            transport.reduce("bucket", partials)
+        if transport.rank == 0:
+            hanging_up.join()
+
+    with_workers(split, work)
+
+
+AUTO = pytest.mark.parametrize("with_workers", [OverProcessGroup("auto")], indirect=True)
+BUCKETS = [Bucket((), size, torch.float32, torch.device("cpu")) for size in (64, 64 * 700, 192)]
+
+
+@AUTO
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_auto_measures_on_buckets_of_these_sizes_and_all_workers_read_the_same_table(
+    workers: int, with_workers: WithWorkers
+) -> None:
+    def allocate(transport: Transport) -> list[dict[str, Any]]:
+        transport.allocate(BUCKETS, 1)
+        transport.allocate(BUCKETS, 1)  # known by now
+        return transport.measured
+
+    tables = with_workers(Split.even(8, workers), allocate)
+    assert all(table == tables[0] for table in tables)
+    assert [line["bytes"] for line in tables[0]] == [256, 768, 64 * 700 * 4]
+    for line in tables[0]:
+        assert tuple(line["seconds"]) == distinct(workers)
+        assert line["fastest"] == min(line["seconds"], key=line["seconds"].get)
+
+
+@AUTO
+def test_the_slowest_workers_time_counts(with_workers: WithWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = threading.local()
+
+    def clock() -> float:
+        own.now += own.tick
+        return float(own.now)
+
+    monkeypatch.setattr("unisono.reduce.process_group.perf_counter", clock)
+
+    def allocate(transport: Transport) -> list[float]:
+        own.now, own.tick = 0, 7 if transport.rank == 1 else 2
+        transport.allocate(BUCKETS[:1], 1)
+        return list(transport.measured[0]["seconds"].values())
+
+    assert with_workers(Split.even(8, 3), allocate) == [[7.0, 7.0, 7.0]] * 3

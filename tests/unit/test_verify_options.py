@@ -60,6 +60,24 @@ def test_a_module_may_have_its_options_behind_it_too(started: list[tuple[Options
     assert (options.workers, script) == ("1,3", Script("package.train", is_module=True))
 
 
+@pytest.mark.parametrize(
+    ("line", "tuned", "args"),
+    [
+        ("train.py", True, ()),
+        ("--no-tuning train.py", False, ()),
+        ("train.py --lr 1 --no-tuning", False, ("--lr", "1")),
+        ("--steps 5 train.py --no-tuning", True, ("--no-tuning",)),
+        ("train.py --tuning hard", True, ("--tuning", "hard")),
+    ],
+)
+def test_runs_are_tuned_unless_told_otherwise(
+    started: list[tuple[Options, Script]], line: str, tuned: bool, args: tuple[str, ...]
+) -> None:
+    CliRunner().invoke(app, words(line), env={"UNISONO_TUNING": None})
+    ((options, script),) = started
+    assert (options.tuned, script.args) == (tuned, args)
+
+
 def test_an_option_without_a_number_says_how_to_give_it_to_the_script() -> None:
     with pytest.raises(JobError, match="--steps.*'many'.*put -- before it"):
         DEFAULTS.taken_from(["--steps", "many"])

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from unisono.cli.options import Module, Shards, Threads, Tuned
 from unisono.launch.command import dry_run
 from unisono.launch.local import launch
 from unisono.launch.report import report
@@ -12,6 +13,7 @@ from unisono.launch.result import RUNS, open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import GRACE_S, LaunchSettings
 from unisono.launch.terminal import Terminal
+from unisono.launch.tuning import Tuning
 
 
 def run(
@@ -20,17 +22,13 @@ def run(
         list[str] | None, typer.Argument(help="Everything after the script belongs to the script.", metavar="ARGS")
     ] = None,
     workers: Annotated[int, typer.Option("-n", "--workers", help="How many workers to start.")] = 1,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
+    module: Module = False,
     run_dir: Annotated[
         Path | None,
         typer.Option(envvar="UNISONO_RUN_DIR", help="Run folder; one with checkpoints of this job is resumed."),
     ] = None,
-    shards: Annotated[
-        int | None, typer.Option(envvar="UNISONO_SHARDS", help="Shards of the job, unless the script sets them.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(envvar="UNISONO_THREADS", help="Threads per worker, unless the script sets them.")
-    ] = None,
+    shards: Shards = None,
+    threads: Threads = None,
     checkpoint_every: Annotated[
         int | None,
         typer.Option(envvar="UNISONO_CHECKPOINT_EVERY", help="Steps between checkpoints, unless the script sets them."),
@@ -40,6 +38,7 @@ def run(
         bool,
         typer.Option("--allow-job-change", envvar="UNISONO_ALLOW_JOB_CHANGE", help="Resume although settings differ."),
     ] = False,
+    tuned: Tuned = True,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print what each worker would be started with.")] = False,
 ) -> None:
     """Start N workers that train together: unisono run -n 4 train.py --its-own flags."""
@@ -52,6 +51,7 @@ def run(
         checkpoint_every=checkpoint_every,
         allow_job_change=allow_job_change,
         grace_s=grace_s,
+        tuning=Tuning.of_this_process(wanted=tuned),
     )
     settings.check()
     if dry:

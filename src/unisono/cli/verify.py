@@ -7,14 +7,16 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from unisono.cli.options import Module, Shards, Threads, Tuned
 from unisono.errors import JobError
 from unisono.launch.script import Script
+from unisono.launch.tuning import Tuning
 
 if TYPE_CHECKING:
     from unisono.launch.verify import Request
@@ -33,13 +35,10 @@ def verify(
         str, typer.Option(metavar="N,N,…", help="Numbers of workers; all are compared with the first.")
     ] = WORKERS,
     steps: Annotated[int, typer.Option(help="How many steps to compare.")] = STEPS,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
-    shards: Annotated[
-        int | None, typer.Option(envvar="UNISONO_SHARDS", help="Shards of the job, unless the script sets them.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(envvar="UNISONO_THREADS", help="Threads per worker, unless the script sets them.")
-    ] = None,
+    module: Module = False,
+    shards: Shards = None,
+    threads: Threads = None,
+    tuned: Tuned = True,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the runs, their logs and traces, and say where.")] = False,
 ) -> None:
     """Train a script with several numbers of workers and compare all weights after every step, bit for bit.
@@ -53,7 +52,7 @@ def verify(
 
     Exit code 0 if all are identical, 1 if not, the script's own if it fails.
     """
-    options = Options(workers, steps, shards, threads, keep)
+    options = Options(workers, steps, shards, threads, keep, tuned)
     words: Sequence[str] = args or ()
     if not _given(context):
         options, words = options.taken_from(words)
@@ -69,6 +68,7 @@ class Options:
     shards: int | None
     threads: int | None
     keep: bool
+    tuned: bool = True
 
     def taken_from(self, words: Sequence[str]) -> tuple[Options, list[str]]:
         """These options, unless others stand among words; and the words that are left.
@@ -78,9 +78,7 @@ class Options:
         """
         end = words.index("--") if "--" in words else len(words)
         found, rest = _Parser(self).parse_known_args(list(words[:end]))
-        return Options(found.workers, found.steps, found.shards, found.threads, found.keep), rest + list(
-            words[end + 1 :]
-        )
+        return Options(**vars(found)), rest + list(words[end + 1 :])
 
     def request(self, script: Script) -> Request:
         """What is to be verified.
@@ -90,7 +88,8 @@ class Options:
         """
         from unisono.launch.verify import Request
 
-        request = Request(script, read_workers(self.workers), self.steps, self.shards, self.threads)
+        tuning = Tuning.of_this_process(wanted=self.tuned)
+        request = Request(script, read_workers(self.workers), self.steps, self.shards, self.threads, tuning)
         request.check()
         return request
 
@@ -118,6 +117,7 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument("--shards", type=int, default=defaults.shards)
         self.add_argument("--threads", type=int, default=defaults.threads)
         self.add_argument("--keep", action="store_true", default=defaults.keep)
+        self.add_argument("--no-tuning", action="store_false", default=defaults.tuned, dest="tuned")
 
     def error(self, message: str) -> NoReturn:
         raise JobError(f"{message} (if it is meant for the script, put -- before it)")
@@ -125,8 +125,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _given(context: typer.Context) -> bool:
     """Whether an option of verify stands before the script."""
-    names = ("workers", "steps", "shards", "threads", "keep")
-    sources = [context.get_parameter_source(name) for name in names]
+    sources = [context.get_parameter_source(each.name) for each in fields(Options)]
     return any(source is not None and source.name == "COMMANDLINE" for source in sources)
 
 

@@ -1,84 +1,147 @@
 """Reads one worker's shards, ahead of the steps that need them."""
 
+import atexit
 import multiprocessing
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+import os
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle
+from time import monotonic
+from typing import Any, Protocol
 
-import torch
-from torch.utils.data import DataLoader, Sampler
+from unisono.data.process import LAST_WORDS_S, LoaderProcess
+from unisono.data.shards import ShardSource, ShardsRequest
+from unisono.data.slot import Slot
+from unisono.errors import JobError
 
-from unisono.data.shards import ShardRequest, ShardSource
-
-# Other ways to start a process run the script again from its first line.
-_CONTEXT = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+DEPTH = 2
+"""Steps that each loader process is asked for: one that it loads, and one that comes next, so that it never waits."""
 
 
-class ShardLoader:
-    """Yields, for each step, the batches of this worker's shards.
+class Loaded(Protocol):
+    """Batches, in the order of the steps. Each is a list with the batches of this worker's shards."""
+
+    def __next__(self) -> list[Any]:
+        """The next step's shards; waits for them if need be."""
+
+    def is_ready(self) -> bool:
+        """Whether the next step's shards are here already."""
+
+    def close(self) -> None:
+        """End what loads."""
+
+
+def load(source: ShardSource, requests: Iterator[ShardsRequest], workers: int, timeout_s: float) -> Loaded:
+    """Load steps.
 
     Args:
         source: where shards come from.
-        requests: for each step, one request per shard of this worker. Consumed lazily.
+        requests: one per step. Consumed as far ahead as is loaded.
         workers: processes that load ahead; 0 loads in this process when a batch is asked for.
-    """
+        timeout_s: seconds after which a loader process is taken to hang.
 
-    def __init__(self, source: ShardSource, requests: Iterator[Sequence[ShardRequest]], workers: int) -> None:
+    Raises:
+        JobError: this system cannot fork.
+    """
+    if not workers:
+        return InProcess(source, requests)
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise JobError(f"loader_workers={workers}: this system cannot fork processes; use loader_workers=0")
+    return Ahead(source, requests, workers, timeout_s)
+
+
+class InProcess:
+    """Loads in this process. Draws from the global random generators: seed them before anything else draws."""
+
+    def __init__(self, source: ShardSource, requests: Iterator[ShardsRequest]) -> None:
         self._source = source
         self._requests = requests
-        self._workers = workers
 
-    def __iter__(self) -> Generator[list[Any], None, None]:
-        if self._workers == 0:
-            for shards in self._requests:
-                yield [self._source[shard] for shard in shards]
-            return
-        counts: list[int] = []
-        loader = DataLoader(
-            self._source,
-            batch_size=None,
-            sampler=_Requests(self._requests, counts),
-            num_workers=self._workers,
-            collate_fn=_unchanged,
-            multiprocessing_context=_CONTEXT,
-            # DataLoader draws its base seed from here, not from the script's own stream.
-            generator=torch.Generator(),
-        )
-        batches = iter(loader)
-        try:
-            yield from _grouped(batches, counts)
-        finally:
-            _shut_down(batches)
+    def __next__(self) -> list[Any]:
+        """Load now."""
+        return self._source.load(next(self._requests))
+
+    def is_ready(self) -> bool:
+        """Nothing is loaded ahead."""
+        return False
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
-class _Requests(Sampler[ShardRequest]):
-    """The requests of all steps in a row; notes how many belong to each step."""
+class Ahead:
+    """Loads in processes of its own, which live as long as the loop: over all its epochs.
 
-    def __init__(self, requests: Iterator[Sequence[ShardRequest]], counts: list[int]) -> None:
+    Batches travel in slots of shared memory and are used where they lie. A slot is filled again when nobody has a
+    tensor of its batch any more. Two more than are asked for do: one for the step that is computed, one for the step
+    before it, which the script's loop variable holds until it gets the next.
+    """
+
+    def __init__(self, source: ShardSource, requests: Iterator[ShardsRequest], workers: int, timeout_s: float) -> None:
         self._requests = requests
-        self._counts = counts
+        self._timeout_s = timeout_s
+        self._owner = os.getpid()
+        self._slots = [Slot() for _ in range(DEPTH * workers + 2)]
+        self._free = deque(range(len(self._slots)))
+        self._asked: deque[tuple[LoaderProcess, int]] = deque()
+        self._processes: list[LoaderProcess] = []
+        atexit.register(self.close)  # before multiprocessing's own, which would wait for them
+        try:
+            for number in range(workers):
+                others = [process.connection for process in self._processes]
+                self._processes.append(LoaderProcess(number, source, self._slots, others))
+        except BaseException:
+            self.close()
+            raise
+        self._turns = cycle(self._processes)
+        self._ask()
 
-    def __iter__(self) -> Iterator[ShardRequest]:
-        for shards in self._requests:
-            self._counts.append(len(shards))
-            yield from shards
+    def __next__(self) -> list[Any]:
+        """The oldest step that was asked for.
 
+        Raises:
+            DataError: its loader process failed, died or hangs.
+        """
+        if not self._asked:
+            raise StopIteration
+        process, number = self._asked.popleft()
+        packed, slot = process.answer(self._timeout_s), self._slots[number]
+        give_back = partial(self._free.append, number)
+        shards: list[Any]
+        if self._free:
+            shards = slot.lend(packed, give_back)
+        else:  # the script keeps many batches
+            shards = slot.copied(packed)
+            give_back()
+        self._ask()
+        return shards
 
-def _grouped(batches: Iterator[Any], counts: list[int]) -> Iterator[list[Any]]:
-    group: list[Any] = []
-    for batch in batches:
-        group.append(batch)
-        if len(group) == counts[0]:
-            counts.pop(0)
-            yield group
-            group = []
+    def is_ready(self) -> bool:
+        """Whether the next answer is here."""
+        return bool(self._asked) and self._asked[0][0].is_ready()
 
+    def close(self) -> None:
+        """End the processes; those that are loading get a moment."""
+        atexit.unregister(self.close)
+        if os.getpid() != self._owner:  # a process that the script forked
+            return
+        processes, self._processes = self._processes, []
+        for process in processes:
+            process.hang_up()
+        until = monotonic() + LAST_WORDS_S
+        for process in processes:
+            process.end(max(0.0, until - monotonic()))
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            slot.close()
+        self._asked.clear()
 
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
-def _shut_down(batches: Any) -> None:
-    # A loop that is left early must not leave loader processes until the garbage collector comes by.
-    shutdown = getattr(batches, "_shutdown_workers", None)
-    if shutdown is not None:
-        shutdown()
+    def _ask(self) -> None:
+        while self._free and len(self._asked) < DEPTH * len(self._processes):
+            request = next(self._requests, None)
+            if request is None:
+                return
+            process, slot = next(self._turns), self._free.popleft()
+            process.ask(request, slot)
+            self._asked.append((process, slot))

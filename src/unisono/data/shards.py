@@ -3,60 +3,90 @@
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch import Tensor
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
-from unisono.data.streams import generators_kept, seed_generators
+from unisono.data.streams import seed_generators
 from unisono.errors import DataError
+from unisono.plan.order import Indices, sample_order
 from unisono.plan.streams import Stream, stream_seed
 
 Collate = Callable[[list[Any]], Any]
 
+BLOCK = 4096
+"""Places of an epoch's order that are computed at once: a thousand cost hardly more than ten."""
 
-class ShardRequest(NamedTuple):
-    """Which samples make up a shard."""
+
+class ShardsRequest(NamedTuple):
+    """Which places in an epoch's order make up each of a worker's shards."""
 
     epoch: int
-    indices: tuple[int, ...]
+    places: tuple[range, ...]
 
 
 @dataclass(frozen=True)
-class ShardSource(Dataset[Any]):
+class ShardSource:
     """A data set that is read shard by shard; it may live in a loader's process.
 
     Each sample is fetched with all generators seeded by (seed, epoch, sample), so random augmentation does
     not depend on which process fetches it, or when.
+
+    Attributes:
+        dataset: map-style, with a length.
+        seed: of the job.
+        collate: makes a batch of a list of samples; torch's ``default_collate`` by default.
+        shuffle: whether the places of a step are those of the epoch's order, or the samples' own.
     """
 
     dataset: Any
     seed: int
     collate: Collate | None = None
+    shuffle: bool = False
 
-    def __getitem__(self, request: ShardRequest) -> Any:
-        """The collated samples of a shard, or None for an empty one.
+    def load(self, request: ShardsRequest) -> list[Any]:
+        """Each shard's collated samples; None for an empty shard.
+
+        Draws from the global random generators, and leaves them as the last sample did: seed them before anything
+        else draws.
 
         Raises:
             DataError: the samples cannot be collated; names the indices.
         """
-        if not request.indices:
-            return None
-        if type(self.dataset) is TensorDataset and self.collate is None:
-            # Nothing random can happen in there, and one gather replaces a loop over samples.
-            rows = torch.tensor(request.indices)
-            return [tensor[rows] for tensor in self.dataset.tensors]
-        with generators_kept(), _one_thread():
-            samples = self._fetch(request)
-            return self._collated(samples, request.indices)
+        return [self._shard(request.epoch, self._samples_at(request.epoch, places)) for places in request.places]
 
-    def _fetch(self, request: ShardRequest) -> list[Any]:
+    def _samples_at(self, epoch: int, places: range) -> Indices:
+        if not self.shuffle or not places:
+            return np.arange(places.start, places.stop)
+        blocks = range(places.start // BLOCK, -(-places.stop // BLOCK))
+        order = np.concatenate([_visited(self.seed, epoch, len(self.dataset), block) for block in blocks])
+        first = blocks.start * BLOCK
+        return order[places.start - first : places.stop - first]
+
+    def _shard(self, epoch: int, indices: Indices) -> Any:
+        if not indices.size:
+            return None
+        if self.collate is None and _is_plain(self.dataset):
+            return _gathered(self.dataset, indices)
+        with _one_thread():
+            samples = self._fetch(epoch, indices.tolist())
+            return self._collated(samples, indices.tolist())
+
+    def _fetch(self, epoch: int, indices: Sequence[int]) -> list[Any]:
         # One by one, also where the data set could fetch many at once: a sample's stream must not depend on which
         # other samples are in its shard.
         samples = []
-        for index in request.indices:
-            seed_generators(stream_seed(self.seed, Stream.SAMPLE, request.epoch, index))
-            samples.append(self.dataset[index])
+        try:
+            for index in indices:
+                seed_generators(stream_seed(self.seed, Stream.SAMPLE, epoch, index))
+                samples.append(self.dataset[index])
+        except Exception as error:
+            error.add_note(f"(while sample {index} of the data set was loaded)")
+            raise
         return samples
 
     def _collated(self, samples: list[Any], indices: Sequence[int]) -> Any:
@@ -69,6 +99,27 @@ class ShardSource(Dataset[Any]):
                 f"samples {indices[0]} … {indices[-1]} of the data set cannot be collated into one batch: {error}."
                 f"{odd} Make all samples alike, or pass run.steps(…, collate_fn=…)"
             ) from error
+
+
+@lru_cache(maxsize=4)
+def _visited(seed: int, epoch: int, samples: int, block: int) -> Indices:
+    """The samples that the places of a block stand for."""
+    return sample_order(seed, epoch, samples)(np.arange(block * BLOCK, min((block + 1) * BLOCK, samples)))
+
+
+def _is_plain(dataset: Any) -> bool:
+    """Whether it is a TensorDataset, or a part of one: nothing random can happen in there."""
+    return _is_plain(dataset.dataset) if type(dataset) is Subset else type(dataset) is TensorDataset
+
+
+def _gathered(dataset: Any, indices: Indices) -> list[Tensor]:
+    """What collating the samples one by one would give, in one gather."""
+    if type(dataset) is Subset:
+        inner = range(check_dataset(dataset.dataset))  # makes negative indices positive
+        return _gathered(dataset.dataset, np.array([inner[dataset.indices[index]] for index in indices.tolist()]))
+    rows = torch.from_numpy(indices)
+    # Where it can be used, this is several times as fast as an index in brackets.
+    return [each.index_select(0, rows) if each.device.type == "cpu" else each[rows] for each in dataset.tensors]
 
 
 @contextmanager

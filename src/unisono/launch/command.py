@@ -61,6 +61,7 @@ def worker_command(settings: LaunchSettings, run_dir: Path, rank: int, meeting: 
         "UNISONO_LAUNCHER_PID": str(os.getpid()),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        **settings.tuning.variables,
         **_wishes(settings),
         **_where(meeting, rank),
         **settings.extra_environment,
@@ -89,6 +90,7 @@ def dry_run(settings: LaunchSettings, run_dir: Path) -> str:
     """What would be started, one worker below the other, for a person to read."""
     meeting = Meeting("PORT", "FD") if settings.workers > 1 else None
     lines = ["# PORT and FD are those of a socket on loopback that the launcher opens"] if meeting else []
+    lines += [f"# {line}" for line in settings.tuning.lines]
     for rank in range(settings.workers):
         command = worker_command(settings, run_dir, rank, meeting)
         shown = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}

@@ -173,6 +173,16 @@ def _interfaces(sections: Sections) -> Iterator[Problem]:
             )
 
 
+def _allocator(sections: Sections) -> Iterator[Problem]:
+    environment = sections.get("environment", {})
+    alone = [name for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_") if name in environment]
+    if alone and not {"MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_"} & set(environment):
+        yield Problem(
+            f"With {alone[0]} alone, glibc fetches each block of 128 KiB or more from the system anew: steps get slow.",
+            "Set MALLOC_MMAP_MAX_=0 as well, or unset it.",
+        )
+
+
 def _launcher(sections: Sections) -> Iterator[Problem]:
     if (why := sections.get("launcher", {}).get(FAILED)) is not None:
         yield Problem(f"Where a worker stands cannot be told: {why}", "Set these variables rightly, or unset them.")
@@ -189,5 +199,6 @@ CHECKS: tuple[Check, ...] = (
     _limits,
     _processors,
     _interfaces,
+    _allocator,
     _launcher,
 )

@@ -24,6 +24,7 @@ from unisono.launch.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal import SilentTerminal
+from unisono.launch.tuning import Tuning, assignments
 from unisono.membership.environment import recognise
 
 Probe = Callable[[], Facts]
@@ -31,8 +32,8 @@ Probe = Callable[[], Facts]
 PACKAGES = ("unisono", "torch", "numpy", "safetensors", "pydantic", "typer", "rich", "psutil", "scikit-learn")
 
 RELEVANT = re.compile(
-    r"(OMP|MKL|KMP|GOMP|OPENBLAS|NCCL|GLOO|CUDA|CUBLAS|NVIDIA|SLURM|SLURMD|UNISONO|TORCH|TORCHELASTIC|PYTORCH|MASTER)_"
-    r"|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|TMPDIR|LD_PRELOAD|PYTHONPATH|PYTHONHASHSEED)$"
+    r"(OMP|MKL|KMP|GOMP|OPENBLAS|NCCL|GLOO|CUDA|CUBLAS|NVIDIA|SLURM|SLURMD|UNISONO|TORCH|TORCHELASTIC|PYTORCH|MASTER|MALLOC)_"
+    r"|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|TMPDIR|LD_PRELOAD|GLIBC_TUNABLES|PYTHONPATH|PYTHONHASHSEED)$"
 )
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|KEY|AUTH|JWT|COOKIE|PRIVATE", re.IGNORECASE)
 PASSWORD_IN_ADDRESS = re.compile(r"://[^/@\s]+@")
@@ -183,6 +184,13 @@ def launcher() -> Facts:
     return {"recognised": recognise(os.environ).describe()}
 
 
+def allocator() -> Facts:
+    """How workers' memory should be handled, for those whom `unisono run` does not start."""
+    tuning = Tuning.of_this_process()
+    by_hand = f"export {assignments(tuning.variables)}" if tuning.variables else f"set nothing: {tuning.missing}"
+    return {"for torchrun, srun or python": by_hand, "kept as you set it": assignments(tuning.kept) or None}
+
+
 def workers(devices: int) -> Facts:
     """Whether workers really reach each other: they are started, and do one all-reduce."""
     facts = {"gloo": handshake("gloo", 2)}
@@ -218,5 +226,6 @@ PROBES: Mapping[str, Probe] = {
     "gpu driver": driver,
     "torch": torch,
     "launcher": launcher,
+    "allocator": allocator,
     "environment": environment,
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from unisono.errors import JobError
 from unisono.launch.script import Script
+from unisono.launch.tuning import Tuning
 
 GRACE_S = 30.0
 """How long workers that were asked to leave may take, unless told otherwise."""
@@ -23,6 +24,7 @@ class LaunchSettings:
         checkpoint_every: steps between checkpoints, if the person sets them here.
         allow_job_change: a resumed job may differ from the one of the checkpoint.
         grace_s: seconds that workers may take to leave after the first Ctrl-C or SIGTERM.
+        tuning: how the workers' memory allocator is set.
         extra_environment: further variables for every worker.
     """
 
@@ -34,6 +36,7 @@ class LaunchSettings:
     checkpoint_every: int | None = None
     allow_job_change: bool = False
     grace_s: float = GRACE_S
+    tuning: Tuning = field(default_factory=Tuning)
     extra_environment: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from unisono.launch.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal import SilentTerminal
+from unisono.launch.tuning import Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Request:
         steps: how many steps of each run to compare.
         shards: of the job, if set here.
         threads: of each worker, if set here.
+        tuning: how the workers' memory allocator is set.
     """
 
     script: Script
@@ -40,6 +42,7 @@ class Request:
     steps: int = 20
     shards: int | None = None
     threads: int | None = None
+    tuning: Tuning = field(default_factory=Tuning)
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is started.
@@ -62,6 +65,7 @@ class Request:
             workers=workers,
             shards=self.shards,
             threads=self.threads,
+            tuning=self.tuning,
             extra_environment={"UNISONO_TRACE": str(trace.absolute()), "UNISONO_STOP_AFTER": str(steps)},
         )
 

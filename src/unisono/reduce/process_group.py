@@ -1,63 +1,71 @@
 """The transport over a ``torch.distributed`` process group: Gloo, or NCCL on GPUs."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unisono.errors import NoProgress, WorkerLost
 from unisono.plan.split import Split
-from unisono.plan.tree import Node
-from unisono.reduce.buckets import ALIGNMENT
+from unisono.plan.topology import distinct
+from unisono.reduce.buckets import Bucket
+from unisono.reduce.choice import Choice, Trial
+from unisono.reduce.exchange import Collectives, Exchange, Messages
 from unisono.reduce.transport import Transport
+
+NEVER_SENT = 2**31 - 1
+"""A tag that no message has."""
 
 
 class ProcessGroupTransport(Transport):
-    """All-to-all of the partial sums, the tree finished locally, all-gather of the results.
-
-    Every worker finishes the tree for 1/W of the elements. Together that moves the bytes of a ring
-    all-reduce in 2 rounds instead of 2(W-1).
+    """Partial sums travel between workers, and whoever holds two siblings adds them.
 
     Args:
         group: a ``ProcessGroupGloo`` or ``ProcessGroupNCCL``; used by one thread, closed by :meth:`close`.
         device: where the backend wants its tensors; others are staged there and back.
+        topology: the way of the partial sums, or ``auto``: the fastest one, as measured when buckets are allocated;
+            None for backends that are only asked for standard collectives.
     """
 
-    def __init__(self, group: Any, rank: int, split: Split, device: torch.device) -> None:
+    def __init__(
+        self, group: Any, rank: int, split: Split, device: torch.device, topology: str | None = "direct"
+    ) -> None:
         super().__init__(rank, split)
         self._group = group
         self._device = device
-        covers = [self.tree.cover(split.of(peer).start, split.of(peer).stop) for peer in range(split.workers)]
-        self._covers: tuple[tuple[Node, ...], ...] = tuple(covers)
-        self._exchanges: dict[tuple[Hashable, int, torch.dtype], _Exchange] = {}
+        self._by_collectives = topology is None
+        self._choice = Choice(distinct(split.workers) if topology == "auto" else [topology or "direct"])
+        self._exchanges: dict[tuple[Hashable, int, torch.dtype], Exchange] = {}
+
+    def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
+        """Rows anywhere. With ``auto``, topologies are compared on buckets of these sizes."""
+        for bucket in self._choice.open(buckets):
+            seconds = self._choice.measure(bucket, partial(self._trial, bucket))
+            size = bucket.numel * bucket.dtype.itemsize
+            self.measured.append({"bytes": size, "fastest": self._choice.topology(size), "seconds": seconds})
+        return super().allocate(buckets, rows)
 
     def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
-        """All-to-all, finish the tree on this worker's part, all-gather."""
+        """By messages, or by collectives."""
         first = partials[0]
         if first.device != self._device:
-            return self.reduce(bucket, [partial.to(self._device) for partial in partials], divisor).to(first.device)
+            return self.reduce(bucket, [value.to(self._device) for value in partials], divisor).to(first.device)
         key = (bucket, first.numel(), first.dtype)
         if key not in self._exchanges:
-            self._exchanges[key] = _Exchange(first, self.rank, self._covers)
-        exchange = self._exchanges[key]
-        with _named_errors(self.rank):
-            self._group.alltoall_base(
-                exchange.received, exchange.pack(partials), exchange.receive_sizes, exchange.send_sizes
-            ).wait()
-            part = self.tree.finish(exchange.partials(), lambda left, right: left.add_(right))
-            if divisor is not None:
-                part.div_(divisor)
-            exchange.part[: part.numel()].copy_(part)
-            self._group._allgather_base(exchange.gathered, exchange.part).wait()
-        return exchange.total
+            self._exchanges[key] = self._exchange(first, self._choice.topology(first.nbytes))
+        with self._named_errors():
+            return self._exchanges[key].reduce(partials, divisor)
 
     def reduce_native(self, total: Tensor) -> Tensor:
         """The backend's all-reduce."""
         staged = total.to(self._device)
-        with _named_errors(self.rank):
+        with self._named_errors():
             self._group.allreduce([staged]).wait()
         return total if staged is total else total.copy_(staged)
 
@@ -65,14 +73,14 @@ class ProcessGroupTransport(Transport):
         """One all-gather of rows of equal length."""
         staged = row.to(self._device).contiguous()
         rows = torch.empty((self.world_size, row.numel()), dtype=row.dtype, device=self._device)
-        with _named_errors(self.rank):
+        with self._named_errors():
             self._group._allgather_base(rows.view(-1), staged).wait()
         return rows.to(row.device)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """One broadcast."""
         staged = tensor.detach().to(self._device).contiguous()
-        with _named_errors(self.rank):
+        with self._named_errors():
             self._group.broadcast(staged, source).wait()
         with torch.no_grad():
             tensor.copy_(staged)
@@ -81,54 +89,57 @@ class ProcessGroupTransport(Transport):
         """Shut the group's connections down without waiting for the others."""
         self._exchanges.clear()
         if self._group is not None:
-            self._group.abort()
+            self._hang_up(self._group)
         self._group = None
 
+    def _exchange(self, like: Tensor, topology: str) -> Exchange:
+        if self._by_collectives:
+            return Collectives(self._group, like, self.rank, self.split)
+        return Messages(self._group, like, self.rank, self.split, topology)
 
-class _Exchange:
-    """The buffers and sizes for reducing buckets of one length and dtype, allocated once."""
+    def _trial(self, bucket: Bucket, topology: str) -> Trial:
+        mine = self.split.of(self.rank)
+        count = len(self.tree.cover(mine.start, mine.stop))
+        partials = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=self._device) for _ in range(count)]
+        exchange = self._exchange(partials[0], topology)
 
-    def __init__(self, like: Tensor, rank: int, covers: Sequence[Sequence[Node]]) -> None:
-        workers = len(covers)
-        length = -(-like.numel() // (ALIGNMENT * workers)) * ALIGNMENT
-        starts = [min(peer * length, like.numel()) for peer in range(workers + 1)]
-        sizes = [stop - start for start, stop in pairwise(starts)]
-        mine = sizes[rank]
-        self._starts = starts
-        self._nodes = [node for cover in covers for node in cover]
-        pieces = len(covers[rank])
-        self._packed = like.new_empty(pieces * like.numel() if pieces > 1 else 0)
-        self.send_sizes = [len(covers[rank]) * size for size in sizes]
-        self.receive_sizes = [len(cover) * mine for cover in covers]
-        self.received = like.new_empty(len(self._nodes) * mine)
-        self.part = like.new_zeros(length)
-        self.gathered = like.new_empty(workers * length)
-        self.total = self.gathered[: like.numel()]
+        def once() -> float:
+            self.all_gather(torch.zeros(1))  # all start together
+            begun = perf_counter()
+            with self._named_errors():
+                exchange.reduce(partials, None)
+            return self.all_gather(torch.tensor([perf_counter() - begun], dtype=torch.float64)).max().item()
 
-    def pack(self, partials: Sequence[Tensor]) -> Tensor:
-        """The partial sums in the order in which they are sent: by receiver, then from left to right."""
-        if len(partials) == 1:
-            return partials[0]
-        pieces = [partial[start:stop] for start, stop in pairwise(self._starts) for partial in partials]
-        return torch.cat(pieces, out=self._packed)
+        return once
 
-    def partials(self) -> dict[Node, Tensor]:
-        """What was received: this worker's part of every partial sum of everybody."""
-        parts = self.received.view(len(self._nodes), -1)
-        return dict(zip(self._nodes, parts, strict=True))
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        group = self._group
+        try:
+            yield
+        except RuntimeError as error:
+            self._hang_up(group)  # whoever waits for this worker wakes up, and hangs up in turn
+            raise self._named(error) from error
 
+    def _hang_up(self, group: Any) -> None:
+        group.abort()
+        if not isinstance(group, dist.ProcessGroupGloo):
+            return
+        # Gloo's abort leaves the connections open, and so does letting go of a group that another thread waits in. A
+        # receive that times out closes them all.
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    group.recv([torch.zeros(1)], peer, NEVER_SENT).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]
 
-@contextmanager
-def _named_errors(rank: int) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
+    def _named(self, error: RuntimeError) -> NoProgress | WorkerLost:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if "timed out" in first_line.lower():
-            raise NoProgress(
-                f"rank {rank} waited for another worker in vain: {first_line}. It hangs, or takes longer for "
+            return NoProgress(
+                f"rank {self.rank} waited for another worker in vain: {first_line}. It hangs, or takes longer for "
                 f"something than the others: see its log, or allow more with unisono.init(failure_timeout_s=…)"
-            ) from error
-        raise WorkerLost(
-            f"rank {rank} lost its connection to another worker: {first_line}. Look for the first error of the others"
-        ) from error
+            )
+        return WorkerLost(
+            f"rank {self.rank} lost its connection to another worker: {first_line}. Look for the first error of the "
+            f"others"
+        )

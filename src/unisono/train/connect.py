@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.distributed import PrefixStore
 
 from unisono.errors import JobError
 from unisono.job import Job
@@ -12,17 +13,19 @@ from unisono.membership.environment import Environment
 from unisono.membership.generation import Generation
 from unisono.membership.rendezvous import Noticeboard, backend_for, form_group, open_store
 from unisono.plan.split import Split
+from unisono.plan.topology import TOPOLOGIES
+from unisono.reduce.hierarchical import HierarchicalTransport, Host, host_split
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
 from unisono.train.workers import Workers
 
-TransportName = Literal["auto", "shared_memory", "process_group"]
+TransportName = Literal["auto", "shared_memory", "hierarchical", "process_group"]
 
 TopologyName = Literal["auto", "direct", "ring", "tree", "star"]
 
-TRANSPORTS = ("auto", "shared_memory", "process_group")
+TRANSPORTS = ("auto", "shared_memory", "hierarchical", "process_group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,10 @@ class Connection:
     """How workers are to be connected. It decides no bit.
 
     Attributes:
-        transport: ``auto`` takes shared memory where it can.
-        topology: the way of the partial sums over a process group.
+        transport: ``auto`` takes shared memory on one host, and inside of each host if they have equal numbers of
+            workers.
+        topology: the way of the partial sums over a process group; ``auto`` takes the fastest. Any other implies a
+            process group.
         device: where this worker computes.
         timeout_s: how long to wait for another worker.
     """
@@ -46,30 +51,77 @@ def connect(job: Job, environment: Environment, how: Connection) -> Workers:
     """Form the first generation.
 
     Raises:
-        JobError: shared memory was asked for where it cannot be; says why.
+        JobError: a name is unknown, or shared memory or a topology was asked for where it cannot be; says why.
         LaunchError: the other workers cannot be reached.
     """
     generation = Generation(1, environment.rank, Split.even(job.shards, environment.world_size))
-    if how.transport not in TRANSPORTS:
-        raise JobError(f"transport={how.transport!r}: use one of {', '.join(map(repr, TRANSPORTS))}")
+    _require_known("transport", how.transport, TRANSPORTS)
+    _require_known("topology", how.topology, ("auto", *TOPOLOGIES))
     if environment.world_size == 1:
         return Workers(generation, Solo(job.shards))
-    obstacle = _obstacle(job, environment, how.device)
-    if how.transport == "shared_memory" and obstacle:
-        raise JobError(f"transport='shared_memory' cannot be used: {obstacle}; use 'process_group' or 'auto'")
-    shares = how.transport != "process_group" and not obstacle
-    form = _over_shared_memory if shares else _over_process_group
-    return Workers(generation, form(environment, generation, how))
+    chosen = _chosen(job, environment, how)
+    if chosen == "shared_memory":
+        return Workers(generation, _over_shared_memory(environment, generation, how))
+    everyone = Workers(generation, _over_process_group(job, environment, generation, how))
+    if chosen == "hierarchical" and _share_hosts(everyone, environment, how):
+        return Workers(generation, _over_hosts(everyone, environment, how))
+    return everyone
 
 
-def _obstacle(job: Job, environment: Environment, device: torch.device) -> str:
-    if environment.local_world_size != environment.world_size:
-        return "the workers are on several hosts"
-    if device.type != "cpu":
-        return f"the workers compute on {device.type}"
+def _require_known(setting: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise JobError(f"{setting}={value!r}: use one of {', '.join(map(repr, known))}")
+
+
+def _chosen(job: Job, environment: Environment, how: Connection) -> str:
+    one_host = environment.local_world_size == environment.world_size
+    obstacle = _obstacle(job, how, one_host=one_host)
+    if how.transport == "process_group" or (how.transport == "auto" and obstacle):
+        return "process_group"
+    if how.transport == "shared_memory" and not one_host:
+        obstacle = obstacle or "the workers are on several hosts"
+    if obstacle:
+        raise JobError(f"transport={how.transport!r} cannot be used: {obstacle}; use 'process_group' or 'auto'")
+    return "shared_memory" if one_host else "hierarchical"
+
+
+def _obstacle(job: Job, how: Connection, *, one_host: bool) -> str:
+    if how.device.type != "cpu":
+        return f"the workers compute on {how.device.type}"
     if job.reduction != "exact":
         return f"reduction={job.reduction!r} is the process group's own"
+    if one_host and how.topology != "auto":
+        return f"topology={how.topology!r} is a way over a process group"
     return "" if sys.platform == "linux" else f"{sys.platform} has no memory that can be shared without a name"
+
+
+def _share_hosts(everyone: Workers, environment: Environment, how: Connection) -> bool:
+    """Whether every host has equally many workers, more than one, with neighbouring ranks. Collective."""
+    local = environment.local_world_size
+    places = everyone.gather_json([local, environment.local_rank])
+    if all(place == [local, rank % local] for rank, place in enumerate(places)) and local > 1:
+        return True
+    if how.transport == "hierarchical":
+        listed = ", ".join(f"rank {rank} is number {place[1]} of {place[0]}" for rank, place in enumerate(places))
+        everyone.close()
+        raise JobError(
+            f"transport='hierarchical' needs equally many workers on every host, at least 2, with neighbouring ranks; "
+            f"here {listed} on its host. Use 'process_group' or 'auto'"
+        )
+    return False
+
+
+def _over_hosts(everyone: Workers, environment: Environment, how: Connection) -> Transport:
+    generation, local = everyone.generation, environment.local_world_size
+    number, place = divmod(generation.rank, local)
+    store = open_store(environment, how.timeout_s)
+    board = Noticeboard(PrefixStore(f"unisono/host/{number}", store), how.timeout_s)
+    peers = meet(place, local, board, how.timeout_s)
+    hosts = Generation(generation.number, number, host_split(generation.split, local))
+    beside = PrefixStore(f"unisono/across/{place}", store)
+    group = form_group(beside, hosts, "gloo", how.timeout_s)
+    across = ProcessGroupTransport(group, number, hosts.split, how.device, how.topology)
+    return HierarchicalTransport(Host(number, peers), generation.rank, generation.split, across, everyone.transport)
 
 
 def _over_shared_memory(environment: Environment, generation: Generation, how: Connection) -> Transport:
@@ -78,9 +130,24 @@ def _over_shared_memory(environment: Environment, generation: Generation, how: C
     return SharedMemoryTransport(peers, generation.rank, generation.split)
 
 
-def _over_process_group(environment: Environment, generation: Generation, how: Connection) -> Transport:
-    store = open_store(environment, how.timeout_s)
+def _over_process_group(job: Job, environment: Environment, generation: Generation, how: Connection) -> Transport:
     backend = backend_for(how.device, environment)
-    group = form_group(store, generation, backend, how.timeout_s)
+    topology = _topology(job, backend, how.topology)
+    group = form_group(open_store(environment, how.timeout_s), generation, backend, how.timeout_s)
     where = how.device if backend == "nccl" else torch.device("cpu")
-    return ProcessGroupTransport(group, generation.rank, generation.split, where)
+    return ProcessGroupTransport(group, generation.rank, generation.split, where, topology)
+
+
+def _topology(job: Job, backend: str, wanted: str) -> str | None:
+    if job.reduction != "exact":
+        if wanted != "auto":
+            raise JobError(
+                f"topology={wanted!r} is a way of exact sums, and reduction={job.reduction!r} goes the backend's own: "
+                f"leave topology out"
+            )
+        return "direct" if backend == "gloo" else None
+    if backend == "gloo":
+        return wanted
+    if wanted not in ("auto", "direct"):
+        raise JobError(f"topology={wanted!r} needs Gloo; over {backend} use 'direct' or 'auto'")
+    return None  # sends between two workers are not tried on it

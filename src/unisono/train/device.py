@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.data.leaves import replaced
 from unisono.errors import JobError
 
 
@@ -34,13 +35,5 @@ def choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.d
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with all its tensors on ``device``: tensors, and tuples, lists and dicts of them."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(part, device) for part in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(to_device(part, device) for part in batch)
-    return batch
+    """A batch with all its tensors on ``device``: tensors, and tuples, lists and mappings of them."""
+    return replaced(batch, Tensor, lambda tensor: tensor.to(device, non_blocking=True))

@@ -169,6 +169,11 @@ class StepEngine:
         attempt.seconds["update"] = perf_counter() - started
         return True
 
+    @property
+    def bytes_shared(self) -> int:
+        """What the workers of this host keep together, once, instead of one by one: parameters and optimizer state."""
+        return self._update.bytes_shared
+
     def accept_weights(self) -> None:
         """The weights were set from outside, on every worker alike."""
         self._update.accept()

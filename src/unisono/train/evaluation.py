@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.data.shards import ShardRequest, ShardSource
+from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import DataError
 from unisono.job import Job
@@ -79,7 +79,8 @@ class Evaluation:
         with _evaluating(self.prepared.modules), torch.no_grad(), generators_kept():
             for number in self._mine(self.workers.rank):
                 block = self._block(number)
-                batch = to_device(self.source[ShardRequest(EVALUATION_EPOCH, tuple(block))], self.device)
+                (loaded,) = self.source.load(ShardsRequest(EVALUATION_EPOCH, (block,)))
+                batch = to_device(loaded, self.device)
                 seed_generators(stream_seed(self.job.seed, Stream.EVALUATION, self.step, number))
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.precision == "bf16"):
                     yield block, batch

@@ -6,26 +6,25 @@ import atexit
 import math
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from inspect import GEN_RUNNING, getgeneratorstate
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import Snapshot
-from unisono.data.loader import ShardLoader
-from unisono.data.shards import Collate, ShardRequest, ShardSource, check_dataset
+from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.data.streams import seed_generators
-from unisono.errors import CheckpointError, DataError, JobError, JobMismatch, ModelError, UnisonoWarning
-from unisono.job import SAMPLES_PER_SHARD, Job, differences
-from unisono.plan.batches import Batch, Batches, Position
-from unisono.plan.order import sample_order
+from unisono.errors import DataError, JobError, ModelError, UnisonoWarning
+from unisono.job import SAMPLES_PER_SHARD, Job
+from unisono.plan.batches import Batches
 from unisono.plan.streams import Stream, stream_seed
 from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.control import StepReport
@@ -33,9 +32,13 @@ from unisono.train.device import to_device
 from unisono.train.digest import digest_tensors
 from unisono.train.engine import Call, Clip, Execution, LossFunction, StepEngine
 from unisono.train.evaluation import Evaluation, Metrics, Predict
+from unisono.train.feed import feed
+from unisono.train.loop import Hooks, Load, Loop
 from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory, tensors_by_name
 from unisono.train.recorder import Recorder
+from unisono.train.registered import Registered
 from unisono.train.settings import Settings
+from unisono.train.sharing import share_weights
 from unisono.train.signals import PREEMPTED, LeaveRequest
 from unisono.train.state import Progress, Reading, capture, restore_models, restore_optimizers
 from unisono.train.step import Step
@@ -60,6 +63,7 @@ class Surroundings:
     fingerprint: dict[str, Any]
     leave: LeaveRequest
     allow_job_change: bool
+    failure_timeout_s: float
     execution: Execution
     opened: ExitStack
 
@@ -81,16 +85,16 @@ class Run:
         self._engine: StepEngine | None = None
         self._progress = Progress()
         self._loops = 0
-        self._registered: dict[str, Any] = {}
+        self._registered = Registered()
         self._restored: Snapshot | None = None
         self._step_line: dict[str, Any] = {}
         self._live: Generator[Step, None, None] | None = None
         self._step: Step | None = None
-        self._in_step = False
         self._computing = False  # from the call of step.run until its commit
         self._evaluating = False
         self._leaving = False
         self._warned_of_scheduler = False
+        self._bytes_shared = 0
         self._started = perf_counter()
         self._closed = False
 
@@ -157,7 +161,7 @@ class Run:
         if self.job.deterministic:
             refuse_unset_memory(prepared.optimizers)
         self._workers.require_same("model", prepared.layout())
-        self._share_weights(prepared)
+        share_weights(self._workers, prepared)
         is_first, self._prepared = self._prepared is None, prepared
         if self._engine is not None:
             self._engine.close()
@@ -183,11 +187,7 @@ class Run:
         Raises:
             JobError: the name is taken, or the object lacks one of the two methods.
         """
-        if name in self._registered:
-            raise JobError(f"run.register({name!r}): the name is taken by a {type(self._registered[name]).__name__}")
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise JobError(f"run.register({name!r}): {type(thing).__name__} has no state_dict and load_state_dict")
-        self._registered[name] = thing
+        self._registered.add(name, thing)
         return thing
 
     # -- training --------------------------------------------------------------------------------------------
@@ -212,17 +212,22 @@ class Run:
             epochs: passes over it.
             shuffle: in an order that follows from the seed and the epoch.
             drop_last: leave out a last, smaller batch instead of weighting it by its size.
-            loader_workers: processes that load ahead; 0 loads in this process.
+            loader_workers: processes of this worker that load ahead, over all epochs; 0 loads in this process, while
+                no step is computed. Decides no bit.
             collate_fn: makes a batch of a list of samples; torch's ``default_collate`` by default.
 
         Raises:
-            DataError: the data set is empty or has no length, or a batch cannot be collated.
+            DataError: the data set is empty or has no length, a batch cannot be collated, or a loader process failed,
+                died or gave nothing for as long as ``failure_timeout_s``.
+            JobError: ``loader_workers`` is no number of processes.
             JobMismatch: the data set differs between workers, or from the one that a checkpoint was reading.
             SystemExit: with code 75, after a checkpoint, when a worker was asked to leave.
         """
         self._require_prepared()
-        if self._in_step:
+        if self._step is not None:
             raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
+        if loader_workers < 0:
+            raise JobError(f"loader_workers={loader_workers}: use 0 to load in this process, or a number of processes")
         samples = check_dataset(dataset)
         self._workers.require_same("data set", {"number of samples": samples})
         batches = Batches(samples, self.job.batch_size, self.job.shards, drop_last)
@@ -232,8 +237,10 @@ class Run:
                 f"keep the last, smaller batch, or lower batch_size"
             )
         reading = Reading(samples, shuffle, drop_last)
-        source = ShardSource(dataset, self.job.seed, collate_fn)
-        self._live = self._loop(batches, reading, epochs, source, loader_workers)
+        source = ShardSource(dataset, self.job.seed, collate_fn, shuffle)
+        timeout_s = self._around.failure_timeout_s
+        load = partial(feed, source, workers=loader_workers, timeout_s=timeout_s, device=self.device)
+        self._live = self._loop(batches, reading, epochs, load)
         return self._live
 
     def log(self, name: str, value: Any) -> None:
@@ -330,7 +337,7 @@ class Run:
     def checkpoint(self) -> None:
         """Write a checkpoint: at the end of the loop's body if a step is under way, else now."""
         self._checkpoints.requested = True
-        if not self._in_step:
+        if self._step is None:
             self._checkpoint_if_due()
 
     def finish(self, model: nn.Module | Sequence[nn.Module] | None = None) -> str:
@@ -386,6 +393,8 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self.close)
+        if self._live is not None and getgeneratorstate(self._live) != GEN_RUNNING:
+            self._live.close()  # it may have loader processes
         if self._engine is not None:
             self._engine.close()
         if self._trace is not None:
@@ -412,10 +421,13 @@ class Run:
         shards = [to_device(shard, self.device) for shard in step.shards]
         call = Call(step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip)
         attempt = engine.attempt(call, leave=self._around.leave.requested)
+        while self.is_main and self._workers.transport.measured:
+            self._around.folder.journal("topology", **self._workers.transport.measured.pop(0))
         if self._trace is not None:
             self._trace.call(call, self._workers.generation.shards, attempt.report)
         committed = engine.commit(call, attempt)
         self._computing = False
+        self._tell_of_memory(engine)
         self._leaving = self._leaving or attempt.report.leave
         if not committed:
             self._tell_of_skip(step, attempt.report)
@@ -434,24 +446,6 @@ class Run:
         if self._prepared is None or self._engine is None:
             raise ModelError("call model, optimizer = run.prepare(model, optimizer) first")
         return self._prepared, self._engine
-
-    def _share_weights(self, prepared: Prepared) -> None:
-        if self.world_size == 1:
-            return
-        digests = self._workers.gather_json(digest_tensors(prepared.tensors()))
-        if self.is_main and len(set(digests)) > 1:
-            warnings.warn(
-                "the workers built models with different weights, and now all have those of rank 0: the next run "
-                "would start from others. Build the model after unisono.init, which seeds the random generators",
-                UnisonoWarning,
-                stacklevel=3,
-            )
-        seen: set[int] = set()
-        places = [place.tensor for place in prepared.buffers]
-        for tensor in [*prepared.tensors().values(), *prepared.parameters.values(), *places]:
-            if tensor.data_ptr() not in seen and tensor.numel():
-                seen.add(tensor.data_ptr())
-                self._workers.transport.broadcast(tensor, 0)
 
     def _restore_models(self, prepared: Prepared) -> None:
         self._restored = self._checkpoints.newest(self._workers)
@@ -479,16 +473,7 @@ class Run:
             return
         snapshot, self._restored = self._restored, None
         prepared, _ = self._require_prepared()
-        states = snapshot.state["registered"]
-        missing = [name for name in states if name not in self._registered]
-        unknown = [name for name in self._registered if name not in states]
-        if missing or unknown:
-            raise CheckpointError(
-                f"the checkpoint of step {snapshot.step} and the script registered different objects: "
-                f"only in the checkpoint {missing or 'none'}, only in the script {unknown or 'none'}"
-            )
-        for name, state in states.items():
-            self._registered[name].load_state_dict(state)
+        self._registered.restore(snapshot)
         restore_optimizers(prepared, snapshot)
         self._warn_of_unregistered_scheduler()
 
@@ -515,6 +500,13 @@ class Run:
                 stacklevel=2,
             )
 
+    def _tell_of_memory(self, engine: StepEngine) -> None:
+        # The optimizers make their state in the first step.
+        if engine.bytes_shared > self._bytes_shared and self.is_main:
+            shared = round(engine.bytes_shared / 2**20, 1)
+            self._around.folder.journal("memory shared", mib_per_host=shared, instead_of_mib_per_worker=shared)
+        self._bytes_shared = engine.bytes_shared
+
     def _tell_of_skip(self, step: Step, report: StepReport) -> None:
         shards = [shard for shard, part in enumerate(report.shards) if not math.isfinite(part.loss)]
         if self.is_main:
@@ -529,100 +521,47 @@ class Run:
         finally:
             self._evaluating = False
 
-    def _loop(
-        self, batches: Batches, reading: Reading, epochs: int, source: ShardSource, loader_workers: int
-    ) -> Generator[Step, None, None]:
-        loop, self._loops = self._loops, self._loops + 1
-        if loop < self._progress.loop:
-            return
-        self._enter_loop(loop, reading)
-        start = self._progress.position
-        requests = self._requests(batches, start, epochs, shuffle=reading.shuffle)
-        with closing(iter(ShardLoader(source, requests, loader_workers))) as loaded:
-            try:
-                yield from self._steps(batches, batches.remaining(start, epochs), loaded)
-            except GeneratorExit:
-                if not self._computing:  # a break; a step that failed leaves the loop where it was
-                    self._leave_loop(loop)
-                raise
-            # A run that is cut short stays where it is, so that another one can go on.
-            if not self._stopped(self._progress.position):
-                self._leave_loop(loop)
-
-    def _enter_loop(self, loop: int, reading: Reading) -> None:
-        progress, position = self._progress, self._progress.position
+    def _loop(self, batches: Batches, reading: Reading, epochs: int, load: Load) -> Generator[Step, None, None]:
+        number, self._loops = self._loops, self._loops + 1
+        loop = Loop(number, reading, batches, epochs, self._around.settings.stop_after)
+        hooks = Hooks(
+            shards=lambda: self._workers.generation.shards,
+            compute=self._compute,
+            move=self._move,
+            begin=self._begin,
+            end=self._end,
+            boundary=self._at_boundary,
+            is_whole=lambda: not (self._computing or self._closed),
+        )
         self._computing = False
-        if loop > progress.loop:  # the one before was given up
-            progress = Progress(Position(step=position.step, samples=position.samples), loop)
-        elif progress.reading is not None and progress.reading != reading:
-            unequal = "; ".join(differences(asdict(reading), asdict(progress.reading)))
-            raise JobMismatch(
-                f"the loop that resumes in epoch {position.epoch} reads other data than when its checkpoint was "
-                f"written (here: this script, there: the checkpoint): {unequal}"
-            )
-        self._progress = replace(progress, reading=reading)
-
-    def _steps(
-        self, batches: Batches, remaining: Iterator[tuple[Position, Batch]], loaded: Iterator[list[Any]]
-    ) -> Iterator[Step]:
         self._recorder.next_step()
-        for position, batch in remaining:
-            if self._stopped(position):
-                return
-            after = batches.after(position, batch)
-            step = Step(position, batch, next(loaded), self._compute)
-            try:
-                yield self._begin(step)
-            except GeneratorExit:
-                # The loop was left by a break or an error: only what was committed is noted.
-                self._in_step, self._step = False, None
-                if step.calls and not self._computing and not self._closed:
-                    self._end(after, batch)
-                raise
-            self._end(after, batch)
-            self._at_boundary()
+        yield from loop.steps(self._progress, load, hooks)
 
-    def _requests(
-        self, batches: Batches, start: Position, epochs: int, *, shuffle: bool
-    ) -> Iterator[list[ShardRequest]]:
-        for _, batch in batches.remaining(start, epochs):
-            shards = [batch.shard(shard) for shard in self._workers.generation.shards]
-            indices = np.arange(shards[0].start, shards[-1].stop)
-            if shuffle:
-                indices = sample_order(self.job.seed, batch.epoch, batches.samples)(indices)
-            listed, first = indices.tolist(), shards[0].start
-            yield [ShardRequest(batch.epoch, tuple(listed[one.start - first : one.stop - first])) for one in shards]
+    def _move(self, progress: Progress) -> None:
+        self._progress = progress
 
-    def _stopped(self, position: Position) -> bool:
-        limit = self._around.settings.stop_after
-        return limit is not None and position.step >= limit
-
-    def _begin(self, step: Step) -> Step:
+    def _begin(self, step: Step) -> None:
         self._settle()
-        self._in_step, self._step = True, step
+        self._step = step
         self._recorder.step_loaded()
         seed_generators(stream_seed(self.job.seed, Stream.SCRIPT, step.number))
         self._step_line = {"step": step.number, "epoch": step.epoch, "position": step.position}
-        return step
 
-    def _end(self, position: Position, batch: Batch) -> None:
-        self._in_step, self._step = False, None
-        self._progress = replace(self._progress, position=position)
+    def _end(self, after: Progress | None) -> None:
+        step, self._step = self._step, None
+        if after is None or step is None:
+            return
+        self._progress = after
         if "loss" in self._step_line:
-            self._recorder.step_ends(self._step_line, batch.size)
+            self._recorder.step_ends(self._step_line, step.size)
         if self._trace is not None:
-            self._trace.step(position.step, self._require_prepared()[0].tensors())
+            self._trace.step(after.position.step, self._require_prepared()[0].tensors())
 
     def _at_boundary(self) -> None:
         """The loop's body is done, and every worker stands here with the same state."""
         if self._leaving:
             self._depart()
         self._checkpoint_if_due()
-
-    def _leave_loop(self, loop: int) -> None:
-        position = self._progress.position
-        beyond = Position(step=position.step, samples=position.samples)
-        self._progress = Progress(beyond, loop + 1)
 
     def _depart(self) -> None:
         step = self._progress.position.step

@@ -53,7 +53,7 @@ class ShardedUpdate:
         self.accept()
 
     @property
-    def bytes(self) -> int:
+    def bytes_shared(self) -> int:
         """What parameters and optimizer state take, once for all workers of this host."""
         return sum(flat.nbytes for shared in (self._weights, *self._states.values()) for flat in shared.flats)
 

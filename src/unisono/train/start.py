@@ -133,7 +133,7 @@ def init(
         # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
         shards_optimizer = _first(shard_optimizer, settings.shard_optimizer, False) and settings.trace is None
         execution = Execution(_first(overlap, settings.overlap, True), shards_optimizer)
-        around = Surroundings(settings, folder, marks, leave, allow, execution, opened.pop_all())
+        around = Surroundings(settings, folder, marks, leave, allow, failure_timeout_s, execution, opened.pop_all())
     run = Run(job, workers, chosen, checkpoints, around)
     around.opened.enter_context(closing(FailureNote(run)))
     _announce(run, environment)

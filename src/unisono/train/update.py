@@ -34,6 +34,8 @@ def may_change_gradients(optimizer: Optimizer) -> bool:
 class Update:
     """Every worker updates all parameters."""
 
+    bytes_shared = 0
+
     def begin(self) -> None:
         """Nothing can have happened to them."""
 

@@ -1,0 +1,10 @@
+"""How fast Unisono is, measured beside its peers: every figure of docs/performance.md comes from here.
+
+    python -m benchmarks step         a training step, beside the plain loop, DDP, Fabric and Accelerate
+    python -m benchmarks allreduce    the all-reduce alone, beside Gloo and the bandwidth of the memory
+    python -m benchmarks shards       what more shards than workers cost, and exact beside native
+    python -m benchmarks network      how much of the communication is hidden, over a slow network
+
+What is compared is interleaved in random order, in fresh processes, with the same threads and the same allocator, so
+that a machine that gets slower or faster meanwhile does so for all. Only ratios within one run mean something.
+"""

@@ -1,0 +1,169 @@
+"""The command line: ``python -m benchmarks step | allreduce | shards | network``."""
+
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks import allreduce, network, shards, step
+from benchmarks.contenders import everybody
+from benchmarks.crew import Allocator, CrewFailed
+from benchmarks.link import Cable, NoLink
+from benchmarks.report import RESULTS, Report
+from benchmarks.task import Update
+from benchmarks.workloads import WORKLOADS
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+Models = Annotated[list[str] | None, typer.Option("--model", help=f"one of {', '.join(WORKLOADS)}; repeat for more")]
+Workers = Annotated[int, typer.Option(help="processes that train together")]
+Rounds = Annotated[int | None, typer.Option(help="how often each thing is measured, in fresh processes")]
+Malloc = Annotated[Allocator, typer.Option(help="tuned: as unisono run sets it; the same for all")]
+Sgd = Annotated[Update, typer.Option(help="which of torch's implementations of SGD; the same for all")]
+Seed = Annotated[int, typer.Option(help="of the order in which things are measured")]
+Quick = Annotated[bool, typer.Option("--quick", help="only see that it works: the figures mean nothing")]
+Output = Annotated[Path, typer.Option(help="folder for JSON and plot")]
+
+
+@app.command("step")
+def step_command(
+    model: Models = None,
+    only: Annotated[list[str] | None, typer.Option(help="key of a contender; repeat for more")] = None,
+    bucket_mb: Annotated[list[float] | None, typer.Option(help="also Unisono with such buckets; repeat")] = None,
+    workers: Workers = 2,
+    threads: Annotated[int, typer.Option(help="torch threads of each worker")] = 1,
+    rounds: Rounds = None,
+    steps: Annotated[int | None, typer.Option(help="counted in each run")] = None,
+    allocator: Malloc = "tuned",
+    update: Sgd = "default",
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """A training step: Unisono, the plain loop, DDP, Lightning Fabric, Accelerate."""
+    known = [one.key for one in everybody(workers, threads)]
+    choice = step.Choice(
+        models=_models(model, ("tiny",) if quick else step.Choice().models),
+        only=_known(only, known, "--only"),
+        buckets_mb=tuple(bucket_mb or ()),
+        workers=workers,
+        threads=threads,
+        rounds=rounds or (1 if quick else 5),
+        steps=steps or (2 if quick else 10),
+        warm_up=1 if quick else 3,
+        update=update,
+        allocator=allocator,
+        seed=seed,
+    )
+    _publish(step.run(choice), output)
+
+
+@app.command("allreduce")
+def allreduce_command(
+    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="how many reduce together")] = 2,
+    rounds: Rounds = None,
+    size: Annotated[list[int] | None, typer.Option(help="bytes; repeat for more")] = None,
+    allocator: Malloc = "tuned",
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """The all-reduce alone: shared memory, Gloo, and the memory's bandwidth."""
+    choice = allreduce.Choice(
+        workers=workers,
+        sizes=tuple(size or (allreduce.SIZES[:3] if quick else allreduce.SIZES)),
+        rounds=rounds or (1 if quick else 5),
+        turns=2 if quick else 9,
+        allocator=allocator,
+        seed=seed,
+    )
+    _publish(allreduce.run(choice), output)
+
+
+@app.command("shards")
+def shards_command(
+    model: Models = None,
+    workers: Workers = 2,
+    rounds: Rounds = None,
+    turns: Annotated[int | None, typer.Option(help="of each loop in a run")] = None,
+    steps: Annotated[int, typer.Option(help="in a turn")] = 3,
+    allocator: Malloc = "tuned",
+    update: Sgd = "default",
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """More shards than workers; exact beside native; one worker beside the plain loop."""
+    choice = shards.Choice(
+        models=_models(model, ("tiny",) if quick else shards.Choice().models),
+        workers=workers,
+        rounds=rounds or (1 if quick else 5),
+        turns=turns or (2 if quick else 8),
+        steps=steps,
+        update=update,
+        allocator=allocator,
+        seed=seed,
+    )
+    _publish(shards.run(choice), output)
+
+
+@app.command("network")
+def network_command(
+    rate: Annotated[str, typer.Option(help="of the cable, as tc says it")] = "1gbit",
+    delay: Annotated[str, typer.Option(help="of the cable, one way, as tc says it")] = "1ms",
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(WORKLOADS)}")] = "tower",
+    batch_size: Annotated[int | None, typer.Option(help="by default found: communication = computation")] = None,
+    topology: Annotated[str, typer.Option(help="of Unisono's process-group transport")] = "auto",
+    bucket_mb: Annotated[float | None, typer.Option(help="of Unisono's buckets; by default its own")] = None,
+    rounds: Rounds = None,
+    allocator: Malloc = "tuned",
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """A slow network between two hosts, made with namespaces and tc: needs root."""
+    choice = network.Choice(
+        cable=Cable(rate, delay),
+        model=_models([model], ())[0],
+        batch_size=batch_size,
+        topology=topology,
+        bucket_mb=bucket_mb,
+        rounds=rounds or (1 if quick else 5),
+        steps=3 if quick else 10,
+        warm_up=1 if quick else 3,
+        allocator=allocator,
+        seed=seed,
+    )
+    try:
+        _publish(network.run(choice), output)
+    except NoLink as reason:
+        print(f"Skipped: a slow network cannot be made here: {reason}")
+    except CrewFailed as failure:
+        print(f"No batch size could be found:\n{failure}")
+        raise typer.Exit(1) from failure
+
+
+def _models(given: list[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    return _known(given, WORKLOADS, "--model") or default
+
+
+def _known(given: list[str] | None, known: Iterable[str], option: str) -> tuple[str, ...]:
+    names = list(known)
+    if unknown := [name for name in given or () if name not in names]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: use {', '.join(names)}", param_hint=option)
+    return tuple(given or ())
+
+
+def _publish(report: Report, folder: Path) -> None:
+    report.publish(folder)
+    if report.failures:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    # An end by SIGTERM is an orderly one too: the workers are ended with it.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    app()

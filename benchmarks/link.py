@@ -1,0 +1,154 @@
+"""Two hosts of our own on this machine, joined by a slow cable: network namespaces, a veth pair, ``tc``."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from benchmarks.crew import Host
+
+TOOLS = ("ip", "tc", "unshare", "nsenter")
+PACKETS = 100_000
+"""What netem may hold back: more than a connection has under way, so that nothing is dropped."""
+
+
+class NoLink(Exception):
+    """Such a link cannot be made here; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cable:
+    """How slow, in the words of ``tc``: ``1gbit``, ``1ms``. The delay is that of one way."""
+
+    rate: str = "1gbit"
+    delay: str = "1ms"
+
+    def queues(self, interface: str) -> dict[str, list[str]]:
+        """The commands that slow an interface down, best first, by what they bring about."""
+        queue = ["tc", "qdisc", "add", "dev", interface, "root"]
+        return {
+            f"{self.rate}, {self.delay} (netem)": [
+                *queue, "netem", "rate", self.rate, "delay", self.delay, "limit", str(PACKETS)
+            ],
+            f"{self.rate}, no added delay (tbf; this kernel has no netem)": [
+                *queue, "tbf", "rate", self.rate, "burst", "256kb", "latency", "100ms"
+            ],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Two hosts and what lies between them, in words."""
+
+    hosts: tuple[Host, Host]
+    speed: str
+
+
+@contextmanager
+def slow_link(cable: Cable) -> Iterator[Link]:
+    """Two hosts, as long as the context lasts.
+
+    Their namespaces have no name: they live as long as a process is in them. Each is held by one that ends when this
+    process does, however that comes about; so nothing stays behind, and nothing is seen from outside.
+
+    Raises:
+        NoLink: not root, a tool is missing, or the kernel cannot do it.
+    """
+    if reason := obstacle():
+        raise NoLink(reason)
+    with ExitStack() as opened:
+        holders = [opened.enter_context(_namespace()) for _ in range(2)]
+        ends = [End(number, pid) for number, pid in enumerate(holders)]
+        _do(joined(ends))
+        for end in ends:
+            for command in end.brought_up():
+                _do(command)
+        speeds = {_slowed(end, cable) for end in ends}
+        yield Link((ends[0].host, ends[1].host), " / ".join(sorted(speeds)))
+
+
+def obstacle() -> str:
+    """Why it cannot be tried; empty if it can."""
+    if not sys.platform.startswith("linux"):
+        return f"network namespaces are Linux's, and this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "making network namespaces needs root"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    return f"{', '.join(missing)} not installed (iproute2, util-linux)" if missing else ""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One end of the cable, in a namespace of its own.
+
+    Attributes:
+        number: 0 or 1.
+        pid: of a process in its namespace.
+    """
+
+    number: int
+    pid: int
+
+    @property
+    def interface(self) -> str:
+        """Its name in its namespace."""
+        return f"cable{self.number}"
+
+    @property
+    def host(self) -> Host:
+        """As a place for a worker."""
+        return Host(f"10.77.0.{self.number + 1}", self.interface, ("nsenter", f"--net=/proc/{self.pid}/ns/net"))
+
+    def brought_up(self) -> list[list[str]]:
+        """The commands that bring it up."""
+        inside = self.host.enter
+        return [
+            [*inside, "ip", "address", "add", f"{self.host.address}/24", "dev", self.interface],
+            [*inside, "ip", "link", "set", self.interface, "up"],
+            [*inside, "ip", "link", "set", "lo", "up"],
+        ]
+
+
+def joined(ends: Sequence[End]) -> list[str]:
+    """The command that lays the cable, straight from one namespace into the other."""
+    first, second = ends
+    return [
+        "ip", "link", "add", first.interface, "netns", str(first.pid), "type", "veth",
+        "peer", "name", second.interface, "netns", str(second.pid),
+    ]  # fmt: skip
+
+
+@contextmanager
+def _namespace() -> Iterator[int]:
+    """A process in a network namespace of its own, that ends when its input does: with us, at the latest."""
+    command = [shutil.which("unshare") or "unshare", "--net", "cat"]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    with holder:
+        holder.stdin.write(b"there?\n")
+        holder.stdin.flush()
+        if not holder.stdout.readline():  # it answers from inside
+            raise NoLink("unshare --net failed: no network namespaces here")
+        yield holder.pid
+
+
+def _slowed(end: End, cable: Cable) -> str:
+    refused = []
+    for speed, command in cable.queues(end.interface).items():
+        try:
+            _do([*end.host.enter, *command])
+        except NoLink as error:
+            refused.append(str(error))
+        else:
+            return speed
+    raise NoLink("; ".join(refused))
+
+
+def _do(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoLink(f"'{' '.join(command)}' failed: {done.stderr.strip()}")

@@ -1,0 +1,124 @@
+"""Memory that a process shares with those it forks: batches are written there, and read where they lie."""
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.data.leaves import replaced
+
+ALIGNMENT = 64
+"""Bytes: tensors begin at multiples of it, as torch's own do."""
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a slot's memory, and how it is laid out there."""
+
+    offset: int
+    elements: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Packed(NamedTuple):
+    """A batch whose tensors lie in a slot.
+
+    Attributes:
+        tree: the batch, with a :class:`Place` for each tensor.
+        size: bytes of the slot's memory that it takes.
+    """
+
+    tree: Any
+    size: int
+
+
+class Slot:
+    """Room for one batch at a time. It has no name, grows with what is written, and is gone with its last user.
+
+    Make it before the processes are forked that write to it.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = _unnamed_file()
+        self._map: mmap.mmap | None = None
+
+    def write(self, batch: Any) -> Packed:
+        """Copy a batch's tensors here. What cannot lie here as it is stays in the tree."""
+        places: list[tuple[Place, Tensor]] = []
+        end = 0
+
+        def place(tensor: Tensor) -> Any:
+            nonlocal end
+            if not _is_plain(tensor):
+                return tensor
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            end = offset + tensor.numel() * tensor.itemsize
+            found = Place(offset, tensor.numel(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            places.append((found, tensor))
+            return found
+
+        tree = replaced(batch, Tensor, place)
+        memory = self._memory(end)
+        for where, tensor in places:
+            _at(memory, where).copy_(tensor)
+        return Packed(tree, end)
+
+    def lend(self, packed: Packed, when_unused: Callable[[], None]) -> Any:
+        """The batch that was written here. Its tensors are not copied: they lie in this memory.
+
+        Args:
+            packed: what ``write`` returned.
+            when_unused: called once the last of the tensors, and of whatever shares their memory, is gone.
+        """
+        lease = memoryview(self._memory(packed.size))
+        weakref.finalize(lease, when_unused).atexit = False
+        return replaced(packed.tree, Place, lambda place: _at(lease, place))
+
+    def copied(self, packed: Packed) -> Any:
+        """The same with tensors of their own."""
+        memory = self._memory(packed.size)
+        return replaced(packed.tree, Place, lambda place: _at(memory, place).clone())
+
+    def close(self) -> None:
+        """Let go of the memory. Tensors that are still in use keep theirs."""
+        self._map = None
+        os.close(self._descriptor)
+
+    def _memory(self, size: int) -> mmap.mmap:
+        if self._map is None or len(self._map) < size:
+            if os.fstat(self._descriptor).st_size < max(size, 1):
+                os.ftruncate(self._descriptor, size + size // 4 + mmap.PAGESIZE)
+            self._map = mmap.mmap(self._descriptor, 0)  # all of it
+        return self._map
+
+
+def _unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):  # Linux; needs no space in /dev/shm
+        return os.memfd_create("unisono-loader")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its elements, in the order of memory, are all there is to it."""
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        # Other strides could lead to other kernels, and so to other bits: they stay, where nothing overlaps.
+        and (tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride())
+    )
+
+
+def _at(memory: Any, place: Place) -> Tensor:
+    if not place.elements:
+        return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+    flat = torch.frombuffer(memory, dtype=place.dtype, count=place.elements, offset=place.offset)
+    return flat.as_strided(place.shape, place.stride)

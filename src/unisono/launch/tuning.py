@@ -1,0 +1,113 @@
+"""The variables that have a worker's memory allocator keep what a training step gives back. They decide no bit."""
+
+import os
+import platform
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NEVER = str(2**40)
+TUNABLES = "GLIBC_TUNABLES"
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """Variables of the GNU C library that belong together: who has set one of them has decided on all.
+
+    Attributes:
+        variables: what is set.
+        others: variables by which a person may have decided the same.
+    """
+
+    variables: Mapping[str, str]
+    others: tuple[str, ...] = ()
+
+    def taken(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What a person has set of it."""
+        names = (*self.variables, *self.others)
+        tunables = environ.get(TUNABLES, "")
+        found = {name: environ[name] for name in names if name in environ}
+        return found | ({TUNABLES: tunables} if any(f"{_tunable(name)}=" in tunables for name in names) else {})
+
+
+def _tunable(name: str) -> str:
+    """What a variable is called within GLIBC_TUNABLES."""
+    return f"glibc.malloc.{name.removeprefix('MALLOC_').rstrip('_').lower()}"
+
+
+DECISIONS = (
+    # Freed memory of any size stays with the process. Only both together do that: each one alone fixes the other at
+    # 128 KiB, where it would else follow what the program does. A high MALLOC_MMAP_THRESHOLD_ instead of no mapping
+    # at all does the same, but glibc before 2.35 refuses one above 32 MiB without a word.
+    _Decision(
+        {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": NEVER},
+        others=("MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"),
+    ),
+    # A thread's own heap is of 64 MiB pieces, which go back to the system as soon as they are empty. One for all.
+    _Decision({"MALLOC_ARENA_MAX": "1"}, others=("MALLOC_ARENA_TEST",)),
+    # Huge pages, where the system leaves them to the program: fewer faults, and less work to find a page.
+    _Decision({TUNABLES: "glibc.malloc.hugetlb=1"}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How the workers' memory allocator is set.
+
+    Attributes:
+        variables: what workers get on top of the launcher's environment.
+        kept: what the person has set, which goes first.
+        missing: why nothing is set, if so.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+    missing: str | None = None
+
+    @classmethod
+    def of_this_process(cls, *, wanted: bool = True) -> "Tuning":
+        """What this process's environment and C library call for."""
+        return tune(os.environ, platform.libc_ver()[0], wanted=wanted)
+
+    @property
+    def lines(self) -> list[str]:
+        """What a person should know about it."""
+        set_here = [f"tuning (--no-tuning leaves it out): {assignments(self.variables)}"] if self.variables else []
+        missing = [f"no tuning: {self.missing}"] if self.missing else []
+        kept = [f"kept as you set it: {assignments(self.kept)}"] if self.kept else []
+        return set_here + missing + kept
+
+
+def assignments(variables: Mapping[str, str]) -> str:
+    """Variables as a shell takes them; empty if there are none."""
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+
+
+def tune(environ: Mapping[str, str], c_library: str, *, wanted: bool = True) -> Tuning:
+    """Decide how the workers' memory allocator is set.
+
+    Args:
+        environ: the environment that workers would inherit.
+        c_library: its name, as ``platform.libc_ver`` gives it.
+        wanted: whether the person wants it.
+    """
+    if not wanted:
+        return Tuning(missing="switched off")
+    if c_library != "glibc":
+        return Tuning(missing="it is for the allocator of the GNU C library, and this is another")
+    if (foreign := _foreign_allocator(environ.get("LD_PRELOAD", ""))) is not None:
+        return Tuning(missing=f"LD_PRELOAD brings an allocator of its own, {foreign}")
+    variables: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    for decision in DECISIONS:
+        taken = decision.taken(environ)
+        kept |= taken
+        variables |= {} if taken else decision.variables
+    return Tuning(variables, kept, None if variables else "all of it is set already")
+
+
+def _foreign_allocator(preloaded: str) -> str | None:
+    """The first library of LD_PRELOAD that is an allocator, by its name."""
+    libraries = preloaded.replace(":", " ").split()
+    return next((each for each in libraries if "malloc" in Path(each).name.lower()), None)

@@ -1,0 +1,159 @@
+"""How one bucket is reduced over a process group: its buffers, allocated once, and what travels between them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import count, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.plan.split import Split, even_bounds
+from unisono.plan.topology import Message, Sum, plan, shares_out
+from unisono.plan.tree import Node, SummationTree
+from unisono.reduce.buckets import ALIGNMENT
+
+PIECE = 2**18
+"""Bytes that a piece has at least, where the number of pieces is free."""
+
+MOST_PIECES = 8
+"""Where the number of pieces is free."""
+
+Place = tuple[int, Node]
+"""Which partial sum: the piece of the bucket, and the node of the summation tree."""
+
+
+class Exchange(ABC):
+    """Reduces buckets of one length and dtype between the workers of a process group."""
+
+    @abstractmethod
+    def reduce(self, partials: Sequence[Tensor], divisor: float | None) -> Tensor:
+        """The root's value, divided, from this worker's partial sums; see :meth:`Transport.reduce`.
+
+        Raises:
+            RuntimeError: the backend's, when another worker is gone or gives no sign.
+        """
+
+
+class Messages(Exchange):
+    """Any topology, by sends and receives between two workers at a time.
+
+    All receives are posted before anything is sent: what comes early finds its place, and goes there without a copy.
+
+    Args:
+        group: a ``ProcessGroupGloo``.
+        like: a tensor of the length, dtype and device of the buckets.
+        rank: of this worker.
+        split: which shards each worker computes.
+        topology: one of :data:`unisono.plan.topology.TOPOLOGIES`.
+    """
+
+    def __init__(self, group: Any, like: Tensor, rank: int, split: Split, topology: str) -> None:
+        self._group = group
+        tree, mine = SummationTree(split.shards), split.of(rank)
+        self._root = tree.root
+        self._cover = tree.cover(mine.start, mine.stop)
+        pieces = _pieces(like, split.workers, topology)
+        bounds = [unit * ALIGNMENT for unit in even_bounds(like.numel() // ALIGNMENT, pieces)]
+        self._parts = [slice(start, stop) for start, stop in pairwise(bounds)]
+        graph = plan(split, topology, pieces)
+        self._turns = graph.turns(rank)
+        numbers = count()
+        self._tags = {message: [next(numbers) for _ in message.nodes] for message in graph.messages}
+        self._total = like.new_empty(like.numel())
+        self._slots: dict[Place, Tensor] = {}
+        for message in (turn.received for turn in self._turns if turn.received):
+            for node in message.nodes:
+                self._slots[message.piece, node] = torch.empty_like(self._total[self._parts[message.piece]])
+        self._slots |= {(piece, self._root): self._total[part] for piece, part in enumerate(self._parts)}
+
+    def reduce(self, partials: Sequence[Tensor], divisor: float | None) -> Tensor:
+        """Take this worker's turns, one after the other."""
+        arriving = [self._receive(turn.received) if turn.received else [] for turn in self._turns]
+        leaving: list[Any] = []
+        values = dict(self._slots)
+        for piece, part in enumerate(self._parts):
+            values |= {(piece, node): partial[part] for node, partial in zip(self._cover, partials, strict=True)}
+        for turn, works in zip(self._turns, arriving, strict=True):
+            for work in works:
+                work.wait()
+            for siblings in turn.sums:
+                self._add(siblings, values, divisor)
+            for message in turn.sends:
+                leaving += self._send(message, values)
+        for work in leaving:
+            work.wait()
+        return self._total
+
+    def _receive(self, message: Message) -> list[Any]:
+        tagged = zip(message.nodes, self._tags[message], strict=True)
+        return [self._group.recv([self._slots[message.piece, node]], message.sender, tag) for node, tag in tagged]
+
+    def _send(self, message: Message, values: Mapping[Place, Tensor]) -> list[Any]:
+        tagged = zip(message.nodes, self._tags[message], strict=True)
+        return [self._group.send([values[message.piece, node]], message.receiver, tag) for node, tag in tagged]
+
+    def _add(self, siblings: Sum, values: dict[Place, Tensor], divisor: float | None) -> None:
+        piece, node = siblings.piece, siblings.node
+        left, right = values[piece, siblings.left], values[piece, siblings.right]
+        if node != self._root:
+            values[piece, node] = left.add_(right)  # what was sent before is held no more, so nobody reads this
+            return
+        torch.add(left, right, out=values[piece, node])
+        if divisor is not None:
+            values[piece, node].div_(divisor)
+
+
+class Collectives(Exchange):
+    """The topology ``direct`` by two standard collectives, for backends that have nothing else in common.
+
+    An all-to-all of the partial sums, and an all-gather of the finished pieces. It copies more than :class:`Messages`.
+
+    Args:
+        group: any backend.
+        like: a tensor of the length, dtype and device of the buckets.
+        rank: of this worker.
+        split: which shards each worker computes.
+    """
+
+    def __init__(self, group: Any, like: Tensor, rank: int, split: Split) -> None:
+        self._group = group
+        self._tree = SummationTree(split.shards)
+        covers = [self._tree.cover(split.of(peer).start, split.of(peer).stop) for peer in range(split.workers)]
+        length = -(-like.numel() // (ALIGNMENT * split.workers)) * ALIGNMENT
+        self._starts = [min(peer * length, like.numel()) for peer in range(split.workers + 1)]
+        sizes = [stop - start for start, stop in pairwise(self._starts)]
+        mine, own = sizes[rank], len(covers[rank])
+        self._nodes = [node for cover in covers for node in cover]
+        self._packed = like.new_empty(own * like.numel() if own > 1 else 0)
+        self._send_sizes = [own * size for size in sizes]
+        self._receive_sizes = [len(cover) * mine for cover in covers]
+        self._received = like.new_empty(len(self._nodes) * mine)
+        self._part = like.new_zeros(length)
+        self._gathered = like.new_empty(split.workers * length)
+        self._total = self._gathered[: like.numel()]
+
+    def reduce(self, partials: Sequence[Tensor], divisor: float | None) -> Tensor:
+        """All-to-all, finish the tree on this worker's piece, all-gather."""
+        packed = self._pack(partials)
+        self._group.alltoall_base(self._received, packed, self._receive_sizes, self._send_sizes).wait()
+        parts = self._received.view(len(self._nodes), -1)
+        part = self._tree.finish(dict(zip(self._nodes, parts, strict=True)), lambda left, right: left.add_(right))
+        if divisor is not None:
+            part.div_(divisor)
+        self._part[: part.numel()].copy_(part)
+        self._group._allgather_base(self._gathered, self._part).wait()
+        return self._total
+
+    def _pack(self, partials: Sequence[Tensor]) -> Tensor:
+        """The partial sums in the order in which they are sent: by receiver, then from left to right."""
+        if len(partials) == 1:
+            return partials[0]
+        pieces = [partial[start:stop] for start, stop in pairwise(self._starts) for partial in partials]
+        return torch.cat(pieces, out=self._packed)
+
+
+def _pieces(like: Tensor, workers: int, topology: str) -> int:
+    """Into how many pieces a bucket is cut."""
+    wanted = workers if shares_out(topology) else min(like.nbytes // PIECE, MOST_PIECES)
+    return max(1, min(wanted, like.numel() // ALIGNMENT))

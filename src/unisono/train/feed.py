@@ -1,0 +1,120 @@
+"""Batches on their way to the device that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from unisono.data.leaves import replaced
+from unisono.data.loader import Loaded, load
+from unisono.data.shards import ShardSource, ShardsRequest
+
+
+def feed(
+    source: ShardSource, requests: Iterator[ShardsRequest], workers: int, timeout_s: float, device: torch.device
+) -> Loaded:
+    """Load steps for a device. On the CPU batches are used where they were loaded; nothing is copied.
+
+    Args:
+        source: where shards come from.
+        requests: one per step.
+        workers: loader processes; see :func:`unisono.data.loader.load`.
+        timeout_s: seconds after which a loader process is taken to hang.
+        device: where the batches are needed.
+    """
+    if device.type != "cuda":
+        return load(source, requests, workers, timeout_s)
+    return CopiedAhead(load(source, requests, workers, timeout_s), CudaLane(device))
+
+
+class Lane(Protocol):
+    """A way to the device that runs beside the computation."""
+
+    def send(self, shards: list[Any]) -> Any:
+        """Start to copy a step's shards. Does not wait; returns what ``receive`` needs."""
+
+    def receive(self, sent: Any) -> list[Any]:
+        """The shards on the device, for the computation to use in its turn."""
+
+
+class CopiedAhead:
+    """Steps on a device: while one is computed, the next is copied, if it is loaded by then."""
+
+    def __init__(self, loaded: Loaded, lane: Lane) -> None:
+        self._loaded = loaded
+        self._lane = lane
+        self._coming: Future[Any] | None = None
+
+    def __next__(self) -> list[Any]:
+        """The next step's shards; the one after it is on its way then."""
+        coming = self._coming or self._sent()
+        self._coming = None
+        shards = self._lane.receive(coming.result())
+        if self._loaded.is_ready():
+            self._coming = self._sent()
+        return shards
+
+    def is_ready(self) -> bool:
+        """Whether the next step's shards are on their way, or could be."""
+        return self._coming is not None or self._loaded.is_ready()
+
+    def close(self) -> None:
+        """End what loads."""
+        self._loaded.close()
+
+    def _sent(self) -> Future[Any]:
+        sent: Future[Any] = Future()
+        try:
+            sent.set_result(self._lane.send(next(self._loaded)))
+        except Exception as error:  # noqa: BLE001 (raised when the step is asked for that it belongs to)
+            sent.set_exception(error)
+        return sent
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """A step's shards on a CUDA device, usable once ``arrived``."""
+
+    shards: list[Any]
+    arrived: torch.cuda.Event
+
+
+class CudaLane:
+    """Copies on a stream of its own. Nothing here waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def send(self, shards: list[Any]) -> Copies:
+        """Start to copy, from page-locked memory: from other memory a copy makes the host wait."""
+        locked = replaced(shards, Tensor, _page_locked)  # torch keeps it until it is copied
+        with torch.cuda.stream(self._stream):
+            copies = replaced(locked, Tensor, self._copied)
+        return Copies(copies, self._stream.record_event())
+
+    def receive(self, sent: Copies) -> list[Any]:
+        """Have the stream that computes wait for the copies."""
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(sent.arrived)
+
+        def lent(tensor: Tensor) -> Tensor:
+            if tensor.device == self._device:
+                # Its memory belongs to the other stream, which must not reuse it before this one is done with it.
+                tensor.record_stream(computing)
+            return tensor
+
+        return list(replaced(sent.shards, Tensor, lent))
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        # What is on a device already was made on another stream: it is left to whoever computes.
+        return tensor.to(self._device, non_blocking=True) if tensor.device.type == "cpu" else tensor
+
+
+def _page_locked(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()

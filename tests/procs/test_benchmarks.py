@@ -1,0 +1,56 @@
+"""The benchmarks, with real processes and few steps: what they measure here means nothing, but they measure it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.crew import Crew, CrewFailed
+from benchmarks.link import Cable, NoLink, slow_link
+from benchmarks.task import Task, Trained
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_step_benchmark_compares_contenders_that_do_the_same_work(tmp_path: Path) -> None:
+    chosen = [f"--only={key}" for key in ("plain", "unisono", "ddp-25")]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "step", "--quick", *chosen, f"--output={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = json.loads((tmp_path / "step.json").read_text())["models"]["tiny"]
+    assert [one["key"] for one in table] == ["plain", "unisono", "ddp-25"]
+    assert all(one["seconds"] and one["of_ddp"] and one["efficiency"] for one in table)
+    assert "DIFFERENT" not in done.stdout
+    assert "the machine was" in done.stdout.lower()
+
+
+def test_a_worker_that_fails_ends_the_crew_and_its_last_words_are_told() -> None:
+    task = Task(contender="nobody", workload="tiny", batch_size=4)
+    with pytest.raises(CrewFailed, match=r"rank [01]: ModuleNotFoundError: No module named 'benchmarks.*nobody'"):
+        Crew.here(2).run("training", task, Trained)
+
+
+def test_two_hosts_reach_each_other_over_the_slow_cable_and_nothing_stays_of_it() -> None:
+    answer = "import socket; s = socket.create_server(('10.77.0.1', 5000)); print(flush=True); s.accept()[0].send(b'x')"
+    call = "import socket; print(socket.create_connection(('10.77.0.1', 5000), 20).recv(1))"
+    try:
+        with slow_link(Cable()) as link:
+            first, second = ([*host.enter, sys.executable, "-c"] for host in link.hosts)
+            with subprocess.Popen([*first, answer], stdout=subprocess.PIPE) as server:
+                assert server.stdout is not None
+                server.stdout.readline()  # it listens
+                called = subprocess.run([*second, call], capture_output=True, text=True, check=True, timeout=30)
+            assert called.stdout == "b'x'\n"
+            assert "1gbit" in link.speed
+    except NoLink as reason:
+        pytest.skip(str(reason))

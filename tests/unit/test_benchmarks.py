@@ -1,0 +1,263 @@
+"""What the benchmarks decide and compute, without a single measurement."""
+
+import json
+import os
+import platform
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import network, shards
+from benchmarks.contenders import Contender, everybody
+from benchmarks.contenders.loop import batches
+from benchmarks.crew import Crew, Host, cleaned
+from benchmarks.figures import Ratio, bootstrap, difference, mean_of_workers, slowest, times_as_fast, times_as_long
+from benchmarks.harness import Measured, interleaved
+from benchmarks.link import Cable, End, joined, obstacle
+from benchmarks.noise import Noise
+from benchmarks.place import Place
+from benchmarks.programs.exchange import calls_for, traffic
+from benchmarks.report import Grid, Report
+from benchmarks.standings import FAILED, NOT_INSTALLED, standings
+from benchmarks.step import Choice, cells
+from benchmarks.task import Task, Trained
+from benchmarks.workloads import WORKLOADS
+from unisono.launch.tuning import tune
+
+pytestmark = pytest.mark.unit
+
+CALM = Noise(calibrations=(10.0, 10.1, 10.0), load=0.1, foreign=0.01, stolen=0.0)
+
+
+# -- the order of runs ------------------------------------------------------------------------------------------------
+
+
+def test_every_round_measures_everything_once_and_no_order_repeats_itself_forever() -> None:
+    order = list(interleaved(4, 6, random.Random(0)))
+    rounds = [order[start : start + 4] for start in range(0, 24, 4)]
+    assert all(sorted(one) == [0, 1, 2, 3] for one in rounds)
+    assert len(set(map(tuple, rounds))) > 1
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_ratio_stands_inside_of_its_interval_and_a_repeatable_one_has_none() -> None:
+    found = times_as_fast([1.0, 1.1, 0.9, 1.0, 1.2], [2.0, 2.1, 1.9, 2.3, 2.0])
+    assert found.low < found.value < found.high
+    assert found.value == 2.0
+    assert times_as_fast([1.0, 1.0, 1.0], [4.0, 4.0, 4.0]) == Ratio(4.0, 4.0, 4.0)
+
+
+def test_a_round_that_was_slow_for_both_does_not_widen_the_interval() -> None:
+    assert times_as_fast([1.0, 5.0, 2.0], [3.0, 15.0, 6.0]) == Ratio(3.0, 3.0, 3.0)
+
+
+def test_turns_are_compared_with_those_beside_them() -> None:
+    assert times_as_long([[2.0, 20.0], [6.0, 2.0]], [[1.0, 10.0], [3.0, 1.0]]) == Ratio(2.0, 2.0, 2.0)
+
+
+def test_the_same_sample_has_the_same_interval_each_time() -> None:
+    sample = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert bootstrap(sample, sum) == bootstrap(sample, sum)
+
+
+def test_a_run_takes_as_long_as_its_slowest_worker_and_its_loss_is_the_mean_of_all() -> None:
+    assert slowest([[1.0, 9.0, 1.0], [2.0, 2.0, 2.0]]) == 2.0
+    assert mean_of_workers([[1.0, 2.0], [3.0, 6.0]]) == [2.0, 4.0]
+
+
+def test_only_the_first_losses_are_compared() -> None:
+    assert difference([1.0, 2.0, 2.0, 2.0, 99.0], [1.0, 2.0, 2.0, 1.0, 1.0]) == 1.0
+
+
+def test_a_ratio_is_shown_with_its_interval_unless_that_is_empty() -> None:
+    assert f"{Ratio(1.234, 1.111, 1.5):.2f}" == "1.23 (1.11 … 1.50)"
+    assert f"{Ratio(0.5, 0.5, 0.5):.0%}" == "50%"
+
+
+# -- who is compared, and how they stand ------------------------------------------------------------------------------
+
+
+def test_the_plain_loop_runs_with_the_threads_of_one_worker_and_with_those_of_all() -> None:
+    assert [(one.workers, one.threads) for one in everybody(3, 2) if one.module == "plain"] == [(1, 2), (1, 6)]
+    assert {(one.workers, one.threads) for one in everybody(3, 2) if one.module != "plain"} == {(3, 2)}
+
+
+def test_more_bucket_sizes_can_be_chosen_for_unisono() -> None:
+    chosen = Choice(only=("plain",), buckets_mb=(4.0, 0.5)).contenders()
+    assert [one.key for one in chosen] == ["plain", "unisono-4", "unisono-0.5"]
+    assert [dict(one.options) for one in chosen[1:]] == [{"bucket_mb": 4.0}, {"bucket_mb": 0.5}]
+
+
+def test_a_contender_whose_package_is_missing_is_not_installed() -> None:
+    assert not Contender("a", "A", "a", 2, 1, package="no_such_package_anywhere").is_installed
+    assert Contender("a", "A", "a", 2, 1, package="torch").is_installed
+
+
+def found(*milliseconds: float, losses: tuple[float, ...] = (1.0,), workers: int = 2) -> Measured[Trained]:
+    return Measured([[Trained(seconds=[1e-3 * took] * 3, losses=list(losses))] * workers for took in milliseconds])
+
+
+CONTENDERS = [one for one in everybody(2, 1) if one.key in ("plain", "unisono", "ddp-1", "ddp-25", "fabric")]
+FOUND = {
+    "plain": found(100, 100, 100, workers=1),
+    "unisono": found(60, 60, 60),
+    "ddp-1": found(90, 90, 90),
+    "ddp-25": found(75, 75, 75),
+}
+
+
+def test_everybody_is_compared_with_the_plain_loop_and_the_best_ddp() -> None:
+    table = {one.key: one for one in standings(CONTENDERS, FOUND, batch_norm=False)}
+    ours = table["unisono"]
+    assert ours.of_ddp is not None
+    assert ours.of_plain is not None
+    assert (ours.of_ddp.value, ours.of_plain.value) == pytest.approx((75 / 60, 100 / 60))
+    assert ours.efficiency == pytest.approx(100 / (2 * 60))
+    assert table["ddp-25"].of_ddp == Ratio(1.0, 1.0, 1.0)
+
+
+def test_who_is_not_installed_or_failed_has_a_row_that_says_so() -> None:
+    broken = {**FOUND, "ddp-1": Measured(FOUND["ddp-1"].runs, failure="rank 0: no")}
+    table = {one.key: one for one in standings(CONTENDERS, broken, batch_norm=False)}
+    assert (table["fabric"].note, table["ddp-1"].note) == (NOT_INSTALLED, FAILED)
+    assert cells(table["fabric"])[1] == "not installed"
+    assert len({len(cells(one)) for one in table.values()}) == 1
+
+
+def test_losses_that_are_not_those_of_the_plain_loop_are_shown_as_different() -> None:
+    changed = {**FOUND, "ddp-1": found(90, 90, 90, losses=(1.5,))}
+    table = {one.key: one for one in standings(CONTENDERS, changed, batch_norm=False)}
+    assert not table["ddp-1"].did_same_work
+    assert cells(table["ddp-1"])[-1] == "DIFFERENT (5e-01)"
+    assert table["unisono"].did_same_work
+
+
+def test_with_batch_norm_losses_are_compared_among_equal_numbers_of_workers() -> None:
+    split = {key: found(90, 90, 90, losses=(1.5,)) if key != "plain" else FOUND[key] for key in FOUND}
+    assert all(one.did_same_work for one in standings(CONTENDERS, split, batch_norm=True))
+    assert not all(one.did_same_work for one in standings(CONTENDERS, split, batch_norm=False))
+
+
+def test_the_workers_parts_are_the_whole_batch_in_its_order() -> None:
+    task = Task(contender="plain", workload="tiny", batch_size=10)
+    data = task.data().tensors[0]
+    for workers in (1, 2, 3, 5):
+        parts = [next(batches(task, Place(rank, workers)))[0] for rank in range(workers)]
+        assert torch.equal(torch.cat(parts), data[:10])
+
+
+@pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "tower"])
+def test_every_workload_has_a_loss_on_its_own_data(name: str) -> None:
+    task = Task(contender="plain", workload=name, batch_size=2)
+    loss = task.loss(task.model(), task.data()[:2])
+    assert loss.shape == ()
+    assert torch.isfinite(loss)
+
+
+def test_the_mlp_has_25_million_parameters() -> None:
+    model = WORKLOADS["mlp"].build()
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(25.2e6, rel=0.01)
+
+
+# -- how workers are started ------------------------------------------------------------------------------------------
+
+
+def test_workers_of_one_host_and_of_several_know_where_they_stand() -> None:
+    here = Crew.here(3, threads=2)
+    assert here.variables(2, 4000).items() >= {
+        "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000", "GLOO_SOCKET_IFNAME": "lo",
+    }.items()  # fmt: skip
+    apart = Crew((Host("10.0.0.1", "a"), Host("10.0.0.2", "b")))
+    assert apart.variables(1, 4000).items() >= {
+        "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "b",
+    }.items()  # fmt: skip
+
+
+def test_all_processes_have_the_same_allocator_and_nothing_of_somebody_elses_job() -> None:
+    tuned, default = (Crew.here(1, allocator=allocator).variables(0, 1) for allocator in ("tuned", "default"))
+    assert tuned == default | dict(tune({}, platform.libc_ver()[0]).variables)
+    assert cleaned(tuned).keys().isdisjoint(tuned.keys() - default.keys())
+    assert cleaned({"PATH": "/bin", "UNISONO_RANK": "1", "MALLOC_ARENA_MAX": "1", "OMP_PROC_BIND": "1"}) == {
+        "PATH": "/bin"
+    }
+
+
+# -- shards, all-reduce, network --------------------------------------------------------------------------------------
+
+
+def test_the_races_ask_for_one_two_and_four_shards_a_worker() -> None:
+    numbers, beside_native, alone = shards.races(3)
+    assert [loop.options["shards"] for loop in numbers.loops] == [3, 6, 12]
+    assert beside_native.loops[0].options["reduction"] == "native"
+    assert {loop.options["shards"] for loop in beside_native.loops} == {3}
+    assert (alone.workers, alone.loops[0].contender) == (1, "plain")
+
+
+def test_small_messages_are_timed_often_and_large_ones_a_few_times() -> None:
+    calls = [calls_for(size) for size in (4, 2**16, 2**20, 100 * 2**20)]
+    assert calls == sorted(calls, reverse=True)
+    assert calls[-1] >= 3
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_the_bounds_of_all_workers_together_cover_the_result_once(workers: int) -> None:
+    parts = [traffic(Place(rank, workers), 64 * 1000)() for rank in range(workers)]
+    assert sum(part.numel() for part in parts) == 64 * 1000
+
+
+def test_a_cable_is_laid_between_two_namespaces_and_slowed_down_as_well_as_the_kernel_can() -> None:
+    ends = [End(0, 100), End(1, 200)]
+    assert joined(ends)[3:6] == ["cable0", "netns", "100"]
+    assert ends[1].host == Host("10.77.0.2", "cable1", ("nsenter", "--net=/proc/200/ns/net"))
+    (netem, with_delay), (tbf, without) = Cable("1gbit", "1ms").queues("cable0").items()
+    assert {"netem", "1gbit", "1ms"} <= set(with_delay)
+    assert "tbf" in without
+    assert "1ms" in netem
+    assert "no added delay" in tbf
+
+
+def test_without_root_there_is_no_slow_network_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "needs root" in obstacle()
+
+
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert obstacle().startswith("ip, tc, unshare, nsenter not installed")
+
+
+def test_the_batch_grows_until_computing_takes_as_long_as_communicating() -> None:
+    assert network.balanced(64, compute=0.1, communication=0.3) == 192
+    assert network.balanced(64, compute=0.1, communication=1e-4) == network.GRAIN
+
+
+def test_what_is_hidden_is_what_the_step_no_longer_waits_for() -> None:
+    assert network.hidden([0.1, 0.1, 0.1], [0.4, 0.4, 0.4]).value == pytest.approx(0.75)
+
+
+# -- noise and report -------------------------------------------------------------------------------------------------
+
+
+def test_a_calm_machine_and_a_noisy_one_are_told_apart() -> None:
+    assert CALM.is_calm
+    assert str(CALM).startswith("The machine was calm")
+    shaken = Noise((10.0, 12.0, 9.0, 20.0), 0.1, 0.0, 0.0)
+    shared = Noise((10.0, 10.0), 2.0, 0.3, 0.0)
+    assert "NOISY" in str(shaken)
+    assert "NOISY" in str(shared)
+
+
+def test_a_report_is_printed_and_written_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = Grid("a table", ("", "step"), [("Unisono", "1.0 ms")], ("a note",))
+    Report("step", {"rounds": 1}, CALM, [grid], {"rows": [1]}).publish(tmp_path / "new")
+    printed = capsys.readouterr().out
+    assert all(words in printed for words in ("a table", "Unisono", "1.0 ms", "a note", "calm"))
+    written = json.loads((tmp_path / "new" / "step.json").read_text())
+    assert (written["rows"], written["settings"], written["noise"]["is_calm"]) == ([1], {"rounds": 1}, True)
+    assert written["machine"]["torch"] == torch.__version__

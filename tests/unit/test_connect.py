@@ -1,0 +1,42 @@
+"""How workers are to be connected is refused before any of them waits for another."""
+
+import pytest
+import torch
+
+from unisono.errors import JobError
+from unisono.job import Job
+from unisono.membership.environment import Environment
+from unisono.train.connect import Connection, connect
+
+pytestmark = pytest.mark.unit
+
+THREE = Environment("unisono", 1, 3, 1, 3, "here")
+
+
+def refusal(transport: str = "auto", topology: str = "auto", reduction: str = "exact") -> str:
+    job = Job.create(batch_size=64, shards=8, reduction=reduction)
+    with pytest.raises(JobError) as error:
+        connect(job, THREE, Connection(transport, topology, torch.device("cpu"), 1.0))
+    return str(error.value)
+
+
+def test_an_unknown_topology_is_refused_with_the_list_of_those_there_are() -> None:
+    assert refusal(topology="mesh") == "topology='mesh': use one of 'auto', 'direct', 'ring', 'tree', 'star'"
+
+
+def test_an_unknown_transport_is_refused_with_the_list_of_those_there_are() -> None:
+    assert "use one of 'auto', 'shared_memory', 'process_group'" in refusal(transport="pigeon")
+
+
+def test_a_topology_and_shared_memory_exclude_each_other() -> None:
+    said = refusal(transport="shared_memory", topology="ring")
+    assert said.startswith("transport='shared_memory' cannot be used: topology='ring' is a way over a process group")
+
+
+def test_a_native_reduction_has_no_topology_to_choose() -> None:
+    assert "reduction='native' goes the backend's own" in refusal(topology="tree", reduction="native")
+
+
+def test_nccl_goes_the_direct_way_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.train.connect.backend_for", lambda device, environment: "nccl")
+    assert "topology='star' needs Gloo" in refusal(topology="star")

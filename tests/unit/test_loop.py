@@ -1,0 +1,164 @@
+"""Which steps a loop has, and where a run stands before, between and after them."""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from unisono.data.shards import ShardsRequest
+from unisono.errors import JobMismatch
+from unisono.plan.batches import Batches, Position
+from unisono.train.loop import Hooks, Loop
+from unisono.train.state import Progress, Reading
+from unisono.train.step import Step
+
+pytestmark = pytest.mark.unit
+
+
+def loop(number: int = 0, samples: int = 70, epochs: int = 2, stop_after: int | None = None) -> Loop:
+    """Three steps per epoch: of 32, 32 and 6 samples, in two shards each."""
+    return Loop(number, Reading(samples, True, False), Batches(samples, 32, 2), epochs, stop_after)
+
+
+class Requested:
+    """Hands out the requests themselves."""
+
+    def __init__(self, requests: Iterator[ShardsRequest]) -> None:
+        self._requests = requests
+        self.closed = False
+
+    def __next__(self) -> list[Any]:
+        return [next(self._requests)]
+
+    def is_ready(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Run:
+    """Notes what a loop tells it."""
+
+    progress: Progress = field(default_factory=Progress)
+    events: list[str] = field(default_factory=list)
+    is_whole: bool = True
+    loaded: Requested | None = None
+
+    def steps(self, loop: Loop) -> Generator[Step, None, None]:
+        return loop.steps(self.progress, self._load, self._hooks())
+
+    def _load(self, requests: Iterator[ShardsRequest]) -> Requested:
+        self.loaded = Requested(requests)
+        return self.loaded
+
+    def _hooks(self) -> Hooks:
+        def end(after: Progress | None) -> None:
+            self.events.append("ended" if after else "dropped")
+            self.progress = after or self.progress
+
+        def move(progress: Progress) -> None:
+            self.progress = progress
+
+        return Hooks(
+            shards=lambda: range(1, 2),
+            compute=lambda *arguments: 0.0,
+            move=move,
+            begin=lambda step: self.events.append(f"begin {step.number}"),
+            end=end,
+            boundary=lambda: self.events.append("boundary"),
+            is_whole=lambda: self.is_whole,
+        )
+
+
+@contextmanager
+def left_in_the_body_of(run: Run, loop: Loop, step: int) -> Iterator[None]:
+    """Run all steps before this one; leave the loop in its body, once the caller is done there."""
+    steps = run.steps(loop)
+    for each in steps:
+        if each.number == step:
+            yield
+            steps.close()
+            return
+        each.run(None)  # type: ignore[arg-type]
+
+
+def test_a_loop_through_all_epochs_ends_before_the_next_loop() -> None:
+    run = Run()
+    requests = [step.shards[0] for step in run.steps(loop(epochs=2))]
+    assert requests[:3] == [(0, (range(16, 32),)), (0, (range(48, 64),)), (0, (range(67, 70),))]
+    assert [request.epoch for request in requests] == [0, 0, 0, 1, 1, 1]
+    assert run.events[:4] == ["begin 0", "ended", "boundary", "begin 1"]
+    assert run.progress == Progress(Position(step=6, samples=140), loop=1)
+    assert run.loaded is not None
+    assert run.loaded.closed
+
+
+def test_a_loop_that_the_run_has_behind_it_yields_nothing() -> None:
+    run = Run(Progress(Position(step=6, samples=140), loop=1))
+    assert list(run.steps(loop(number=0))) == []
+    assert (run.events, run.loaded) == ([], None)
+
+
+def test_a_loop_that_resumes_goes_on_where_the_run_stands() -> None:
+    run = Run(Progress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False)))
+    assert [step.number for step in run.steps(loop())] == [4, 5]
+
+
+def test_a_loop_that_resumes_with_other_data_is_refused() -> None:
+    run = Run(Progress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False)))
+    with pytest.raises(JobMismatch, match="samples: 50 here, 70 there"):
+        next(run.steps(loop(samples=50)))
+
+
+def test_a_loop_after_one_that_was_given_up_begins_at_its_own_start() -> None:
+    run = Run(Progress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False)))
+    first = next(run.steps(loop(number=1, samples=50)))
+    assert (first.number, first.position, first.epoch) == (4, 102, 0)
+
+
+def test_a_loop_that_is_cut_short_stays_where_it_is_and_reads_no_further() -> None:
+    run = Run()
+    cut = loop(stop_after=4)
+    assert [step.number for step in run.steps(cut)] == [0, 1, 2, 3]
+    assert run.progress == Progress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False))
+    assert len(list(cut.requests(Position(), lambda: range(2)))) == 4
+    assert [step.number for step in run.steps(loop())] == [4, 5]
+
+
+def test_a_break_counts_the_step_that_was_run_and_ends_the_loop() -> None:
+    run = Run()
+    for step in (steps := run.steps(loop())):
+        step.run(None)  # type: ignore[arg-type]
+        if step.number == 1:
+            break
+    steps.close()
+    assert run.events[-2:] == ["begin 1", "ended"]
+    assert run.progress == Progress(Position(step=2, samples=64), loop=1)
+
+
+def test_a_break_before_the_step_was_run_does_not_count_it() -> None:
+    run = Run()
+    with left_in_the_body_of(run, loop(), 1):
+        pass
+    assert run.events[-2:] == ["begin 1", "dropped"]
+    assert run.progress == Progress(Position(step=1, samples=32), loop=1)
+
+
+def test_a_step_that_failed_leaves_the_run_before_it_in_the_same_loop() -> None:
+    run = Run()
+    with left_in_the_body_of(run, loop(), 1):
+        run.is_whole = False
+    assert run.events[-1] == "dropped"
+    assert (run.progress.position.step, run.progress.loop) == (1, 0)
+    assert run.loaded is not None
+    assert run.loaded.closed
+
+
+def test_shards_are_asked_for_at_each_step_since_they_may_change() -> None:
+    owned = iter([range(2), range(1), range(1, 2)])
+    requests = list(loop(epochs=1).requests(Position(), lambda: next(owned)))
+    assert [len(request.places) for request in requests] == [2, 1, 1]
