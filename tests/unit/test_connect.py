@@ -25,7 +25,7 @@ def test_an_unknown_topology_is_refused_with_the_list_of_those_there_are() -> No
 
 
 def test_an_unknown_transport_is_refused_with_the_list_of_those_there_are() -> None:
-    assert "use one of 'auto', 'shared_memory', 'process_group'" in refusal(transport="pigeon")
+    assert refusal(transport="pigeon").startswith("transport='pigeon': use one of 'auto', 'shared_memory', ")
 
 
 def test_a_topology_and_shared_memory_exclude_each_other() -> None:

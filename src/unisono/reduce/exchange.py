@@ -13,10 +13,10 @@ from unisono.plan.topology import Message, Sum, plan, shares_out
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import ALIGNMENT
 
-PIECE = 2**18
+PIECE = 2**19
 """Bytes that a piece has at least, where the number of pieces is free."""
 
-MOST_PIECES = 8
+MOST_PIECES = 4
 """Where the number of pieces is free."""
 
 Place = tuple[int, Node]

@@ -1,7 +1,7 @@
 """The transport between several hosts with several workers each: shared memory inside, a process group between."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -42,6 +42,7 @@ class HierarchicalTransport(Transport):
     def __init__(self, host: Host, rank: int, split: Split, across: Transport, everyone: Transport) -> None:
         super().__init__(rank, split)
         self._host, self._across, self._everyone = host, across, everyone
+        self.measured = across.measured
         self._cover = self.tree.cover(across.split.of(host.number).start, across.split.of(host.number).stop)
         local = len(host.peers.ranks) + 1
         first = host.number * local
@@ -49,6 +50,8 @@ class HierarchicalTransport(Transport):
 
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Rows in this host's shared memory."""
+        parts = [replace(bucket, slots=(), numel=len(self.part(bucket.numel))) for bucket in buckets]
+        self._across.allocate([part for part in parts if part.numel], 0)  # measured there on what will travel
         return self._memory.allocate(buckets, rows)
 
     def share(self, buckets: Sequence[Bucket]) -> tuple[Tensor, ...]:

@@ -15,8 +15,8 @@ class Settings:
     shards: int | None = None
     threads: int | None = None
     allow_job_change: bool = False
-    transport: str | None = None
-    topology: str | None = None
+    transport: str = "auto"
+    topology: str = "auto"
     overlap: bool | None = None
     shard_optimizer: bool | None = None
     checkpoint_every: int | None = None
@@ -35,8 +35,8 @@ class Settings:
             shards=_count(environ, "UNISONO_SHARDS"),
             threads=_count(environ, "UNISONO_THREADS"),
             allow_job_change=environ.get("UNISONO_ALLOW_JOB_CHANGE") == "1",
-            transport=environ.get("UNISONO_TRANSPORT") or None,
-            topology=environ.get("UNISONO_TOPOLOGY") or None,
+            transport=environ.get("UNISONO_TRANSPORT") or "auto",
+            topology=environ.get("UNISONO_TOPOLOGY") or "auto",
             overlap=_switch(environ, "UNISONO_OVERLAP"),
             shard_optimizer=_switch(environ, "UNISONO_SHARD_OPTIMIZER"),
             checkpoint_every=_count(environ, "UNISONO_CHECKPOINT_EVERY"),

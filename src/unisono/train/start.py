@@ -8,7 +8,7 @@ import os
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -29,6 +29,8 @@ from unisono.train.run import Run, Surroundings
 from unisono.train.settings import Settings
 from unisono.train.signals import LeaveRequest
 from unisono.train.workers import Workers
+
+G = TypeVar("G")
 
 _runs = itertools.count(1)
 
@@ -99,8 +101,8 @@ def init(
     job = Job.create(
         batch_size=batch_size,
         seed=seed,
-        shards=shards if shards is not None else settings.shards,
-        threads=next((given for given in (threads, settings.threads) if given is not None), 1),
+        shards=_first(shards, settings.shards),
+        threads=_first(threads, settings.threads, 1),
         reduction=reduction,
         precision=precision,
         compression=compression,
@@ -108,7 +110,7 @@ def init(
         deterministic=deterministic,
         on_nan=on_nan,
     )
-    every = checkpoint_every if checkpoint_every is not None else settings.checkpoint_every
+    every = _first(checkpoint_every, settings.checkpoint_every)
     _check_counts(checkpoint_every=every, keep=keep, failure_timeout_s=failure_timeout_s)
     environment = recognise(os.environ)
     job.require_workers(environment.world_size)
@@ -117,12 +119,7 @@ def init(
     wanted = _folder(run_dir, settings, next(_runs))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
-        how = Connection(
-            transport or settings.transport or "auto",
-            topology or settings.topology or "auto",
-            chosen,
-            failure_timeout_s,
-        )
+        how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
         workers = opened.enter_context(closing(connect(job, environment, how)))
         marks = fingerprint(job, chosen)
         workers.require_same("job or machine", marks | {"script": script_digest()})
@@ -130,20 +127,27 @@ def init(
         store = CheckpointStore(folder.checkpoints, keep=keep, on_event=folder.journal) if workers.rank == 0 else None
         checkpoints = opened.enter_context(closing(Checkpoints(store, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
-        shards_optimizer = _first(shard_optimizer, settings.shard_optimizer, False) and settings.trace is None
-        execution = Execution(_first(overlap, settings.overlap, True), shards_optimizer)
+        execution = _execution(overlap, shard_optimizer, settings)
         around = Surroundings(settings, folder, marks, leave, allow, failure_timeout_s, execution, opened.pop_all())
-    run = Run(job, workers, chosen, checkpoints, around)
-    around.opened.enter_context(closing(FailureNote(run)))
+    return _begun(Run(job, workers, chosen, checkpoints, around), environment)
+
+
+def _begun(run: Run, environment: Environment) -> Run:
+    run._around.opened.enter_context(closing(FailureNote(run)))
     _announce(run, environment)
-    seed_generators(stream_seed(job.seed, Stream.SCRIPT, -1))
+    seed_generators(stream_seed(run.job.seed, Stream.SCRIPT, -1))
     atexit.register(run.close)
     return run
 
 
-def _first(*given: bool | None) -> bool:
-    return next(value for value in given if value is not None)
+def _first(*given: G | None) -> G | None:
+    return next((value for value in given if value is not None), None)
+
+
+def _execution(overlap: bool | None, shard_optimizer: bool | None, settings: Settings) -> Execution:
+    # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
+    splits = _first(shard_optimizer, settings.shard_optimizer) is True and settings.trace is None
+    return Execution(overlap=_first(overlap, settings.overlap) is not False, shard_optimizer=splits)
 
 
 def _folder(argument: str | Path | None, settings: Settings, number: int) -> Path | None:
