@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.crew import Allocator, Crew
-from benchmarks.figures import Ratio, slowest_turns, times_as_fast
+from benchmarks.figures import Ratio, counted, slowest_turns, times_as_fast
 from benchmarks.harness import Entry, measure
 from benchmarks.noise import NoiseMeter
 from benchmarks.programs.exchange import WAYS, Exchange, Exchanged
-from benchmarks.report import Grid, Report, counted
+from benchmarks.report import Grid, Report
 
 SIZES = (4, 2**12, 2**16, 2**20, 25 * 2**20, 100 * 2**20)
 

@@ -70,5 +70,10 @@ def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
     return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 worker``, ``2 workers``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def _median(values: Sequence[float]) -> float:
     return statistics.median(values)

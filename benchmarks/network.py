@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from benchmarks.crew import Allocator, Crew
-from benchmarks.figures import Ratio, bootstrap, difference, mean_of_workers, slowest
+from benchmarks.figures import Ratio, bootstrap, counted, difference, mean_of_workers, slowest
 from benchmarks.harness import Entry, measure
 from benchmarks.link import Cable, Link, slow_link
 from benchmarks.noise import NoiseMeter
-from benchmarks.report import Grid, Report, counted
+from benchmarks.report import Grid, Report
 from benchmarks.task import Option, Task, Trained
 from benchmarks.workloads import WORKLOADS
 

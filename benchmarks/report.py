@@ -83,11 +83,6 @@ class Report:
         return [path]
 
 
-def counted(count: int, noun: str) -> str:
-    """``1 worker``, ``2 workers``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def machine() -> dict[str, Any]:
     """What the figures depend on besides the code."""
     return {

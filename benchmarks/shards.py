@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.crew import Allocator, Crew
-from benchmarks.figures import Ratio, difference, mean_of_workers, slowest_turns, times_as_long
+from benchmarks.figures import Ratio, counted, difference, mean_of_workers, slowest_turns, times_as_long
 from benchmarks.harness import Entry, measure
 from benchmarks.noise import NoiseMeter
 from benchmarks.programs.turns import Taken, Turns
-from benchmarks.report import Grid, Report, counted
+from benchmarks.report import Grid, Report
 from benchmarks.task import Option, Task, Update
 from benchmarks.workloads import WORKLOADS
 

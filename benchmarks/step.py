@@ -7,9 +7,10 @@ from typing import Any
 
 from benchmarks.contenders import UNISONO, Contender, everybody
 from benchmarks.crew import Allocator, Crew
+from benchmarks.figures import counted
 from benchmarks.harness import Entry, measure
 from benchmarks.noise import NoiseMeter
-from benchmarks.report import Grid, Report, counted
+from benchmarks.report import Grid, Report
 from benchmarks.standings import FAILED, TOLERANCE, Standing, standings
 from benchmarks.task import Task, Trained, Update
 from benchmarks.workloads import WORKLOADS

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.contenders.loop import Loop
-from benchmarks.report import counted
+from benchmarks.figures import counted
 from benchmarks.task import Option, Task
 
 PLAIN, UNISONO = "plain", "unisono"
