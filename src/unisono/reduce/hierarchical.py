@@ -68,11 +68,12 @@ class HierarchicalTransport(Transport):
 
     def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
         """Meet on this host, add its part, reduce that part between hosts, meet on this host."""
-        leaves, result = self._memory.gather(bucket, partials)
+        gathered = self._memory.gather(bucket, partials)
+        result = gathered.result
         mine = self.part(result.numel())
         if mine:
             part = slice(mine.start, mine.stop)
-            own = {node: value[part] for node, value in leaves.items()}
+            own = {node: value[part] for node, value in gathered.partials.items()}
             sums = [self.tree.finish(own, lambda left, right: left.add_(right), node) for node in self._cover]
             result[part].copy_(self._across.reduce(bucket, sums, divisor))
         self._memory.meet()

@@ -60,7 +60,7 @@ class HostMemory:
         pool.segment.refresh()
         return twin
 
-    def gather(self, bucket: Hashable, partials: Sequence[Tensor]) -> tuple[dict[Node, Tensor], Tensor]:
+    def gather(self, bucket: Hashable, partials: Sequence[Tensor]) -> "Gathered":
         """Wait until all workers of this host have written their partial sums of a bucket. Collective.
 
         Args:
@@ -68,7 +68,7 @@ class HostMemory:
             partials: this worker's, from left to right; copied if they are not in a row that was allocated here.
 
         Returns:
-            everybody's partial sums, by node of the tree, and the buffer for the result.
+            everybody's partial sums, and the buffer for the result.
         """
         places = [self._places.get(partial.data_ptr()) for partial in partials]
         if any(place is None for place in places):
@@ -81,7 +81,8 @@ class HostMemory:
             for rank, cover in enumerate(self._covers)
             for node, row in zip(cover, told[rank], strict=True)
         }
-        return leaves, pool.result[number]
+        rows = b"".join(told[rank] for rank in range(len(self._covers)))
+        return Gathered((id(pool), number, rows), leaves, pool.result[number])
 
     def meet(self) -> None:
         """Wait until all workers of this host are here."""
@@ -107,6 +108,21 @@ class HostMemory:
         for row, partial in zip(pool.rows[self._peers.rank], partials, strict=True):
             row[0].copy_(partial)
         return [_Place(pool, number, 0) for number in range(len(partials))]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The partial sums of a bucket, as all workers of this host have written them.
+
+    Attributes:
+        place: equal for equal places in memory.
+        partials: by node of the tree.
+        result: the buffer for the result.
+    """
+
+    place: tuple[int, int, bytes]
+    partials: dict[Node, Tensor]
+    result: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The transport between workers of one host: partial sums are added where they lie, in shared memory."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,12 +9,12 @@ from torch import Tensor
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree, children
 from unisono.reduce.buckets import Bucket
-from unisono.reduce.host_memory import HostMemory
+from unisono.reduce.host_memory import Gathered, HostMemory
 from unisono.reduce.peers import LARGEST_MESSAGE, Peers
 from unisono.reduce.segments import pages, share_segments
 from unisono.reduce.transport import Transport
 
-PIECE = 128 * 1024
+PIECE = 256 * 1024
 """Elements that are added at a time, so that what is added next is still in the cache."""
 
 
@@ -32,6 +33,7 @@ class SharedMemoryTransport(Transport):
     def __init__(self, peers: Peers, rank: int, split: Split) -> None:
         super().__init__(rank, split)
         self._peers = peers
+        self._additions: dict[tuple[int, int, bytes], list[list[_Addition]]] = {}
         self._memory = HostMemory(peers, self.tree, [split.of(each) for each in range(split.workers)])
 
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
@@ -52,13 +54,16 @@ class SharedMemoryTransport(Transport):
 
     def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
         """Meet, add this worker's part of the tree over everybody's partial sums, meet."""
-        leaves, result = self._memory.gather(bucket, partials)
-        mine = self.part(result.numel())
-        for begin in mine[::PIECE]:
-            piece = slice(begin, min(begin + PIECE, mine.stop))
-            _finish(self.tree, {node: value[piece] for node, value in leaves.items()}, result[piece], divisor)
+        gathered = self._memory.gather(bucket, partials)
+        if gathered.place not in self._additions:
+            self._additions[gathered.place] = list(self._plan(gathered))
+        for additions in self._additions[gathered.place]:
+            for left, right, out in additions:
+                torch.add(left, right, out=out)
+            if divisor is not None:
+                additions[-1].out.div_(divisor)
         self._memory.meet()
-        return result
+        return gathered.result
 
     def reduce_native(self, total: Tensor) -> Tensor:
         """Not this transport's: a native reduction is a backend's own."""
@@ -95,6 +100,15 @@ class SharedMemoryTransport(Transport):
         """Hang up, and let go of the memory."""
         self._peers.close()
         self._memory.forget()
+        self._additions.clear()
+
+    def _plan(self, gathered: Gathered) -> Iterator[list["_Addition"]]:
+        """The additions of this worker's part, piece by piece. They are the same in every step."""
+        mine = self.part(gathered.result.numel())
+        for begin in mine[::PIECE]:
+            piece = slice(begin, min(begin + PIECE, mine.stop))
+            partials = {node: value[piece] for node, value in gathered.partials.items()}
+            yield _additions(self.tree, partials, gathered.result[piece])
 
     def _through_memory(self, data: Tensor, sources: Sequence[int]) -> Tensor:
         sizes = [pages(data.numel() if rank in sources else 0) for rank in range(self.world_size)]
@@ -105,9 +119,19 @@ class SharedMemoryTransport(Transport):
         return torch.cat([segments[rank].bytes[: data.numel()] for rank in sources])
 
 
-def _finish(tree: SummationTree, leaves: dict[Node, Tensor], result: Tensor, divisor: float | None) -> None:
+class _Addition(NamedTuple):
+    left: Tensor
+    right: Tensor
+    out: Tensor
+
+
+def _additions(tree: SummationTree, partials: dict[Node, Tensor], result: Tensor) -> list[_Addition]:
     # Only this worker reads this part of anybody's partial sums, so inner nodes may be added in place.
-    left, right = (tree.finish(leaves, lambda a, b: a.add_(b), half) for half in children(tree.root))
-    torch.add(left, right, out=result)
-    if divisor is not None:
-        result.div_(divisor)
+    found: list[_Addition] = []
+
+    def add(left: Tensor, right: Tensor) -> Tensor:
+        found.append(_Addition(left, right, left))
+        return left
+
+    left, right = (tree.finish(partials, add, half) for half in children(tree.root))
+    return [*found, _Addition(left, right, result)]
