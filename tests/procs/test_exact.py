@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -92,6 +93,53 @@ def example_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[
         workers: weights_in(launch(workers, str(script), folder=tmp_path_factory.mktemp("examples") / "run"))
         for workers in WORKERS
     }
+
+
+HOSTS = (2, 2)
+"""Hosts, and workers of each. Groups of processes stand for them."""
+
+ON_HOSTS = (
+    "batch_norm_dropout_tied_unused",
+    "thirteen_shards",
+    "small_buckets",
+    "gradients_compressed_to_bf16",
+    "adamw_clipped_by_norm_split",
+)
+
+
+def test_on_hosts_with_several_workers_the_bits_are_those_of_one_worker(
+    results: dict[int, dict[str, list[Any]]], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    hosts, local = HOSTS
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(JOBS), *ON_HOSTS],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(hosts * local),
+                "LOCAL_RANK": str(rank % local),
+                "LOCAL_WORLD_SIZE": str(local),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "UNISONO_TRANSPORT": "hierarchical",
+                "UNISONO_SHARDS": "8",
+                "UNISONO_RUN_DIR": str(tmp_path / "run"),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(hosts * local)
+    ]
+    outputs = [worker.communicate(timeout=240) for worker in workers]
+    for out, trouble in outputs:
+        reports = [json.loads(line) for line in re.findall(r"RESULT (.*)", out)]
+        assert len(reports) == len(ON_HOSTS), trouble[-3000:]
+        assert all(report == results[1][report["job"]][0] for report in reports)
 
 
 def weights_in(output: str) -> list[str]:
