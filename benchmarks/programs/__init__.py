@@ -1,5 +1,6 @@
 """What workers run: ``python -m benchmarks.programs.NAME FOLDER``."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,14 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def serve(task: type[T], work: Callable[[T, Path], BaseModel]) -> None:
-    """Read the task from the crew's folder, do it, write what was found there."""
+    """Read the task from the crew's folder, do it, write what was found there, and leave at once.
+
+    Nothing is taken apart at the end: DDP's reducer may wait there for ever, holding the lock of the interpreter, for a
+    thread of Gloo's that needs it (seen with torch 2.13).
+    """
     folder = Path(sys.argv[1])
     found = work(task.model_validate_json((folder / "task.json").read_text()), folder)
     (folder / f"found-{Place.of().rank}.json").write_text(found.model_dump_json())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

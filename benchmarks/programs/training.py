@@ -1,7 +1,6 @@
 """One worker of one contender: trains, and times its steps."""
 
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 
@@ -11,6 +10,9 @@ from benchmarks.contenders import train_of
 from benchmarks.programs import serve
 from benchmarks.task import Task, Trained
 
+_kept: list[object] = []
+"""What is not to be taken apart before this process ends."""
+
 
 def work(task: Task, folder: Path) -> Trained:
     """The wall time of each step, from its batch in memory to its updated weights."""
@@ -18,13 +20,14 @@ def work(task: Task, folder: Path) -> Trained:
     seconds: list[float] = []
     losses: list[float] = []
     parts: list[Mapping[str, float]] = []
-    with closing(train_of(task.contender)(task, folder / "run")) as loop:
-        for _ in range(task.warm_up + task.steps):
-            begun = perf_counter()
-            sample = next(loop)
-            seconds.append(perf_counter() - begun)
-            losses.append(sample.loss)
-            parts.append(sample.parts)
+    loop = train_of(task.contender)(task, folder / "run")
+    _kept.append(loop)
+    for _ in range(task.warm_up + task.steps):
+        begun = perf_counter()
+        sample = next(loop)
+        seconds.append(perf_counter() - begun)
+        losses.append(sample.loss)
+        parts.append(sample.parts)
     told = [dict(part) for part in parts[task.warm_up + 1 :] if part]
     return Trained(seconds=seconds[task.warm_up :], losses=losses, parts=told)
 
