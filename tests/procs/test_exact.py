@@ -15,11 +15,30 @@ import torch
 
 from unisono.checkpoint.store import load_weights
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]  # the first test waits for all jobs
 
 ROOT = Path(__file__).parents[2]
 JOBS = Path(__file__).parent / "scripts" / "exact_jobs.py"
-WORKERS = (1, 2, 3, 5, 8)
+WORKERS = (1, 2, 3, 5)
+FULL = 8
+"""As many workers as shards."""
+
+WHAT_TRAVELS = frozenset(
+    (
+        "batch_norm_dropout_tied_unused",
+        "a_batch_that_shards_do_not_divide",
+        "a_last_batch_smaller_than_the_number_of_shards",
+        "thirteen_shards",
+        "float64",
+        "bf16_parameters",
+        "small_buckets",
+        "a_parameter_that_only_some_shards_use",
+        "token_weighted_loss_with_a_shard_without_tokens",
+        "a_gan_with_two_updates_on_one_batch",
+        "gradients_compressed_to_bf16",
+    )
+)
+"""Jobs that differ in what goes from worker to worker. The others are tried over fewer ways and numbers of workers."""
 
 
 def launch(workers: int, *arguments: str, folder: Path, **variables: str) -> str:
@@ -38,8 +57,9 @@ def launch(workers: int, *arguments: str, folder: Path, **variables: str) -> str
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[Any]]]:
     """For each number of workers and each job, what every worker reported."""
     found: dict[int, dict[str, list[Any]]] = {}
-    for workers in WORKERS:
-        output = launch(workers, str(JOBS), folder=tmp_path_factory.mktemp("exact") / "run")
+    for workers in (*WORKERS, FULL):
+        jobs = sorted(WHAT_TRAVELS) if workers == FULL else job_names()
+        output = launch(workers, str(JOBS), *jobs, folder=tmp_path_factory.mktemp("exact") / "run")
         reports = [json.loads(line) for line in re.findall(r"RESULT (.*)", output)]
         found[workers] = {report["job"]: [] for report in reports}
         for report in reports:
@@ -50,24 +70,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, lis
 EXAMPLES = {"digits.py": "--epochs 1", "char_lm.py": "--batch-size 128 --steps 6 --layers 1 --width 32 --context 32"}
 UNEVEN = {"digits.py": "--epochs 1 --batch-size 100", "char_lm.py": "--batch-size 99 --steps 4 --layers 1 --width 32"}
 """Batches that eight shards do not divide."""
-
-
-WHAT_TRAVELS = frozenset(
-    (
-        "batch_norm_dropout_tied_unused",
-        "a_batch_that_shards_do_not_divide",
-        "a_last_batch_smaller_than_the_number_of_shards",
-        "thirteen_shards",
-        "float64",
-        "bf16_parameters",
-        "small_buckets",
-        "a_parameter_that_only_some_shards_use",
-        "token_weighted_loss_with_a_shard_without_tokens",
-        "a_gan_with_two_updates_on_one_batch",
-        "gradients_compressed_to_bf16",
-    )
-)
-"""Jobs that differ in what goes from worker to worker. The others are tried over one topology and shared memory."""
 
 
 @pytest.mark.parametrize(("topology", "workers"), [("direct", 3), ("ring", 3), ("tree", 5), ("star", 3)])
@@ -250,6 +252,11 @@ def test_every_worker_of_any_number_ends_with_the_same_bits(job: str, results: d
     for workers in WORKERS:
         assert len(results[workers][job]) == workers
         assert all(report == serial for report in results[workers][job]), f"{workers} workers"
+
+
+@pytest.mark.parametrize("job", sorted(WHAT_TRAVELS))
+def test_as_many_workers_as_shards_end_with_the_same_bits(job: str, results: dict[int, dict[str, list[Any]]]) -> None:
+    assert results[FULL][job] == results[1][job] * FULL
 
 
 def test_another_seed_other_shards_or_another_batch_size_give_other_bits(
