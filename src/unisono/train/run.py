@@ -503,8 +503,7 @@ class Run:
     def _tell_of_memory(self, engine: StepEngine) -> None:
         # The optimizers make their state in the first step.
         if engine.bytes_shared > self._bytes_shared and self.is_main:
-            shared = round(engine.bytes_shared / 2**20, 1)
-            self._around.folder.journal("memory shared", mib_per_host=shared, instead_of_mib_per_worker=shared)
+            self._around.folder.journal("memory shared", mib_per_host=round(engine.bytes_shared / 2**20, 1))
         self._bytes_shared = engine.bytes_shared
 
     def _tell_of_skip(self, step: Step, report: StepReport) -> None:
