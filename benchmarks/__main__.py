@@ -32,7 +32,9 @@ Output = Annotated[Path, typer.Option(help="folder for JSON and plot")]
 def step_command(
     model: Models = None,
     only: Annotated[list[str] | None, typer.Option(help="key of a contender; repeat for more")] = None,
-    bucket_mb: Annotated[list[float] | None, typer.Option(help="also Unisono with such buckets; repeat")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option(help="also Unisono with such settings: 'overlap=false bucket_mb=4'; repeat")
+    ] = None,
     workers: Workers = 2,
     threads: Annotated[int, typer.Option(help="torch threads of each worker")] = 1,
     rounds: Rounds = None,
@@ -48,7 +50,7 @@ def step_command(
     choice = step.Choice(
         models=_models(model, ("tiny",) if quick else step.Choice().models),
         only=_known(only, known, "--only"),
-        buckets_mb=tuple(bucket_mb or ()),
+        settings=tuple(setting or ()),
         workers=workers,
         threads=threads,
         rounds=rounds or (1 if quick else 5),
@@ -58,6 +60,10 @@ def step_command(
         allocator=allocator,
         seed=seed,
     )
+    try:
+        choice.contenders()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--setting") from error
     _publish(step.run(choice), output)
 
 

@@ -25,7 +25,7 @@ class Choice:
     Attributes:
         models: names in ``WORKLOADS``.
         only: keys of contenders; all if empty.
-        buckets_mb: sizes of Unisono's buckets, to be compared with its default.
+        settings: other settings of Unisono, to be compared with its defaults; see :meth:`Contender.with_settings`.
         workers: processes of each contender but the plain loop.
         threads: of each of them.
         rounds: fresh processes for each contender.
@@ -38,7 +38,7 @@ class Choice:
 
     models: tuple[str, ...] = ("mlp", "resnet", "gpt")
     only: tuple[str, ...] = ()
-    buckets_mb: tuple[float, ...] = ()
+    settings: tuple[str, ...] = ()
     workers: int = 2
     threads: int = 1
     rounds: int = 5
@@ -53,7 +53,7 @@ class Choice:
         known = everybody(self.workers, self.threads)
         default = next(one for one in known if one.key == UNISONO)
         chosen = [one for one in known if not self.only or one.key in self.only]
-        return chosen + [default.with_buckets(size) for size in self.buckets_mb]
+        return chosen + [default.with_settings(text) for text in self.settings]
 
 
 def run(choice: Choice) -> Report:

@@ -1,5 +1,6 @@
 """Who is measured: Unisono, and what one would use without it."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -53,10 +54,28 @@ class Contender:
         """Whether it is torch's own."""
         return self.module == "ddp"
 
-    def with_buckets(self, size: float) -> "Contender":
-        """Unisono with buckets of another size, in MiB."""
-        name = f"Unisono, {counted(self.workers, 'worker')}, buckets of {size:g} MB"
-        return replace(self, key=f"{self.key}-{size:g}", name=name, options={"bucket_mb": size})
+    def with_settings(self, settings: str) -> "Contender":
+        """Another one with other settings.
+
+        Args:
+            settings: such as ``overlap=false bucket_mb=4``.
+
+        Raises:
+            ValueError: one of them is not ``name=value``.
+        """
+        options = dict(_setting(part) for part in settings.split())
+        return replace(self, key=f"{self.key} {settings}", name=f"{self.name}, {settings}", options=options)
+
+
+def _setting(text: str) -> tuple[str, Option]:
+    name, equals, value = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise ValueError(f"{text!r}: write a setting as name=value")
+    try:
+        parsed: Option = json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+    return name, parsed
 
 
 def everybody(workers: int, threads: int) -> list[Contender]:

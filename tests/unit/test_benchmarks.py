@@ -86,10 +86,19 @@ def test_the_plain_loop_runs_with_the_threads_of_one_worker_and_with_those_of_al
     assert {(one.workers, one.threads) for one in everybody(3, 2) if one.module != "plain"} == {(3, 2)}
 
 
-def test_more_bucket_sizes_can_be_chosen_for_unisono() -> None:
-    chosen = Choice(only=("plain",), buckets_mb=(4.0, 0.5)).contenders()
-    assert [one.key for one in chosen] == ["plain", "unisono-4", "unisono-0.5"]
-    assert [dict(one.options) for one in chosen[1:]] == [{"bucket_mb": 4.0}, {"bucket_mb": 0.5}]
+def test_unisono_can_be_compared_with_itself_in_other_settings() -> None:
+    chosen = Choice(only=("plain",), settings=("bucket_mb=0.5", "overlap=false transport=process_group")).contenders()
+    assert [one.key for one in chosen[1:]] == ["unisono bucket_mb=0.5", "unisono overlap=false transport=process_group"]
+    assert [dict(one.options) for one in chosen[1:]] == [
+        {"bucket_mb": 0.5},
+        {"overlap": False, "transport": "process_group"},
+    ]
+
+
+@pytest.mark.parametrize("text", ["overlap", "=1", "bucket_mb=1 over-lap=2"])
+def test_a_setting_that_is_no_name_and_value_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write a setting as name=value"):
+        Choice(settings=(text,)).contenders()
 
 
 def test_a_contender_whose_package_is_missing_is_not_installed() -> None:

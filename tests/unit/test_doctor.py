@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from unisono.launch import doctor
-from unisono.launch.cgroup import Limits, read_limits
 from unisono.launch.diagnosis import FAILED, Diagnosis
+from unisono.membership.cgroup import Limits, read_limits
 
 pytestmark = pytest.mark.unit
 

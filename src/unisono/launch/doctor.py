@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 
-from unisono.launch.cgroup import read_limits
 from unisono.launch.diagnosis import FAILED, GIB, Diagnosis, Facts
 from unisono.launch.local import launch
 from unisono.launch.result import open_folder
@@ -25,6 +24,7 @@ from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning, assignments
+from unisono.membership.cgroup import read_limits
 from unisono.membership.environment import recognise
 
 Probe = Callable[[], Facts]

@@ -30,6 +30,8 @@ class SharedMemoryTransport(Transport):
         split: which shards each worker computes.
     """
 
+    needs_core = True
+
     def __init__(self, peers: Peers, rank: int, split: Split) -> None:
         super().__init__(rank, split)
         self._peers = peers

@@ -21,10 +21,13 @@ class Transport(ABC):
     Attributes:
         measured: what was measured to choose a way for the sums, until somebody writes it down: for each size of
             buckets its ``bytes``, the ``seconds`` of every topology, and the ``fastest`` one.
+        needs_core: whether reducing keeps a core busy. Else it is mostly waiting.
 
     Raises:
         WorkerLost: from every verb, when another worker is gone.
     """
+
+    needs_core = False
 
     def __init__(self, rank: int, split: Split) -> None:
         self.rank = rank

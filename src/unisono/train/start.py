@@ -17,6 +17,7 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
 from unisono.errors import JobError
 from unisono.job import Compression, Job, Precision, Reduction
+from unisono.membership.cores import usable_cores
 from unisono.membership.environment import Environment, recognise
 from unisono.plan.streams import Stream, stream_seed
 from unisono.train.checkpoints import Checkpoints, require_same_job
@@ -82,7 +83,8 @@ def init(
             host on CPUs, else ``process_group`` (Gloo or NCCL).
         topology: the way of the partial sums over a process group: ``direct``, ``ring``, ``tree`` or ``star``; decides
             no bit. By default ``auto``, which measures them when the workers have met.
-        overlap: reduce gradients while the backward pass is still under way (default). Decides no bit.
+        overlap: reduce gradients while the backward pass is still under way. Decides no bit. By default wherever that
+            saves time: not over shared memory when the workers' threads keep all cores busy.
         shard_optimizer: the workers of one host share their parameters and split the update and the optimizer's state
             (default: no). Decides no bit.
         run_dir: the run folder; one that holds checkpoints of the same job is resumed. By default a new one
@@ -127,7 +129,7 @@ def init(
         store = CheckpointStore(folder.checkpoints, keep=keep, on_event=folder.journal) if workers.rank == 0 else None
         checkpoints = opened.enter_context(closing(Checkpoints(store, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        execution = _execution(overlap, shard_optimizer, settings)
+        execution = _execution(overlap, shard_optimizer, settings, _overlap_pays(workers, environment, job.threads))
         around = Surroundings(settings, folder, marks, leave, allow, failure_timeout_s, execution, opened.pop_all())
     return _begun(Run(job, workers, chosen, checkpoints, around), environment)
 
@@ -144,10 +146,15 @@ def _first(*given: G | None) -> G | None:
     return next((value for value in given if value is not None), None)
 
 
-def _execution(overlap: bool | None, shard_optimizer: bool | None, settings: Settings) -> Execution:
+def _execution(overlap: bool | None, shard_optimizer: bool | None, settings: Settings, pays: bool) -> Execution:
     # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
     splits = _first(shard_optimizer, settings.shard_optimizer) is True and settings.trace is None
-    return Execution(overlap=_first(overlap, settings.overlap) is not False, shard_optimizer=splits)
+    return Execution(overlap=bool(_first(overlap, settings.overlap, pays)), shard_optimizer=splits)
+
+
+def _overlap_pays(workers: Workers, environment: Environment, threads: int) -> bool:
+    spare = usable_cores() // environment.local_world_size - threads
+    return spare > 0 or not workers.transport.needs_core
 
 
 def _folder(argument: str | Path | None, settings: Settings, number: int) -> Path | None:

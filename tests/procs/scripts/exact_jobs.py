@@ -301,7 +301,12 @@ def draws_between_the_steps() -> Any:
 
 
 @job
-def without_overlap() -> Any:
+def reduced_beside_the_backward_pass() -> Any:
+    return train(overlap=True)
+
+
+@job
+def reduced_after_the_backward_pass() -> Any:
     return train(overlap=False)
 
 
