@@ -1,5 +1,7 @@
 """By default buckets are reduced beside the backward pass where that saves time."""
 
+import os
+
 import pytest
 
 from unisono.membership import cores
@@ -47,7 +49,7 @@ def test_additions_run_beside_it_where_each_worker_has_a_core_to_spare(
 
 
 def test_a_control_group_that_allows_less_than_there_are_cores_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     for limit, usable in ((None, 8), (2.5, 2), (0.5, 1), (64.0, 8)):
         monkeypatch.setattr(cores, "read_limits", lambda limit=limit: Limits(cpus=limit))
         assert cores.usable_cores() == usable
