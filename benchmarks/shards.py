@@ -66,7 +66,7 @@ class Race:
 
 
 def races(workers: int) -> list[Race]:
-    """The questions: how many shards, exact or native, and what Unisono adds to the plain loop."""
+    """The questions: how many shards, exact or native, what Unisono adds to the plain loop, what small batches cost."""
     shards = [
         Loop(f"exact, V = {factor * workers}", options={"shards": factor * workers, "reduction": "exact"})
         for factor in (1, 2, 4)
@@ -78,10 +78,14 @@ def races(workers: int) -> list[Race]:
         Loop(f"exact, V = {workers}, shared memory", options={"reduction": "exact", "shards": workers}),
     )
     alone = (Loop("plain loop", "plain"), Loop("exact, V = 1", options={"shards": 1}))
+    passes = tuple(
+        Loop(f"plain loop, {factor * workers} passes", "plain", {"passes": factor * workers}) for factor in (1, 2, 4)
+    )
     return [
         Race(f"number of shards V, {workers} workers", workers, tuple(shards)),
         Race(f"exact beside native, {workers} workers", workers, ways),
         Race("1 worker beside the plain loop", 1, alone),
+        Race("what batches as small as a shard cost without Unisono, 1 worker", 1, passes),
     ]
 
 

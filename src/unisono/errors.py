@@ -13,7 +13,8 @@
     ├── CheckpointError                a checkpoint that is damaged, missing or belongs elsewhere
     ├── LaunchError                    workers that could not be started
     └── WorkerLost                     another worker is gone: a consequence, never the cause
-        └── NoProgress                 another worker gave no sign for as long as the run's failure_timeout_s
+        ├── NoProgress                 another worker gave no sign for as long as the run's failure_timeout_s
+        └── JobEnded                   the job has ended while this worker was at work: says why
 
     UnisonoWarning (UserWarning)       something that works, and is probably not what was meant
 
@@ -82,6 +83,10 @@ class NoProgress(WorkerLost):
     """Another worker gave no sign for as long as the run's ``failure_timeout_s``."""
 
     exit_code = 124
+
+
+class JobEnded(WorkerLost):
+    """The job has ended elsewhere, and there is nobody left to train with."""
 
 
 class UnisonoWarning(UserWarning):

@@ -52,7 +52,7 @@ class Job(BaseModel):
     reduction: Reduction = "exact"
     precision: Precision = "float32"
     compression: Compression = "none"
-    bucket_mb: float = Field(default=25.0, gt=0)
+    bucket_mb: float = Field(default=4.0, gt=0)
     deterministic: bool = True
     on_nan: Literal["stop", "skip"] = "stop"
 

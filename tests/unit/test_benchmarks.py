@@ -200,11 +200,12 @@ def test_all_processes_have_the_same_allocator_and_nothing_of_somebody_elses_job
 
 
 def test_the_races_ask_for_one_two_and_four_shards_a_worker() -> None:
-    numbers, beside_native, alone = shards.races(3)
+    numbers, beside_native, alone, passes = shards.races(3)
     assert [loop.options["shards"] for loop in numbers.loops] == [3, 6, 12]
     assert beside_native.loops[0].options["reduction"] == "native"
     assert {loop.options["shards"] for loop in beside_native.loops} == {3}
     assert (alone.workers, alone.loops[0].contender) == (1, "plain")
+    assert [loop.options["passes"] for loop in passes.loops] == [3, 6, 12]  # batches as small as those of the shards
 
 
 def test_small_messages_are_timed_often_and_large_ones_a_few_times() -> None:

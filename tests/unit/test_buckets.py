@@ -29,8 +29,6 @@ def add(sums: PartialSums, shard: Sequence[Tensor | None]) -> None:
     sums.open()
     for number in reversed(range(len(shard))):
         sums.put(number, shard[number])
-    for bucket in range(sums.buckets):
-        sums.settle(bucket)
     sums.close()
 
 

@@ -6,7 +6,10 @@ import torch
 from unisono.errors import JobError
 from unisono.job import Job
 from unisono.membership.environment import Environment
+from unisono.membership.generation import Generation
+from unisono.plan.split import Split
 from unisono.train.connect import Connection, connect
+from unisono.train.meeting import FixedMeeting
 
 pytestmark = pytest.mark.unit
 
@@ -16,7 +19,8 @@ THREE = Environment("unisono", 1, 3, 1, 3, "here")
 def refusal(transport: str = "auto", topology: str = "auto", reduction: str = "exact") -> str:
     job = Job.create(batch_size=64, shards=8, reduction=reduction)
     with pytest.raises(JobError) as error:
-        connect(job, THREE, Connection(transport, topology, torch.device("cpu"), 1.0))
+        generation = Generation(1, 1, Split.even(8, 3))
+        connect(job, generation, FixedMeeting(THREE, 1.0), Connection(transport, topology, torch.device("cpu"), 1.0))
     return str(error.value)
 
 

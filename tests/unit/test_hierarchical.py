@@ -14,7 +14,7 @@ from unisono.errors import WorkerLost
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import Bucket
-from unisono.reduce.hierarchical import HierarchicalTransport, Host, host_split
+from unisono.reduce.hierarchical import HierarchicalTransport, host_split
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.transport import Transport
@@ -52,9 +52,9 @@ def on_hosts(hosts: int, local: int, split: Split, work: Callable[[Transport], A
 
     def worker(rank: int) -> Any:
         number, place = divmod(rank, local)
-        host = Host(number, meet(place, local, Noticeboard(store, number), 20))
+        peers = meet(place, local, Noticeboard(store, number), 20)
         across = process_group(f"across/{place}", number, host_split(split, local), store)
-        transport = HierarchicalTransport(host, rank, split, across, process_group("all", rank, split, store))
+        transport = HierarchicalTransport(peers, rank, split, across, process_group("all", rank, split, store))
         try:
             return work(transport)
         finally:

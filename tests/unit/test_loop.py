@@ -125,7 +125,7 @@ def test_a_loop_that_is_cut_short_stays_where_it_is_and_reads_no_further() -> No
     cut = loop(stop_after=4)
     assert [step.number for step in run.steps(cut)] == [0, 1, 2, 3]
     assert run.progress == Progress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False))
-    assert len(list(cut.requests(Position(), lambda: range(2)))) == 4
+    assert len(list(cut.requests(Position(), range(2)))) == 4
     assert [step.number for step in run.steps(loop())] == [4, 5]
 
 
@@ -158,7 +158,6 @@ def test_a_step_that_failed_leaves_the_run_before_it_in_the_same_loop() -> None:
     assert run.loaded.closed
 
 
-def test_shards_are_asked_for_at_each_step_since_they_may_change() -> None:
-    owned = iter([range(2), range(1), range(1, 2)])
-    requests = list(loop(epochs=1).requests(Position(), lambda: next(owned)))
-    assert [len(request.places) for request in requests] == [2, 1, 1]
+def test_each_request_names_the_places_of_all_the_shards_that_are_asked_for() -> None:
+    requests = list(loop(epochs=1).requests(Position(step=1, samples=32, offset=32), range(1, 2)))
+    assert [request.places for request in requests] == [(range(48, 64),), (range(67, 70),)]

@@ -44,7 +44,8 @@ def a_call(optimizer: torch.optim.Optimizer) -> Call:
 
 
 def a_report() -> StepReport:
-    return StepReport(tuple(ShardReport(0.5, 2.0) for _ in range(4)), 0.5, 8.0, {}, (), leave=False, again=False)
+    shards = tuple(ShardReport(0.5, 2.0) for _ in range(4))
+    return StepReport(shards, 0.5, 8.0, {}, (), leave=False, regroup=False, again=False)
 
 
 def test_nobody_watching_is_no_trace() -> None:

@@ -41,13 +41,13 @@ class RunFolder:
         """Where the workers' output is."""
         return self.path / "logs"
 
-    def log_of(self, rank: int) -> Path:
-        """The output of one worker."""
-        return self.logs / f"rank-{rank}.log"
+    def log_of(self, worker: int | str) -> Path:
+        """The output of one worker, named by its rank, or by its id where ranks change."""
+        return self.logs / f"{_file_of(worker)}.log"
 
-    def error_of(self, rank: int) -> Path:
-        """The error that ended one worker."""
-        return self.logs / f"rank-{rank}.error.json"
+    def error_of(self, worker: int | str) -> Path:
+        """The error that ended one worker, named in the same way."""
+        return self.logs / f"{_file_of(worker)}.error.json"
 
     def read_job(self) -> dict[str, Any] | None:
         """The job that this folder belongs to; None for a new folder.
@@ -120,12 +120,18 @@ class MetricsFile:
         except OSError as error:
             _warn_unwritten(self._path, error)
 
-    def truncate_after(self, step: int) -> None:
-        """Drop a torn line, and every line of a step beyond ``step``: a run that resumes writes them again."""
+    def truncate_after(self, step: int) -> list[dict[str, Any]]:
+        """Drop a torn line, and every line of a step beyond ``step``: a run that resumes writes them again.
+
+        Returns:
+            the lines that stay.
+        """
         self.close()
-        if self._path.exists():
-            kept = [line + b"\n" for line in self._path.read_bytes().splitlines() if _belongs(line, step)]
-            _replace(self._path, b"".join(kept))
+        if not self._path.exists():
+            return []
+        kept = [line for line in self._path.read_bytes().splitlines() if _belongs(line, step)]
+        _replace(self._path, b"".join(line + b"\n" for line in kept))
+        return [json.loads(line) for line in kept]
 
     def close(self) -> None:
         """Close the file; writing opens it again."""
@@ -160,6 +166,10 @@ def new_run_folder(base: Path, stem: str) -> Path:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file in one piece: a reader sees the old one or the new one."""
     _replace(path, _json(value, indent=2))
+
+
+def _file_of(worker: int | str) -> str:
+    return f"rank-{worker}" if isinstance(worker, int) else worker
 
 
 def _no_folder(base: Path, error: OSError) -> JobError:

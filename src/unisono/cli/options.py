@@ -1,10 +1,18 @@
 """The options that several commands have in common, each declared once."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")]
+RunDir = Annotated[
+    Path | None,
+    typer.Option(envvar="UNISONO_RUN_DIR", help="Run folder; one with checkpoints of this job is resumed."),
+]
+RunningIn = Annotated[
+    Path | None, typer.Option("--run-dir", help="The job's run folder, if more than one elastic job runs.")
+]
 Shards = Annotated[
     int | None, typer.Option(envvar="UNISONO_SHARDS", help="Shards of the job, unless the script sets them.")
 ]
@@ -17,5 +25,12 @@ Tuned = Annotated[
         "--tuning/--no-tuning",
         envvar="UNISONO_TUNING",
         help="Have the workers' memory allocator keep what it has; --dry-run and doctor show how.",
+    ),
+]
+Grace = Annotated[float, typer.Option(help="Seconds to leave in after the first Ctrl-C or SIGTERM.")]
+WarmStart = Annotated[
+    bool,
+    typer.Option(
+        "--warm-start/--no-warm-start", help="Elastic: fork workers from a process that has torch loaded already."
     ),
 ]

@@ -1,19 +1,21 @@
 """``unisono run``: start the workers of a job on this host."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from unisono.cli.options import Module, Shards, Threads, Tuned
-from unisono.launch.command import dry_run
+from unisono.cli.options import Grace, Module, RunDir, Shards, Threads, Tuned, WarmStart
+from unisono.launch.command import dry_run, elastic_dry_run
+from unisono.launch.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
 from unisono.launch.local import launch
+from unisono.launch.outcome import Outcome
 from unisono.launch.report import report
 from unisono.launch.result import RUNS, open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import GRACE_S, LaunchSettings
 from unisono.launch.terminal import Terminal
 from unisono.launch.tuning import Tuning
+from unisono.membership.cores import usable_cores
 
 
 def run(
@@ -21,30 +23,46 @@ def run(
     args: Annotated[
         list[str] | None, typer.Argument(help="Everything after the script belongs to the script.", metavar="ARGS")
     ] = None,
-    workers: Annotated[int, typer.Option("-n", "--workers", help="How many workers to start.")] = 1,
+    workers: Annotated[
+        str, typer.Option("-n", "--workers", metavar="N|A:B", help="How many workers; A:B for an elastic job.")
+    ] = "1",
     module: Module = False,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(envvar="UNISONO_RUN_DIR", help="Run folder; one with checkpoints of this job is resumed."),
-    ] = None,
+    run_dir: RunDir = None,
     shards: Shards = None,
     threads: Threads = None,
     checkpoint_every: Annotated[
         int | None,
         typer.Option(envvar="UNISONO_CHECKPOINT_EVERY", help="Steps between checkpoints, unless the script sets them."),
     ] = None,
-    grace_s: Annotated[float, typer.Option(help="Seconds to leave in after the first Ctrl-C or SIGTERM.")] = GRACE_S,
+    grace_s: Grace = GRACE_S,
     allow_job_change: Annotated[
         bool,
         typer.Option("--allow-job-change", envvar="UNISONO_ALLOW_JOB_CHANGE", help="Resume although settings differ."),
     ] = False,
     tuned: Tuned = True,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Elastic: new workers per lost one, on average; {MAX_RESTARTS} for A:B.", show_default=False
+        ),
+    ] = None,
+    restart_on_error: Annotated[
+        bool, typer.Option("--restart-on-error", help="Elastic: also after an exception in the script.")
+    ] = False,
+    failure_timeout_s: Annotated[
+        float, typer.Option(help="Elastic: seconds of silence after which a worker is lost.")
+    ] = FAILURE_TIMEOUT_S,
+    warm_start: WarmStart = True,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print what each worker would be started with.")] = False,
 ) -> None:
-    """Start N workers that train together: unisono run -n 4 train.py --its-own flags."""
+    """Start workers that train together: unisono run -n 4 train.py --its-own flags.
+
+    With a range (-n 2:8) or --max-restarts the job is elastic: workers may come and go while it trains.
+    """
+    wanted = Range.read(workers)
     settings = LaunchSettings(
         script=Script(script, tuple(args or ()), is_module=module),
-        workers=workers,
+        workers=wanted.largest,
         run_dir=run_dir,
         shards=shards,
         threads=threads,
@@ -53,11 +71,28 @@ def run(
         grace_s=grace_s,
         tuning=Tuning.of_this_process(wanted=tuned),
     )
-    settings.check()
+    elastic = ElasticSettings(
+        settings,
+        wanted,
+        begin_with=_begin_with(wanted, threads or 1),
+        max_restarts=MAX_RESTARTS if max_restarts is None else max_restarts,
+        restart_on_error=restart_on_error,
+        failure_timeout_s=failure_timeout_s,
+        warm_start=warm_start,
+    )
+    elastic.check()
+    is_elastic = not wanted.is_fixed or max_restarts is not None
     if dry:
-        typer.echo(dry_run(settings, run_dir or RUNS / f"TIME-{settings.script.stem}"))
+        show = elastic_dry_run if is_elastic else dry_run
+        typer.echo(show(settings, run_dir or RUNS / f"TIME-{settings.script.stem}"))
         return
-    raise typer.Exit(start(settings))
+    raise typer.Exit(start_elastic(elastic) if is_elastic else start(settings))
+
+
+def _begin_with(wanted: Range, threads: int) -> int | None:
+    """A range begins with as many workers as this host has cores for."""
+    number = wanted.within(usable_cores() // threads)
+    return None if number == wanted.largest else number
 
 
 def start(settings: LaunchSettings) -> int:
@@ -73,6 +108,27 @@ def start(settings: LaunchSettings) -> int:
     folder = open_folder(settings.run_dir, settings.script.stem)
     terminal = Terminal.of_this_process()
     terminal.say(f"{settings.workers} worker{'s' if settings.workers > 1 else ''}, run folder {folder.path}")
-    outcome = launch(settings, folder, terminal)
+    outcome: Outcome = launch(settings, folder, terminal)
+    terminal.conclude(report(outcome, folder))
+    return outcome.exit_code
+
+
+def start_elastic(settings: ElasticSettings) -> int:
+    """Run an elastic job to its end and say how it ended.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        JobError: the run folder cannot be used.
+        LaunchError: the coordinator cannot be started, or cannot be kept running.
+    """
+    from unisono.launch.agent import run_agent  # it loads what only elastic jobs need
+
+    folder = open_folder(settings.launch.run_dir, settings.launch.script.stem)
+    terminal = Terminal.of_this_process()
+    begin = "" if settings.begin_with is None else f", {settings.begin_with} to begin with"
+    terminal.say(f"{settings.workers} workers{begin}, run folder {folder.path}")
+    outcome = run_agent(settings, folder, terminal)
     terminal.conclude(report(outcome, folder))
     return outcome.exit_code

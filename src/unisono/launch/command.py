@@ -9,8 +9,18 @@ from pathlib import Path
 
 from unisono.launch.settings import LaunchSettings
 
-STALE = ("UNISONO_STORE", "UNISONO_STORE_FD")
-"""What a launcher started by another launcher's worker would inherit, and not every worker gets anew."""
+PER_WORKER = (
+    "UNISONO_RANK",
+    "UNISONO_WORLD_SIZE",
+    "UNISONO_LOCAL_RANK",
+    "UNISONO_LOCAL_WORLD_SIZE",
+    "UNISONO_STORE",
+    "UNISONO_STORE_FD",
+    "UNISONO_COORDINATOR",
+    "UNISONO_TOKEN_FILE",
+    "UNISONO_WORKER",
+)
+"""What a launcher started by another launcher's worker would inherit, and hand on to workers of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +37,33 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
+class ElasticSeat:
+    """Who a worker of an elastic job is, and where it finds the coordinator.
+
+    Attributes:
+        worker: its id.
+        place: a number below the host's most workers that no other running worker of the host has.
+        coordinator: the coordinator's URL.
+        token_file: where the job's token is.
+    """
+
+    worker: str
+    place: int
+    coordinator: str
+    token_file: Path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """As the worker is told."""
+        return {
+            "UNISONO_COORDINATOR": self.coordinator,
+            "UNISONO_TOKEN_FILE": os.path.abspath(self.token_file),  # noqa: PTH100 (as for the run folder)
+            "UNISONO_WORKER": self.worker,
+            "UNISONO_LOCAL_RANK": str(self.place),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerCommand:
     """One worker as it is going to be started.
 
@@ -40,7 +77,7 @@ class WorkerCommand:
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """The worker's whole environment."""
-        return {name: value for name, value in base.items() if name not in STALE} | dict(self.variables)
+        return {name: value for name, value in base.items() if name not in PER_WORKER} | dict(self.variables)
 
     def __str__(self) -> str:
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
@@ -49,24 +86,37 @@ class WorkerCommand:
 
 def worker_command(settings: LaunchSettings, run_dir: Path, rank: int, meeting: Meeting | None) -> WorkerCommand:
     """How to start the worker of a rank. A job of one worker has no ``meeting``."""
-    # -P keeps the current folder off the path until the bootstrap has put there what the script expects.
-    argv = (sys.executable, "-P", "-u", "-m", "unisono.launch.worker", *settings.script.argv)
-    threads = str(settings.threads or 1)
-    variables = {
+    own = {
         "UNISONO_RANK": str(rank),
         "UNISONO_WORLD_SIZE": str(settings.workers),
         "UNISONO_LOCAL_RANK": str(rank),
         "UNISONO_LOCAL_WORLD_SIZE": str(settings.workers),
+    }
+    where = _where(meeting, rank)
+    return WorkerCommand(_argv(settings), own | _common(settings, run_dir) | where | settings.extra_environment)
+
+
+def elastic_command(settings: LaunchSettings, run_dir: Path, seat: ElasticSeat | None) -> WorkerCommand:
+    """How to start a worker that joins through the coordinator; without a seat, what all of them have in common."""
+    own = {} if seat is None else seat.variables
+    return WorkerCommand(_argv(settings), own | _common(settings, run_dir) | settings.extra_environment)
+
+
+def _argv(settings: LaunchSettings) -> tuple[str, ...]:
+    # -P keeps the current folder off the path until the bootstrap has put there what the script expects.
+    return (sys.executable, "-P", "-u", "-m", "unisono.launch.worker", *settings.script.argv)
+
+
+def _common(settings: LaunchSettings, run_dir: Path) -> dict[str, str]:
+    threads = str(settings.threads or 1)
+    return {
         "UNISONO_RUN_DIR": os.path.abspath(run_dir),  # noqa: PTH100 (resolve() would follow the user's links)
         "UNISONO_LAUNCHER_PID": str(os.getpid()),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         **settings.tuning.variables,
         **_wishes(settings),
-        **_where(meeting, rank),
-        **settings.extra_environment,
     }
-    return WorkerCommand(argv, variables)
 
 
 def _wishes(settings: LaunchSettings) -> dict[str, str]:
@@ -96,3 +146,13 @@ def dry_run(settings: LaunchSettings, run_dir: Path) -> str:
         shown = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
         lines += [f"# rank {rank}", str(WorkerCommand(command.argv, shown))]
     return "\n".join(lines)
+
+
+def elastic_dry_run(settings: LaunchSettings, run_dir: Path) -> str:
+    """What each worker of an elastic job would be started with, for a person to read."""
+    seat = ElasticSeat("w1", 0, "http://127.0.0.1:PORT", run_dir / "token")
+    command = elastic_command(settings, run_dir, seat)
+    shown = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
+    lines = ["# PORT is the coordinator's, on loopback; workers are w1, w2 …, with a place of their own each"]
+    lines += [f"# {line}" for line in settings.tuning.lines]
+    return "\n".join([*lines, str(WorkerCommand(command.argv, shown))])

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 from unisono.checkpoint.folder import RunFolder, write_json
 from unisono.errors import LaunchError, WorkerLost
+from unisono.launch.name import WorkerName, called
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Failure:
     """The exception that ended a worker's script.
 
     Attributes:
-        rank: the worker's rank.
+        rank: the worker's rank; its id where ranks change.
         host: the name of its host.
         pid: its process.
         type: the exception's type, as a traceback names it.
@@ -27,7 +28,7 @@ class Failure:
         time: when, in seconds since 1970.
     """
 
-    rank: int
+    rank: WorkerName
     host: str
     pid: int
     type: str
@@ -37,7 +38,7 @@ class Failure:
     time: float
 
     @classmethod
-    def of(cls, error: BaseException, rank: int) -> "Failure":
+    def of(cls, error: BaseException, rank: WorkerName) -> "Failure":
         """The failure of this process, now."""
         described = traceback.TracebackException.from_exception(error)
         return cls(
@@ -61,8 +62,8 @@ class Failure:
         write_json(folder.error_of(self.rank), asdict(self))
 
     @classmethod
-    def read(cls, folder: RunFolder, rank: int) -> "Failure | None":
-        """The failure of a rank, or None if its script did not end with an exception.
+    def read(cls, folder: RunFolder, rank: WorkerName) -> "Failure | None":
+        """The failure of a worker, or None if its script did not end with an exception.
 
         Raises:
             LaunchError: there is a record and it cannot be read; names the file.
@@ -73,7 +74,9 @@ class Failure:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
-            raise LaunchError(f"the record of what happened to rank {rank}, {path}, is unreadable: {error}") from error
+            raise LaunchError(
+                f"the record of what happened to {called(rank)}, {path}, is unreadable: {error}"
+            ) from error
 
 
 def _type_name(kind: type[BaseException]) -> str:

@@ -19,8 +19,9 @@ from unisono.launch.failure import Failure
 from unisono.launch.guard import Guard, kill_group
 from unisono.launch.outcome import Blame, Outcome, WorkerExit
 from unisono.launch.output import WorkerOutput
-from unisono.launch.result import End
+from unisono.launch.result import End, conclude
 from unisono.launch.settings import LaunchSettings
+from unisono.launch.surroundings import guarding, hearing_signals
 from unisono.launch.terminal import Terminal
 
 SETTLE_S = 0.3
@@ -46,17 +47,10 @@ def launch(settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> O
     try:
         outcome = asyncio.run(_Crew(settings, folder, terminal).run())
     except LaunchError as error:
-        _conclude(folder, End(1, {"message": str(error)}, settings.workers, time.monotonic() - started), terminal)
+        conclude(folder, End(1, {"message": str(error)}, settings.workers, time.monotonic() - started), terminal)
         raise
-    _conclude(folder, End.of(outcome), terminal)
+    conclude(folder, End.of(outcome), terminal)
     return outcome
-
-
-def _conclude(folder: RunFolder, end: End, terminal: Terminal) -> None:
-    try:
-        end.write(folder)
-    except OSError as error:
-        terminal.say(f"{folder.path / 'result.json'} could not be written: {error}")
 
 
 @dataclass(eq=False, slots=True)
@@ -83,7 +77,7 @@ class _Crew:
     async def run(self) -> Outcome:
         """From the first start to the last end."""
         started = time.monotonic()
-        with self._passing_signals_on(), _guard() as guard:
+        with hearing_signals(self._signalled), guarding() as guard:
             try:
                 await self._start_all(guard)
             except BaseException:
@@ -171,22 +165,6 @@ class _Crew:
             with suppress(ProcessLookupError):
                 os.kill(worker.process.pid, number)
 
-    @contextmanager
-    def _passing_signals_on(self) -> Iterator[None]:
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it ignored
-            numbers.append(signal.SIGHUP)
-        before = {number: signal.getsignal(number) for number in numbers}
-        loop = asyncio.get_running_loop()
-        for number in numbers:
-            loop.add_signal_handler(number, self._signalled, number)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                loop.remove_signal_handler(number)
-                signal.signal(number, handler)
-
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._interrupted is not None:
@@ -203,18 +181,6 @@ class _Crew:
         task = asyncio.create_task(asyncio.to_thread(self._terminal.say, words))
         self._said.add(task)
         task.add_done_callback(self._said.discard)
-
-
-@contextmanager
-def _guard() -> Iterator[Guard]:
-    try:
-        guard = Guard()
-    except OSError as error:
-        raise LaunchError(f"no process can be started: {error}") from error
-    try:
-        yield guard
-    finally:
-        guard.close()
 
 
 @contextmanager

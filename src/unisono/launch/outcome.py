@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from unisono.launch.failure import Failure
+from unisono.launch.name import WorkerName, called, number
 
 PREEMPTED = 75
 """The exit code of a worker that left with a checkpoint and can be started again."""
@@ -39,14 +40,14 @@ class WorkerExit:
     """How one worker ended.
 
     Attributes:
-        rank: its rank.
+        rank: its rank; its id where ranks change.
         code: its exit code; minus the signal's number if a signal ended it.
         time: when, in seconds since 1970.
         failure: what it recorded, if an exception ended its script.
         told_at: when the launcher, ending the job, told it to end; None if it did not.
     """
 
-    rank: int
+    rank: WorkerName
     code: int
     time: float
     failure: Failure | None = None
@@ -86,6 +87,19 @@ class WorkerExit:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a job ended, where no worker of this host is to blame.
+
+    Attributes:
+        exit_code: for the launcher.
+        reason: for people.
+    """
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """How a job ended.
 
@@ -95,6 +109,7 @@ class Outcome:
         host: the name of the host.
         seconds: how long it took.
         interrupted: the first signal that the launcher got, if any.
+        verdict: how the job ended, where somebody else has decided that; for an elastic job the coordinator.
     """
 
     exits: tuple[WorkerExit, ...]
@@ -102,6 +117,7 @@ class Outcome:
     host: str
     seconds: float
     interrupted: int | None = None
+    verdict: Verdict | None = None
 
     @property
     def cause(self) -> WorkerExit | None:
@@ -114,6 +130,8 @@ class Outcome:
         cause, codes = self.cause, {each.code for each in self.exits}
         if cause is not None and self._is_to_blame(cause):
             return cause.shell_code
+        if self.verdict is not None:
+            return self.verdict.exit_code
         if codes and codes <= {0, PREEMPTED}:
             return max(codes)
         return FIRST_SIGNAL + self.interrupted if self.interrupted is not None else 1
@@ -128,7 +146,7 @@ class Outcome:
             return {"message": self.summary()}
         failure = cause.failure
         return {
-            "rank": cause.rank,
+            **({"rank": cause.rank} if isinstance(cause.rank, int) else {"worker": cause.rank}),
             "host": self.host,
             "exit_code": cause.shell_code,
             "type": failure.type if failure else cause.signal_name or "SystemExit",
@@ -143,6 +161,8 @@ class Outcome:
             return f"{self.workers} workers done in {self.seconds:.1f} s"
         if code == PREEMPTED:
             return "left with a checkpoint: start it again with the same --run-dir to go on"
+        if self.verdict is not None and (cause is None or not self._is_to_blame(cause)):
+            return self.verdict.reason
         if self.interrupted is not None and (cause is None or not self._is_to_blame(cause)):
             return f"ended by {signal.Signals(self.interrupted).name}"
         assert cause is not None, "an exit code other than 0 has a cause"
@@ -155,7 +175,7 @@ class Outcome:
         if cause is None or cause.failure is None or not cause.failure.consequence:
             return ""
         silent = [
-            f"rank {each.rank} {'was ended by the launcher' if each.told_at else f'left with exit code {each.code}'}"
+            f"{called(each.rank)} {'was ended by the launcher' if each.told_at else f'left with exit code {each.code}'}"
             for each in self.exits
             if each.failure is None
         ]
@@ -169,12 +189,12 @@ class Outcome:
 def find_cause(exits: Sequence[WorkerExit], interrupted: int | None = None) -> WorkerExit | None:
     """The exit that began it all: by blame, then the earliest; None if every worker ended well."""
     failed = [each for each in exits if each.blame(interrupted) is not Blame.NONE]
-    return min(failed, key=lambda each: (each.blame(interrupted), each.began, each.rank), default=None)
+    return min(failed, key=lambda each: (each.blame(interrupted), each.began, number(each.rank)), default=None)
 
 
 def describe(worker: WorkerExit, host: str) -> str:
     """One exit in words: ``rank 1 on host a was killed by SIGKILL: likely the memory ran out …``."""
-    who = f"rank {worker.rank} on host {host}"
+    who = f"{called(worker.rank)} on host {host}"
     if worker.code < 0:
         hint = HINTS.get(worker.signal_name)
         return f"{who} was killed by {worker.signal_name}" + (f": {hint}" if hint else "")

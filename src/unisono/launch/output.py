@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unisono.launch.lines import LineSplitter
+from unisono.launch.name import WorkerName
 from unisono.launch.terminal import Stream, Terminal
 
 CHUNK = 64 * 1024
@@ -49,9 +50,9 @@ class Log:
 class Pipe:
     """One of a worker's two streams. Made before the worker starts, read from then on."""
 
-    def __init__(self, rank: int, stream: Stream, log: Log, terminal: Terminal) -> None:
+    def __init__(self, worker: WorkerName, stream: Stream, log: Log, terminal: Terminal) -> None:
         self._reading, self.writing = os.pipe()
-        self._rank, self._stream, self._log, self._terminal = rank, stream, log, terminal
+        self._worker, self._stream, self._log, self._terminal = worker, stream, log, terminal
         self._chunks = 0
         self._waits = False
         self._left_to_read = float("inf")
@@ -93,7 +94,7 @@ class Pipe:
     async def _show(self, lines: list[str]) -> None:
         # On a thread: a terminal that is stopped must not keep the launcher from hearing signals and exits.
         if lines:
-            await asyncio.to_thread(self._terminal.show, self._rank, self._stream, lines)
+            await asyncio.to_thread(self._terminal.show, self._worker, self._stream, lines)
 
     def _stop_waiting(self, chunks: int) -> None:
         if self._waits and self._chunks == chunks:
@@ -109,11 +110,11 @@ class WorkerOutput:
         OSError: the log cannot be opened, or there are no descriptors left.
     """
 
-    def __init__(self, rank: int, log: Path, terminal: Terminal, say: Say) -> None:
+    def __init__(self, worker: WorkerName, log: Path, terminal: Terminal, say: Say) -> None:
         self._log = Log(log, say)
         try:
-            self.out = Pipe(rank, "out", self._log, terminal)
-            self.err = Pipe(rank, "err", self._log, terminal)
+            self.out = Pipe(worker, "out", self._log, terminal)
+            self.err = Pipe(worker, "err", self._log, terminal)
         except OSError:
             self._log.close()
             raise

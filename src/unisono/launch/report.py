@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from unisono.checkpoint.folder import RunFolder
+from unisono.launch.name import called
 from unisono.launch.outcome import Blame, Outcome, describe
 
 TAIL_LINES = 15
@@ -18,10 +19,10 @@ def report(outcome: Outcome, folder: RunFolder) -> str:
         return f"unisono: {outcome.summary()} (exit code {outcome.exit_code}, run folder {folder.path})\n"
     log = folder.log_of(cause.rank)
     if cause.failure is not None:
-        who = f"rank {cause.rank} on host {outcome.host} failed"
+        who = f"{called(cause.rank)} on host {outcome.host} failed"
         return f"unisono: {who} (exit code {outcome.exit_code}, log {log}){outcome.note}\n{cause.failure.traceback}"
     tail = "".join(f"  | {line}\n" for line in last_lines(log))
-    quoted = f"unisono: the last lines of rank {cause.rank} (log {log}):\n{tail}" if tail else ""
+    quoted = f"unisono: the last lines of {called(cause.rank)} (log {log}):\n{tail}" if tail else ""
     return f"{quoted}unisono: {describe(cause, outcome.host)} (exit code {outcome.exit_code})\n"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from unisono.checkpoint.folder import RunFolder, new_run_folder
 from unisono.errors import JobError
 from unisono.launch.outcome import Outcome
+from unisono.launch.terminal import Terminal
 
 RUNS = Path("runs")
 """Where run folders are made for those who name none."""
@@ -25,7 +26,7 @@ def open_folder(wanted: Path | None, stem: str) -> RunFolder:
     try:
         folder = RunFolder(wanted or new_run_folder(RUNS, stem))
         folder.logs.mkdir(parents=True, exist_ok=True)
-        for stale in (folder.path / "result.json", *folder.logs.glob("rank-*.error.json")):
+        for stale in (folder.path / "result.json", *folder.logs.glob("*.error.json")):
             stale.unlink(missing_ok=True)
     except OSError as error:
         where = wanted or RUNS.absolute()
@@ -67,6 +68,14 @@ class End:
             return
         whole = {**UNKNOWN, "world_size": self.workers, "seconds": round(self.seconds, 3), **written}
         folder.write_result({**whole, "exit_code": self.exit_code, "error": self.error})
+
+
+def conclude(folder: RunFolder, end: End, terminal: Terminal) -> None:
+    """Write a job's end into its run folder; if that cannot be done, say so."""
+    try:
+        end.write(folder)
+    except OSError as error:
+        terminal.say(f"{folder.path / 'result.json'} could not be written: {error}")
 
 
 def _read(folder: RunFolder) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the launcher shows: each worker's lines behind its rank, and words of its own."""
+"""What the launcher shows: each worker's lines behind its name, and words of its own."""
 
 import os
 import re
@@ -6,6 +6,8 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Literal, TextIO
+
+from unisono.launch.name import WorkerName, label, number
 
 Stream = Literal["out", "err"]
 
@@ -31,10 +33,10 @@ class Terminal:
         """The process's own streams; coloured on a terminal, unless NO_COLOR is set."""
         return cls(sys.stdout, sys.stderr, colours=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
 
-    def show(self, rank: int, stream: Stream, lines: Sequence[str]) -> None:
+    def show(self, worker: WorkerName, stream: Stream, lines: Sequence[str]) -> None:
         """Write lines of a worker."""
         if lines:
-            self._write(stream, "".join(f"{self._line(rank, line)}\n" for line in lines))
+            self._write(stream, "".join(f"{self._line(worker, line)}\n" for line in lines))
 
     def say(self, words: str) -> None:
         """Write a line of the launcher's own."""
@@ -45,12 +47,12 @@ class Terminal:
         if text:
             self._write("err", text)
 
-    def _line(self, rank: int, line: str) -> str:
+    def _line(self, worker: WorkerName, line: str) -> str:
         line = MOVES.sub("", line)
         if not self._colours:
-            return f"[rank {rank}] {line}"
+            return f"[{label(worker)}] {line}"
         end = RESET if "\x1b[" in line else ""
-        return f"\x1b[{COLOURS[rank % len(COLOURS)]}m[rank {rank}]{RESET} {line}{end}"
+        return f"\x1b[{COLOURS[number(worker) % len(COLOURS)]}m[{label(worker)}]{RESET} {line}{end}"
 
     def _write(self, name: Stream, text: str) -> None:
         stream = self._streams[name]

@@ -36,7 +36,8 @@ def main() -> None:
     # A launcher in the background of a shell script has Ctrl-C ignored, and its workers would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()
-    atexit.register(leave_quickly)  # first in, last out: after all that the script registers
+    if "UNISONO_WORKER" in os.environ:
+        faulthandler.register(signal.SIGUSR1)  # a worker that hangs is asked where, before it is killed
     script = Script.from_argv(sys.argv[1:])
     try:
         run(script)
@@ -112,7 +113,7 @@ def _is_archive(target: str) -> bool:
 def fail(error: BaseException) -> None:
     """Print and record the exception that ended the script, and exit with its code: 1 for most."""
     error.__traceback__ = users_part(error.__traceback__)
-    failure = Failure.of(error, int(os.environ.get("UNISONO_RANK", "0")))
+    failure = Failure.of(error, os.environ.get("UNISONO_WORKER") or int(os.environ.get("UNISONO_RANK", "0")))
     if failure.consequence:
         print(f"{failure.type}: {failure.message}", file=sys.stderr)  # noqa: T201
     else:
@@ -135,6 +136,9 @@ def leave_quickly() -> None:
             with suppress(OSError, ValueError):  # closed, or nobody reads it
                 stream.flush()
         os._exit(failures[0])
+
+
+atexit.register(leave_quickly)  # here, since first in is last out: after all that the script registers
 
 
 def users_part(frames: TracebackType | None) -> TracebackType | None:

@@ -1,6 +1,5 @@
 """How the workers of a generation find each other and form a process group."""
 
-import itertools
 import os
 from datetime import timedelta
 from typing import Any
@@ -13,7 +12,6 @@ from unisono.membership.environment import Environment, Rendezvous
 from unisono.membership.generation import Generation
 
 _stores: dict[tuple[str, int], dist.Store] = {}
-_formed = itertools.count(1)
 
 
 def open_store(environment: Environment, timeout_s: float) -> dist.Store:
@@ -60,12 +58,12 @@ class Noticeboard:
     """Where the workers of a generation post how others can reach them.
 
     Args:
-        store: that all of them can read and write.
+        store: that all of them can read and write, and where no others have posted anything.
         timeout_s: how long to wait for a notice.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
-        self._store = dist.PrefixStore(f"unisono/board/{next(_formed)}", store)
+        self._store = dist.PrefixStore("board", store)
         self._timeout = timedelta(seconds=timeout_s)
 
     def post(self, name: str, value: bytes) -> None:
@@ -94,8 +92,7 @@ def form_group(store: dist.Store, generation: Generation, backend: str, timeout_
     Raises:
         LaunchError: the others did not appear within ``timeout_s`` seconds.
     """
-    # Every worker forms its groups in the same order, so their numbers agree.
-    scoped = dist.PrefixStore(f"unisono/group/{next(_formed)}", store)
+    scoped = dist.PrefixStore("group", store)
     timeout = timedelta(seconds=timeout_s)
     try:
         if backend == "nccl":
@@ -121,7 +118,7 @@ def _gloo_device(store: dist.Store) -> Any:
     # Workers that meet on loopback live on one host: nothing of theirs needs to listen elsewhere.
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if isinstance(store, dist.TCPStore) and store.host in ("127.0.0.1", "localhost", "::1"):
+    if getattr(store, "host", None) in ("127.0.0.1", "localhost", "::1"):
         return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:

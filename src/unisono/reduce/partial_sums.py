@@ -31,9 +31,9 @@ def views_of(buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> tuple[Tensor
 class PartialSums:
     """Adds up shards along the summation tree, tensor by tensor as they arrive.
 
-    A left leaf is written into a row, its sibling is added onto it, and siblings among the rows become one: bucket by
-    bucket, as soon as the newest shard has all tensors of the bucket. Rows are allocated once and used again in every
-    step: for a power of two of shards (up to 512) at most log2(shards)+1 of them.
+    A left leaf is written into a row, its sibling is added onto it, and siblings among the rows become one, all while
+    the tensor is still in the cache. Rows are allocated once and used again in every step: for a power of two of shards
+    (up to 512) at most log2(shards)+1 of them.
 
     Args:
         tree: the summation tree.
@@ -48,11 +48,6 @@ class PartialSums:
         self._merges: list[int] = []
         self._adds = False
 
-    @property
-    def buckets(self) -> int:
-        """The number of buckets in a row."""
-        return len((self._free or self._stack)[0].flats)
-
     def begin(self) -> None:
         """Start over; this worker's shards follow from first to last."""
         self._free.extend(self._stack)
@@ -66,7 +61,10 @@ class PartialSums:
             self._stack.append(self._free.pop())
 
     def put(self, number: int, tensor: Tensor | None) -> None:
-        """Take one tensor of the shard. An absent one counts as -0.0, the identity of float addition."""
+        """Take one tensor of the shard, and add the siblings that this makes whole.
+
+        An absent one counts as -0.0, the identity of float addition.
+        """
         view = self._stack[-1].views[number]
         if tensor is None:
             if not self._adds:
@@ -75,19 +73,18 @@ class PartialSums:
             view.add_(tensor.to(view.dtype))  # a leaf is rounded as if it had been written
         else:
             view.copy_(tensor)
-
-    def settle(self, bucket: int) -> None:
-        """All tensors of this bucket were put: add the siblings that this makes whole."""
         for depth in range(1, self._merges[-1]):
-            self._stack[-depth - 1].flats[bucket].add_(self._stack[-depth].flats[bucket])
+            self._stack[-depth - 1].views[number].add_(self._stack[-depth].views[number])
 
     def close(self) -> None:
-        """The shard is done: all its buckets were settled."""
+        """The shard is done: all its tensors were put."""
         for _ in range(1, self._merges.pop()):
             self._free.append(self._stack.pop())
 
     def partials(self, bucket: int) -> list[Tensor]:
-        """What the last shard leaves of a settled bucket: the sums of the whole subtrees in this worker's range.
+        """What the last shard leaves of a bucket: the sums of the whole subtrees in this worker's range.
+
+        All of its tensors were put.
 
         Returns:
             flat buffers, from left to right.

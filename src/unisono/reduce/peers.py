@@ -4,13 +4,17 @@ import os
 import secrets
 import socket
 import struct
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable
+from contextlib import ExitStack, closing, suppress
 from typing import Protocol
 
 from unisono.errors import NoProgress, WorkerLost
 
 LARGEST_MESSAGE = 32 * 1024
 """Bytes that always fit into a socket's buffer, so that everybody may send before anybody receives."""
+
+MOST_CALLERS = 1024
+"""That may wait at a door."""
 
 _MARK = b"m"
 """Before every message: an empty one would look like the end of the connection."""
@@ -72,10 +76,15 @@ class Peers:
 
     def close(self) -> None:
         """Hang up: whoever waits for this worker wakes."""
+        self.hang_up()
+        for peer in self._sockets.values():
+            peer.close()
+
+    def hang_up(self) -> None:
+        """Wake whoever waits for this worker, and whoever waits in this process. From any thread."""
         for peer in self._sockets.values():
             with suppress(OSError):  # a peer that is gone
-                peer.shutdown(socket.SHUT_RDWR)  # wakes a thread of this process, too
-            peer.close()
+                peer.shutdown(socket.SHUT_RDWR)
 
     def _receive(self, rank: int) -> bytes:
         try:
@@ -107,38 +116,99 @@ class Peers:
         return WorkerLost(f"rank {self.rank} lost rank {rank}: its end of the connection is closed. See its log")
 
 
+class Door:
+    """Where the other workers of this host call this one: a socket without a name in the file system.
+
+    Args:
+        timeout_s: how long to wait for a peer, here and in every exchange.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(timeout_s)
+        self._socket.bind(f"\0unisono-{secrets.token_hex(16)}")
+        self._socket.listen(MOST_CALLERS)
+
+    @property
+    def address(self) -> bytes:
+        """Where to call."""
+        address: bytes = self._socket.getsockname()
+        return address
+
+    def gather(self, rank: int, workers: int, lower: Iterable[bytes]) -> Peers:
+        """Connect with every other worker. Callers of another user are turned away.
+
+        Args:
+            rank: of this worker on this host.
+            workers: how many there are on this host.
+            lower: the addresses of those of lower rank, in order: they are called. The others call.
+
+        Raises:
+            WorkerLost: a peer is gone, or this door was closed meanwhile.
+            NoProgress: a peer did not appear in time.
+        """
+        sockets: dict[int, socket.socket] = {}
+        with ExitStack() as calls:
+            for other, address in enumerate(lower):
+                sockets[other] = calls.enter_context(self._call(address, rank))
+            while len(sockets) < workers - 1:
+                other, caller = self._answer(rank)
+                sockets[other] = calls.enter_context(caller)
+            calls.pop_all()
+        return Peers(rank, sockets)
+
+    def close(self) -> None:
+        """Wake whoever waits at the door, and let nobody in any more. From any thread, and more than once."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _call(self, address: bytes, rank: int) -> socket.socket:
+        caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            _limit(caller, self._timeout_s)
+            caller.connect(address)
+            caller.send(_HELLO.pack(rank))
+        except OSError as error:
+            caller.close()
+            raise WorkerLost(f"rank {rank} of this host found another one gone: {error}. See its log") from error
+        return caller
+
+    def _answer(self, rank: int) -> tuple[int, socket.socket]:
+        while True:
+            try:
+                caller, _ = self._socket.accept()
+            except TimeoutError as error:
+                raise NoProgress(f"rank {rank} of this host waited in vain for the others to call") from error
+            except OSError as error:
+                raise WorkerLost(f"rank {rank} of this host stopped waiting for the others: {error}") from error
+            _limit(caller, self._timeout_s)
+            _, user, _ = _CREDENTIALS.unpack(
+                caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            said = caller.recv(_HELLO.size) if user == os.getuid() else b""
+            if len(said) == _HELLO.size:
+                return _HELLO.unpack(said)[0], caller
+            caller.close()
+
+
 def meet(rank: int, workers: int, board: "Board", timeout_s: float) -> Peers:
     """Connect every worker of this host with every other.
-
-    Each worker listens on a socket without a name in the file system and posts its address; it calls those of lower
-    rank and is called by those of higher rank. Callers of another user are turned away.
 
     Args:
         rank: of this worker.
         workers: how many there are.
-        board: where addresses are posted.
+        board: where they post the addresses of their doors.
         timeout_s: how long to wait for a peer, now and in every exchange.
 
     Raises:
         WorkerLost: a peer is gone.
         NoProgress: a peer did not appear in time.
     """
-    sockets: dict[int, socket.socket] = {}
-    with ExitStack() as opened:
-        door = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        door.settimeout(timeout_s)
-        door.bind(f"\0unisono-{secrets.token_hex(16)}")
-        door.listen(workers)
-        board.post(f"peer/{rank}", door.getsockname())
-        calls = ExitStack()
-        with calls:
-            for other in range(rank):
-                sockets[other] = calls.enter_context(_call(board.read(f"peer/{other}"), rank, timeout_s))
-            while len(sockets) < workers - 1:
-                other, caller = _answer(door, timeout_s)
-                sockets[other] = calls.enter_context(caller)
-            calls.pop_all()
-    return Peers(rank, sockets)
+    with closing(Door(timeout_s)) as door:
+        board.post(f"peer/{rank}", door.address)
+        return door.gather(rank, workers, (board.read(f"peer/{other}") for other in range(rank)))
 
 
 class Board(Protocol):
@@ -149,25 +219,6 @@ class Board(Protocol):
 
     def read(self, name: str) -> bytes:
         """A value, as soon as somebody has posted it."""
-
-
-def _call(address: bytes, rank: int, timeout_s: float) -> socket.socket:
-    caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    _limit(caller, timeout_s)
-    caller.connect(address)
-    caller.send(_HELLO.pack(rank))
-    return caller
-
-
-def _answer(door: socket.socket, timeout_s: float) -> tuple[int, socket.socket]:
-    while True:
-        caller, _ = door.accept()
-        _limit(caller, timeout_s)
-        _, user, _ = _CREDENTIALS.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        said = caller.recv(_HELLO.size) if user == os.getuid() else b""
-        if len(said) == _HELLO.size:
-            return _HELLO.unpack(said)[0], caller
-        caller.close()
 
 
 def _limit(connection: socket.socket, timeout_s: float) -> None:

@@ -85,6 +85,11 @@ class ProcessGroupTransport(Transport):
         with torch.no_grad():
             tensor.copy_(staged)
 
+    def abort(self) -> None:
+        """Hang up."""
+        if (group := self._group) is not None:
+            self._hang_up(group)
+
     def close(self) -> None:
         """Shut the group's connections down without waiting for the others."""
         self._exchanges.clear()

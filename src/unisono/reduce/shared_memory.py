@@ -8,17 +8,16 @@ from torch import Tensor
 
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree, children
-from unisono.reduce.buckets import Bucket
-from unisono.reduce.host_memory import Gathered, HostMemory
+from unisono.reduce.host_memory import Gathered
+from unisono.reduce.host_transport import HostTransport
 from unisono.reduce.peers import LARGEST_MESSAGE, Peers
 from unisono.reduce.segments import pages, share_segments
-from unisono.reduce.transport import Transport
 
 PIECE = 256 * 1024
 """Elements that are added at a time, so that what is added next is still in the cache."""
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(HostTransport):
     """Every worker writes its partial sums into memory that all share, and adds its part of the tree over all of them.
 
     A reduction has two meetings, each a small message to every peer: when all partial sums are written, and when all
@@ -33,26 +32,8 @@ class SharedMemoryTransport(Transport):
     needs_core = True
 
     def __init__(self, peers: Peers, rank: int, split: Split) -> None:
-        super().__init__(rank, split)
-        self._peers = peers
+        super().__init__(peers, rank, split)
         self._additions: dict[tuple[int, int, bytes], list[list[_Addition]]] = {}
-        self._memory = HostMemory(peers, self.tree, [split.of(each) for each in range(split.workers)])
-
-    def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
-        """Rows in shared memory."""
-        return self._memory.allocate(buckets, rows)
-
-    def share(self, buckets: Sequence[Bucket]) -> tuple[Tensor, ...]:
-        """In the first worker's memory."""
-        return self._memory.share(buckets)
-
-    def part(self, numel: int) -> range:
-        """The part that this worker adds."""
-        return self._memory.part(numel)
-
-    def private(self, total: Tensor) -> Tensor:
-        """A copy that costs nothing until it is written to."""
-        return self._memory.private(total)
 
     def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
         """Meet, add this worker's part of the tree over everybody's partial sums, meet."""
@@ -66,10 +47,6 @@ class SharedMemoryTransport(Transport):
                 additions[-1].out.div_(divisor)
         self._memory.meet()
         return gathered.result
-
-    def reduce_native(self, total: Tensor) -> Tensor:
-        """Not this transport's: a native reduction is a backend's own."""
-        raise NotImplementedError("a native reduction goes over the process group")
 
     def all_gather(self, row: Tensor) -> Tensor:
         """Small rows travel as messages, large ones through memory that is given back at once."""
@@ -100,8 +77,7 @@ class SharedMemoryTransport(Transport):
 
     def close(self) -> None:
         """Hang up, and let go of the memory."""
-        self._peers.close()
-        self._memory.forget()
+        super().close()
         self._additions.clear()
 
     def _plan(self, gathered: Gathered) -> Iterator[list["_Addition"]]:

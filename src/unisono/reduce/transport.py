@@ -103,6 +103,13 @@ class Transport(ABC):
         """Overwrite ``tensor`` with the one of the worker ``source``."""
 
     @abstractmethod
+    def abort(self) -> None:
+        """Wake whoever waits in a verb, here and on other workers: it raises ``WorkerLost``. From any thread.
+
+        Afterwards there is nothing left to do but to close it.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of connections and memory. Not collective."""
 
@@ -132,6 +139,9 @@ class Solo(Transport):
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Nothing to do."""
+
+    def abort(self) -> None:
+        """Nobody waits."""
 
     def close(self) -> None:
         """Nothing to do."""

@@ -1,5 +1,6 @@
 """When checkpoints are written, and what a run finds when it starts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,14 @@ class Checkpoints:
     """The checkpoints of one run. Only the main worker has a store.
 
     Attributes:
+        open_store: opens the one on disk.
         store: on disk; None on the other workers.
         every: steps between automatic checkpoints; None for none.
         requested: whether the script asked for one in this step.
     """
 
-    store: CheckpointStore | None
+    open_store: Callable[[], CheckpointStore]
+    store: CheckpointStore | None = None
     every: int | None = None
     requested: bool = False
     written: bool = False
@@ -49,16 +52,26 @@ class Checkpoints:
 
     def newest(self, workers: Workers) -> Snapshot | None:
         """The newest whole checkpoint, read by the main worker and handed to all."""
-        found = self.store.newest() if self.store is not None else None
-        tree = None if found is None else [found.step, found.model, found.optimizer, found.state]
-        shared = workers.broadcast(tree)
-        self.written = shared is not None  # a run that goes on from a checkpoint leaves one, too
-        return None if shared is None else Snapshot(*shared)
+        found = shared_snapshot(self.store.newest() if self.store is not None else None, workers)
+        self.written = found is not None  # a run that goes on from a checkpoint leaves one, too
+        return found
+
+    def begin_writing(self) -> None:
+        """This is the main worker now."""
+        if self.store is None:
+            self.store = self.open_store()
 
     def close(self) -> None:
         """Finish what is being written."""
         if self.store is not None:
             self.store.close()
+
+
+def shared_snapshot(snapshot: Snapshot | None, workers: Workers, source: int = 0) -> Snapshot | None:
+    """The source's snapshot, on every worker. Collective."""
+    tree = None if snapshot is None else [snapshot.step, snapshot.model, snapshot.optimizer, snapshot.state]
+    shared = workers.broadcast(tree, source)
+    return None if shared is None else Snapshot(*shared)
 
 
 def require_same_job(ours: dict[str, Any], theirs: dict[str, Any], where: str, *, allow: bool) -> list[str]:

@@ -1,6 +1,7 @@
 """From an environment to workers that can talk to each other."""
 
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,14 +12,13 @@ from unisono.errors import JobError
 from unisono.job import Job
 from unisono.membership.environment import Environment
 from unisono.membership.generation import Generation
-from unisono.membership.rendezvous import Noticeboard, backend_for, form_group, open_store
-from unisono.plan.split import Split
+from unisono.membership.rendezvous import backend_for, form_group
 from unisono.plan.topology import TOPOLOGIES
-from unisono.reduce.hierarchical import HierarchicalTransport, Host, host_split
-from unisono.reduce.peers import meet
+from unisono.reduce.hierarchical import HierarchicalTransport, host_split
 from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
+from unisono.train.meeting import Meeting
 from unisono.train.workers import Workers
 
 TransportName = Literal["auto", "shared_memory", "hierarchical", "process_group"]
@@ -47,24 +47,24 @@ class Connection:
     timeout_s: float
 
 
-def connect(job: Job, environment: Environment, how: Connection) -> Workers:
-    """Form the first generation.
+def connect(job: Job, generation: Generation, meeting: Meeting, how: Connection) -> Workers:
+    """Connect the workers of a generation. Collective.
 
     Raises:
         JobError: a name is unknown, or shared memory or a topology was asked for where it cannot be; says why.
         LaunchError: the other workers cannot be reached.
     """
-    generation = Generation(1, environment.rank, Split.even(job.shards, environment.world_size))
+    environment = meeting.environment
     _require_known("transport", how.transport, TRANSPORTS)
     _require_known("topology", how.topology, ("auto", *TOPOLOGIES))
     if environment.world_size == 1:
         return Workers(generation, Solo(job.shards))
     chosen = _chosen(job, environment, how)
     if chosen == "shared_memory":
-        return Workers(generation, _over_shared_memory(environment, generation, how))
-    everyone = Workers(generation, _over_process_group(job, environment, generation, how))
+        return Workers(generation, SharedMemoryTransport(meeting.peers(), generation.rank, generation.split))
+    everyone = Workers(generation, _over_process_group(job, meeting, generation, how))
     if chosen == "hierarchical" and _share_hosts(everyone, environment, how):
-        return Workers(generation, _over_hosts(everyone, environment, how))
+        return Workers(generation, _over_hosts(everyone, meeting, how))
     return everyone
 
 
@@ -111,29 +111,24 @@ def _share_hosts(everyone: Workers, environment: Environment, how: Connection) -
     return False
 
 
-def _over_hosts(everyone: Workers, environment: Environment, how: Connection) -> Transport:
-    generation, local = everyone.generation, environment.local_world_size
+def _over_hosts(everyone: Workers, meeting: Meeting, how: Connection) -> Transport:
+    generation, local = everyone.generation, meeting.environment.local_world_size
     number, place = divmod(generation.rank, local)
-    store = open_store(environment, how.timeout_s)
-    board = Noticeboard(PrefixStore(f"unisono/host/{number}", store), how.timeout_s)
-    peers = meet(place, local, board, how.timeout_s)
-    hosts = Generation(generation.number, number, host_split(generation.split, local))
-    beside = PrefixStore(f"unisono/across/{place}", store)
-    group = form_group(beside, hosts, "gloo", how.timeout_s)
-    across = ProcessGroupTransport(group, number, hosts.split, how.device, how.topology)
-    return HierarchicalTransport(Host(number, peers), generation.rank, generation.split, across, everyone.transport)
+    with ExitStack() as opened:  # whatever fails in here, what was opened before it is closed again
+        opened.callback(everyone.close)
+        peers = meeting.peers()
+        opened.callback(peers.close)
+        hosts = Generation(generation.number, number, host_split(generation.split, local))
+        group = form_group(PrefixStore(f"across/{place}", meeting.store()), hosts, "gloo", how.timeout_s)
+        across = ProcessGroupTransport(group, number, hosts.split, how.device, how.topology)
+        opened.pop_all()
+    return HierarchicalTransport(peers, generation.rank, generation.split, across, everyone.transport)
 
 
-def _over_shared_memory(environment: Environment, generation: Generation, how: Connection) -> Transport:
-    board = Noticeboard(open_store(environment, how.timeout_s), how.timeout_s)
-    peers = meet(generation.rank, generation.world_size, board, how.timeout_s)
-    return SharedMemoryTransport(peers, generation.rank, generation.split)
-
-
-def _over_process_group(job: Job, environment: Environment, generation: Generation, how: Connection) -> Transport:
-    backend = backend_for(how.device, environment)
+def _over_process_group(job: Job, meeting: Meeting, generation: Generation, how: Connection) -> Transport:
+    backend = backend_for(how.device, meeting.environment)
     topology = _topology(job, backend, how.topology)
-    group = form_group(open_store(environment, how.timeout_s), generation, backend, how.timeout_s)
+    group = form_group(meeting.store(), generation, backend, how.timeout_s)
     where = how.device if backend == "nccl" else torch.device("cpu")
     return ProcessGroupTransport(group, generation.rank, generation.split, where, topology)
 

@@ -16,7 +16,7 @@ from unisono.reduce.transport import Transport
 MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
-_HEADER = 2  # flags
+_HEADER = 3  # flags
 _FIXED = 3  # loss, weight, which metrics
 
 _Words = npt.NDArray[np.float64]
@@ -47,7 +47,8 @@ class StepReport:
         weight: the sum of the shards' weights.
         metrics: the weighted means.
         used: for each tensor that was asked about, whether any shard used it.
-        leave: whether any worker was asked to leave.
+        leave: whether any worker was asked to leave, and the job with it.
+        regroup: whether any worker knows of a new generation that is due.
         again: whether the step has to be computed once more, since a gradient came in several parts.
     """
 
@@ -57,6 +58,7 @@ class StepReport:
     metrics: dict[str, float]
     used: tuple[bool, ...]
     leave: bool
+    regroup: bool
     again: bool
 
 
@@ -65,11 +67,13 @@ class Flags:
     """What a worker says once per step, besides what its shards came to.
 
     Attributes:
-        leave: it was asked to leave.
+        leave: it was asked to leave, and the job with it.
+        regroup: it knows that a new generation is due.
         again: one of its gradients came in several parts, so its sums are not to be used.
     """
 
     leave: bool = False
+    regroup: bool = False
     again: bool = False
 
 
@@ -96,7 +100,7 @@ class ControlWord:
             LossError: more metrics than a control word has room for.
         """
         numbers = np.zeros(_HEADER + self.split.widest * _ROW)
-        numbers[:_HEADER] = flags.leave, flags.again
+        numbers[:_HEADER] = flags.leave, flags.regroup, flags.again
         for row, report in zip(numbers[_HEADER:].reshape(-1, _ROW), reports, strict=False):
             _fill(row, report)
         bits = np.packbits(np.asarray(used, dtype=bool))
@@ -122,8 +126,8 @@ class ControlWord:
         metrics = {
             name: _mean([(report.metrics.get(name, 0.0), report.weight) for report in shards], weight) for name in names
         }
-        leave, again = (bool(numbers[:, flag].any()) for flag in range(_HEADER))
-        return StepReport(shards, loss, weight, metrics, tuple(used.tolist()), leave, again)
+        leave, regroup, again = (bool(numbers[:, flag].any()) for flag in range(_HEADER))
+        return StepReport(shards, loss, weight, metrics, tuple(used.tolist()), leave, regroup, again)
 
     def has_silent_worker(self, words: torch.Tensor) -> bool:
         """Whether some worker had nothing but empty shards, and so cannot know which metrics were logged."""

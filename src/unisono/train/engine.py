@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import LossError, ModelError, NondeterministicOperation, NonFiniteLoss
 from unisono.job import Job
+from unisono.membership.cores import usable_cores
 from unisono.plan.batches import Batch
 from unisono.plan.streams import Stream, stream_seed
 from unisono.reduce.reducer import Reducer
 from unisono.reduce.reduction import REDUCTIONS
+from unisono.reduce.transport import Transport
 from unisono.train.buffers import Buffers
 from unisono.train.control import ControlWord, Flags, ShardReport, StepReport, total_weight
 from unisono.train.gradients import Fusion, Gradients
@@ -91,12 +93,23 @@ class Execution:
     """How steps are carried out. It decides no bit.
 
     Attributes:
-        overlap: gradients are reduced while the backward pass is under way.
+        overlap: gradients are reduced while the backward pass is under way; None where it pays.
         shard_optimizer: the workers of a host share their parameters, and each updates a part of them.
     """
 
-    overlap: bool = True
+    overlap: bool | None = None
     shard_optimizer: bool = False
+
+    def overlaps(self, transport: Transport, threads: int) -> bool:
+        """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
+
+        Args:
+            transport: between the workers, which are on one host if it needs a core.
+            threads: of each worker.
+        """
+        if self.overlap is not None:
+            return self.overlap
+        return not transport.needs_core or usable_cores() // transport.world_size > threads
 
 
 class StepEngine:
@@ -107,7 +120,8 @@ class StepEngine:
     ) -> None:
         self._job = job
         self._workers = workers
-        self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=execution.overlap)
+        overlap = execution.overlaps(workers.transport, job.threads)
+        self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap)
         self._prepared = prepared
         self._device = device
         self._mine = workers.generation.shards
@@ -118,12 +132,12 @@ class StepEngine:
         if execution.shard_optimizer:
             self._update = ShardedUpdate(prepared, workers.transport, self._bucket_bytes)
 
-    def attempt(self, call: Call, *, leave: bool = False) -> Attempt:
+    def attempt(self, call: Call, flags: Flags = Flags()) -> Attempt:  # noqa: B008  frozen
         """Compute this worker's shards and reduce. Changes no weight: it can be done again.
 
         Args:
             call: what to compute.
-            leave: this worker was asked to leave; rides with the control word.
+            flags: what this worker has to say; they ride with the control word.
 
         Raises:
             LossError, ModelError, NondeterministicOperation: the user's loss function or model; names the shard.
@@ -132,11 +146,11 @@ class StepEngine:
         self._update.begin()
         self._buffers.begin()
         try:
-            attempt = self._attempt(call, leave)
+            attempt = self._attempt(call, flags)
             if attempt.report.again:
                 attempt.gradients.stop_listening()
                 self._buffers.rewind()
-                attempt = self._attempt(call, leave)
+                attempt = self._attempt(call, flags)
         except BaseException:
             self._reducer.abandon()
             self._buffers.rewind()  # or the next attempt would start from what this one left
@@ -163,7 +177,11 @@ class StepEngine:
         if not math.isfinite(norm):
             return self._refused(call, f"the norm of the gradient is {norm}")
         counts = [len(call.batch.shard(shard)) for shard in range(self._job.shards)]
-        self._buffers.finish(self._workers.transport, used_buffers, counts)
+        try:
+            self._buffers.finish(self._workers.transport, used_buffers, counts)
+        except BaseException:
+            self._buffers.rewind()
+            raise
         self._update.apply(call.optimizers)
         gradients.release(used)
         attempt.seconds["update"] = perf_counter() - started
@@ -199,7 +217,7 @@ class StepEngine:
         self._shard.metrics[name] = value
         return True
 
-    def _attempt(self, call: Call, leave: bool) -> Attempt:
+    def _attempt(self, call: Call, flags: Flags) -> Attempt:
         gradients = self._gradients_of(call.optimizers)
         started = perf_counter()
         gradients.begin()
@@ -210,7 +228,7 @@ class StepEngine:
         computed = perf_counter()
         totals, reducing = gradients.totals()
         reduced = perf_counter()
-        report = self._exchange(gradients, [shard.read() for shard in shards], leave)
+        report = self._exchange(gradients, [shard.read() for shard in shards], flags)
         done = perf_counter()
         seconds = {
             "compute": computed - started,
@@ -263,10 +281,10 @@ class StepEngine:
         weight = total_weight(self._workers.transport, weights)
         return weight if self._job.compression == "none" else None
 
-    def _exchange(self, gradients: Gradients, reports: Sequence[ShardReport], leave: bool) -> StepReport:
+    def _exchange(self, gradients: Gradients, reports: Sequence[ShardReport], flags: Flags) -> StepReport:
         used = [*gradients.used, *self._buffers.used]
         word = ControlWord(self._workers.generation.split, len(used))
-        words = self._workers.transport.all_gather(word.pack(reports, used, Flags(leave, gradients.came_twice)))
+        words = self._workers.transport.all_gather(word.pack(reports, used, replace(flags, again=gradients.came_twice)))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
         if word.has_silent_worker(words):
             names = next((known for known in self._workers.gather_json(names) if known is not None), None)

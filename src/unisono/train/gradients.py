@@ -169,10 +169,8 @@ class Gradients:
         self._sums.put(number, gradient)
         bucket = self._places[number]
         self._missing[bucket] -= 1
-        if self._missing[bucket] == 0:
-            self._sums.settle(bucket)
-            if self._sends:
-                self._reducer.ready(bucket, self._sums.partials(bucket))
+        if self._missing[bucket] == 0 and self._sends:
+            self._reducer.ready(bucket, self._sums.partials(bucket))
 
     def _note(self, number: int, gradient: Tensor | None) -> None:
         if gradient is None:

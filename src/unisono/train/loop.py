@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
-from unisono.data.loader import Loaded
 from unisono.data.shards import ShardsRequest
 from unisono.errors import JobMismatch
 from unisono.job import differences
 from unisono.plan.batches import Batch, Batches, Position
 from unisono.train.state import Progress, Reading
 from unisono.train.step import Compute, Step
-
-Load = Callable[[Iterator[ShardsRequest]], Loaded]
-"""From what each step needs to what it gets."""
+from unisono.train.supply import Load, Supply
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +72,9 @@ class Loop:
             return
         progress = self.entered(progress)
         hooks.move(progress)
-        with closing(load(self.requests(progress.position, hooks.shards))) as loaded:
+        with closing(Supply(load, self.requests, hooks.shards)) as supply:
             for position, batch in self._remaining(progress.position):
-                step = Step(position, batch, next(loaded), hooks.compute)
+                step = Step(position, batch, partial(supply.at, position), hooks.compute)
                 after = replace(progress, position=self.batches.after(position, batch))
                 hooks.begin(step)
                 try:
@@ -113,10 +111,10 @@ class Loop:
         position = progress.position
         return Progress(Position(step=position.step, samples=position.samples), self.number + 1)
 
-    def requests(self, start: Position, shards: Callable[[], range]) -> Iterator[ShardsRequest]:
-        """What this worker reads in each step from ``start`` on."""
+    def requests(self, start: Position, shards: range) -> Iterator[ShardsRequest]:
+        """What a worker with these shards reads in each step from ``start`` on."""
         for _, batch in self._remaining(start):
-            yield ShardsRequest(batch.epoch, tuple(batch.shard(shard) for shard in shards()))
+            yield ShardsRequest(batch.epoch, tuple(batch.shard(shard) for shard in shards))
 
     def _remaining(self, start: Position) -> Iterator[tuple[Position, Batch]]:
         for position, batch in self.batches.remaining(start, self.epochs):

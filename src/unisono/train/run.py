@@ -5,14 +5,14 @@ from __future__ import annotations
 import atexit
 import math
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -26,22 +26,25 @@ from unisono.errors import DataError, JobError, ModelError, UnisonoWarning
 from unisono.job import SAMPLES_PER_SHARD, Job
 from unisono.plan.batches import Batches
 from unisono.plan.streams import Stream, stream_seed
-from unisono.train.checkpoints import Checkpoints, require_same_job
-from unisono.train.control import StepReport
+from unisono.train.acts import Acts
+from unisono.train.checkpoints import Checkpoints, require_same_job, shared_snapshot
+from unisono.train.control import Flags, StepReport
 from unisono.train.device import to_device
 from unisono.train.digest import digest_tensors
 from unisono.train.engine import Call, Clip, Execution, LossFunction, StepEngine
 from unisono.train.evaluation import Evaluation, Metrics, Predict
 from unisono.train.feed import feed
-from unisono.train.loop import Hooks, Load, Loop
+from unisono.train.loop import Hooks, Loop
+from unisono.train.membership import Arrival, Dismissed, Membership
 from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory, tensors_by_name
 from unisono.train.recorder import Recorder
 from unisono.train.registered import Registered
 from unisono.train.settings import Settings
 from unisono.train.sharing import share_weights
 from unisono.train.signals import PREEMPTED, LeaveRequest
-from unisono.train.state import Progress, Reading, capture, restore_models, restore_optimizers
+from unisono.train.state import Progress, Reading, capture, restore_models, restore_optimizers, restore_update
 from unisono.train.step import Step
+from unisono.train.supply import Load
 from unisono.train.trace import Trace
 from unisono.train.workers import Operation, Workers
 
@@ -61,6 +64,7 @@ class Surroundings:
     settings: Settings
     folder: RunFolder
     fingerprint: dict[str, Any]
+    acts: Acts
     leave: LeaveRequest
     allow_job_change: bool
     failure_timeout_s: float
@@ -72,15 +76,19 @@ class Run:
     """One training run, as one of its workers sees it. Made by :func:`unisono.init`."""
 
     def __init__(
-        self, job: Job, workers: Workers, device: torch.device, checkpoints: Checkpoints, around: Surroundings
+        self, job: Job, membership: Membership, device: torch.device, checkpoints: Checkpoints, around: Surroundings
     ) -> None:
         self.job = job
         self.device = device
-        self._workers = workers
+        self._membership = membership
+        self._acts = around.acts
+        self._acts.hand_over, self._acts.depart = self._hand_over, self._dismiss
         self._around = around
         self._checkpoints = checkpoints
-        self._recorder = Recorder(around.folder if self.is_main else None)
-        self._trace = Trace.open(around.settings.trace, workers.rank)
+        self._recorder = Recorder(around.folder, writes=self.is_main)
+        if self.is_main:
+            checkpoints.begin_writing()
+        self._trace = Trace.open(around.settings.trace, self.rank)
         self._prepared: Prepared | None = None
         self._engine: StepEngine | None = None
         self._progress = Progress()
@@ -93,6 +101,8 @@ class Run:
         self._computing = False  # from the call of step.run until its commit
         self._evaluating = False
         self._leaving = False
+        self._regroups = False
+        self._seconds: dict[str, float] = {}
         self._warned_of_scheduler = False
         self._bytes_shared = 0
         self._started = perf_counter()
@@ -102,13 +112,13 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This worker's place in the roster, 0 … world_size-1."""
-        return self._workers.rank
+        """This worker's place in the roster, 0 … world_size-1; -1 as long as it has yet to join the others."""
+        return -1 if self._membership.joins else self._workers.rank
 
     @property
     def world_size(self) -> int:
-        """The number of workers."""
-        return self._workers.world_size
+        """The number of workers; 0 as long as this one has yet to join them."""
+        return 0 if self._membership.joins else self._workers.world_size
 
     @property
     def is_main(self) -> bool:
@@ -117,7 +127,7 @@ class Run:
 
     @property
     def generation(self) -> int:
-        """The number of the roster's generation, from 1."""
+        """The number of the roster's generation, from 1; 0 as long as this worker has yet to join."""
         return self._workers.generation.number
 
     @property
@@ -160,15 +170,10 @@ class Run:
         prepared = Prepared.of(model, optimizers)
         if self.job.deterministic:
             refuse_unset_memory(prepared.optimizers)
-        self._workers.require_same("model", prepared.layout())
-        share_weights(self._workers, prepared)
+        self._acts.agree("model", prepared.layout())
         is_first, self._prepared = self._prepared is None, prepared
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = StepEngine(self.job, self._workers, prepared, self.device, self._around.execution)
-        if is_first:
-            self._restore_models(prepared)
-            self._engine.accept_weights()
+        self._acts.together(partial(self._set_weights, prepared, resumes=is_first), changes_state=True)
+        self._make_engine()
         self._warn_of_small_batch_norm(prepared)
         if self._trace is not None:
             self._trace.step(self._progress.position.step, prepared.tensors())
@@ -229,7 +234,7 @@ class Run:
         if loader_workers < 0:
             raise JobError(f"loader_workers={loader_workers}: use 0 to load in this process, or a number of processes")
         samples = check_dataset(dataset)
-        self._workers.require_same("data set", {"number of samples": samples})
+        self._acts.agree("data set", {"number of samples": samples})
         batches = Batches(samples, self.job.batch_size, self.job.shards, drop_last)
         if not batches.per_epoch:
             raise DataError(
@@ -291,7 +296,7 @@ class Run:
         """
         evaluation = self._evaluation(dataset, batch_size, collate_fn)
         with self._evaluation_under_way():
-            return evaluation.means(metrics)
+            return self._acts.together(lambda workers: evaluation(workers).means(metrics))
 
     def predict(
         self,
@@ -315,22 +320,22 @@ class Run:
         """
         evaluation = self._evaluation(dataset, batch_size, collate_fn)
         with self._evaluation_under_way():
-            return evaluation.outputs(predict_fn)
+            return self._acts.together(lambda workers: evaluation(workers).outputs(predict_fn))
 
     def all_reduce(self, value: Any, operation: Operation = "mean") -> Any:
         """Combine one number or tensor per worker: ``mean``, ``sum``, ``max`` or ``min``."""
         self._require_open()
-        return self._workers.all_reduce(value, operation)
+        return self._acts.together(lambda workers: workers.all_reduce(value, operation))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value that the worker ``source`` has: a tensor, a number, text, or lists and dicts of them."""
         self._require_open()
-        return self._workers.broadcast(value, source)
+        return self._acts.together(lambda workers: workers.broadcast(value, source))
 
     def barrier(self) -> None:
         """Wait until every worker is here."""
         self._require_open()
-        self._workers.barrier()
+        self._acts.together(lambda workers: workers.barrier())
 
     # -- keeping ---------------------------------------------------------------------------------------------
 
@@ -352,19 +357,23 @@ class Run:
         Raises:
             JobMismatch: the workers' weights differ, which must not happen.
         """
-        prepared, engine = self._require_prepared()
-        engine.require_whole()
+        prepared = self._require_prepared()
         if self._live is not None:
             self._live.close()  # a loop that was left, and whose steps somebody still holds
+        if self._membership.joins:
+            self._membership.await_end()
+        self._require_engine().require_whole()
         weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))
-        self._workers.require_same("set of weights", {"sha256": weights})
+        self._acts.agree("set of weights", {"sha256": weights})
         if self._checkpoints.in_use:
             self._checkpoints.save(self._snapshot())
         self._checkpoints.close()
         if self.is_main:
             self._around.folder.journal("finished", step=self._progress.position.step, weights_sha256=weights)
             self._around.folder.write_result(self.result(weights_sha256=weights))
-        self._workers.barrier()  # what follows on any worker may read what the main worker wrote
+        # What follows on any worker may read what the main worker wrote.
+        self._acts.together(lambda workers: workers.barrier())
+        self._membership.finished(weights)
         self.print(f"weights sha256 {weights}")
         self.close()
         return weights
@@ -412,40 +421,72 @@ class Run:
     def _compute(
         self, step: Step, loss_fn: LossFunction, optimizer: Optimizer | Sequence[Optimizer] | None, clip: Clip
     ) -> float:
-        prepared, engine = self._require_prepared()
+        prepared = self._require_prepared()
         if step is not self._step:
             raise JobError("this step is over: call step.run in the body of the loop that it came from")
         prepared.check_unchanged()
         self._computing = True
         optimizers = _chosen(prepared, optimizer)
+        train = partial(self._train, step, loss_fn, optimizers, clip)
+        self._seconds = {}
+        loss, metrics = self._acts.together(train, changes_state=True)
+        self._computing = False
+        step.metrics |= metrics
+        self._note(optimizers, loss, metrics)
+        self._recorder.step_ran()
+        return float(loss)
+
+    def _train(
+        self, step: Step, loss_fn: LossFunction, optimizers: tuple[Optimizer, ...], clip: Clip, workers: Workers
+    ) -> tuple[float, dict[str, float]]:
+        engine = self._require_engine()
         shards = [to_device(shard, self.device) for shard in step.shards]
         call = Call(step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip)
-        attempt = engine.attempt(call, leave=self._around.leave.requested)
-        while self.is_main and self._workers.transport.measured:
-            self._around.folder.journal("topology", **self._workers.transport.measured.pop(0))
+        leaves = self._around.leave.requested and not self._membership.leave()
+        attempt = engine.attempt(call, Flags(leave=leaves, regroup=self._membership.is_due))
+        while self.is_main and workers.transport.measured:
+            self._around.folder.journal("topology", **workers.transport.measured.pop(0))
         if self._trace is not None:
-            self._trace.call(call, self._workers.generation.shards, attempt.report)
+            self._trace.call(call, workers.generation.shards, attempt.report)
         committed = engine.commit(call, attempt)
-        self._computing = False
         self._tell_of_memory(engine)
         self._leaving = self._leaving or attempt.report.leave
+        self._regroups = self._regroups or attempt.report.regroup
+        self._seconds = attempt.seconds
         if not committed:
             self._tell_of_skip(step, attempt.report)
-        loss = attempt.report.loss if committed else float("nan")
-        step.metrics |= attempt.report.metrics
-        self._note(call, loss, attempt.report.metrics, attempt.seconds)
-        self._recorder.step_ran()
-        return loss
+        return attempt.report.loss if committed else math.nan, attempt.report.metrics
 
     def _require_open(self) -> None:
         if self._closed:
             raise JobError("this run has ended: start another with unisono.init")
 
-    def _require_prepared(self) -> tuple[Prepared, StepEngine]:
+    @property
+    def _workers(self) -> Workers:
+        return self._membership.workers
+
+    def _require_prepared(self) -> Prepared:
         self._require_open()
-        if self._prepared is None or self._engine is None:
+        if self._prepared is None:
             raise ModelError("call model, optimizer = run.prepare(model, optimizer) first")
-        return self._prepared, self._engine
+        return self._prepared
+
+    def _require_engine(self) -> StepEngine:
+        self._require_prepared()
+        assert self._engine is not None
+        return self._engine
+
+    def _make_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        if not self._membership.joins and self._prepared is not None:
+            self._engine = StepEngine(self.job, self._workers, self._prepared, self.device, self._around.execution)
+
+    def _set_weights(self, prepared: Prepared, workers: Workers, *, resumes: bool) -> None:
+        share_weights(workers, prepared)
+        if resumes:
+            self._restore_models(prepared)
 
     def _restore_models(self, prepared: Prepared) -> None:
         self._restored = self._checkpoints.newest(self._workers)
@@ -456,8 +497,7 @@ class Run:
         theirs = self._restored.state["about"]["fingerprint"]
         where = f"the checkpoint of step {self._restored.step} in {self.dir}"
         require_same_job(self._around.fingerprint, theirs, where, allow=self._around.allow_job_change)
-        restore_models(prepared, self._restored)
-        self._progress = Progress.from_tree(self._restored.state["progress"])
+        self._resume_from(prepared, self._restored)
         if self.is_main:
             step = self._progress.position.step
             self._around.folder.metrics.truncate_after(step - 1)
@@ -472,7 +512,7 @@ class Run:
         if self._restored is None:
             return
         snapshot, self._restored = self._restored, None
-        prepared, _ = self._require_prepared()
+        prepared = self._require_prepared()
         self._registered.restore(snapshot)
         restore_optimizers(prepared, snapshot)
         self._warn_of_unregistered_scheduler()
@@ -489,7 +529,7 @@ class Run:
             )
 
     def _warn_of_unregistered_scheduler(self) -> None:
-        prepared, _ = self._require_prepared()
+        prepared = self._require_prepared()
         scheduled = any("initial_lr" in group for one in prepared.optimizers for group in one.param_groups)
         if self.is_main and scheduled and not self._registered and not self._warned_of_scheduler:
             self._warned_of_scheduler = True
@@ -534,7 +574,12 @@ class Run:
         )
         self._computing = False
         self._recorder.next_step()
-        yield from loop.steps(self._progress, load, hooks)
+        if not self._acts.enter(number):
+            return
+        try:
+            yield from loop.steps(self._progress, load, hooks)
+        finally:
+            self._acts.leave(number)
 
     def _move(self, progress: Progress) -> None:
         self._progress = progress
@@ -551,18 +596,60 @@ class Run:
         if after is None or step is None:
             return
         self._progress = after
+        self._acts.step = after.position.step
         if "loss" in self._step_line:
             self._recorder.step_ends(self._step_line, step.size)
+        self._membership.tell(self._acts.standing, float(self.metrics.get("samples_per_s", 0.0)))
         if self._trace is not None:
-            self._trace.step(after.position.step, self._require_prepared()[0].tensors())
+            self._trace.step(after.position.step, self._require_prepared().tensors())
 
     def _at_boundary(self) -> None:
         """The loop's body is done, and every worker stands here with the same state."""
         if self._leaving:
             self._depart()
         self._checkpoint_if_due()
+        if self._regroups:
+            self._acts.regroup(None, at_boundary=True)
 
-    def _depart(self) -> None:
+    def _dismiss(self, dismissed: Dismissed) -> NoReturn:
+        """The next generation is formed without this worker."""
+        if dismissed.preempted:
+            self._depart()
+        self.close()
+        raise SystemExit(0)
+
+    def _hand_over(self, arrival: Arrival, changed: bool) -> None:
+        """A new generation: whoever is behind in it gets the state of the worker that has come furthest."""
+        self._regroups = False
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        if self._prepared is not None and (arrival.joiners or (arrival.behind and changed)):
+            self._catch_up(self._prepared, arrival)
+        self._membership.joins = False
+        if self.is_main:
+            self._recorder.take_over()
+            self._checkpoints.begin_writing()
+        self._make_engine()
+
+    def _catch_up(self, prepared: Prepared, arrival: Arrival) -> None:
+        rank, gives = self._workers.rank, self._workers.rank == arrival.source
+        # What a checkpoint held and the script has not yet asked for is handed on as it is.
+        pending = self._workers.broadcast(self._restored is not None, arrival.source)
+        mine = (self._restored or self._captured(prepared)) if gives else None
+        snapshot = shared_snapshot(mine, self._workers, arrival.source)
+        assert snapshot is not None
+        if rank in arrival.joiners or (pending and rank in arrival.behind):
+            self._resume_from(prepared, snapshot)
+        elif rank in arrival.behind:
+            restore_update(prepared, snapshot)
+
+    def _resume_from(self, prepared: Prepared, snapshot: Snapshot) -> None:
+        restore_models(prepared, snapshot)
+        self._restored = snapshot
+        self._progress = Progress.from_tree(snapshot.state["progress"])
+
+    def _depart(self) -> NoReturn:
         step = self._progress.position.step
         written = self._checkpoints.save(self._snapshot(), wait=True)
         if self.is_main:
@@ -589,29 +676,34 @@ class Run:
     def _snapshot(self) -> Snapshot:
         self._settle()
         self._warn_of_unregistered_scheduler()
-        prepared, engine = self._require_prepared()
-        engine.require_whole()
+        prepared = self._require_prepared()
+        if self._engine is not None:
+            self._engine.require_whole()
+        return self._captured(prepared)
+
+    def _captured(self, prepared: Prepared) -> Snapshot:
         about = {"job": self.job.model_dump(mode="json"), "fingerprint": self._around.fingerprint}
         return capture(prepared, self._progress, self._registered, about)
 
-    def _note(self, call: Call, loss: float, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        line = self._step_line
+    def _note(self, optimizers: Sequence[Optimizer], loss: float, metrics: Mapping[str, float]) -> None:
+        line, seconds = self._step_line, self._seconds
         if "loss" in line:
             line.setdefault("losses", [line["loss"]]).append(loss)
             seconds = {name: value + line["seconds"].get(name, 0.0) for name, value in seconds.items()}
         else:
-            line |= {"loss": loss, "lr": float(call.optimizers[0].param_groups[0].get("lr", math.nan))}
+            line |= {"loss": loss, "lr": float(optimizers[0].param_groups[0].get("lr", math.nan))}
         line |= {"generation": self.generation, "world_size": self.world_size, "seconds": dict(seconds)}
         line |= metrics
 
-    def _evaluation(self, dataset: Any, batch_size: int | None, collate: Collate | None) -> Evaluation:
-        prepared, _ = self._require_prepared()
-        samples = check_dataset(dataset)
-        self._workers.require_same("data set", {"number of samples": samples})
+    def _evaluation(
+        self, dataset: Any, batch_size: int | None, collate: Collate | None
+    ) -> Callable[[Workers], Evaluation]:
+        prepared = self._require_prepared()
+        self._acts.agree("data set", {"number of samples": check_dataset(dataset)})
         step = self._progress.position.step
         size = batch_size or -(-self.job.batch_size // self.job.shards)
         source = ShardSource(dataset, self.job.seed, collate)
-        return Evaluation(self.job, self._workers, prepared, self.device, source, size, step)
+        return lambda workers: Evaluation(self.job, workers, prepared, self.device, source, size, step)
 
 
 def _chosen(prepared: Prepared, optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:

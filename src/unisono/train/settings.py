@@ -8,6 +8,38 @@ from unisono.errors import JobError
 
 
 @dataclass(frozen=True, slots=True)
+class Coordination:
+    """Where a worker finds the coordinator of its job.
+
+    Attributes:
+        url: of the coordinator.
+        token_file: holds the job's token.
+        worker: this worker's id.
+    """
+
+    url: str
+    token_file: Path
+    worker: str
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> "Coordination | None":
+        """What the agent that started this worker says; None for a job whose workers stay the same.
+
+        Raises:
+            JobError: a part is missing; names it.
+        """
+        names = ("UNISONO_COORDINATOR", "UNISONO_TOKEN_FILE", "UNISONO_WORKER")
+        found = [environ.get(name) for name in names]
+        if not found[0]:
+            return None
+        for name, value in zip(names, found, strict=True):
+            if not value:
+                raise JobError(f"{names[0]} is set in the environment, and {name} is not: both come from the launcher")
+        url, token_file, worker = map(str, found)
+        return cls(url, Path(token_file), worker)
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Settings from ``UNISONO_*`` variables; an argument in the script goes before each of them."""
 
@@ -22,6 +54,7 @@ class Settings:
     checkpoint_every: int | None = None
     stop_after: int | None = None
     trace: Path | None = None
+    coordinator: Coordination | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "Settings":
@@ -42,6 +75,7 @@ class Settings:
             checkpoint_every=_count(environ, "UNISONO_CHECKPOINT_EVERY"),
             stop_after=_count(environ, "UNISONO_STOP_AFTER"),
             trace=_path(environ, "UNISONO_TRACE"),
+            coordinator=Coordination.from_environ(environ),
         )
 
 

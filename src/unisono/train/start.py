@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -17,14 +18,19 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
 from unisono.errors import JobError
 from unisono.job import Compression, Job, Precision, Reduction
-from unisono.membership.cores import usable_cores
 from unisono.membership.environment import Environment, recognise
+from unisono.membership.generation import Generation
+from unisono.plan.split import Split
 from unisono.plan.streams import Stream, stream_seed
+from unisono.train.acts import Acts
 from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.connect import Connection, TopologyName, TransportName, connect
 from unisono.train.device import choose_device
+from unisono.train.elastic import elastic
 from unisono.train.engine import Execution
 from unisono.train.failure import FailureNote
+from unisono.train.meeting import FixedMeeting, Meeting
+from unisono.train.membership import Fixed, Membership
 from unisono.train.numerics import apply_numerics, fingerprint, script_digest
 from unisono.train.run import Run, Surroundings
 from unisono.train.settings import Settings
@@ -45,7 +51,7 @@ def init(
     reduction: Reduction = "exact",
     precision: Precision = "float32",
     compression: Compression = "none",
-    bucket_mb: float = 25.0,
+    bucket_mb: float = 4.0,
     deterministic: bool = True,
     on_nan: Literal["stop", "skip"] = "stop",
     device: str | torch.device | None = None,
@@ -115,23 +121,37 @@ def init(
     every = _first(checkpoint_every, settings.checkpoint_every)
     _check_counts(checkpoint_every=every, keep=keep, failure_timeout_s=failure_timeout_s)
     environment = recognise(os.environ)
-    job.require_workers(environment.world_size)
     chosen = choose_device(device, environment.local_rank)
     allow = allow_job_change or settings.allow_job_change
-    wanted = _folder(run_dir, settings, next(_runs))
+    execution = _execution(overlap, shard_optimizer, settings)
+    wanted = _folder(run_dir, settings, _number(settings))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
-        workers = opened.enter_context(closing(connect(job, environment, how)))
+        membership = opened.enter_context(closing(_membership(job, environment, how, settings)))
+        acts = Acts(membership)
         marks = fingerprint(job, chosen)
-        workers.require_same("job or machine", marks | {"script": script_digest()})
-        folder = opened.enter_context(closing(_open_folder(workers, wanted, job, allow=allow)))
-        store = CheckpointStore(folder.checkpoints, keep=keep, on_event=folder.journal) if workers.rank == 0 else None
-        checkpoints = opened.enter_context(closing(Checkpoints(store, every)))
+        acts.agree("job or machine", marks | {"script": script_digest()})
+        folder = RunFolder(acts.together(partial(_open_folder, wanted, job, allow)))
+        opened.callback(folder.close)
+        open_store = partial(CheckpointStore, folder.checkpoints, keep=keep, on_event=folder.journal)
+        checkpoints = opened.enter_context(closing(Checkpoints(open_store, every=every)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        execution = _execution(overlap, shard_optimizer, settings, _overlap_pays(workers, environment, job.threads))
-        around = Surroundings(settings, folder, marks, leave, allow, failure_timeout_s, execution, opened.pop_all())
-    return _begun(Run(job, workers, chosen, checkpoints, around), environment)
+        around = Surroundings(
+            settings, folder, marks, acts, leave, allow, failure_timeout_s, execution, opened.pop_all()
+        )
+    return _begun(Run(job, membership, chosen, checkpoints, around), environment)
+
+
+def _membership(job: Job, environment: Environment, how: Connection, settings: Settings) -> Membership:
+    def form(generation: Generation, meeting: Meeting) -> Workers:
+        return connect(job, generation, meeting, how)
+
+    if settings.coordinator is not None:
+        return elastic(settings.coordinator, job, environment.host, form, how.timeout_s)
+    job.require_workers(environment.world_size)
+    generation = Generation(1, environment.rank, Split.even(job.shards, environment.world_size))
+    return Fixed(form(generation, FixedMeeting(environment, how.timeout_s)))
 
 
 def _begun(run: Run, environment: Environment) -> Run:
@@ -146,15 +166,25 @@ def _first(*given: G | None) -> G | None:
     return next((value for value in given if value is not None), None)
 
 
-def _execution(overlap: bool | None, shard_optimizer: bool | None, settings: Settings, pays: bool) -> Execution:
+def _execution(overlap: bool | None, shard_optimizer: bool | None, settings: Settings) -> Execution:
     # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
     splits = _first(shard_optimizer, settings.shard_optimizer) is True and settings.trace is None
-    return Execution(overlap=bool(_first(overlap, settings.overlap, pays)), shard_optimizer=splits)
+    if splits and settings.coordinator is not None:
+        raise JobError(
+            "shard_optimizer=True leaves half updated weights behind when a worker is lost in an update, so it needs "
+            "workers that stay the same: unisono run -n N, without a range and without --max-restarts"
+        )
+    return Execution(overlap=_first(overlap, settings.overlap), shard_optimizer=splits)
 
 
-def _overlap_pays(workers: Workers, environment: Environment, threads: int) -> bool:
-    spare = usable_cores() // environment.local_world_size - threads
-    return spare > 0 or not workers.transport.needs_core
+def _number(settings: Settings) -> int:
+    number = next(_runs)
+    if number > 1 and settings.coordinator is not None:
+        raise JobError(
+            "a script whose workers may change has one run: this is its second unisono.init. Start the second run in a "
+            "script of its own, or both with unisono run -n N, without a range and without --max-restarts"
+        )
+    return number
 
 
 def _folder(argument: str | Path | None, settings: Settings, number: int) -> Path | None:
@@ -173,9 +203,9 @@ def _check_counts(**counts: float | None) -> None:
             raise JobError(f"{name}={value!r}: needs to be positive")
 
 
-def _open_folder(workers: Workers, wanted: str | Path | None, job: Job, *, allow: bool) -> RunFolder:
+def _open_folder(wanted: str | Path | None, job: Job, allow: bool, workers: Workers) -> str:
     if workers.rank != 0:
-        return RunFolder(Path(workers.broadcast(None)))
+        return str(workers.broadcast(None))
     path = Path(wanted) if wanted is not None else new_run_folder(Path("runs"), _script_stem())
     folder = RunFolder(path)
     ours, theirs = job.model_dump(mode="json"), folder.read_job()
@@ -184,8 +214,8 @@ def _open_folder(workers: Workers, wanted: str | Path | None, job: Job, *, allow
         if changed:
             folder.journal("job changed", differences=changed)
     folder.write_job(ours)
-    workers.broadcast(str(path))
-    return folder
+    folder.close()
+    return str(workers.broadcast(str(folder.path)))
 
 
 def _announce(run: Run, environment: Environment) -> None:
@@ -193,11 +223,17 @@ def _announce(run: Run, environment: Environment) -> None:
         return
     run._around.folder.journal("started", world_size=run.world_size, launcher=environment.launcher, pid=os.getpid())
     print(  # noqa: T201  the choice of launcher is something to see
-        f"unisono: launched by {environment.describe()}; {run.job.shards} shards, batch {run.job.batch_size}, "
+        f"unisono: launched by {_launched(run, environment)}; {run.job.shards} shards, batch {run.job.batch_size}, "
         f"{run.job.threads} thread{'s' if run.job.threads > 1 else ''} per worker, {run.device}, run folder {run.dir}",
         file=sys.stderr,
         flush=True,
     )
+
+
+def _launched(run: Run, environment: Environment) -> str:
+    if not run._membership.is_elastic:
+        return environment.describe()
+    return f"unisono: {run.world_size} workers to begin with, elastic"
 
 
 def _script_stem() -> str:

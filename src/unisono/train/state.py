@@ -124,6 +124,19 @@ def restore_optimizers(prepared: Prepared, snapshot: Snapshot) -> None:
         _undo_casts(optimizer, state)
 
 
+def restore_update(prepared: Prepared, snapshot: Snapshot) -> None:
+    """Set what an update changes: weights, buffers, what the optimizers keep per parameter.
+
+    Hyperparameters stay: they are the script's, which may have set those of the snapshot for a later step.
+    """
+    groups = [[dict(group) for group in optimizer.param_groups] for optimizer in prepared.optimizers]
+    restore_models(prepared, snapshot)
+    restore_optimizers(prepared, snapshot)
+    for optimizer, before in zip(prepared.optimizers, groups, strict=True):
+        for group, kept in zip(optimizer.param_groups, before, strict=True):
+            group |= {name: value for name, value in kept.items() if name != "params"}
+
+
 def module_part(state: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:
     """What belongs to one of several modules, under the module's own names."""
     part = _part(state, prefix)

@@ -19,11 +19,10 @@ class Step:
         size: samples in this global batch.
         is_last_in_epoch: whether the epoch ends with this step.
         batch: which samples make up the global batch, and how it is cut into shards.
-        shards: the batches of this worker's shards; None for an empty one.
         metrics: means over the global batch of what the loss functions logged.
     """
 
-    def __init__(self, position: Position, batch: Batch, shards: Sequence[Any], compute: "Compute") -> None:
+    def __init__(self, position: Position, batch: Batch, load: Callable[[], Sequence[Any]], compute: "Compute") -> None:
         self.number = position.step
         self.epoch = batch.epoch
         self.position = position.samples
@@ -32,8 +31,14 @@ class Step:
         self.metrics: dict[str, float] = {}
         self.calls = 0
         self.batch = batch
-        self.shards = shards
+        self._load = load
         self._compute = compute
+        self._load()
+
+    @property
+    def shards(self) -> Sequence[Any]:
+        """The batches of this worker's shards; None for an empty one. Others, once it is given other shards."""
+        return self._load()
 
     def run(
         self,

@@ -1,0 +1,58 @@
+"""``unisono status``: who trains, and how far they are."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from unisono.cli.options import RunningIn
+from unisono.launch.address import address_of, find_run
+from unisono.launch.control import Control
+
+
+def status(
+    run_dir: RunningIn = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it for programs.")] = False,
+) -> None:
+    """Show an elastic job: its workers with rank, host, step and speed, and how many there are to be."""
+    found = Control(address_of(find_run(run_dir))).status()
+    typer.echo(json.dumps(found, indent=1) if as_json else table(found))
+
+
+def line(found: Mapping[str, Any]) -> str:
+    """The job in a line: ``training, generation 3: 4 of 6 workers (2:8)``."""
+    sizes = f"{found['smallest']}:{found['largest']}"
+    over = found["over"]
+    if over is not None:
+        return f"over: {over['reason'] or 'done'}"
+    count = f"{len(found['members'])} of {found['wanted']} workers ({sizes})"
+    return f"{found['phase']}, generation {found['generation']}: {count}"
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The job in a line, and below it a line for each worker and each agent."""
+    rows = [("worker", "rank", "host", "phase", "step", "samples/s"), *map(_row, (*found["members"], *found["others"]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([line(found), *(aligned if len(rows) > 1 else []), *map(_agent, found["agents"])])
+
+
+def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
+    rank = "" if worker["rank"] is None else str(worker["rank"])
+    speed = f"{worker['samples_per_s']:.0f}" if worker["samples_per_s"] else ""
+    phase = ", ".join(_phases(worker))
+    return worker["id"], rank, worker["host"], phase, str(worker["step"] or ""), speed
+
+
+def _phases(worker: Mapping[str, Any]) -> Iterator[str]:
+    yield worker["phase"]
+    if worker["leaving"]:
+        yield "leaving"
+    if not worker["connected"] and worker["phase"] != "asked":
+        yield "not connected"
+
+
+def _agent(agent: Mapping[str, Any]) -> str:
+    notes = (", leaving" if agent["leaving"] else "") + ("" if agent["connected"] else ", not connected")
+    return f"{agent['agent']} on {agent['host']}: room for {agent['workers']}{notes}"

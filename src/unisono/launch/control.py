@@ -1,0 +1,81 @@
+"""Asking the coordinator of a job that is under way: how far it is, or for another size."""
+
+import http.client
+import json
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from unisono.errors import JobError, LaunchError
+from unisono.launch.address import Address
+
+PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What a person can ask of a coordinator. Each answer is the job's status after it.
+
+    Attributes:
+        address: of the coordinator.
+
+    Raises:
+        JobError: by each method: the coordinator refuses; says why.
+        LaunchError: by each method: it does not answer.
+    """
+
+    address: Address
+
+    def status(self) -> dict[str, Any]:
+        """Who takes part, and how far they are."""
+        return self._ask("GET", "/status")
+
+    def resize(self, workers: int) -> dict[str, Any]:
+        """Another number of workers, from the next step on that it can be."""
+        return self._ask("POST", "/resize", {"workers": workers})
+
+    def leave(self, who: str) -> dict[str, Any]:
+        """One worker leaves, by its id or rank; or all of an agent, by its id."""
+        return self._ask("POST", "/leave", {"who": who})
+
+    def stop(self) -> dict[str, Any]:
+        """All leave, with a checkpoint: the job can be started again."""
+        return self._ask("POST", "/stop", {})
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        connection = self._connection()
+        headers = {"Authorization": f"Bearer {self.address.token}", "Content-Type": "application/json"}
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            answer = connection.getresponse()
+            status, text = answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise LaunchError(
+                f"the coordinator at {self.address.url} does not answer ({error}): does the job still run?"
+            ) from error
+        finally:
+            connection.close()
+        return _understood(status, text)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        # Not urllib: it would go by the proxies of the environment, and this is the job's own business.
+        where = urlsplit(self.address.url)
+        host, port = where.hostname or "", where.port
+        context: ssl.SSLContext | None = self.address.context
+        if context is None:
+            return http.client.HTTPConnection(host, port, timeout=PATIENCE_S)
+        return http.client.HTTPSConnection(host, port, timeout=PATIENCE_S, context=context)
+
+
+def _understood(status: int, text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise LaunchError(f"the coordinator gave an answer ({status}) that is no JSON object")
+    if status >= 400:
+        raise JobError(str(found.get("error", f"the coordinator refuses ({status})")))
+    return found

@@ -1,0 +1,30 @@
+"""What the agent asks of the template: one worker."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A worker that is asked for. The descriptors of its output travel beside it.
+
+    Attributes:
+        argv: the script and its arguments, as ``unisono.launch.worker`` takes them.
+        variables: what it gets on top of the template's own environment.
+        cwd: its working folder.
+    """
+
+    argv: tuple[str, ...]
+    variables: Mapping[str, str]
+    cwd: str
+
+    def to_json(self) -> bytes:
+        """As it travels."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "Request":
+        """The inverse of ``to_json``."""
+        found = json.loads(data)
+        return cls(tuple(found["argv"]), found["variables"], found["cwd"])

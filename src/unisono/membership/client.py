@@ -1,0 +1,316 @@
+"""A worker's connection to the coordinator, on a thread of its own."""
+
+import asyncio
+import ipaddress
+import itertools
+import ssl
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import ValidationError
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus, WebSocketException
+
+from unisono.errors import LaunchError
+from unisono.membership.messages import (
+    Arrived,
+    Finished,
+    FromWorker,
+    JobOver,
+    Leaving,
+    Progress,
+    Ready,
+    Refused,
+    StoreReply,
+    StoreRequest,
+    ToWorker,
+    WorkerHello,
+    to_worker,
+)
+from unisono.membership.parser import LONGEST_MESSAGE
+
+ANSWER_S = 60.0
+"""Seconds that an answer may take besides what it waits for: enough for a coordinator to be started again."""
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+OPEN_S = 5.0
+PING_S = 20.0
+FLUSH_S = 2.0
+MOST_UNSENT = 256
+
+_FAREWELLS = (Refused, JobOver)  # after these nobody is there to talk to
+_STANDING = (Ready, Arrived, Leaving, Finished)  # true until something comes of it: said again on a new connection
+_SAID_ANEW = (WorkerHello, Progress, StoreRequest, *_STANDING)
+_OF_A_GENERATION = (Ready, Arrived)  # until the next generation
+
+
+class Line:
+    """A connection that comes back by itself as long as the process lives.
+
+    On each new connection it says hello again, with the generation that it is in, and repeats what still matters;
+    requests that wait for an answer are asked again. It ends for good when the coordinator says that this worker, or
+    the job, is through.
+
+    Attributes:
+        url: of the coordinator.
+        kept: whatever has to live as long as the line.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        hello: WorkerHello,
+        on_message: Callable[[ToWorker], None],
+        certificates: Path | None = None,
+    ) -> None:
+        self.url = url
+        self.kept: list[object] = []
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._tls = ssl.create_default_context(cafile=certificates) if url.startswith("https:") else None
+        self._hello = hello
+        self._on_message = on_message
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # around all below
+        self._unsent: deque[FromWorker] = deque()
+        self._standing: dict[str, FromWorker] = {}
+        self._asked: dict[int, tuple[StoreRequest, Future[StoreReply]]] = {}
+        self._is_connected = False
+        self._was_connected = False
+        self._is_over = False
+        self._closes = False
+        self._trouble = "it does not listen"
+        self._pause_s = FIRST_PAUSE_S
+        self._opened = threading.Event()  # or has failed
+        self._loop = asyncio.new_event_loop()
+        self._news = asyncio.Event()
+        self._thread = threading.Thread(target=self._live, name="unisono-line", daemon=True)
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        token: str,
+        hello: WorkerHello,
+        on_message: Callable[[ToWorker], None],
+        timeout_s: float,
+        certificates: Path | None = None,
+    ) -> "Line":
+        """Connect and say hello.
+
+        Args:
+            url: of the coordinator, ``http://…`` or ``https://…``.
+            token: of the job.
+            hello: who this worker is.
+            on_message: called with each message but answers to requests, on the line's thread, one at a time. On a new
+                connection the coordinator may say things again.
+            timeout_s: how long to try to connect, in seconds.
+            certificates: whom to trust, PEM; None for those that this host trusts.
+
+        Raises:
+            LaunchError: there is no coordinator that takes this token, or the token would be readable on the way.
+        """
+        _check_private(url)
+        line = cls(url, token, hello, on_message, certificates)
+        line._thread.start()
+        if not line._opened.wait(timeout_s) or not line._was_connected:
+            line.close()
+            raise LaunchError(f"the coordinator at {url} could not be reached within {timeout_s:g} s: {line._trouble}")
+        return line
+
+    @property
+    def generation(self) -> int:
+        """The generation that this worker is in; 0 before the first. What it said in an earlier one is outdated."""
+        return self._hello.generation
+
+    @generation.setter
+    def generation(self, generation: int) -> None:
+        with self._lock:
+            self._hello = self._hello.model_copy(update={"generation": generation})
+            for kind in [kind for kind, message in self._standing.items() if isinstance(message, _OF_A_GENERATION)]:
+                del self._standing[kind]
+
+    def send(self, message: FromWorker) -> None:
+        """Send a message from any thread; never waits.
+
+        While there is no connection, :class:`Progress` is left out, and of other messages the latest are kept.
+        """
+        with self._lock:
+            if self._is_over:
+                return
+            if isinstance(message, _STANDING):
+                self._standing[message.kind] = message
+            if self._is_connected or not isinstance(message, (Progress, *_STANDING)):
+                self._unsent.append(message)
+            while len(self._unsent) > MOST_UNSENT and not self._is_connected:
+                self._unsent.popleft()
+        self._wake()
+
+    def request(self, request: StoreRequest, answer_s: float = ANSWER_S) -> StoreReply:
+        """Ask the key-value store, and wait. The line numbers its requests itself.
+
+        Args:
+            request: what to ask.
+            answer_s: how long the answer may take, in seconds, besides the request's own ``timeout_s``.
+
+        Raises:
+            LaunchError: no answer came in time, or the line has ended.
+        """
+        answer: Future[StoreReply] = Future()
+        request = request.model_copy(update={"id": next(self._numbers)})
+        with self._lock:
+            if self._is_over:
+                raise LaunchError(f"the connection to the coordinator at {self.url} has ended")
+            self._asked[request.id] = (request, answer)
+            if self._is_connected:
+                self._unsent.append(request)
+        self._wake()
+        try:
+            return answer.result(request.timeout_s + answer_s)
+        except TimeoutError as error:
+            raise LaunchError(f"the coordinator at {self.url} did not answer: {self._trouble}") from error
+        finally:
+            with self._lock:
+                self._asked.pop(request.id, None)
+
+    def close(self) -> None:
+        """End the connection after what was sent. May be called from any thread, and again."""
+        with self._lock:
+            self._closes = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(OPEN_S + 2 * FLUSH_S)
+
+    # -- on the line's thread
+
+    def _live(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._keep_connected())
+        finally:
+            with self._lock:
+                self._is_over = True
+                unanswered = [answer for _, answer in self._asked.values()]
+            for answer in unanswered:
+                answer.set_exception(LaunchError(f"the connection to the coordinator at {self.url} has ended"))
+            self._opened.set()
+
+    async def _keep_connected(self) -> None:
+        while not self._is_done():
+            try:
+                await self._talk()
+            except InvalidStatus as error:
+                self._trouble = f"it answers {error.response.status_code}"
+                if error.response.status_code in (401, 403):
+                    self._take(Refused(reason=f"the coordinator does not let this worker in: {self._trouble}"))
+                    return
+            except (OSError, TimeoutError, EOFError, WebSocketException) as error:
+                self._trouble = str(error) or type(error).__name__
+            if not self._is_done():
+                await self._sleep(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def _is_done(self) -> bool:
+        return self._closes or self._is_over
+
+    async def _sleep(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._closes:
+                    self._news.clear()
+                    await self._news.wait()
+
+    async def _talk(self) -> None:
+        """One connection, until it ends."""
+        scheme, *rest = urlsplit(self.url)
+        address = urlunsplit(("wss" if scheme == "https" else "ws", *rest))
+        async with connect(
+            address.rstrip("/") + "/worker",
+            additional_headers=self._headers,
+            ssl=self._tls,
+            proxy=None,
+            compression=None,
+            open_timeout=OPEN_S,
+            ping_interval=PING_S,
+            ping_timeout=PING_S,
+            close_timeout=FLUSH_S,
+            max_size=2 * LONGEST_MESSAGE,
+        ) as socket:
+            self._begin()
+            sending = asyncio.create_task(self._send_all(socket))
+            try:
+                async for text in socket:
+                    self._hear(text)
+                    if self._is_over:
+                        break
+            finally:
+                with self._lock:
+                    self._is_connected = False
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+
+    def _begin(self) -> None:
+        with self._lock:
+            others = [message for message in self._unsent if not isinstance(message, _SAID_ANEW)]
+            asked = [request for request, _ in self._asked.values()]
+            self._unsent = deque([self._hello, *others, *self._standing.values(), *asked])
+            self._is_connected = self._was_connected = True
+        self._opened.set()
+
+    async def _send_all(self, socket: ClientConnection) -> None:
+        try:
+            while True:
+                self._news.clear()
+                while self._unsent:
+                    message = self._unsent[0]
+                    await socket.send(message.model_dump_json())
+                    with self._lock:
+                        if self._unsent and self._unsent[0] is message:
+                            self._unsent.popleft()
+                if self._closes:
+                    return
+                await self._news.wait()
+        finally:
+            # Whoever reads learns that it is over, in good or bad.
+            await socket.close()
+
+    def _hear(self, text: str | bytes) -> None:
+        self._pause_s = FIRST_PAUSE_S
+        try:
+            message = to_worker.validate_json(text)
+        except ValidationError as error:
+            self._take(Refused(reason=f"the coordinator says what this version does not know: {error}"[:4096]))
+            return
+        if isinstance(message, StoreReply):
+            with self._lock:
+                _, answer = self._asked.pop(message.id, (None, None))
+            if answer is not None:
+                answer.set_result(message)
+        else:
+            self._take(message)
+
+    def _take(self, message: ToWorker) -> None:
+        if isinstance(message, _FAREWELLS):
+            with self._lock:
+                self._is_over = True
+        self._on_message(message)
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._news.set)
+
+
+def _check_private(url: str) -> None:
+    found = urlsplit(url)
+    host = found.hostname or ""
+    local = host == "localhost"
+    with suppress(ValueError):
+        local = ipaddress.ip_address(host).is_loopback
+    if found.scheme != "https" and not (found.scheme == "http" and local):
+        raise LaunchError(f"{url}: a coordinator on another host is reached over https, since the token goes there")

@@ -1,0 +1,321 @@
+"""The coordinator at work: what comes in goes through the pure state machine, and what that decides is done.
+
+Nothing here knows sockets or waits: a :class:`Session` is fed the texts that come over its connection, and a
+:class:`Peer` takes those that go out.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter, ValidationError
+
+from unisono.errors import JobError
+from unisono.membership import state as machine
+from unisono.membership.journal import Journal
+from unisono.membership.keyvalue import Answer, KeyValue
+from unisono.membership.ledger import Ledger
+from unisono.membership.messages import (
+    PROTOCOL,
+    AgentHello,
+    Arrived,
+    Formed,
+    FromAgent,
+    FromWorker,
+    Message,
+    Progress,
+    Ready,
+    Refused,
+    StoreRequest,
+    WorkerHello,
+    from_agent,
+    from_worker,
+)
+from unisono.membership.parser import Unreadable, parse
+
+LEDGER = "coordinator.jsonl"
+"""In the run folder: from it the coordinator starts again."""
+
+_STATE: TypeAdapter[machine.State] = TypeAdapter(machine.State)
+
+
+class Peer(Protocol):
+    """Whoever is at the other end of a connection."""
+
+    def send(self, text: str) -> None:
+        """Send a message, some time; never waits."""
+
+    def hang_up(self) -> None:
+        """End the connection after what was sent."""
+
+
+class Coordinator:
+    """The state, who is connected, the key-value store, and where all that is kept.
+
+    Args:
+        run_folder: of the job; it exists. What an earlier coordinator left there is taken up.
+        settings: of a job that begins; one that is taken up keeps its own.
+        clock: in seconds, from any start, never going back.
+        fresh: begin anew, whatever an earlier coordinator left. Only the numbers of generations and workers go on from
+            there: none is ever used twice in a run folder.
+
+    Raises:
+        JobError: another coordinator works in this folder, or what one left cannot be understood.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        settings: machine.Coordination,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        self.values = KeyValue(self._keep)
+        self.changed: Callable[[], None] = lambda: None  # called after everything that may move the next deadline
+        self._workers: dict[str, Peer] = {}
+        self._agents: dict[str, Peer] = {}
+        self._journal = Journal(run_folder / "journal.jsonl")
+        self._clock = clock
+        self._ledger = Ledger(run_folder / LEDGER, self._entries)
+        self._began, self._stood_at = clock(), 0.0
+        self.state = machine.State(settings)
+        try:
+            self._take_up(fresh)
+            self._ledger.rewrite()
+        except (JobError, OSError) as error:
+            self._ledger.close()
+            raise JobError(f"{LEDGER} cannot be used: {error}") from error
+
+    @property
+    def connections(self) -> int:
+        """How many workers and agents are connected."""
+        return len(self._workers) + len(self._agents)
+
+    def now(self) -> float:
+        """The job's time in seconds: it stands still while no coordinator runs."""
+        return self._stood_at + self._clock() - self._began
+
+    def next_deadline(self) -> float | None:
+        """When :meth:`tick` has something to do; None while there is nothing to wait for."""
+        found = (machine.next_deadline(self.state), self.values.deadline())
+        return min((deadline for deadline in found if deadline is not None), default=None)
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self._answer(self.values.expire(self.now()))
+        self.handle(machine.Tick())
+
+    def handle(self, event: machine.Event) -> None:
+        """Let something happen: decide, write down, act; in this order, so that nothing is done that is forgotten."""
+        self.state, actions = machine.step(self.state, event, self.now())
+        is_structural = any(isinstance(action, machine.Note) for action in actions)
+        if is_structural or not _is_said_again(event):
+            self._keep(self._state_entry(), durable=is_structural)
+        texts: dict[int, str] = {}  # one message often goes to many
+        for action in actions:
+            self._act(action, texts)
+        self.changed()
+
+    def status(self) -> dict[str, Any]:
+        """Who takes part and how far they are, for people and programs."""
+        return machine.status(self.state)
+
+    def store(self, worker: str, request: StoreRequest) -> None:
+        """Serve a request to the key-value store."""
+        self._answer(self.values.handle(worker, request, self.now()))
+        self.changed()
+
+    def greet_worker(self, worker: str, peer: Peer, hello: WorkerHello) -> None:
+        """A worker has connected. An older connection of the same worker is one that broke without our noticing."""
+        if (older := self._workers.get(worker)) is not None:
+            older.hang_up()
+            self.values.drop(worker)
+        self._workers[worker] = peer
+        self.handle(machine.Heard(worker, hello))
+
+    def greet_agent(self, agent: str, peer: Peer, hello: AgentHello) -> None:
+        """An agent has connected."""
+        if (older := self._agents.get(agent)) is not None:
+            older.hang_up()
+        self._agents[agent] = peer
+        self.handle(machine.AgentHeard(agent, hello))
+
+    def worker_gone(self, worker: str, peer: Peer) -> None:
+        """This connection of a worker has ended; it counts only if there is no newer one."""
+        if self._workers.get(worker) is peer:
+            del self._workers[worker]
+            self.values.drop(worker)
+            self.handle(machine.Disconnected(worker=worker))
+
+    def agent_gone(self, agent: str, peer: Peer) -> None:
+        """This connection of an agent has ended."""
+        if self._agents.get(agent) is peer:
+            del self._agents[agent]
+            self.handle(machine.Disconnected(agent=agent))
+
+    def close(self) -> None:
+        """Let another coordinator take over."""
+        self._ledger.close()
+
+    # -- acting
+
+    def _act(self, action: machine.Action, texts: dict[int, str]) -> None:
+        match action:
+            case machine.Tell(worker, message):
+                self._send(self._workers.get(worker), message, texts)
+            case machine.TellAgent(agent, message):
+                self._send(self._agents.get(agent), message, texts)
+            case machine.Hangup(worker):
+                if (peer := self._workers.get(worker)) is not None:
+                    peer.hang_up()
+            case machine.Note(event, fields):
+                self._journal(event, fields)
+            case machine.Forget(below):
+                self._answer(self.values.forget(below))
+
+    def _send(self, peer: Peer | None, message: Message, texts: dict[int, str]) -> None:
+        if peer is None:
+            return  # it is told what it missed when it connects again
+        if id(message) not in texts:
+            texts[id(message)] = message.model_dump_json()
+        peer.send(texts[id(message)])
+
+    def _answer(self, answers: Iterable[Answer]) -> None:
+        for worker, reply in answers:
+            if (peer := self._workers.get(worker)) is not None:
+                peer.send(reply.model_dump_json())
+
+    # -- remembering
+
+    def _keep(self, entry: Mapping[str, Any], durable: bool = False) -> None:
+        self._ledger.append(entry, durable=durable)
+
+    def _entries(self) -> Iterator[Mapping[str, Any]]:
+        yield self._state_entry()
+        yield from self.values.entries()
+
+    def _state_entry(self) -> dict[str, Any]:
+        return {"now": self.now(), "state": _STATE.dump_python(self.state, mode="json")}
+
+    def _take_up(self, fresh: bool) -> None:
+        newest = None
+        for entry in self._ledger.read():
+            if isinstance(entry.get("state"), dict):
+                newest = entry
+            elif not fresh:
+                self.values.restore(entry)
+        if newest is None:
+            return
+        if fresh:
+            generation, worker = (newest["state"].get(name) for name in ("generation", "last_worker"))
+            if isinstance(generation, int) and isinstance(worker, int):
+                self.state = replace(self.state, generation=generation, last_worker=worker)
+            return
+        try:
+            self.state = _STATE.validate_json(json.dumps(newest["state"]))
+        except ValidationError as error:
+            raise JobError("another version of Unisono wrote it; remove it to begin anew") from error
+        self._stood_at = float(newest["now"])
+        self.handle(machine.Restarted())
+
+
+def _is_said_again(event: machine.Event) -> bool:
+    """Whether nothing is lost if the coordinator forgets this: whoever connects again says it again, or it recurs."""
+    match event:
+        case machine.Heard(_, WorkerHello() | Ready() | Arrived() | Formed() | Progress()):
+            return True
+        case machine.Disconnected() | machine.Tick():
+            return True
+    return False
+
+
+class Session:
+    """One connection, from its hello to its end.
+
+    Invalid input is answered with :class:`~unisono.membership.messages.Refused`, ends the connection, and changes
+    nothing else.
+    """
+
+    def __init__(self, coordinator: Coordinator, peer: Peer) -> None:
+        self._coordinator = coordinator
+        self._peer = peer
+        self._name: str | None = None
+        self._over = False
+
+    def receive(self, data: str | bytes) -> None:
+        """Take what came over the connection."""
+        if self._over:
+            return
+        try:
+            self._take(data)
+        except Unreadable as error:
+            self.refuse(str(error))
+
+    def refuse(self, reason: str) -> None:
+        """Say why this connection ends."""
+        self._over = True
+        self._peer.send(Refused(reason=reason).model_dump_json())
+        self._peer.hang_up()
+
+    def close(self) -> None:
+        """The connection has ended."""
+        self._over = True
+
+    def _take(self, data: str | bytes) -> None:
+        raise NotImplementedError
+
+
+class WorkerSession(Session):
+    """A worker's connection."""
+
+    def _take(self, data: str | bytes) -> None:
+        message: FromWorker = parse(from_worker, data)
+        if isinstance(message, WorkerHello) != (self._name is None):
+            raise Unreadable("a connection begins with a hello, and has no other")
+        if isinstance(message, WorkerHello):
+            _check_protocol(message.protocol)
+            self._name = message.worker
+            self._coordinator.greet_worker(self._name, self._peer, message)
+            return
+        assert self._name is not None
+        if isinstance(message, StoreRequest):
+            self._coordinator.store(self._name, message)
+        else:
+            self._coordinator.handle(machine.Heard(self._name, message))
+
+    def close(self) -> None:
+        """The worker is told nothing more."""
+        super().close()
+        if self._name is not None:
+            self._coordinator.worker_gone(self._name, self._peer)
+
+
+class AgentSession(Session):
+    """An agent's connection."""
+
+    def _take(self, data: str | bytes) -> None:
+        message: FromAgent = parse(from_agent, data)
+        if isinstance(message, AgentHello) != (self._name is None):
+            raise Unreadable("a connection begins with a hello, and has no other")
+        if isinstance(message, AgentHello):
+            _check_protocol(message.protocol)
+            self._name = message.agent
+            self._coordinator.greet_agent(self._name, self._peer, message)
+            return
+        assert self._name is not None
+        self._coordinator.handle(machine.AgentHeard(self._name, message))
+
+    def close(self) -> None:
+        """The agent is told nothing more."""
+        super().close()
+        if self._name is not None:
+            self._coordinator.agent_gone(self._name, self._peer)
+
+
+def _check_protocol(theirs: int) -> None:
+    if theirs != PROTOCOL:
+        raise Unreadable(f"this coordinator speaks version {PROTOCOL}, not {theirs}: install one version everywhere")

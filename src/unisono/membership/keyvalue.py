@@ -1,0 +1,270 @@
+"""The key-value store over which process groups form: every worker can set, and wait for, what another one set."""
+
+import base64
+import binascii
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.membership.messages import StoreReply, StoreRequest
+
+LARGEST_STORE = 64 * 2**20
+"""Bytes of all keys and values together."""
+
+MOST_KEYS = 100_000
+MOST_WAITING = 256
+"""Requests of one worker that wait."""
+
+_REMEMBERED = 8192  # answers, in case that a worker asks again because the connection took the answer with it
+_EACH = 64  # bytes that a key costs besides itself and its value
+_GENERATION = re.compile(r"g([0-9]{1,18})/")
+_WHOLE_NUMBER = re.compile(rb"-?[0-9]{1,19}")
+_LARGEST_NUMBER = 2**63 - 1
+
+Answer = tuple[str, StoreReply]
+"""To which worker, and what."""
+
+Entry = Mapping[str, Any]
+"""A change as a JSON object; :meth:`KeyValue.restore` makes it again."""
+
+
+class _Refused(ValueError):
+    """A request that cannot be served; says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    """A request that waits for keys."""
+
+    worker: str
+    request: StoreRequest
+    deadline: float
+
+
+class KeyValue:
+    """Keys, and who waits for them. Nothing here blocks, and times, in seconds, are arguments.
+
+    Keys begin with ``run/``, or with the generation that uses them, as in ``g3/``. Those of a generation that is over
+    are forgotten, and nobody can bring them back.
+
+    Args:
+        changed: told of every change, in order.
+    """
+
+    def __init__(self, changed: Callable[[Entry], None] = lambda entry: None) -> None:
+        self._changed = changed
+        self._values: dict[str, bytes] = {}
+        self._size = 0
+        self._oldest = 0  # generation whose keys are kept
+        self._waiting: dict[tuple[str, int], _Waiter] = {}
+        self._missed: dict[str, list[_Waiter]] = {}  # by the first key that each of them misses
+        self._answered: OrderedDict[tuple[str, int], str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def handle(self, worker: str, request: StoreRequest, now: float) -> list[Answer]:
+        """Serve a request, or let it wait. The answers are to its worker and to others that waited for this key."""
+        try:
+            self._check(request)
+            return self._serve(worker, request, now)
+        except _Refused as error:
+            return [(worker, StoreReply(id=request.id, error=str(error)))]
+
+    def deadline(self) -> float | None:
+        """When :meth:`expire` has something to do."""
+        return min((waiter.deadline for waiter in self._waiting.values()), default=None)
+
+    def expire(self, now: float) -> list[Answer]:
+        """Answer those that have waited long enough."""
+        late = [waiter for waiter in self._waiting.values() if waiter.deadline <= now]
+        return [self._give_up(waiter, f"nobody has set it in {waiter.request.timeout_s:g} s") for waiter in late]
+
+    def drop(self, worker: str) -> None:
+        """This worker's connection is gone: it waits no more. On a new one it asks again."""
+        for waiter in [waiter for waiter in self._waiting.values() if waiter.worker == worker]:
+            self._remove(waiter)
+
+    def forget(self, below: int | None) -> list[Answer]:
+        """Drop all keys of generations before ``below``, or with None all keys."""
+        self._oldest = max(self._oldest, below or 0)
+        for key in [key for key in self._values if below is None or self._is_over(key)]:
+            self._put(key, None)
+        self._changed({"forgotten": below})
+        over = [waiter for waiter in self._waiting.values() if any(map(self._is_over, waiter.request.keys))]
+        return [self._give_up(waiter, "its generation is over") for waiter in over]
+
+    def entries(self) -> Iterator[Entry]:
+        """All that is needed to make this store again."""
+        yield {"forgotten": self._oldest}
+        for key, value in self._values.items():
+            yield {"key": key, "value": _encode(value)}
+        for (worker, number), answer in self._answered.items():
+            yield {"answered": answer, "worker": worker, "id": number}
+
+    def restore(self, entry: Entry) -> None:
+        """Make a change again that an earlier store told of. Entries of other kinds are passed over."""
+        if "forgotten" in entry:
+            below = entry["forgotten"]
+            self._oldest = max(self._oldest, below or 0)
+            for key in [key for key in self._values if below is None or self._is_over(key)]:
+                self._put(key, None)
+        if "key" in entry:
+            value = entry["value"]
+            self._put(entry["key"], None if value is None else base64.b64decode(value))
+        if "answered" in entry:
+            self._remember(entry["worker"], entry["id"], entry["answered"])
+
+    # -- one request
+
+    def _check(self, request: StoreRequest) -> None:
+        if len(request.keys) > 1 and request.operation not in ("wait", "check"):
+            raise _Refused(f"{request.operation} takes one key, not {len(request.keys)}")
+        for key in request.keys:
+            if not key.startswith("run/") and not _GENERATION.match(key):
+                raise _Refused(f"{key[:80]}: keys begin with run/, or with their generation, as in g3/")
+            if self._is_over(key):
+                raise _Refused(f"{key[:80]}: its generation is over")
+
+    def _serve(self, worker: str, request: StoreRequest, now: float) -> list[Answer]:
+        key = request.keys[0]
+        match request.operation:
+            case "set":
+                return self._set(worker, request, key, _decode(request.value), "")
+            case "add":
+                return self._once(worker, request, lambda: self._add(worker, request, key))
+            case "delete":
+                return self._once(worker, request, lambda: self._delete(worker, request, key))
+            case "compare_set":
+                return self._compare_set(worker, request, key)
+            case "check":
+                return [self._reply(worker, request, str(int(all(name in self._values for name in request.keys))))]
+            case "get" | "wait":
+                return self._await(_Waiter(worker, request, now + request.timeout_s))
+
+    def _set(self, worker: str, request: StoreRequest, key: str, value: bytes, answer: str) -> list[Answer]:
+        more = len(value) - len(self._values[key]) if key in self._values else len(value) + len(key) + _EACH
+        if self._size + more > LARGEST_STORE or (key not in self._values and len(self._values) >= MOST_KEYS):
+            raise _Refused("the store is full")
+        self._put(key, value)
+        self._changed({"key": key, "value": _encode(value)})
+        return [self._reply(worker, request, answer), *self._wake(key)]
+
+    def _once(self, worker: str, request: StoreRequest, serve: Callable[[], list[Answer]]) -> list[Answer]:
+        """What would count twice when a worker asks again because the answer was lost on the way."""
+        known = self._answered.get((worker, request.id))
+        if known is not None:
+            return [self._reply(worker, request, known)]
+        answers = serve()
+        value = answers[0][1].value
+        self._remember(worker, request.id, value)
+        self._changed({"answered": value, "worker": worker, "id": request.id})
+        return answers
+
+    def _add(self, worker: str, request: StoreRequest, key: str) -> list[Answer]:
+        before = self._values.get(key, b"0")
+        more = request.value.encode()
+        if not _WHOLE_NUMBER.fullmatch(before) or not _WHOLE_NUMBER.fullmatch(more):
+            raise _Refused(f"{key[:80]}: add needs whole numbers")
+        total = int(before) + int(more)
+        if abs(total) > _LARGEST_NUMBER:
+            raise _Refused(f"{key[:80]}: {total} has more than 64 bits")
+        return self._set(worker, request, key, str(total).encode(), str(total))
+
+    def _delete(self, worker: str, request: StoreRequest, key: str) -> list[Answer]:
+        was_there = key in self._values
+        if was_there:
+            self._put(key, None)
+            self._changed({"key": key, "value": None})
+        return [self._reply(worker, request, str(int(was_there)))]
+
+    def _compare_set(self, worker: str, request: StoreRequest, key: str) -> list[Answer]:
+        # As torch's own stores: an absent key matches only an empty expectation, and otherwise answers with it.
+        found, expected, wanted = self._values.get(key), _decode(request.expected), _decode(request.value)
+        if found == expected or (found is None and not expected):
+            return self._set(worker, request, key, wanted, _encode(wanted))
+        return [self._reply(worker, request, _encode(expected if found is None else found))]
+
+    def _reply(self, worker: str, request: StoreRequest, value: str) -> Answer:
+        return worker, StoreReply(id=request.id, value=value)
+
+    # -- waiting
+
+    def _await(self, waiter: _Waiter) -> list[Answer]:
+        request = waiter.request
+        if (asked_before := self._waiting.get((waiter.worker, request.id))) is not None:
+            self._remove(asked_before)
+        missed = self._first_missing(request)
+        if missed is None:
+            return [self._served(waiter)]
+        if request.timeout_s == 0:
+            raise _Refused(f"{missed[:80]}: nobody has set it")
+        if sum(other.worker == waiter.worker for other in self._waiting.values()) >= MOST_WAITING:
+            raise _Refused(f"a worker waits for at most {MOST_WAITING} things at once")
+        self._waiting[waiter.worker, request.id] = waiter
+        self._missed.setdefault(missed, []).append(waiter)
+        return []
+
+    def _wake(self, key: str) -> list[Answer]:
+        answers = []
+        for waiter in self._missed.pop(key, ()):
+            missed = self._first_missing(waiter.request)
+            if missed is not None:
+                self._missed.setdefault(missed, []).append(waiter)
+            else:
+                del self._waiting[waiter.worker, waiter.request.id]
+                answers.append(self._served(waiter))
+        return answers
+
+    def _served(self, waiter: _Waiter) -> Answer:
+        request = waiter.request
+        value = _encode(self._values[request.keys[0]]) if request.operation == "get" else ""
+        return self._reply(waiter.worker, request, value)
+
+    def _give_up(self, waiter: _Waiter, why: str) -> Answer:
+        self._remove(waiter)
+        missed = self._first_missing(waiter.request) or waiter.request.keys[0]
+        return waiter.worker, StoreReply(id=waiter.request.id, error=f"{missed[:80]}: {why}")
+
+    def _remove(self, waiter: _Waiter) -> None:
+        del self._waiting[waiter.worker, waiter.request.id]
+        for key in waiter.request.keys:
+            if waiter in (others := self._missed.get(key, [])):
+                others.remove(waiter)
+                if not others:
+                    del self._missed[key]
+
+    def _first_missing(self, request: StoreRequest) -> str | None:
+        return next((key for key in request.keys if key not in self._values), None)
+
+    # -- values
+
+    def _put(self, key: str, value: bytes | None) -> None:
+        before = self._values.pop(key, None)
+        if before is not None:
+            self._size -= len(key) + len(before) + _EACH
+        if value is not None:
+            self._values[key] = value
+            self._size += len(key) + len(value) + _EACH
+
+    def _remember(self, worker: str, number: int, answer: str) -> None:
+        self._answered[worker, number] = answer
+        while len(self._answered) > _REMEMBERED:
+            self._answered.popitem(last=False)
+
+    def _is_over(self, key: str) -> bool:
+        generation = _GENERATION.match(key)
+        return generation is not None and int(generation[1]) < self._oldest
+
+
+def _encode(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _decode(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise _Refused("a value is base64") from error

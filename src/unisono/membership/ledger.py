@@ -1,0 +1,130 @@
+"""What the coordinator knows, on disk: JSON lines that are only ever added to, and from time to time written anew."""
+
+import errno
+import fcntl
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import JobError, UnisonoWarning
+
+SMALL = 2**20
+"""Bytes up to which the file is never written anew."""
+
+GROWTH = 4
+"""How many times as large as after it was written anew it may become."""
+
+
+class Ledger:
+    """A file of entries, which only one process at a time may keep open.
+
+    What cannot be written (a full disk, say) is warned of and left out: training goes on, and what is lost is only
+    that the coordinator could start again.
+
+    Args:
+        path: of the file; its folder exists.
+        everything: the entries that say all that is known now.
+
+    Raises:
+        JobError: another process keeps it, or it cannot be opened.
+    """
+
+    def __init__(self, path: Path, everything: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+        self._path = path
+        self._everything = everything
+        self._lock = _lock(path.parent)
+        try:
+            self._descriptor = _open(path)
+        except OSError as error:
+            os.close(self._lock)
+            raise JobError(f"{path} cannot be written: {error}") from error
+        self._compact_size = 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The entries in order. Lines that were cut off, or are damaged, are left out."""
+        for line in self._path.read_bytes().splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict):
+                yield entry
+
+    def append(self, entry: Mapping[str, Any], *, durable: bool = False) -> None:
+        """Add an entry with one system call.
+
+        Args:
+            entry: a JSON object.
+            durable: it is on the disk before this returns. Any other survives the end of this process, and may be
+                lost with the machine's, which its workers do not survive either.
+        """
+        try:
+            size = _write_line(self._descriptor, _line(entry))
+            if size > max(SMALL, GROWTH * self._compact_size):
+                self.rewrite()
+            elif durable:
+                os.fsync(self._descriptor)
+        except OSError as error:
+            warnings.warn(f"{self._path} is incomplete: {error}. The job goes on", UnisonoWarning, stacklevel=3)
+
+    def rewrite(self) -> None:
+        """Write all that is known now in place of all that was known once.
+
+        Raises:
+            OSError: it cannot be written; the file is as before.
+        """
+        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        data = b"".join(map(_line, self._everything()))
+        descriptor = _open(beside, os.O_TRUNC)
+        try:
+            with os.fdopen(os.dup(descriptor), "wb") as file:
+                file.write(data)
+            os.fsync(descriptor)
+            beside.replace(self._path)
+            os.fsync(self._lock)  # the folder
+        except OSError:
+            os.close(descriptor)
+            beside.unlink(missing_ok=True)
+            raise
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+        self._compact_size = len(data)
+
+    def close(self) -> None:
+        """Let another process have it."""
+        os.close(self._descriptor)
+        os.close(self._lock)
+
+
+def _open(path: Path, flags: int = 0) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+
+
+def _lock(folder: Path) -> int:
+    # The folder is locked, not the file, which is another one after each rewriting.
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            os.close(descriptor)
+            raise JobError(f"another coordinator already works in {folder}") from error
+        # Not every network file system has locks.
+    return descriptor
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+
+
+def _write_line(descriptor: int, line: bytes) -> int:
+    """Write a line, on a line of its own even if the one before was cut off; the file's size is returned."""
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        line = b"\n" + line
+    if os.write(descriptor, line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return size + len(line)

@@ -1,0 +1,157 @@
+"""Where the coordinator listens: the socket, the names under which clients know it, and the protocols on it."""
+
+import asyncio
+import ipaddress
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from unisono.errors import JobError
+
+REQUEST_LINE_S = 10.0
+"""Seconds in which whoever connects has to say what it wants."""
+
+STUCK_S = 20.0
+"""Seconds in which whoever is sent something has to take it."""
+
+_BACKLOG = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen.
+
+    Attributes:
+        host: a name or address.
+        port: 0 for any that is free.
+        fd: a listening socket that is open already, instead of both.
+        names: further names under which clients know this host.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    fd: int | None = None
+    names: tuple[str, ...] = ()
+
+
+def listen(address: Address, *, tls: bool) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        JobError: it cannot be had; or others than this host can reach it, without TLS.
+    """
+    if not tls and address.fd is None and not _is_loopback(address.host):
+        raise _needs_tls(address.host)
+    try:
+        found = _bound(address) if address.fd is None else socket.socket(fileno=address.fd)
+    except OSError as error:
+        where = f"{address.host}:{address.port}" if address.fd is None else f"descriptor {address.fd}"
+        raise JobError(f"the coordinator cannot listen on {where}: {error}") from error
+    found.set_inheritable(False)
+    host = found.getsockname()[0]
+    if not tls and not _is_loopback(host):
+        found.close()
+        raise _needs_tls(host)
+    found.listen(_BACKLOG)
+    return found
+
+
+def hosts(listening: socket.socket, address: Address) -> frozenset[str]:
+    """The ``name:port`` that clients may have connected to."""
+    bound, port = listening.getsockname()[:2]
+    names = {"localhost", "127.0.0.1", "::1", bound, address.host.lower(), *(name.lower() for name in address.names)}
+    if not _is_loopback(bound):
+        names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+    return frozenset(f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names)
+
+
+def url(listening: socket.socket, address: Address, *, tls: bool) -> str:
+    """Where clients find it."""
+    bound, port = listening.getsockname()[:2]
+    anywhere = ipaddress.ip_address(bound).is_unspecified
+    host = next(iter(address.names), socket.getfqdn()) if anywhere else bound
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _bound(address: Address) -> socket.socket:
+    family, kind, protocol, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+    found = socket.socket(family, kind, protocol)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(where)
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise JobError(f"{host} is the address of no host: {error}") from error
+    return all(ipaddress.ip_address(where[0]).is_loopback for *_, where in found)
+
+
+def _needs_tls(host: str) -> JobError:
+    return JobError(
+        f"the coordinator would be reached from other hosts at {host}, where the token could be read on the way: "
+        f"give --tls-cert and --tls-key, or let it listen on 127.0.0.1"
+    )
+
+
+class HttpProtocol(H11Protocol):
+    """Hangs up on whoever connects and does not say what it wants."""
+
+    _patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Start waiting for the request."""
+        super().connection_made(transport)
+        self._patience = self.loop.call_later(REQUEST_LINE_S, self._give_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """There is nothing to wait for."""
+        self._forget()
+        super().connection_lost(exc)
+
+    def handle_websocket_upgrade(self, event: Any) -> None:
+        """It has said what it wants: from now on the other protocol cares for it."""
+        self._forget()
+        super().handle_websocket_upgrade(event)
+
+    def _give_up(self) -> None:
+        if self.cycle is None:  # no request has come so far; later ones have uvicorn's own patience
+            self.transport.abort()
+
+    def _forget(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """Waits before it sends more than the other side takes, and hangs up on one that takes nothing."""
+
+    _patience: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """The kernel's buffer and ours are full."""
+        self.writable.clear()
+        self._patience = self.loop.call_later(STUCK_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The other side takes something again."""
+        if self._patience is not None:
+            self._patience.cancel()
+        self.writable.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever waits to send learns of the end when it tries."""
+        self.resume_writing()
+        super().connection_lost(exc)

@@ -1,0 +1,374 @@
+"""What workers, agents and the coordinator tell each other: frozen, validated values, as JSON on the wire."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
+
+PROTOCOL = 1
+"""Both ends of a connection need the same."""
+
+LONGEST_NAME = 128
+LARGEST_VALUE = 4 * 2**20
+"""Characters of a value in the store, and so nearly of a message."""
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_NAME, pattern=r"\A[A-Za-z0-9._:-]+\z")]
+Text = Annotated[str, StringConstraints(max_length=4096)]
+Key = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+Value = Annotated[str, StringConstraints(max_length=LARGEST_VALUE)]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+class Message(BaseModel):
+    """Base of all messages."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+# -- from a worker -----------------------------------------------------------------------------------------------------
+
+
+class WorkerHello(Message):
+    """The first message on a worker's connection, also on a new one after the coordinator was gone.
+
+    Attributes:
+        worker: its id, which the coordinator gave to the agent that started it.
+        shards: of its job: the most workers that can take part.
+        generation: that it is in; 0 if none.
+    """
+
+    kind: Literal["worker"] = "worker"
+    protocol: Count = PROTOCOL
+    worker: Name
+    host: Name
+    pid: Count
+    shards: Annotated[int, Field(ge=1, le=65536)]
+    generation: Count = 0
+
+
+class Ready(Message):
+    """This worker can be taken in.
+
+    Attributes:
+        loop: at the start of which it waits, counted from 0 in the script; None before the first generation, where
+            it waits in ``unisono.init``.
+        address: where its peers reach it, for the transport's use alone.
+        generation: the newest that it was part of; 0 if none. A joiner that was taken in, and has lost the others
+            before it had their state, leaves that generation by being ready once more.
+    """
+
+    kind: Literal["ready"] = "ready"
+    loop: Count | None = None
+    address: Text = ""
+    generation: Count = 0
+
+
+class Arrived(Message):
+    """A member has left its generation's work and waits for the next generation.
+
+    Attributes:
+        generation: that it was in.
+        acts: how many collective calls (steps, evaluations …) it has completed. Members differ by one at most.
+        loop: that it is in.
+        at_boundary: whether it stands between two steps of that loop, where joiners can enter.
+        step: that it has committed last; for people.
+        address: where its peers reach it, for the transport's use alone.
+    """
+
+    kind: Literal["arrived"] = "arrived"
+    generation: Count
+    acts: Count
+    loop: Count
+    at_boundary: bool
+    step: Count
+    address: Text = ""
+
+
+class Formed(Message):
+    """A member works in its new generation.
+
+    Attributes:
+        seconds: that it took, by part: ``detect``, ``regroup``, ``form``, ``copy``.
+    """
+
+    kind: Literal["formed"] = "formed"
+    generation: Count
+    seconds: dict[Name, Seconds] = Field(default_factory=dict, max_length=16)
+
+
+class Leaving(Message):
+    """This worker was asked to leave, by a signal, and wants to at the next boundary."""
+
+    kind: Literal["leaving"] = "leaving"
+
+
+class Progress(Message):
+    """A sign of life, every second or so.
+
+    Attributes:
+        acts: as in :class:`Arrived`; what a hung worker does not raise.
+        step: that it has committed last.
+        samples_per_s: of the whole job, lately.
+        loop: that it is in, if it says so: no generation has to end for joiners that wait at an earlier one.
+    """
+
+    kind: Literal["progress"] = "progress"
+    acts: Count
+    step: Count
+    samples_per_s: Seconds = 0.0
+    loop: Count | None = None
+
+
+class Finished(Message):
+    """This worker's script has finished its run; with it, the job is done.
+
+    Attributes:
+        digest: of the weights, in hex.
+    """
+
+    kind: Literal["finished"] = "finished"
+    digest: Name
+
+
+class Resize(Message):
+    """The script or a policy asks for another number of workers."""
+
+    kind: Literal["resize"] = "resize"
+    workers: Annotated[int, Field(ge=1, le=65536)]
+
+
+class StoreRequest(Message):
+    """One operation of the key-value store over which process groups form.
+
+    Keys that begin with ``run/`` are kept for the whole job, also over the coordinator's end; all others only as long
+    as the generations that use them.
+
+    Attributes:
+        id: that the reply repeats.
+        operation: ``set``; ``get`` (waits for the key); ``wait`` (for all keys); ``add`` (an integer);
+            ``compare_set``; ``delete``; ``check`` (whether all keys are there).
+        keys: one, but for ``wait`` and ``check``.
+        value: bytes, as base64; for ``add`` a decimal number.
+        expected: for ``compare_set``, as base64.
+        timeout_s: for ``get`` and ``wait``.
+    """
+
+    kind: Literal["store"] = "store"
+    id: Count
+    operation: Literal["set", "get", "wait", "add", "compare_set", "delete", "check"]
+    keys: tuple[Key, ...] = Field(min_length=1, max_length=4096)
+    value: Value = ""
+    expected: Value = ""
+    timeout_s: Seconds = 0.0
+
+
+# -- from an agent -----------------------------------------------------------------------------------------------------
+
+
+class AgentHello(Message):
+    """The first message on an agent's connection.
+
+    Attributes:
+        agent: its id, which it made up at random when it started.
+        workers: how many workers it can run.
+        running: the ids of those that it was told to start and whose end it has not told yet, on a new connection
+            after the coordinator was gone.
+    """
+
+    kind: Literal["agent"] = "agent"
+    protocol: Count = PROTOCOL
+    agent: Name
+    host: Name
+    workers: Annotated[int, Field(ge=1, le=4096)]
+    running: tuple[Name, ...] = Field(default=(), max_length=4096)
+
+
+class WorkerEnded(Message):
+    """A worker's process has ended.
+
+    Attributes:
+        code: its exit code; negative for a signal.
+        error: what ended it, if it left word.
+    """
+
+    kind: Literal["ended"] = "ended"
+    worker: Name
+    code: int
+    error: Text = ""
+
+
+class AgentLeaving(Message):
+    """This agent was asked to leave, and all of its workers with it."""
+
+    kind: Literal["agent_leaving"] = "agent_leaving"
+
+
+# -- to a worker -------------------------------------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    """The answer to a hello.
+
+    Attributes:
+        joins: whether training is under way, so that it has to catch up with its script before it is :class:`Ready`.
+    """
+
+    kind: Literal["welcome"] = "welcome"
+    joins: bool
+
+
+class RegroupDue(Message):
+    """A new generation is due: members arrive at the next boundary that they agree on.
+
+    Attributes:
+        generation: that is going to end.
+    """
+
+    kind: Literal["regroup"] = "regroup"
+    generation: Count
+
+
+class Lost(Message):
+    """Members of the generation are gone: whoever waits for them stops waiting, and arrives.
+
+    Attributes:
+        generation: that they were in.
+        workers: their ids.
+    """
+
+    kind: Literal["lost"] = "lost"
+    generation: Count
+    workers: tuple[Name, ...]
+
+
+class Seat(Message):
+    """A worker's place in a roster.
+
+    Attributes:
+        acts: that it has completed; 0 for a joiner.
+        joins: whether it is new.
+    """
+
+    worker: Name
+    host: Name
+    address: Text = ""
+    acts: Count = 0
+    joins: bool = False
+
+
+class Minted(Message):
+    """A new generation.
+
+    Attributes:
+        generation: its number.
+        roster: its workers, in the order of ranks.
+        bounds: which shards each computes: rank r those from ``bounds[r]`` to ``bounds[r + 1]``.
+        source: the rank whose state is the newest; all that are behind take it.
+        loop: that its members are in; None before the first.
+    """
+
+    kind: Literal["minted"] = "minted"
+    generation: Count
+    roster: tuple[Seat, ...] = Field(min_length=1, max_length=65536)
+    bounds: tuple[Count, ...]
+    source: Count
+    loop: Count | None = None
+
+
+class Removed(Message):
+    """This worker takes part no more, and ends.
+
+    Attributes:
+        reason: for people.
+        preempted: whether the job is to go on later: the last members to leave write a checkpoint.
+    """
+
+    kind: Literal["removed"] = "removed"
+    reason: Text
+    preempted: bool = False
+
+
+class Refused(Message):
+    """The answer to a message that cannot be served; the connection is closed.
+
+    Attributes:
+        reason: for people.
+    """
+
+    kind: Literal["refused"] = "refused"
+    reason: Text
+
+
+class JobOver(Message):
+    """The job is done, has failed, or was preempted.
+
+    Attributes:
+        digest: of the weights; empty if it is not done.
+        reason: for people.
+        preempted: whether it is to go on later; to an agent that leaves a job that goes on without it, too.
+    """
+
+    kind: Literal["over"] = "over"
+    digest: str = ""
+    reason: Text = ""
+    preempted: bool = False
+
+
+class StoreReply(Message):
+    """The answer to a :class:`StoreRequest`.
+
+    Attributes:
+        id: of the request.
+        value: as base64; a decimal number for ``add``; ``1`` or ``0`` for ``check`` and ``delete``.
+        error: what went wrong, for people; empty if nothing.
+    """
+
+    kind: Literal["stored"] = "stored"
+    id: Count
+    value: Value = ""
+    error: Text = ""
+
+
+# -- to an agent -------------------------------------------------------------------------------------------------------
+
+
+class Start(Message):
+    """Start these workers.
+
+    Attributes:
+        workers: new ids, never used before.
+        delay_s: how long to wait before, after failures.
+    """
+
+    kind: Literal["start"] = "start"
+    workers: tuple[Name, ...] = Field(min_length=1, max_length=4096)
+    delay_s: Seconds = 0.0
+
+
+class End(Message):
+    """End these workers.
+
+    Attributes:
+        workers: their ids.
+        how: ``leave`` sends SIGTERM; ``kill`` lets them write their stacks into their logs, and kills them.
+    """
+
+    kind: Literal["end"] = "end"
+    workers: tuple[Name, ...] = Field(min_length=1, max_length=4096)
+    how: Literal["leave", "kill"]
+
+
+FromWorker = Annotated[
+    WorkerHello | Ready | Arrived | Formed | Leaving | Progress | Finished | Resize | StoreRequest,
+    Field(discriminator="kind"),
+]
+FromAgent = Annotated[AgentHello | WorkerEnded | AgentLeaving, Field(discriminator="kind")]
+ToWorker = Annotated[
+    Welcome | RegroupDue | Lost | Minted | Removed | Refused | JobOver | StoreReply, Field(discriminator="kind")
+]
+ToAgent = Annotated[Welcome | Start | End | JobOver | Refused, Field(discriminator="kind")]
+
+from_worker: TypeAdapter[FromWorker] = TypeAdapter(FromWorker)
+from_agent: TypeAdapter[FromAgent] = TypeAdapter(FromAgent)
+to_worker: TypeAdapter[ToWorker] = TypeAdapter(ToWorker)
+to_agent: TypeAdapter[ToAgent] = TypeAdapter(ToAgent)

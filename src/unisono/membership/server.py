@@ -1,0 +1,204 @@
+"""The coordinator's process: ``python -m unisono.membership.server --run-dir D``. It needs no torch.
+
+It listens on loopback unless told otherwise, says in the run folder's ``coordinator.json`` where, and ends by itself
+when the job is over, or when nobody has been connected for long; it can be started again at any time.
+
+Exit codes: 0 the job is over · 2 it cannot work with what it was given · anything else: start me again.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+from unisono.errors import JobError, UnisonoError
+from unisono.membership import state as machine
+from unisono.membership.coordinator import Coordinator
+from unisono.membership.door import Door, Limits
+from unisono.membership.listener import Address, HttpProtocol, WebSocketProtocol, hosts, listen, url
+from unisono.membership.parser import LONGEST_MESSAGE
+from unisono.membership.service import Service
+from unisono.membership.token import make_token
+
+LONELY_S = 60.0
+"""Seconds, and twice the job's ``failure_timeout_s``, after which a coordinator that nobody is connected to ends."""
+
+AGAIN = 75
+"""The exit code of a coordinator whose job is not over."""
+
+PING_S = 20.0
+"""How often connections on which nothing is said are tried, in seconds."""
+
+
+class Server(uvicorn.Server):
+    """Serves a coordinator, with its door and its clock, until the job is over or a signal comes.
+
+    Args:
+        coordinator: that decides.
+        token: that clients need.
+        names: the ``name:port`` under which they know this address.
+        tls: uvicorn's options for it; empty for none.
+    """
+
+    error: BaseException | None = None
+
+    def __init__(self, coordinator: Coordinator, token: str, names: frozenset[str], tls: dict[str, Any]) -> None:
+        self._coordinator = coordinator
+        self._limits = Limits()
+        app = Door(Starlette(lifespan=self._running), token, names, self._limits)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=HttpProtocol,
+                ws=WebSocketProtocol,
+                lifespan="on",
+                interface="asgi3",
+                loop="asyncio",
+                ws_max_size=LONGEST_MESSAGE,
+                ws_per_message_deflate=False,
+                ws_ping_interval=PING_S,
+                ws_ping_timeout=PING_S,
+                timeout_graceful_shutdown=2,
+                limit_concurrency=2 * self._limits.connections,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                **tls,
+            )
+        )
+
+    def end(self) -> None:
+        """End after what is under way. May be called from any thread."""
+        self.should_exit = True
+
+    @asynccontextmanager
+    async def _running(self, app: Starlette) -> AsyncIterator[None]:
+        service = Service(self._coordinator, self._limits, self.end)
+        app.router.routes.extend(service.routes())
+        lonely_s = LONELY_S + 2 * self._coordinator.state.settings.failure_timeout_s
+        clocks = [asyncio.create_task(service.keep_time()), asyncio.create_task(service.end_in_time(lonely_s))]
+        for clock in clocks:
+            clock.add_done_callback(self._check)
+        yield
+        for clock in clocks:
+            clock.cancel()
+        await asyncio.gather(*clocks, return_exceptions=True)
+
+    def _check(self, clock: "asyncio.Task[None]") -> None:
+        # Without its clock it is no coordinator: it ends, and is started again.
+        if not clock.cancelled() and (error := clock.exception()) is not None:
+            self.error = error
+            self.end()
+
+
+def main() -> None:
+    """Run a coordinator in this process until its job is over."""
+    options = _arguments(sys.argv[1:])
+    try:
+        sys.exit(_run(options))
+    except UnisonoError as error:
+        sys.stderr.write(f"unisono: {error}\n")
+        sys.exit(2)
+
+
+def _run(options: argparse.Namespace) -> int:
+    folder: Path = options.run_dir
+    tls = _tls(options)
+    address = Address(options.host, options.port, options.fd, tuple(options.name))
+    listening = listen(address, tls=bool(tls))
+    if not folder.is_dir():
+        raise JobError(f"{folder} is no run folder")
+    coordinator = Coordinator(folder, _settings(options), fresh=options.fresh)
+    _allow_many_connections()
+    where = folder / "coordinator.json"
+    try:
+        token = make_token(folder)
+        _say_where(where, url(listening, address, tls=bool(tls)))
+        server = Server(coordinator, token, hosts(listening, address), tls)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as soon as uvicorn has ended
+        server.run([listening])
+        if server.error is not None:
+            raise server.error
+    finally:
+        coordinator.close()
+        where.unlink(missing_ok=True)
+    return 0 if coordinator.state.over is not None else AGAIN
+
+
+def _arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("unisono.membership.server", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--run-dir", type=Path, required=True, help="the run folder")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen; other than loopback needs TLS")
+    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
+    parser.add_argument("--fd", type=int, help="a listening socket that this process inherits, instead of both")
+    parser.add_argument("--name", action="append", default=[], help="a further name by which clients know this host")
+    parser.add_argument("--tls-cert", type=Path, help="a certificate chain, PEM")
+    parser.add_argument("--tls-key", type=Path, help="its private key, PEM")
+    parser.add_argument("--smallest", type=int, default=1, help="the fewest workers that train")
+    parser.add_argument("--largest", type=int, default=1, help="the most workers that train")
+    parser.add_argument("--wanted", type=int, help="how many workers to begin with; otherwise as many as there is room")
+    parser.add_argument("--max-restarts", type=int, default=0, help="how often each worker is replaced")
+    parser.add_argument("--restart-on-error", action="store_true", help="also after an exception of the script")
+    parser.add_argument("--failure-timeout", type=float, default=300.0, metavar="SECONDS", help="who is silent is lost")
+    parser.add_argument("--fresh", action="store_true", help="begin anew, whatever an earlier coordinator left here")
+    return parser.parse_args(arguments)
+
+
+def _settings(options: argparse.Namespace) -> machine.Coordination:
+    try:
+        return machine.Coordination(
+            smallest=options.smallest,
+            largest=options.largest,
+            wanted=options.wanted,
+            max_restarts=options.max_restarts,
+            restart_on_error=options.restart_on_error,
+            failure_timeout_s=options.failure_timeout,
+        )
+    except JobError:
+        raise
+    except ValueError as error:
+        raise JobError(str(error)) from error
+
+
+def _tls(options: argparse.Namespace) -> dict[str, Any]:
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise JobError("--tls-cert and --tls-key belong together: give both, or none")
+    if options.tls_cert is None:
+        return {}
+    for path in (options.tls_cert, options.tls_key):
+        if not path.is_file():
+            raise JobError(f"{path} is no file")
+    return {"ssl_certfile": str(options.tls_cert), "ssl_keyfile": str(options.tls_key)}
+
+
+def _say_where(path: Path, address: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump({"url": address, "pid": os.getpid()}, file)
+    beside.replace(path)
+
+
+def _allow_many_connections() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4 * Limits().connections
+    with suppress(ValueError, OSError):  # then fewer have to do
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The coordinator's routes, and its clock."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from unisono.errors import JobError
+from unisono.membership import state as machine
+from unisono.membership.coordinator import AgentSession, Coordinator, Session, WorkerSession
+from unisono.membership.door import Limits, Rate
+from unisono.membership.messages import Name
+from unisono.membership.outbox import Outbox
+from unisono.membership.parser import Unreadable, parse
+
+HELLO_S = 10.0
+"""Seconds in which a worker or agent that has connected says who it is."""
+
+FAREWELL_S = 5.0
+"""Seconds that workers and agents may stay connected after the job is over."""
+
+SHORTEST_WAIT_S = 0.005
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ResizeBody(_Body):
+    """How many workers there should be."""
+
+    workers: Annotated[int, Field(ge=1, le=65536)]
+
+
+class LeaveBody(_Body):
+    """A worker or an agent by its id, or a worker by its rank."""
+
+    who: Name | Annotated[int, Field(ge=0, le=65535)]
+
+
+_resize: TypeAdapter[ResizeBody] = TypeAdapter(ResizeBody)
+_leave: TypeAdapter[LeaveBody] = TypeAdapter(LeaveBody)
+
+
+class Service:
+    """The coordinator's routes, and its clock.
+
+    Args:
+        coordinator: that decides.
+        limits: of each connection.
+        end: called when the service is no longer of use.
+    """
+
+    def __init__(self, coordinator: Coordinator, limits: Limits, end: Callable[[], None]) -> None:
+        self._coordinator = coordinator
+        self._limits = limits
+        self._end = end
+        self._news = asyncio.Event()
+        coordinator.changed = self._news.set
+
+    def routes(self) -> list[BaseRoute]:
+        """All there are."""
+        return [
+            WebSocketRoute("/worker", self._worker),
+            WebSocketRoute("/agent", self._agent),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/status", self._status, methods=["GET"]),
+            Route("/resize", self._resize, methods=["POST"]),
+            Route("/leave", self._leave, methods=["POST"]),
+            Route("/stop", self._stop, methods=["POST"]),
+        ]
+
+    async def keep_time(self) -> None:
+        """Tell the coordinator of the passing of time, whenever it wants to know."""
+        while True:
+            self._news.clear()
+            deadline = self._coordinator.next_deadline()
+            delay = None if deadline is None else max(SHORTEST_WAIT_S, deadline - self._coordinator.now())
+            try:
+                async with asyncio.timeout(delay):
+                    await self._news.wait()
+            except TimeoutError:
+                self._coordinator.tick()
+            else:
+                # A tick is not put off by those that speak all the time.
+                if deadline is not None and deadline <= self._coordinator.now():
+                    self._coordinator.tick()
+
+    async def end_in_time(self, lonely_s: float) -> None:
+        """End the service some seconds after the job, or when nobody has been connected for ``lonely_s`` seconds."""
+        over = lonely = 0.0
+        while over < FAREWELL_S and lonely < lonely_s:
+            await asyncio.sleep(0.1)
+            alone = self._coordinator.connections == 0
+            lonely = lonely + 0.1 if alone else 0.0
+            if self._coordinator.state.over is not None:
+                over = FAREWELL_S if alone else over + 0.1
+        self._end()
+
+    # -- connections
+
+    async def _worker(self, socket: WebSocket) -> None:
+        await self._serve(socket, WorkerSession)
+
+    async def _agent(self, socket: WebSocket) -> None:
+        await self._serve(socket, AgentSession)
+
+    async def _serve(self, socket: WebSocket, kind: type[Session]) -> None:
+        await socket.accept()
+        outbox = Outbox()
+        session = kind(self._coordinator, outbox)
+        reading = asyncio.create_task(self._read(socket, session))
+        writing = asyncio.create_task(outbox.drain(socket.send_text))
+        try:
+            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            session.close()
+            for task in (reading, writing):
+                task.cancel()
+            results = await asyncio.gather(reading, writing, return_exceptions=True)
+            with suppress(WebSocketDisconnect, RuntimeError):  # it has hung up
+                await socket.close()
+        for result in results:
+            if isinstance(result, Exception) and not isinstance(result, WebSocketDisconnect):
+                raise result
+
+    async def _read(self, socket: WebSocket, session: Session) -> None:
+        rate = Rate(self._limits.messages_per_s)
+        try:
+            async with asyncio.timeout(HELLO_S):
+                first = await socket.receive()
+        except TimeoutError:
+            session.refuse(f"nobody said hello in {HELLO_S:g} s")
+            await asyncio.Event().wait()  # until that is sent
+        message = first
+        while message["type"] == "websocket.receive":
+            if (text := message.get("text")) is not None:
+                session.receive(text)
+            else:
+                session.refuse("a message is text")
+            if early_s := rate.take():
+                await asyncio.sleep(early_s)
+            message = await socket.receive()
+
+    # -- requests
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"pid": os.getpid(), "connections": self._coordinator.connections})
+
+    async def _status(self, request: Request) -> Response:
+        return JSONResponse(self._coordinator.status())
+
+    async def _resize(self, request: Request) -> Response:
+        try:
+            body = parse(_resize, await request.body())
+        except Unreadable as error:
+            return _refused(400, error)
+        return self._done(machine.Resized(body.workers))
+
+    async def _leave(self, request: Request) -> Response:
+        try:
+            body = parse(_leave, await request.body())
+        except Unreadable as error:
+            return _refused(400, error)
+        if machine.find(self._coordinator.state, str(body.who)) is None:
+            return _refused(404, JobError(f"{body.who} takes no part in this job"))
+        return self._done(machine.LeaveAsked(str(body.who)))
+
+    async def _stop(self, request: Request) -> Response:
+        return self._done(machine.StopAsked())
+
+    def _done(self, event: machine.Event) -> Response:
+        self._coordinator.handle(event)
+        return JSONResponse(self._coordinator.status())
+
+
+def _refused(status: int, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, status_code=status)

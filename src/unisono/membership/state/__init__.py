@@ -1,0 +1,31 @@
+"""Who takes part, decided: one state, and one function that takes it from event to event.
+
+Nothing here knows sockets, clocks or chance. Times are arguments, in seconds from any start. What is told to somebody
+who is not connected is lost; whoever connects again is told what follows from the state, so nothing has to be told
+twice, and a coordinator that starts again from its last state goes on.
+"""
+
+from unisono.membership.state.action import Action, Forget, Hangup, Note, Tell, TellAgent
+from unisono.membership.state.coordination import Coordination
+from unisono.membership.state.deadline import next_deadline
+from unisono.membership.state.event import (
+    AgentHeard,
+    Disconnected,
+    Event,
+    Heard,
+    LeaveAsked,
+    Resized,
+    Restarted,
+    StopAsked,
+    Tick,
+)
+from unisono.membership.state.state import Agent, Signs, State, Worker
+from unisono.membership.state.status import find, status
+from unisono.membership.state.transition import step
+
+__all__ = [
+    "step", "next_deadline", "find", "status",
+    "State", "Coordination", "Worker", "Agent", "Signs",
+    "Event", "Heard", "AgentHeard", "Disconnected", "Resized", "LeaveAsked", "StopAsked", "Restarted", "Tick",
+    "Action", "Tell", "TellAgent", "Hangup", "Note", "Forget",
+]  # fmt: skip

@@ -1,0 +1,183 @@
+"""One step of the state machine under way: the state as it becomes, and what is to be done about it."""
+
+from dataclasses import replace
+from typing import Any
+
+from unisono.membership.messages import End, JobOver, Lost, Refused, RegroupDue, Removed, ToAgent, ToWorker
+from unisono.membership.state.action import Action, Hangup, Note, Tell, TellAgent
+from unisono.membership.state.deadline import agent_deadline, is_past
+from unisono.membership.state.state import MEMBER, Agent, State, Worker
+
+QUICK_S = 5.0
+"""Seconds: a worker that fails sooner after its start makes the next one wait."""
+
+LONGEST_REASON = 2000  # characters
+
+
+class Change:
+    """What events and rules are made of.
+
+    Args:
+        state: before the step.
+        now: when it happens, in seconds.
+
+    Attributes:
+        state: as it has become so far.
+        now: when it happens, in seconds.
+        actions: what is to be done, in order.
+    """
+
+    def __init__(self, state: State, now: float) -> None:
+        self.state = replace(state, now=now)
+        self.now = now
+        self.actions: list[Action] = []
+
+    # -- the state
+
+    def set(self, **fields: Any) -> None:
+        """Change fields of the state."""
+        self.state = replace(self.state, **fields)
+
+    def put(self, worker: Worker, **fields: Any) -> Worker:
+        """Change fields of a worker."""
+        worker = replace(worker, **fields)
+        self.set(workers={**self.state.workers, worker.id: worker})
+        return worker
+
+    def drop(self, worker: Worker) -> None:
+        """Forget a worker whose process is gone."""
+        self.set(workers={name: kept for name, kept in self.state.workers.items() if name != worker.id})
+
+    def put_agent(self, agent: Agent, **fields: Any) -> None:
+        """Change fields of an agent."""
+        self.set(agents={**self.state.agents, agent.id: replace(agent, **fields)})
+
+    def drop_agent(self, agent: Agent) -> None:
+        """Forget an agent."""
+        self.set(agents={name: kept for name, kept in self.state.agents.items() if name != agent.id})
+
+    def workers_of(self, agent: str) -> list[Worker]:
+        """Those whose processes take an agent's room."""
+        return [worker for worker in self.state.workers.values() if worker.agent == agent]
+
+    # -- what is to be done
+
+    def tell(self, worker: Worker, message: ToWorker) -> None:
+        """Have a worker told."""
+        self.actions.append(Tell(worker.id, message))
+
+    def tell_agent(self, agent: str, message: ToAgent) -> None:
+        """Have an agent told."""
+        self.actions.append(TellAgent(agent, message))
+
+    def refuse(self, worker: str, reason: str) -> None:
+        """Have a worker told that it has no business here."""
+        self.actions += [Tell(worker, Refused(reason=reason)), Hangup(worker)]
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Have a line written into the journal."""
+        self.actions.append(Note(event, fields))
+
+    # -- a generation ends
+
+    def call_members(self) -> None:
+        """The generation has to end: its members are told, unless they know."""
+        if self.state.due_since is not None:
+            return
+        self.set(due_since=self.now)
+        for member in self.state.members:
+            if member.phase == "working":
+                self.tell(member, RegroupDue(generation=self.state.generation))
+
+    def break_up(self, worker: Worker) -> None:
+        """The generation has lost a member, so that its work cannot go on."""
+        due_since = self.now if self.state.due_since is None else self.state.due_since
+        self.set(lost=(*self.state.lost, worker.id), due_since=due_since)
+        for member in self.state.members:
+            if member.phase == "working":
+                self.tell(member, Lost(generation=self.state.generation, workers=(worker.id,)))
+
+    def lose(self, worker: Worker, why: str, ended: bool = False) -> None:
+        """A worker that was to take part, or did, is given up.
+
+        Args:
+            worker: that is given up.
+            why: for people.
+            ended: whether its process is known to be gone.
+        """
+        rank = self.state.ranks.get(worker.id)
+        self.note("lost", worker=worker.id, host=worker.host, rank=rank, why=short(why))
+        self.set(blame=self.blame(worker, why))
+        self._count(worker)
+        if ended:
+            self.drop(worker)
+        else:
+            self.kill(worker, why)
+        if worker.signs.connected:
+            self.actions.append(Hangup(worker.id))
+        if worker.phase in MEMBER:
+            self.break_up(worker)
+
+    def kill(self, worker: Worker, why: str) -> None:
+        """Have a worker killed."""
+        self.put(worker, phase="lost", why=short(why))
+        self.tell_agent(worker.agent, End(workers=(worker.id,), how="kill"))
+
+    def remove(self, worker: Worker, reason: str, preempted: bool = False) -> None:
+        """A worker is to end, for nobody's fault.
+
+        Args:
+            worker: that is to end.
+            reason: for people.
+            preempted: whether the job is to go on later.
+        """
+        farewell = Removed(reason=reason, preempted=preempted)
+        self.put(worker, phase="removed", farewell=farewell, signs=replace(worker.signs, at=self.now))
+        if worker.phase in MEMBER:
+            self.note("left", worker=worker.id, host=worker.host, reason=reason)
+        if worker.phase == "asked":
+            self.tell_agent(worker.agent, End(workers=(worker.id,), how="leave"))
+        else:
+            self.tell(worker, farewell)
+
+    def _count(self, worker: Worker) -> None:
+        """What a loss means for those that come instead: whether any may, and how long they wait."""
+        agent = self.state.agents[worker.agent]
+        if worker.leaving or is_past(agent_deadline(self.state, agent), self.now):
+            return  # its place is gone with it, and nobody comes instead
+        settings = self.state.settings
+        if self.state.restarts < settings.max_restarts * settings.largest:
+            self.set(restarts=self.state.restarts + 1)
+        else:
+            self.set(unreplaced=self.state.unreplaced + 1)
+        was_quick = self.now - worker.signs.started < QUICK_S
+        self.set(quick=self.state.quick + 1 if was_quick else 0)
+
+    # -- the job ends
+
+    def fail(self, reason: str) -> None:
+        """The job has failed."""
+        self.end("failed", JobOver(reason=short(reason)))
+
+    def end(self, outcome: str, over: JobOver) -> None:
+        """The job is over."""
+        self.set(over=over)
+        self.note("over", outcome=outcome, reason=over.reason, digest=over.digest)
+        for worker in self.state.workers.values():
+            if worker.phase not in ("asked", "removed", "lost"):
+                self.tell(worker, over)
+        for agent in self.state.agents:
+            self.tell_agent(agent, over)
+
+    # -- words
+
+    def blame(self, worker: Worker, why: str) -> str:
+        """Who it was, and why, for people."""
+        rank = self.state.ranks.get(worker.id)
+        who = worker.id if rank is None else f"{worker.id} (rank {rank})"
+        return short(f"{who} on host {worker.host}: {why}")
+
+
+def short(text: str) -> str:
+    """What fits into a message."""
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"

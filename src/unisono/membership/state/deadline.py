@@ -1,0 +1,72 @@
+"""How long who may be silent."""
+
+from dataclasses import replace
+
+from unisono.membership.state.state import Agent, Signs, State, Worker
+
+
+def next_deadline(state: State) -> float | None:
+    """When a tick is needed at the latest, whatever happens before; None while nothing is waited for.
+
+    It is never far after the last event, so that a coordinator that was itself held up can tell.
+    """
+    if state.over is not None:
+        return None
+    found = [worker_deadline(state, worker) for worker in state.workers.values()]
+    found += [agent_deadline(state, agent) for agent in state.agents.values()]
+    known = [deadline for deadline in found if deadline is not None]
+    return min([*known, state.now + state.settings.failure_timeout_s / 4]) if known else None
+
+
+def worker_deadline(state: State, worker: Worker) -> float | None:
+    """When this worker has been silent for too long; None while nothing is expected of it."""
+    signs, timeout_s = worker.signs, state.settings.failure_timeout_s
+    match worker.phase:
+        case "working":
+            # When others have arrived, it has to as well, and other signs of life count no more.
+            return min(signs.at, signs.at if state.arrival is None else state.arrival) + timeout_s
+        case "asked" | "preparing" if state.minted is None and not worker.joins:
+            return _first_deadline(state, worker)
+        case "preparing" | "ready" | "arrived":
+            return None if signs.connected else signs.at + timeout_s
+        case "removed":
+            return signs.at + timeout_s
+    return None
+
+
+def _first_deadline(state: State, worker: Worker) -> float | None:
+    """Once connected, it has nothing to do but to be ready. Before, it may take its time while nobody waits for it."""
+    since = max(worker.signs.at, worker.signs.started)
+    if worker.phase == "asked":
+        waiting = [other.signs.at for other in state.candidates if other.phase == "ready"]
+        if not waiting:
+            return None
+        since = max(since, min(waiting))
+    return since + state.settings.failure_timeout_s
+
+
+def agent_deadline(state: State, agent: Agent) -> float | None:
+    """When this agent has been away for too long; None while it is there."""
+    return None if agent.signs.connected else agent.signs.at + state.settings.failure_timeout_s
+
+
+def is_past(deadline: float | None, now: float) -> bool:
+    """Whether it has come."""
+    return deadline is not None and deadline <= now
+
+
+def excused(state: State, now: float) -> State:
+    """The state, with all that is waited for put off if the coordinator was held up: it heard nobody meanwhile."""
+    gap = now - state.now
+    if gap <= state.settings.failure_timeout_s / 2:
+        return state
+
+    def put_off(signs: Signs) -> Signs:
+        return replace(signs, at=signs.at + gap)
+
+    return replace(
+        state,
+        workers={worker.id: replace(worker, signs=put_off(worker.signs)) for worker in state.workers.values()},
+        agents={agent.id: replace(agent, signs=put_off(agent.signs)) for agent in state.agents.values()},
+        arrival=None if state.arrival is None else state.arrival + gap,
+    )

@@ -1,0 +1,215 @@
+"""All that the coordinator knows, as one value."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from unisono.membership.messages import Arrived, JobOver, Minted, Removed
+from unisono.membership.state.coordination import Coordination
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """The newest signs of life of a worker or an agent.
+
+    Attributes:
+        connected: whether it is.
+        at: when it gave the last one, or its connection was lost, or it was told to begin with something.
+        started: when its process was to start.
+        step: that it has committed last.
+        samples_per_s: of the whole job.
+    """
+
+    connected: bool = False
+    at: float = 0.0
+    started: float = 0.0
+    step: int = 0
+    samples_per_s: float = 0.0
+
+
+Phase = Literal["asked", "preparing", "ready", "working", "arrived", "finished", "removed", "lost"]
+"""What a worker does:
+
+asked      its agent was told to start it
+preparing  it is connected, and runs its script up to the place where it can be taken in
+ready      it waits there
+working    it is a member of the generation
+arrived    a member that has left the generation's work, and waits for the next one
+finished   its script has finished its run
+removed    it takes part no more, and is about to end
+lost       it is given up, and is about to be killed
+"""
+
+CANDIDATE = ("asked", "preparing", "ready")
+"""Phases of those who are to be taken in."""
+
+MEMBER = ("working", "arrived")
+"""Phases of those who train."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker whose process may be there.
+
+    Attributes:
+        id: never used again.
+        agent: that runs it.
+        phase: what it does.
+        host: that it runs on; empty until it has connected.
+        joins: whether training was under way when it connected.
+        leaving: whether it was asked to leave.
+        loop: for which it is ready.
+        address: where its peers reach it.
+        turn: in which order it became ready.
+        arrived: how it arrived.
+        farewell: what it was told when it was removed.
+        digest: of its weights when it had finished.
+        why: it is lost.
+        signs: of its life.
+    """
+
+    id: str
+    agent: str
+    phase: Phase = "asked"
+    host: str = ""
+    joins: bool = False
+    leaving: bool = False
+    loop: int | None = None
+    address: str = ""
+    turn: int = 0
+    arrived: Arrived | None = None
+    farewell: Removed | None = None
+    digest: str = ""
+    why: str = ""
+    signs: Signs = Signs()
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """An agent that is there, or was lately.
+
+    Attributes:
+        id: that it made up.
+        host: that it is on.
+        workers: how many it can run.
+        given_up: places of workers that were asked to leave: they are not filled again until somebody resizes.
+        leaving: whether it was asked to leave.
+        left: whether it was told that it has.
+        signs: of its life.
+    """
+
+    id: str
+    host: str
+    workers: int
+    given_up: int = 0
+    leaving: bool = False
+    left: bool = False
+    signs: Signs = Signs()
+
+    @property
+    def places(self) -> int:
+        """How many workers may run there now."""
+        return 0 if self.leaving else max(0, self.workers - self.given_up)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All that the coordinator knows. Values of pydantic can be made of it, and it of them.
+
+    Attributes:
+        settings: what the user asked for.
+        now: when the last event happened.
+        workers: by id, in the order of their numbers.
+        agents: by id, in the order in which they came.
+        last_worker: the number of the newest worker.
+        last_turn: the number of workers that have become ready.
+        turns_seen: of them, how many had when the newest generation was minted.
+        generation: the newest one's number; 0 before the first.
+        minted: the generation that lives; None while none does.
+        loop: that its members are in, as far as is known.
+        due_since: when it became clear that it has to end; None while it has not.
+        arrival: when its first member arrived; None while none has.
+        lost: its members that were lost.
+        formed: which of them work in it.
+        seconds: that forming it took, by part: the slowest member's.
+        wanted: how many workers somebody asked for; None for as many as there is room for.
+        shards: of the job; 0 until a worker has said it.
+        restarts: how many lost workers were replaced.
+        unreplaced: how many were not, for want of restarts.
+        quick: how many in a row failed soon after their start.
+        blame: the newest loss, for people.
+        stopping: whether the job was asked to stop.
+        preempting: whether all its members have been removed, so that it goes on later.
+        over: how it has ended; None while it has not.
+    """
+
+    settings: Coordination
+    now: float = 0.0
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    agents: Mapping[str, Agent] = field(default_factory=dict)
+    last_worker: int = 0
+    last_turn: int = 0
+    turns_seen: int = 0
+    generation: int = 0
+    minted: Minted | None = None
+    loop: int | None = None
+    due_since: float | None = None
+    arrival: float | None = None
+    lost: tuple[str, ...] = ()
+    formed: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    wanted: int | None = None
+    shards: int = 0
+    restarts: int = 0
+    unreplaced: int = 0
+    quick: int = 0
+    blame: str = ""
+    stopping: bool = False
+    preempting: bool = False
+    over: JobOver | None = None
+
+    @property
+    def members(self) -> tuple[Worker, ...]:
+        """Those of the generation who are neither gone nor finished, in the order of ranks."""
+        seats = () if self.minted is None else self.minted.roster
+        found = (self.workers.get(seat.worker) for seat in seats)
+        return tuple(worker for worker in found if worker is not None and worker.phase in MEMBER)
+
+    @property
+    def candidates(self) -> tuple[Worker, ...]:
+        """Those who are to be taken in."""
+        return tuple(worker for worker in self.workers.values() if worker.phase in CANDIDATE)
+
+    @property
+    def finished(self) -> tuple[Worker, ...]:
+        """Those who have all that training comes to."""
+        return tuple(worker for worker in self.workers.values() if worker.phase == "finished")
+
+    @property
+    def staying(self) -> tuple[Worker, ...]:
+        """Members and candidates who were not asked to leave."""
+        return tuple(worker for worker in self.members + self.candidates if not worker.leaving)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The fewest and the most workers that can be asked for."""
+        most = min(self.settings.largest, self.shards or self.settings.largest)
+        return min(self.settings.smallest, most), most
+
+    @property
+    def size(self) -> int:
+        """How many workers are to train."""
+        wanted = self.settings.wanted if self.wanted is None else self.wanted
+        if wanted is None:
+            wanted = sum(agent.places for agent in self.agents.values())
+        return self.within(wanted)
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The rank of everybody in the generation's roster, by id."""
+        return {} if self.minted is None else {seat.worker: rank for rank, seat in enumerate(self.minted.roster)}
+
+    def within(self, workers: int) -> int:
+        """A number of workers, brought between the fewest and the most."""
+        fewest, most = self.limits
+        return max(fewest, min(workers, most))

@@ -1,0 +1,62 @@
+"""What people want to know of the state."""
+
+from typing import Any
+
+from unisono.membership.state.state import State, Worker
+
+
+def find(state: State, who: str) -> str | None:
+    """The id of a worker or an agent, by its id or its rank in digits; None if there is none."""
+    if who in state.workers or who in state.agents:
+        return who
+    return next((worker for worker, rank in state.ranks.items() if str(rank) == who), None)
+
+
+def status(state: State) -> dict[str, Any]:
+    """All that people want to know, for JSON."""
+    ranks = state.ranks
+    workers = sorted(state.workers.values(), key=lambda worker: ranks.get(worker.id, len(ranks)))
+    return {
+        "generation": state.generation,
+        "phase": _phase(state),
+        "wanted": state.size,
+        "smallest": state.limits[0],
+        "largest": state.limits[1],
+        "shards": state.shards,
+        "restarts": state.restarts,
+        "members": [_of_worker(worker, ranks[worker.id]) for worker in workers if worker.id in ranks],
+        "others": [_of_worker(worker, None) for worker in workers if worker.id not in ranks],
+        "agents": [
+            {
+                "agent": agent.id,
+                "host": agent.host,
+                "workers": agent.workers,
+                "connected": agent.signs.connected,
+                "leaving": agent.leaving,
+            }
+            for agent in state.agents.values()
+        ],
+        "over": None if state.over is None else state.over.model_dump(exclude={"kind"}),
+    }
+
+
+def _phase(state: State) -> str:
+    if state.over is not None:
+        return "over"
+    if state.minted is None:
+        return "stopping" if state.stopping or state.preempting else "forming"
+    return "training" if state.due_since is None else "regrouping"
+
+
+def _of_worker(worker: Worker, rank: int | None) -> dict[str, Any]:
+    return {
+        "id": worker.id,
+        "rank": rank,
+        "host": worker.host,
+        "agent": worker.agent,
+        "phase": worker.phase,
+        "connected": worker.signs.connected,
+        "leaving": worker.leaving,
+        "step": worker.signs.step,
+        "samples_per_s": worker.signs.samples_per_s,
+    }

@@ -1,0 +1,27 @@
+"""From one state to the next."""
+
+from unisono.membership.state.action import Action
+from unisono.membership.state.change import Change
+from unisono.membership.state.deadline import excused
+from unisono.membership.state.event import Event
+from unisono.membership.state.hearing import hear
+from unisono.membership.state.rules import settle
+from unisono.membership.state.state import State
+
+
+def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
+    """What becomes of a state by an event.
+
+    Args:
+        state: before it.
+        event: what happened.
+        now: when, in seconds; not before the last event.
+
+    Returns:
+        the state after it, and what is to be done, in this order, once the state is where it outlasts the
+        coordinator.
+    """
+    change = Change(excused(state, now), now)
+    hear(change, event)
+    settle(change)
+    return change.state, tuple(change.actions)

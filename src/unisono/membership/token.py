@@ -1,0 +1,61 @@
+"""The job's token: who has it may take part, and nobody else."""
+
+import os
+import re
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from unisono.errors import JobError
+
+_FORM = re.compile(r"[A-Za-z0-9_-]{43}")  # 256 bits
+_OPEN_ONLY_ITSELF = os.O_CLOEXEC | os.O_NOFOLLOW  # a link that somebody else put there leads nowhere
+
+
+def token_file(run_folder: Path) -> Path:
+    """Where a run folder keeps its token."""
+    return run_folder / "token"
+
+
+def make_token(run_folder: Path) -> str:
+    """The token of a run folder; a new one if it has none yet.
+
+    Raises:
+        JobError: it cannot be read or written, or others can read it.
+    """
+    path = token_file(run_folder)
+    beside = path.with_name(f".token.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_ONLY_ITSELF, 0o600)
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(secrets.token_urlsafe(32))
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(FileExistsError):  # whoever was first has made it for all
+                os.link(beside, path)
+        finally:
+            beside.unlink()
+    except OSError as error:
+        raise JobError(f"no token can be made in {run_folder}: {error}") from error
+    return read_token(path)
+
+
+def read_token(path: Path) -> str:
+    """The token in a file.
+
+    Raises:
+        JobError: it cannot be read, is none, or others than its owner can read it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _OPEN_ONLY_ITSELF)
+        with os.fdopen(descriptor, encoding="ascii", errors="replace") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read(256).strip()
+    except OSError as error:
+        raise JobError(f"the token of the job cannot be read: {error}") from error
+    if mode & 0o077:
+        raise JobError(f"others can read the token in {path}: chmod 600 it, or remove it and start the job again")
+    if not _FORM.fullmatch(token):
+        raise JobError(f"{path} holds no token: remove it and start the job again")
+    return token

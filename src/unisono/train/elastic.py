@@ -1,0 +1,339 @@
+"""A membership that changes while the job trains: workers come, go and die, and the others go on."""
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from time import perf_counter
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from unisono.errors import JobEnded, JobError, LaunchError, WorkerLost
+from unisono.job import Job
+from unisono.membership.client import Line
+from unisono.membership.environment import Environment
+from unisono.membership.generation import Generation
+from unisono.membership.messages import (
+    Arrived,
+    Finished,
+    Formed,
+    JobOver,
+    Leaving,
+    Lost,
+    Minted,
+    Progress,
+    Ready,
+    Refused,
+    RegroupDue,
+    Removed,
+    Seat,
+    StoreRequest,
+    ToWorker,
+    Welcome,
+    WorkerHello,
+)
+from unisono.membership.store import CoordinatorStore
+from unisono.plan.split import Split
+from unisono.reduce.peers import Door, Peers
+from unisono.reduce.transport import Solo
+from unisono.train.meeting import Meeting
+from unisono.train.membership import Arrival, Dismissed, Membership, Standing
+from unisono.train.published import packed, unpacked
+from unisono.train.settings import Coordination
+from unisono.train.workers import Workers
+
+BEAT_S = 1.0
+"""Between two signs of life."""
+
+Form = Callable[[Generation, Meeting], Workers]
+"""Connects the workers of a generation."""
+
+Call = Callable[[Callable[[ToWorker], None]], Line]
+"""Opens the connection to the coordinator, whose messages go to the argument."""
+
+
+class Elastic(Membership):
+    """Follows the coordinator from one generation to the next.
+
+    The main thread trains, and waits for the next generation where it has to. The connection's thread hears what
+    happens elsewhere: it notes that a generation is due, and hangs up on a generation that has lost a worker, which
+    wakes the main thread.
+
+    Args:
+        call: opens the connection to the coordinator.
+        hello: who this worker is.
+        form: connects the workers of a generation.
+        timeout_s: how long to wait for other workers and for the coordinator.
+
+    Raises:
+        LaunchError: the coordinator refuses this worker, or cannot be reached.
+    """
+
+    is_elastic = True
+
+    def __init__(self, call: Call, hello: WorkerHello, form: Form, timeout_s: float) -> None:
+        self._hello, self._form, self._timeout_s = hello, form, timeout_s
+        self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+        self._generation = Generation(0, 0, Split.even(hello.shards, 1))
+        self._workers = Workers(self._generation, Solo(hello.shards))
+        self._due = self._lost = 0
+        self._is_leaving = False
+        self._standing, self._rate = Standing(0), 0.0
+        self._closed = threading.Event()
+        self._publisher = ThreadPoolExecutor(1, "unisono-publisher")
+        self._door = Door(timeout_s)
+        self._line = call(self._hear)
+        threading.Thread(target=self._beat, name="unisono-beat", daemon=True).start()
+        try:
+            self.joins = self._await(Welcome).joins
+            if not self.joins:
+                self._line.send(Ready(address=self._door.address.hex()))
+                self._form_next(self._await(Minted), perf_counter())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def workers(self) -> Workers:
+        """Those of the present generation."""
+        return self._workers
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the coordinator has announced the next one."""
+        return self._due == self._generation.number
+
+    def leave(self) -> bool:
+        """Tell the coordinator, once."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            self._line.send(Leaving())
+        return True
+
+    def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
+        """Hang up, and wait for the next generation."""
+        begun = perf_counter()
+        self._standing = standing
+        self._open_door()
+        self._line.send(
+            Arrived(
+                generation=self._generation.number,
+                acts=standing.acts,
+                loop=standing.loop,
+                at_boundary=standing.at_boundary,
+                step=standing.step,
+                address=self._door.address.hex(),
+            )
+        )
+        return self._form_next(self._await(Minted, wanted=self._is_next), begun)
+
+    def enter(self, loop: int) -> Arrival | None:
+        """Wait to be taken in, or for the others to be through with the loop."""
+        begun = perf_counter()
+        self._open_door()
+        self._line.send(Ready(loop=loop, address=self._door.address.hex()))
+        over = f"loop/{loop}"
+        self._watch(over)
+
+        def is_wanted(news: Minted | _Known) -> bool:
+            return self._is_next(news) if isinstance(news, Minted) else news.name == over
+
+        news = self._await(Minted, _Known, wanted=is_wanted)
+        return self._form_next(news, begun) if isinstance(news, Minted) else None
+
+    def formed(self, seconds: Mapping[str, float]) -> None:
+        """Tell the coordinator."""
+        self.joins = False
+        self._line.send(Formed(generation=self._generation.number, seconds=dict(seconds)))
+
+    def publish(self, name: str, value: Any) -> None:
+        """In the coordinator's store; nobody waits for it here."""
+        request = StoreRequest(id=0, operation="set", keys=(f"run/{name}",), value=packed(value))
+        self._publisher.submit(self._line.request, request)
+
+    def published(self, name: str) -> Any:
+        """From the coordinator's store, once it is there."""
+        self._watch(name)
+        return unpacked(self._await(_Known, wanted=lambda news: news.name == name).value)
+
+    def tell(self, standing: Standing, samples_per_s: float) -> None:
+        """With the next sign of life."""
+        self._standing, self._rate = standing, samples_per_s
+
+    def finished(self, digest: str) -> None:
+        """Tell the coordinator, and wait until it knows that of all members: until then it may be told again."""
+        self._line.send(Finished(digest=digest))
+        with suppress(queue.Empty):
+            while not isinstance(self._news.get(timeout=self._timeout_s), JobOver):
+                pass
+
+    def await_end(self) -> NoReturn:
+        """The others finish without this worker."""
+        self._await(())
+        raise AssertionError("only the job's end is waited for")
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        self._closed.set()
+        self._door.close()
+        self._workers.close()
+        self._publisher.shutdown(wait=False, cancel_futures=True)
+        self._line.close()
+
+    # -- the connection's thread -------------------------------------------------------------------------------------
+
+    def _hear(self, message: ToWorker) -> None:
+        if isinstance(message, RegroupDue):
+            self._due = message.generation
+        elif isinstance(message, Lost):
+            self._lost = max(self._lost, message.generation)
+            self._hang_up_if_lost()
+        elif isinstance(message, Welcome | Minted):
+            self._news.put(message)
+        elif isinstance(message, Removed | Refused | JobOver):
+            self._news.put(message)
+            self._lost = self._generation.number
+            self._hang_up_if_lost()
+
+    def _hang_up_if_lost(self) -> None:
+        # Called by whoever notes a loss, and by whoever forms a generation: whichever comes second sees the other.
+        if self._lost >= self._generation.number > 0:
+            self._door.close()
+            self._workers.transport.abort()
+
+    # -- the main thread ---------------------------------------------------------------------------------------------
+
+    def _form_next(self, minted: Minted, begun: float) -> Arrival:
+        waited = perf_counter()
+        rank = next(rank for rank, seat in enumerate(minted.roster) if seat.worker == self._hello.worker)
+        self._generation = Generation(minted.generation, rank, Split(minted.bounds))
+        self._line.generation = minted.generation
+        self._hang_up_if_lost()
+        meeting = MintedMeeting(minted, rank, self._door, self._line, self._timeout_s)
+        self._workers = self._form(self._generation, meeting)
+        self._door.close()
+        self._hang_up_if_lost()
+        return Arrival(
+            source=minted.source,
+            acts=[seat.acts for seat in minted.roster],
+            joiners=frozenset(number for number, seat in enumerate(minted.roster) if seat.joins),
+            seconds={"regroup": waited - begun, "form": perf_counter() - waited},
+        )
+
+    def _is_next(self, minted: Minted) -> bool:
+        return minted.generation > self._generation.number  # a coordinator that came back may repeat itself
+
+    def _open_door(self) -> None:
+        self._workers.close()
+        self._door.close()
+        self._door = Door(self._timeout_s)
+
+    def _await(self, *kinds: Any, wanted: Callable[[Any], bool] = lambda news: True) -> Any:
+        """The next news of one of these kinds. News of the end come first."""
+        while True:
+            news = self._news.get()
+            if kinds and isinstance(news, kinds) and wanted(news):
+                return news
+            if isinstance(news, Removed | Refused | JobOver):
+                _end(news)
+
+    def _watch(self, name: str) -> None:
+        """Have the main thread hear of a value, as soon as it is known."""
+
+        def look() -> None:
+            while not self._closed.is_set():
+                request = StoreRequest(id=0, operation="get", keys=(f"run/{name}",), timeout_s=WATCH_S)
+                try:
+                    reply = self._line.request(request)
+                except LaunchError:  # the coordinator is gone for a while, or this worker is through
+                    continue
+                if not reply.error:
+                    self._news.put(_Known(name, reply.value))
+                    return
+
+        threading.Thread(target=look, name="unisono-watch", daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            standing = self._standing
+            self._line.send(Progress(acts=standing.acts, step=standing.step, samples_per_s=self._rate))
+
+
+def elastic(where: Coordination, job: Job, host: str, form: Form, timeout_s: float) -> Elastic:
+    """The membership of a worker whose job has a coordinator.
+
+    Raises:
+        JobError: the token cannot be read.
+        LaunchError: the coordinator refuses this worker, or cannot be reached.
+    """
+    try:
+        token = where.token_file.read_text().strip()
+    except OSError as error:
+        raise JobError(f"the job's token cannot be read: {error}") from error
+    hello = WorkerHello(worker=where.worker, host=host, pid=os.getpid(), shards=job.shards)
+
+    def call(hear: Callable[[ToWorker], None]) -> Line:
+        return Line.open(where.url, token, hello, hear, timeout_s)
+
+    return Elastic(call, hello, form, timeout_s)
+
+
+class MintedMeeting(Meeting):
+    """Of the workers of a minted generation.
+
+    Args:
+        minted: the generation.
+        rank: of this worker.
+        door: of this worker, whose address the others know.
+        line: to the coordinator.
+        timeout_s: how long to wait for the others.
+    """
+
+    def __init__(self, minted: Minted, rank: int, door: Door, line: Line, timeout_s: float) -> None:
+        self._here: list[Seat] = [seat for seat in minted.roster if seat.host == minted.roster[rank].host]
+        self._place = self._here.index(minted.roster[rank])
+        self._generation, self._door, self._line, self._timeout_s = minted.generation, door, line, timeout_s
+        self.environment = Environment(
+            "unisono", rank, len(minted.roster), self._place, len(self._here), minted.roster[rank].host
+        )
+
+    def store(self) -> dist.Store:
+        """The coordinator's."""
+        return dist.PrefixStore(
+            f"g{self._generation}", CoordinatorStore(self._line, timedelta(seconds=self._timeout_s))
+        )
+
+    def peers(self) -> Peers:
+        """At the doors whose addresses came with the roster."""
+        lower = (bytes.fromhex(seat.address) for seat in self._here[: self._place])
+        return self._door.gather(self._place, len(self._here), lower)
+
+
+WATCH_S = 30.0
+"""How long the coordinator lets one question for a value wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A value that was watched for is there."""
+
+    name: str
+    value: str
+
+
+_News = Welcome | Minted | Removed | Refused | JobOver | _Known
+
+
+def _end(news: Removed | Refused | JobOver) -> NoReturn:
+    if isinstance(news, Removed):
+        raise Dismissed(news.reason, preempted=news.preempted)
+    if isinstance(news, Refused):
+        raise LaunchError(f"the coordinator turns this worker away: {news.reason}")
+    if news.digest:
+        raise SystemExit(0)
+    raise JobEnded(f"the job is over: {news.reason}")

@@ -1,0 +1,115 @@
+"""A script with nearly everything: two loops, two updates per batch, a scheduler, state of its own, calls between.
+
+``FAULTS`` is a list of ``{"rank", "step", "place", "signal"}``: whoever has that rank sends itself the signal, once.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import unisono
+
+FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
+PACE_S = float(os.environ.get("PACE_S", "0.01"))
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Samples that are drawn anew each time, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        fixed = torch.randn(16, generator=torch.Generator().manual_seed(number))
+        return fixed + 0.1 * torch.randn(16), number % 5
+
+
+class Seen:
+    """The script's own state: how much it has seen, and an average of the losses."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.average = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self).copy()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+run = unisono.init(batch_size=64, shards=8, seed=3, failure_timeout_s=30)
+body = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2))
+head = nn.Linear(32, 5)
+optimizers = [torch.optim.AdamW(body.parameters(), lr=1e-2), torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)]
+run.prepare([body, head], optimizers)
+schedulers = [torch.optim.lr_scheduler.StepLR(one, 7, 0.8) for one in optimizers]
+for number, scheduler in enumerate(schedulers):
+    run.register(f"scheduler {number}", scheduler)
+seen = run.register("seen", Seen())
+data = Noisy()
+
+
+def fault(place: str, step: int) -> None:
+    for number, one in enumerate(FAULTS):
+        if (one["place"], one["step"], one["rank"]) != (place, step, run.rank):
+            continue
+        mark = Path(run.dir) / f"fault-{number}"
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), getattr(signal, one.get("signal", "SIGKILL")))
+
+
+def loss_of(models: Any, batch: Any) -> torch.Tensor:
+    time.sleep(PACE_S)
+    return F.cross_entropy(head(body(batch[0])), batch[1])
+
+
+def metrics(models: Any, batch: Any) -> dict[str, torch.Tensor]:
+    return {"loss": F.cross_entropy(head(body(batch[0])), batch[1])}
+
+
+print("before", run.evaluate(data, metrics))
+for step in run.steps(data, epochs=int(os.environ.get("EPOCHS", "6"))):
+    fault("begin", step.number)
+
+    def first(models: Any, batch: Any) -> torch.Tensor:
+        fault("first", step.number)
+        return loss_of(models, batch)
+
+    def second(models: Any, batch: Any) -> torch.Tensor:
+        fault("second", step.number)
+        return 0.5 * loss_of(models, batch)
+
+    loss = step.run(first, optimizer=optimizers[0], clip_norm=1.0)
+    fault("between", step.number)
+    step.run(second, optimizer=optimizers[1])
+    fault("after", step.number)
+    for scheduler in schedulers:
+        scheduler.step()
+    seen.steps += 1
+    seen.average = 0.9 * seen.average + 0.1 * loss
+    if step.is_last_in_epoch:
+        fault("evaluate", step.number)
+        found = run.evaluate(data, metrics)
+        fault("sum", step.number)
+        total = run.all_reduce(seen.steps, "max")
+        fault("predict", step.number)
+        outputs = run.predict(data, lambda models, batch: head(body(batch[0])))
+        run.print(f"epoch {step.epoch}: {found['loss']} {total} {float(outputs.sum())} on {run.world_size}")
+        if step.epoch >= 40:
+            break
+middle = run.evaluate(data, metrics)
+for step in run.steps(data, epochs=1, shuffle=False):
+    fault("begin", step.number)
+    step.run(loss_of)
+seen.steps += int(1000 * middle["loss"])
+print("after", run.evaluate(data, metrics), seen.steps, seen.average, schedulers[0].get_last_lr())
+run.finish()

@@ -1,0 +1,236 @@
+"""The coordinator as a process of its own: killed and started again, asked to end, and reached over TLS."""
+
+import json
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from unisono.errors import LaunchError
+from unisono.membership.client import Line
+from unisono.membership.messages import (
+    AgentHello,
+    AgentLeaving,
+    Finished,
+    JobOver,
+    Message,
+    Minted,
+    Ready,
+    Start,
+    StoreRequest,
+    ToWorker,
+    Welcome,
+    WorkerEnded,
+    WorkerHello,
+    to_agent,
+)
+from unisono.membership.token import read_token, token_file
+
+pytestmark = pytest.mark.procs
+
+PATIENCE_S = 30.0
+MODULE = "unisono.membership.server"
+
+
+class Coordinator:
+    """A coordinator in a run folder, on a socket that outlives it."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        self._options = options
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        fd = self.listening.fileno()
+        command = [sys.executable, "-P", "-m", MODULE, "--run-dir", str(self.folder), "--fd", str(fd)]
+        self.process = subprocess.Popen(
+            [*command, "--failure-timeout", "20", *self._options], stderr=subprocess.PIPE, text=True, pass_fds=[fd]
+        )
+        until((self.folder / "coordinator.json").exists)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Its exit code; it must have had nothing to complain of."""
+        assert self.process is not None
+        _, words = self.process.communicate(timeout=PATIENCE_S)
+        assert words == ""
+        return self.process.returncode
+
+    @property
+    def url(self) -> str:
+        return str(json.loads((self.folder / "coordinator.json").read_text())["url"])
+
+    @property
+    def token(self) -> str:
+        return read_token(token_file(self.folder))
+
+    @contextmanager
+    def agent(self, running: tuple[str, ...] = ()) -> Iterator[ClientConnection]:
+        address = f"ws://127.0.0.1:{self.listening.getsockname()[1]}/agent"
+        with connect(address, additional_headers={"Authorization": f"Bearer {self.token}"}, proxy=None) as connection:
+            say(connection, AgentHello(agent="a1", host="here", workers=1, running=running))
+            yield connection
+
+
+def say(connection: ClientConnection, message: Message) -> None:
+    connection.send(message.model_dump_json())
+
+
+def hear(connection: ClientConnection, kind: type[Message]) -> Message:
+    while True:
+        message = to_agent.validate_json(connection.recv(timeout=PATIENCE_S))
+        if isinstance(message, kind):
+            return message
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    made = Coordinator(tmp_path)
+    made.start()
+    yield made
+    assert made.process is not None
+    made.process.kill()
+    made.process.communicate()
+    made.listening.close()
+
+
+def open_line(coordinator: Coordinator, worker: str, told: "SimpleQueue[ToWorker]", **options: Path) -> Line:
+    hello = WorkerHello(worker=worker, host="here", pid=1, shards=1)
+    return Line.open(coordinator.url, coordinator.token, hello, told.put, PATIENCE_S, **options)
+
+
+def hear_worker(told: "SimpleQueue[ToWorker]", kind: type[Message]) -> ToWorker:
+    while not isinstance(message := told.get(timeout=PATIENCE_S), kind):
+        pass
+    return message
+
+
+def test_a_coordinator_needs_no_torch() -> None:
+    check = f"import sys, {MODULE}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_only_its_owner_reads_where_it_is_and_what_it_knows(coordinator: Coordinator) -> None:
+    for name in ("coordinator.json", "coordinator.jsonl", "token"):
+        assert stat.S_IMODE((coordinator.folder / name).stat().st_mode) == 0o600
+    assert coordinator.process is not None
+    assert coordinator.token not in " ".join(map(str, coordinator.process.args))  # type: ignore[arg-type]
+
+
+def test_a_job_outlives_a_coordinator_that_is_killed(coordinator: Coordinator) -> None:
+    told: SimpleQueue[ToWorker] = SimpleQueue()
+    with coordinator.agent() as agent:
+        started = hear(agent, Start)
+        assert isinstance(started, Start)
+        (name,) = started.workers
+        line = open_line(coordinator, name, told)
+        with closing(line):
+            assert hear_worker(told, Welcome) == Welcome(joins=False)
+            line.send(Ready())
+            hear_worker(told, Minted)
+            line.generation = 1
+            line.request(StoreRequest(id=0, operation="set", keys=("g1/a",), value="eA=="))
+
+            assert coordinator.end(signal.SIGKILL) == -signal.SIGKILL
+            coordinator.start()
+
+            assert line.request(StoreRequest(id=0, operation="get", keys=("g1/a",))).value == "eA=="
+            with coordinator.agent(running=(name,)) as again:
+                line.send(Finished(digest="ab"))
+                over = hear_worker(told, JobOver)
+                assert isinstance(over, JobOver)
+                assert over.digest == "ab"
+                assert hear(again, JobOver) == over
+                say(again, WorkerEnded(worker=name, code=0))
+    assert coordinator.wait() == 0
+    assert not (coordinator.folder / "coordinator.json").exists()
+    journal = [json.loads(line)["event"] for line in (coordinator.folder / "journal.jsonl").read_text().splitlines()]
+    assert journal.count("minted") == 1
+    assert journal[-1] == "over"
+
+
+def test_a_coordinator_that_is_asked_to_end_says_that_its_job_is_not_over(coordinator: Coordinator) -> None:
+    with coordinator.agent() as agent:
+        hear(agent, Start)
+
+        assert coordinator.end() == 128 + signal.SIGTERM
+        with pytest.raises(ConnectionClosed):
+            while True:
+                agent.recv(timeout=PATIENCE_S)
+    assert not (coordinator.folder / "coordinator.json").exists()
+
+
+def test_a_job_that_all_leave_ends(coordinator: Coordinator) -> None:
+    with coordinator.agent() as agent:
+        started = hear(agent, Start)
+        assert isinstance(started, Start)
+        say(agent, AgentLeaving())
+        say(agent, WorkerEnded(worker=started.workers[0], code=-15))
+        over = hear(agent, JobOver)
+        assert isinstance(over, JobOver)
+        assert over.preempted
+    assert coordinator.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "0.0.0.0"], "give --tls-cert and --tls-key"),  # noqa: S104 - that is the point
+        (["--smallest", "3", "--largest", "2"], "3:2 workers"),
+        (["--tls-cert", "nothing.pem"], "--tls-cert and --tls-key belong together"),
+        (["--run-dir", "nowhere"], "nowhere is no run folder"),
+        (["--fd", "999"], "cannot listen on descriptor 999"),
+        (["--port", "many"], "invalid int value"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(tmp_path: Path, options: list[str], words: str) -> None:
+    command = [sys.executable, "-m", MODULE, "--run-dir", str(tmp_path), *options]
+
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+    assert ended.returncode == 2
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_over_tls_a_worker_trusts_the_certificate_that_it_was_given(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", *subject]
+    subprocess.run([*make, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    coordinator = Coordinator(tmp_path, "--tls-cert", str(certificate), "--tls-key", str(key))
+    coordinator.start()
+    with closing(coordinator.listening):
+        assert coordinator.url.startswith("https://127.0.0.1:")
+        told: SimpleQueue[ToWorker] = SimpleQueue()
+        with closing(open_line(coordinator, "w77", told, certificates=certificate)):
+            assert told.get(timeout=PATIENCE_S).kind == "refused"  # by name: it was heard
+        with pytest.raises(LaunchError, match="certificate"):
+            hello = WorkerHello(worker="w77", host="here", pid=1, shards=1)
+            Line.open(coordinator.url, coordinator.token, hello, told.put, 1.0)
+        coordinator.end()

@@ -1,0 +1,226 @@
+"""`unisono run -n A:B`, from the command line to the coordinator and back. The workers act, and train nothing."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.procs
+
+PATIENCE_S = 60.0
+ACTOR = Path(__file__).parent / "scripts" / "actor.py"
+
+
+class Job:
+    """An elastic job in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir = folder / "run"
+        self._output = (folder / "output").open("wb")
+        self.output = folder / "output"
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *options: str) -> subprocess.Popen[bytes]:
+        return self._command("run", *options, "--run-dir", str(self.run_dir), str(ACTOR))
+
+    def join(self, *options: str) -> subprocess.Popen[bytes]:
+        return self._command("join", *options, "--run-dir", str(self.run_dir), str(ACTOR))
+
+    def _command(self, *words: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "unisono", *words]
+        process = subprocess.Popen(command, cwd=self.run_dir.parent, stdout=self._output, stderr=subprocess.STDOUT)
+        self._started.append(process)
+        return process
+
+    def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "unisono", *words, "--run-dir", str(self.run_dir)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+
+    def status(self) -> dict[str, Any]:
+        found = json.loads(self.ask("status", "--json").stdout)
+        assert isinstance(found, dict)
+        return found
+
+    def log(self, worker: str) -> str:
+        path = self.run_dir / "logs" / f"{worker}.log"
+        return path.read_text() if path.exists() else ""
+
+    def formed(self, generation: int, *workers: str) -> None:
+        """Until all of these are in a generation."""
+        words = f"generation {generation} of {list(workers)}"
+        self.until(lambda: all(words in self.log(worker) for worker in workers), words)
+
+    def pid_of(self, worker: str) -> int:
+        return int(re.findall(r"pid (\d+)", self.log(worker))[-1])
+
+    @property
+    def coordinator(self) -> int:
+        return int(json.loads((self.run_dir / "coordinator.json").read_text())["pid"])
+
+    def until(self, is_so: Callable[[], bool], words: str) -> None:
+        begun = time.monotonic()
+        while not is_so():
+            assert time.monotonic() - begun < PATIENCE_S, f"{words} did not come:\n{self.text}"
+            assert self._started[-1].poll() is None or is_so(), f"it ended before {words} came:\n{self.text}"
+            time.sleep(0.01)
+
+    def finish(self) -> None:
+        (self.run_dir / "finish").touch()
+
+    @property
+    def text(self) -> str:
+        log = self.run_dir / "logs" / "coordinator.log"
+        return self.output.read_text() + (log.read_text() if log.exists() else "")
+
+    @property
+    def result(self) -> dict[str, Any]:
+        found = json.loads((self.run_dir / "result.json").read_text())
+        assert isinstance(found, dict)
+        return found
+
+    @property
+    def events(self) -> list[str]:
+        return [json.loads(line)["event"] for line in (self.run_dir / "journal.jsonl").read_text().splitlines()]
+
+    def close(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait(PATIENCE_S)
+        self._output.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    for name in list(os.environ):
+        if name.startswith("UNISONO_"):
+            monkeypatch.delenv(name)
+    found = Job(tmp_path)
+    yield found
+    found.close()
+
+
+def test_a_job_trains_to_its_end_and_leaves_nothing(job: Job) -> None:
+    launcher = job.start("-n", "3", "--max-restarts", "1")
+    job.formed(1, "w1", "w2", "w3")
+    job.finish()
+    assert launcher.wait(PATIENCE_S) == 0, job.text
+    assert (job.result["exit_code"], job.result["error"], job.result["world_size"]) == (0, None, 3)
+    assert "[w2] generation 1 of ['w1', 'w2', 'w3']" in job.text
+    assert not (job.run_dir / "coordinator.json").exists()
+
+
+def test_a_lost_worker_is_replaced_and_the_job_ends_well(job: Job) -> None:
+    launcher = job.start("-n", "2", "--max-restarts", "2")
+    job.formed(1, "w1", "w2")
+    os.kill(job.pid_of("w2"), signal.SIGKILL)
+    job.formed(3, "w1", "w3")
+    job.finish()
+    assert launcher.wait(PATIENCE_S) == 0, job.text
+    assert "lost" in job.events
+
+
+def test_a_worker_that_is_not_warm_does_as_well(job: Job) -> None:
+    launcher = job.start("-n", "2", "--max-restarts", "2", "--no-warm-start")
+    job.formed(1, "w1", "w2")
+    assert not (job.run_dir / "logs" / "template.log").exists()
+    job.finish()
+    assert launcher.wait(PATIENCE_S) == 0, job.text
+
+
+def test_a_job_goes_on_while_its_coordinator_is_started_again(job: Job) -> None:
+    launcher = job.start("-n", "2", "--max-restarts", "1")
+    job.formed(1, "w1", "w2")
+    before = job.coordinator
+    os.kill(before, signal.SIGKILL)
+    job.until(lambda: "is started again" in job.text and job.coordinator != before, "another coordinator")
+    job.until(lambda: all(worker["connected"] for worker in job.status()["members"]), "its workers")
+    assert job.status()["generation"] == 1
+    os.kill(job.pid_of("w1"), signal.SIGKILL)
+    job.formed(3, "w2", "w3")
+    job.finish()
+    assert launcher.wait(PATIENCE_S) == 0, job.text
+
+
+def test_workers_come_and_go_as_people_ask(job: Job) -> None:
+    launcher = job.start("-n", "1:4")
+    job.until((job.run_dir / "coordinator.json").exists, "a coordinator")
+    job.until(lambda: job.ask("resize", "2").returncode == 0, "an answer")
+    job.until(lambda: [each["phase"] for each in job.status()["members"]] == ["working"] * 2, "two workers")
+    assert job.ask("resize", "3").returncode == 0
+    job.until(lambda: len(job.status()["members"]) == 3, "three workers")
+    assert "working" in job.ask("status").stdout
+    leaves = job.status()["members"][0]["id"]
+    assert job.ask("leave", "0").returncode == 0
+    job.until(lambda: leaves not in [each["id"] for each in job.status()["members"]], "one less")
+    job.finish()
+    assert launcher.wait(PATIENCE_S) == 0, job.text
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "stop"])
+def test_a_job_that_is_asked_to_stop_can_be_started_again(job: Job, how: str) -> None:
+    launcher = job.start("-n", "2", "--max-restarts", "1")
+    job.formed(1, "w1", "w2")
+    if how == "stop":
+        assert job.ask("stop").returncode == 0
+    else:
+        launcher.send_signal(signal.Signals[how])
+    assert launcher.wait(PATIENCE_S) == 75, job.text
+    assert "start it again with the same --run-dir" in job.text
+    assert job.result["exit_code"] == 75
+    again = job.start("-n", "2", "--max-restarts", "1")
+    job.formed(2, "w3", "w4")  # numbers are never used again
+    job.finish()
+    assert again.wait(PATIENCE_S) == 0, job.text
+
+
+def test_an_error_in_the_script_ends_the_job_and_its_traceback_comes_last(job: Job) -> None:
+    launcher = job.start("-n", "3", "--max-restarts", "5")
+    job.formed(1, "w1", "w2", "w3")
+    (job.run_dir / "fail-w2").touch()
+    assert launcher.wait(PATIENCE_S) == 1, job.text
+    said = job.output.read_text()
+    assert said.rstrip().endswith("ValueError: boom")
+    assert "unisono: worker w2 on host" in said
+    assert (job.result["error"]["worker"], job.result["error"]["type"]) == ("w2", "ValueError")
+
+
+def test_with_no_restarts_left_the_job_says_whom_it_lost(job: Job) -> None:
+    launcher = job.start("-n", "1", "--max-restarts", "0")
+    job.formed(1, "w1")
+    os.kill(job.pid_of("w1"), signal.SIGKILL)
+    assert launcher.wait(PATIENCE_S) == 137, job.text
+    assert re.search(r"worker w1 on host \S+ was killed by SIGKILL: likely the memory ran out", job.text)
+
+
+def test_a_launcher_that_is_killed_takes_everything_with_it(job: Job) -> None:
+    launcher = job.start("-n", "3", "--max-restarts", "1")
+    job.formed(1, "w1", "w2", "w3")
+    family = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(family) >= 6  # three workers, the template, the coordinator and the guard
+    launcher.kill()
+    assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
+
+
+def test_an_agent_brings_room_and_takes_it_away_again(job: Job) -> None:
+    launcher = job.start("-n", "1:4", "--no-warm-start")
+    job.until((job.run_dir / "coordinator.json").exists, "a coordinator")
+    job.until(lambda: job.ask("resize", "4").returncode == 0, "an answer")
+    job.until(lambda: len(job.status()["members"]) == 4, "four workers")
+    joined = job.join("-n", "2", "--no-warm-start")
+    job.until(lambda: len(job.status()["agents"]) == 2, "a second agent")
+    old = [each["id"] for each in job.status()["members"]]
+    os.kill(job.pid_of(old[0]), signal.SIGKILL)
+    job.until(lambda: len(job.status()["members"]) == 4, "four workers again")
+    joined.send_signal(signal.SIGTERM)
+    assert joined.wait(PATIENCE_S) in (0, 75), job.text
+    job.finish()
+    assert launcher.wait(PATIENCE_S) == 0, job.text

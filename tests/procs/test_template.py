@@ -1,0 +1,347 @@
+"""A worker that is forked from the template is what a fresh one would be, and is there sooner."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from unisono.launch.request import Request
+from unisono.launch.warm_start import ColdStart, WarmStart, WarmWorker
+
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.skipif(sys.platform != "linux", reason="a worker ends with its template by what only Linux has"),
+]
+
+PATIENCE_S = 60.0
+
+
+class Host:
+    """Starts workers of one template in a folder."""
+
+    def __init__(self, folder: Path, warm: WarmStart) -> None:
+        self.folder, self.warm = folder, warm
+        self._number = 0
+
+    async def start(self, *argv: str, **variables: str) -> "Started":
+        self._number += 1
+        out, err = (self.folder / f"{name}-{self._number}" for name in ("out", "err"))
+        with out.open("wb") as writes_out, err.open("wb") as writes_err:
+            request = Request(argv, variables, str(self.folder))
+            worker = await self.warm.start(request, writes_out.fileno(), writes_err.fileno())
+        return Started(worker, out, err)
+
+    async def run(self, body: str, *args: str, **variables: str) -> "Ended":
+        path = self.folder / f"script-{self._number}.py"
+        path.write_text(textwrap.dedent(body))
+        return await (await self.start(path.name, *args, **variables)).ended()
+
+
+class Ended:
+    """What a worker has left."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+class Started:
+    """A worker that runs."""
+
+    def __init__(self, worker: WarmWorker, out: Path, err: Path) -> None:
+        self.worker, self._out, self._err = worker, out, err
+
+    async def wrote(self, words: str) -> None:
+        """Until it has written these words."""
+        async with asyncio.timeout(PATIENCE_S):
+            while words not in self._out.read_text():
+                await asyncio.sleep(0.005)
+
+    async def ended(self) -> Ended:
+        async with asyncio.timeout(PATIENCE_S):
+            code = await self.worker.wait()
+        return Ended(code, self._out.read_text(), self._err.read_text())
+
+
+def environment(**further: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
+    return kept | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | further
+
+
+@asynccontextmanager
+async def template(folder: Path, **further: str) -> AsyncIterator[Host]:
+    warm = await WarmStart.open(environment(**further), folder / "template.log")
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await warm.ready()
+        yield Host(folder, warm)
+    finally:
+        await warm.close()
+
+
+Test = Callable[[Path], None]
+
+
+def with_template(test: Callable[[Host], Coroutine[Any, Any, None]]) -> Test:
+    """Run a test in an event loop, with a template of its own."""
+
+    def run(tmp_path: Path) -> None:
+        async def go() -> None:
+            async with template(tmp_path) as host:
+                await test(host)
+
+        asyncio.run(go())
+
+    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+    return run
+
+
+def cold(folder: Path, *argv: str, **variables: str) -> Ended:
+    done = subprocess.run(
+        [sys.executable, "-P", "-u", "-m", "unisono.launch.worker", *argv],
+        cwd=folder,
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+# --- what it sees
+
+LOOK = """
+import os, signal, sys, threading, __main__
+print(sys.argv, sys.orig_argv[1:], os.getcwd())
+print(sys.path[0], len(sys.path), sys.flags)
+print(__name__, __file__, __package__, __spec__ and __spec__.name, __doc__)
+print(__main__ is sys.modules["__main__"], __main__.__dict__ is globals())
+print(os.getpid() == os.getpgrp() == os.getsid(0), os.environ.get("GREETING"), os.environ["OMP_NUM_THREADS"])
+print(sorted(name for name in os.environ if name.startswith("UNISONO_") and name != "UNISONO_LAUNCHER_PID"))
+print([signal.getsignal(number) for number in signal.valid_signals()], signal.pthread_sigmask(signal.SIG_BLOCK, []))
+print(threading.enumerate(), len(os.listdir("/proc/self/task")))
+print(sys.stdin.read(), sys.stdout.isatty(), sys.stdout.encoding, sys.stdout.line_buffering, sys.stdout.write_through)
+print(os.readlink("/proc/self/fd/0"), sys.stderr.line_buffering, sys.stderr.errors)
+import torch
+print(torch.get_num_threads(), torch.get_num_interop_threads(), torch.cuda.is_initialized())
+"""
+
+
+@with_template
+async def test_a_forked_worker_sees_what_a_fresh_one_sees(host: Host) -> None:
+    variables = {"GREETING": "hello", "UNISONO_WORKER": "w1"}
+    (host.folder / "look.py").write_text(LOOK)
+    forked = await (await host.start("look.py", "-m", "x", "", **variables)).ended()
+    fresh = cold(host.folder, "look.py", "-m", "x", "", **variables)
+    assert (forked.err, forked.code) == ("", 0)
+
+    def own(text: str) -> str:  # `cold` has not put it into a session of its own, as an agent does
+        return text.replace("True hello", "… hello").replace("False hello", "… hello")
+
+    def without_identities(text: str) -> list[str]:
+        return [line.partition("MainThread")[0] if "MainThread" in line else line for line in text.splitlines()]
+
+    assert "True hello" in forked.out
+    assert without_identities(own(forked.out)) == without_identities(own(fresh.out))
+
+
+@with_template
+async def test_a_forked_worker_has_no_descriptor_but_the_standard_ones(host: Host) -> None:
+    body = """
+        import os
+        print(sorted(set(map(int, os.listdir("/proc/self/fd")))))
+        held = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
+        import gc; gc.collect()  # an object of the template that still owned a number would close it now
+        print(all(os.fstat(descriptor) for descriptor in held), held)
+    """
+    ended = await host.run(body)
+    assert ended.out == f"[0, 1, 2, 3]\nTrue {list(range(3, 11))}\n", ended.err  # 3 is that of the listing
+
+
+@with_template
+async def test_generators_are_seeded_anew_in_each_worker(host: Host) -> None:
+    draw = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1).item())"
+    drawn = [(await host.run(draw)).out.split() for _ in range(3)]
+    for each in zip(*drawn, strict=True):
+        assert len(set(each)) == 3
+    random.seed(0)
+    assert str(random.random()) not in {each[0] for each in drawn}
+
+
+TRAINING = """
+import torch, unisono
+from torch import nn
+run = unisono.init(batch_size=32, seed=3, shards=4)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 4))
+optimizer = torch.optim.Adam(model.parameters())
+run.prepare(model, optimizer)
+generator = torch.Generator().manual_seed(5)
+data = torch.utils.data.TensorDataset(
+    torch.randn(200, 8, generator=generator), torch.randint(0, 4, (200,), generator=generator)
+)
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+for step in run.steps(data, epochs=3):
+    step.run(loss)
+run.finish(model)
+print("digest", unisono.digest(model))
+"""
+
+
+@with_template
+async def test_a_forked_worker_trains_the_same_weights_as_a_fresh_one(host: Host) -> None:
+    (host.folder / "train.py").write_text(TRAINING)
+    forked = [await (await host.start("train.py")).ended() for _ in range(2)]
+    fresh = cold(host.folder, "train.py")
+    assert [ended.code for ended in (*forked, fresh)] == [0, 0, 0], fresh.err + forked[0].err
+    assert len({ended.out for ended in (*forked, fresh)}) == 1
+    assert "digest " in fresh.out
+
+
+# --- how it ends
+
+
+ENDS = (
+    "import sys; sys.exit(7)",
+    "import sys; sys.exit('words')",
+    "1 / 0",
+    "import atexit, sys; atexit.register(print, 'at exit'); sys.exit(3)",
+    "import atexit, threading, time\natexit.register(print, 'at exit')\n"
+    "threading.Thread(target=lambda: (time.sleep(0.05), print('thread', __name__))).start()",
+    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "import os; os._exit(9)",
+    "import multiprocessing\nif __name__ == '__main__':\n    multiprocessing.get_context('spawn').Process("
+    "target=print, args=('spawned',)).start()",
+)
+
+
+@with_template
+async def test_a_forked_worker_ends_as_a_fresh_one_does(host: Host) -> None:
+    for number, body in enumerate(ENDS):
+        forked = await host.run(body)
+        fresh = cold(host.folder, f"script-{number}.py")
+        assert (forked.code, forked.out, forked.err) == (fresh.code, fresh.out, fresh.err)
+
+
+@with_template
+async def test_an_exception_is_recorded_under_the_workers_id(host: Host) -> None:
+    ended = await host.run("raise ValueError('boom')", UNISONO_WORKER="w3", UNISONO_RUN_DIR=str(host.folder / "run"))
+    record = json.loads((host.folder / "run" / "logs" / "w3.error.json").read_text())
+    assert (ended.code, record["rank"], record["type"], record["message"]) == (1, "w3", "ValueError", "boom")
+
+
+@with_template
+async def test_many_workers_run_at_once_and_each_end_is_told(host: Host) -> None:
+    (host.folder / "exit.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
+    started = [await host.start("exit.py", str(code)) for code in range(12)]
+    assert [(await each.ended()).code for each in started] == list(range(12))
+
+
+@with_template
+async def test_a_template_that_is_killed_takes_its_workers_with_it(host: Host) -> None:
+    (host.folder / "wait.py").write_text("import signal; print('waiting', flush=True); signal.pause()")
+    started = [await host.start("wait.py") for _ in range(3)]
+    for each in started:
+        await each.wrote("waiting")
+    processes = [psutil.Process(each.worker.pid) for each in started]
+    os.kill(host.warm.pid, signal.SIGKILL)
+    assert [(await each.ended()).code for each in started] == [-signal.SIGKILL] * 3
+    assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1]
+    with pytest.raises(ColdStart, match="has ended"):
+        await host.start("wait.py")
+
+
+def test_a_template_ends_with_its_agent(tmp_path: Path) -> None:
+    program = """
+        import asyncio, os, signal, sys
+        from pathlib import Path
+        from unisono.launch.request import Request
+        from unisono.launch.warm_start import WarmStart
+
+        async def main():
+            warm = await WarmStart.open(os.environ, Path("log"))
+            worker = await warm.start(Request(("wait.py",), {}, os.getcwd()), 1, 2)
+            print(warm.pid, worker.pid, flush=True)
+            await worker.wait()
+
+        asyncio.run(main())
+    """
+    (tmp_path / "wait.py").write_text("import signal; signal.pause()")
+    (tmp_path / "agent.py").write_text(textwrap.dedent(program))
+    with subprocess.Popen(
+        [sys.executable, "agent.py"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as agent:
+        assert agent.stdout is not None
+        family = [psutil.Process(int(pid)) for pid in agent.stdout.readline().split()]
+        assert len(family) == 2
+        agent.kill()
+        assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
+
+
+# --- when it cannot
+
+
+def test_a_library_that_has_started_a_thread_makes_the_start_cold(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
+
+    async def go() -> None:
+        with pytest.raises(ColdStart, match="2 threads run in the template"):
+            async with template(tmp_path, PYTHONPATH=str(tmp_path)):
+                pass
+
+    asyncio.run(go())
+
+
+def test_a_library_that_has_opened_a_socket_makes_the_start_cold(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import socket; kept = socket.socket()")
+
+    async def go() -> None:
+        with pytest.raises(ColdStart, match="opened a socket"):
+            async with template(tmp_path, PYTHONPATH=str(tmp_path)):
+                pass
+
+    asyncio.run(go())
+
+
+@with_template
+async def test_a_request_that_is_too_long_is_refused_and_the_next_one_is_served(host: Host) -> None:
+    with pytest.raises(ColdStart, match="cannot be asked"):
+        await host.start("script.py", "x" * 4_000_000)
+    assert (await host.run("print('here')")).out == "here\n"
+
+
+def test_a_template_that_fails_to_load_is_a_cold_start_and_its_words_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch today')")
+
+    async def go() -> None:
+        with pytest.raises(ColdStart, match="has ended"):
+            async with template(tmp_path, PYTHONPATH=str(tmp_path)):
+                pass
+
+    asyncio.run(go())
+    assert "no torch today" in (tmp_path / "template.log").read_text()
+
+
+def test_a_template_that_is_closed_while_it_loads_is_gone(tmp_path: Path) -> None:
+    async def go() -> int:
+        warm = await WarmStart.open(environment(), tmp_path / "template.log")
+        await warm.close()
+        with suppress(ColdStart):
+            await warm.ready()
+        return warm.pid
+
+    assert not psutil.pid_exists(asyncio.run(go()))

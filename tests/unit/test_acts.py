@@ -1,0 +1,229 @@
+"""A collective call is completed, done again, or taken from those who have its result: never done twice."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+import pytest
+
+from unisono.errors import JobEnded, JobMismatch, WorkerLost
+from unisono.train.acts import Acts
+from unisono.train.membership import Arrival, Dismissed, Membership, Standing
+from unisono.train.workers import Workers
+
+pytestmark = pytest.mark.unit
+
+
+@dataclass
+class FakeWorkers:
+    """This worker's view of a generation: what a source tells is made up beforehand."""
+
+    rank: int = 0
+    told: Any = None
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        return value if self.rank == source else self.told
+
+    def require_same(self, what: str, fields: Mapping[str, Any]) -> None:
+        pass
+
+
+Next = Callable[["FakeMembership"], Arrival]
+
+
+@dataclass
+class FakeMembership(Membership):
+    """Goes from one generation to the next as a list says."""
+
+    here: FakeWorkers = field(default_factory=FakeWorkers)
+    coming: list[Next] = field(default_factory=list)
+    known: dict[str, Any] = field(default_factory=dict)
+    standings: list[Standing] = field(default_factory=list)
+    seconds: list[Mapping[str, float]] = field(default_factory=list)
+    entered: list[int] = field(default_factory=list)
+    is_elastic: bool = True
+    joins: bool = False
+    is_due: bool = False
+
+    @property
+    def workers(self) -> Workers:
+        return cast("Workers", self.here)
+
+    def leave(self) -> bool:
+        return True
+
+    def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
+        self.standings.append(standing)
+        if not self.is_elastic:
+            assert lost is not None
+            raise lost
+        return self.coming.pop(0)(self)
+
+    def formed(self, seconds: Mapping[str, float]) -> None:
+        self.joins = False
+        self.seconds.append(seconds)
+
+    def tell(self, standing: Standing, samples_per_s: float) -> None:
+        pass
+
+    def finished(self, digest: str) -> None:
+        pass
+
+    def publish(self, name: str, value: Any) -> None:
+        self.known[name] = value
+
+    def published(self, name: str) -> Any:
+        return self.known[name]
+
+    def enter(self, loop: int) -> Arrival | None:
+        self.entered.append(loop)
+        return self.coming.pop(0)(self) if self.coming else None
+
+    def await_end(self) -> NoReturn:
+        raise SystemExit(0)
+
+    def close(self) -> None:
+        pass
+
+
+def together_again(
+    *acts: int, source: int = 0, rank: int = 0, told: Any = None, joiners: frozenset[int] = frozenset()
+) -> Next:
+    def arrive(membership: FakeMembership) -> Arrival:
+        membership.here.rank, membership.here.told = rank, told
+        return Arrival(source, acts, joiners, {"regroup": 0.25})
+
+    return arrive
+
+
+def fail_with(error: BaseException) -> Next:
+    def arrive(membership: FakeMembership) -> Arrival:
+        raise error
+
+    return arrive
+
+
+class Act:
+    """An act that loses workers before it completes."""
+
+    def __init__(self, losses: int) -> None:
+        self.losses = losses
+        self.calls = 0
+
+    def __call__(self, workers: Workers) -> str:
+        self.calls += 1
+        if self.calls <= self.losses:
+            raise WorkerLost(f"loss {self.calls}")
+        return f"call {self.calls}"
+
+
+def test_an_act_in_which_a_worker_is_lost_is_done_again_with_those_who_are_left() -> None:
+    membership = FakeMembership(coming=[together_again(0, 0)])
+    acts, act = Acts(membership), Act(losses=1)
+    assert acts.together(act) == "call 2"
+    assert acts.done == 1
+    assert membership.standings == [Standing(0)]
+
+
+def test_an_act_that_the_others_have_completed_is_taken_from_them_and_not_done_again() -> None:
+    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs"])])
+    acts, act = Acts(membership), Act(losses=9)
+    handed: list[bool] = []
+    acts.hand_over = lambda arrival, changed: handed.append(changed)
+    assert acts.together(act) == "theirs"
+    assert (act.calls, acts.done, handed) == (1, 1, [True])
+
+
+def test_whoever_has_come_furthest_gives_its_result_and_keeps_its_own() -> None:
+    membership = FakeMembership(coming=[together_again(1, 0)])
+    acts = Acts(membership)
+    assert acts.together(Act(losses=0)) == "call 1"
+    assert acts.together(Act(losses=1)) == "call 2"
+    assert acts.done == 2
+
+
+def test_losing_another_worker_while_the_next_generation_forms_is_survived_too() -> None:
+    membership = FakeMembership(coming=[fail_with(WorkerLost("again")), together_again(0)])
+    acts = Acts(membership)
+    assert acts.together(Act(losses=1)) == "call 2"
+    assert len(membership.standings) == 2
+
+
+def test_losing_one_while_the_state_is_handed_over_leaves_this_worker_as_far_as_it_was() -> None:
+    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs"])] * 2)
+    acts = Acts(membership)
+    failures = iter([True, False])
+
+    def hand_over(arrival: Arrival, changed: bool) -> None:
+        if next(failures):
+            raise WorkerLost("in the middle of it")
+
+    acts.hand_over = hand_over
+    assert acts.together(Act(losses=9)) == "theirs"
+    assert [standing.acts for standing in membership.standings] == [0, 0]
+
+
+def test_workers_that_were_started_together_end_together() -> None:
+    acts = Acts(FakeMembership(is_elastic=False))
+    with pytest.raises(WorkerLost, match="loss 1"):
+        acts.together(Act(losses=1))
+
+
+def test_the_end_of_the_job_ends_the_act() -> None:
+    acts = Acts(FakeMembership(coming=[fail_with(JobEnded("the job is over"))]))
+    with pytest.raises(JobEnded):
+        acts.together(Act(losses=1))
+
+
+def test_a_worker_that_is_dismissed_departs() -> None:
+    acts = Acts(FakeMembership(coming=[fail_with(Dismissed("fewer workers", preempted=False))]))
+    with pytest.raises(SystemExit) as left:
+        acts.together(Act(losses=1))
+    assert left.value.code == 0
+
+
+def test_a_joiner_gets_the_results_of_calls_outside_of_loops_without_making_them() -> None:
+    member = FakeMembership()
+    acts = Acts(member)
+    acts.together(lambda workers: "before")
+    acts.enter(0)
+    acts.together(lambda workers: "inside")  # in the loop: whoever joins begins after it
+    acts.leave(0)
+    acts.together(lambda workers: "after")
+
+    joiner = Acts(FakeMembership(joins=True, known=member.known))
+    never = Act(losses=9)
+    assert joiner.together(never) == "before"
+    assert not joiner.enter(0)
+    assert joiner.together(never) == "after"
+    assert never.calls == 0
+
+
+def test_a_joiner_goes_on_where_its_source_stands() -> None:
+    taken_in = together_again(7, 0, rank=1, told=[7, True, None], joiners=frozenset([1]))
+    membership = FakeMembership(joins=True, coming=[taken_in])
+    acts = Acts(membership)
+    assert acts.enter(0)
+    assert (acts.done, membership.joins) == (7, False)
+    assert acts.together(Act(losses=0)) == "call 1"
+
+
+def test_a_joiner_that_loses_its_source_waits_for_the_next_chance() -> None:
+    taken_in = together_again(7, 0, rank=1, told=[7, True, None], joiners=frozenset([1]))
+    membership = FakeMembership(joins=True, coming=[fail_with(WorkerLost("the source")), taken_in])
+    assert Acts(membership).enter(2)
+    assert membership.entered == [2, 2]
+
+
+def test_a_joiner_with_another_model_is_refused() -> None:
+    member = FakeMembership()
+    Acts(member).agree("model", {"layer": 1})
+    with pytest.raises(JobMismatch, match="layer"):
+        Acts(FakeMembership(joins=True, known=member.known)).agree("model", {"layer": 2})
+
+
+def test_what_a_new_generation_took_is_told_by_part() -> None:
+    membership = FakeMembership(coming=[together_again(0)])
+    Acts(membership).together(Act(losses=1))
+    (seconds,) = membership.seconds
+    assert set(seconds) == {"regroup", "copy"}

@@ -1,0 +1,206 @@
+"""Asking a coordinator, as `unisono status`, `resize`, `leave` and `stop` do. A small server stands in for it."""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.cli import app as cli
+from unisono.cli.status import line, table
+from unisono.errors import JobError, LaunchError
+from unisono.launch.address import Address, address_of, find_run
+from unisono.launch.control import Control
+from unisono.membership.token import make_token
+
+pytestmark = pytest.mark.unit
+
+STATUS: dict[str, Any] = {
+    "generation": 3,
+    "phase": "training",
+    "wanted": 3,
+    "smallest": 2,
+    "largest": 8,
+    "members": [
+        {
+            "id": f"w{rank + 1}",
+            "rank": rank,
+            "host": "a",
+            "agent": "agent-1",
+            "phase": "working",
+            "connected": rank == 0,
+            "leaving": rank == 1,
+            "step": 120 + rank,
+            "samples_per_s": 1520.4,
+        }
+        for rank in range(2)
+    ],
+    "others": [
+        {
+            "id": "w12",
+            "rank": None,
+            "host": "",
+            "agent": "agent-1",
+            "phase": "asked",
+            "connected": False,
+            "leaving": False,
+            "step": 0,
+            "samples_per_s": 0.0,
+        }
+    ],
+    "agents": [{"agent": "agent-1", "host": "a", "workers": 8, "connected": True, "leaving": False}],
+    "over": None,
+}
+
+
+class Stand(BaseHTTPRequestHandler):
+    """Answers with the status, or refuses, and remembers what it was asked."""
+
+    asked: list[tuple[str, str, object]]
+    token: str
+
+    def do_GET(self) -> None:
+        self._answer(None)
+
+    def do_POST(self) -> None:
+        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def _answer(self, body: Any) -> None:
+        self.asked.append((self.command, self.path, body))
+        allowed = self.headers.get("Authorization") == f"Bearer {self.token}"
+        too_many = isinstance(body, dict) and body.get("workers", 0) > 8
+        status = 401 if not allowed else 409 if too_many else 200
+        found = {200: STATUS, 409: {"error": "8 shards: at most 8 workers"}, 401: {"error": "the token is wrong"}}
+        data = json.dumps(found[status]).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run folder with a coordinator, below ``runs`` in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    Stand.token, Stand.asked = make_token(folder), []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stand)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    (folder / "coordinator.json").write_text(json.dumps({"url": f"http://127.0.0.1:{server.server_port}", "pid": 1}))
+    try:
+        yield folder
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def unisono(*args: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["unisono", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "asked"),
+    [
+        (["status"], ("GET", "/status", None)),
+        (["resize", "3"], ("POST", "/resize", {"workers": 3})),
+        (["leave", "w3"], ("POST", "/leave", {"who": "w3"})),
+        (["leave", "0"], ("POST", "/leave", {"who": "0"})),
+        (["stop"], ("POST", "/stop", {})),
+    ],
+)
+def test_a_command_asks_the_only_job_that_runs_and_shows_its_status(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], args: list[str], asked: tuple[str, str, object]
+) -> None:
+    assert unisono(*args) == 0
+    assert Stand.asked == [asked]
+    assert capsys.readouterr().out.startswith("training, generation 3: 2 of 3 workers (2:8)\n")
+
+
+def test_the_status_has_a_line_for_each_worker_and_agent() -> None:
+    assert table(STATUS).splitlines() == [
+        "training, generation 3: 2 of 3 workers (2:8)",
+        "worker  rank  host  phase                            step  samples/s",
+        "w1      0     a     working                          120   1520",
+        "w2      1     a     working, leaving, not connected  121   1520",
+        "w12                 asked",
+        "agent-1 on a: room for 8",
+    ]
+
+
+def test_a_job_that_is_over_says_so() -> None:
+    assert line({**STATUS, "over": {"digest": "abc", "reason": "", "preempted": False}}) == "over: done"
+    assert line({**STATUS, "over": {"digest": "", "reason": "w1 failed", "preempted": False}}) == "over: w1 failed"
+
+
+def test_the_status_for_programs_is_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert unisono("status", "--json", "--run-dir", str(run_dir)) == 0
+    assert json.loads(capsys.readouterr().out) == STATUS
+
+
+def test_a_refusal_is_one_line_and_exit_code_2(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert unisono("resize", "99") == 2
+    assert capsys.readouterr().err == "unisono: error: 8 shards: at most 8 workers\n"
+
+
+def test_a_wrong_token_is_an_error(run_dir: Path) -> None:
+    where = address_of(run_dir)
+    with pytest.raises(JobError, match="the token is wrong"):
+        Control(Address(where.url, "another")).status()
+
+
+def test_a_coordinator_that_is_gone_is_an_error() -> None:
+    with pytest.raises(LaunchError, match=r"127\.0\.0\.1:1 does not answer .*does the job still run"):
+        Control(Address("http://127.0.0.1:1", "token")).status()
+
+
+def test_without_a_job_there_is_nothing_to_ask(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="no elastic job runs in .*--run-dir"):
+        find_run(None, tmp_path)
+    with pytest.raises(JobError, match=r"no elastic job runs in .*\(there is no coordinator\.json in it\)"):
+        address_of(tmp_path)
+
+
+def test_of_several_jobs_one_has_to_be_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "coordinator.json").write_text("{}")
+    with pytest.raises(JobError, match=f"several elastic jobs run: .*\n  {tmp_path}/a\n  {tmp_path}/b"):
+        find_run(None, tmp_path)
+    assert find_run(tmp_path / "b", tmp_path) == tmp_path / "b"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"url"'])
+def test_a_damaged_address_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "coordinator.json").write_text(text)
+    with pytest.raises(JobError, match=r"coordinator\.json cannot be read"):
+        address_of(tmp_path)
+
+
+def test_the_token_goes_to_no_other_host_without_tls(tmp_path: Path) -> None:
+    make_token(tmp_path)
+    for url, private in (("http://10.0.0.1:1", False), ("https://10.0.0.1:1", True), ("http://[::1]:1", True)):
+        (tmp_path / "coordinator.json").write_text(json.dumps({"url": url}))
+        if private:
+            assert address_of(tmp_path).url == url
+        else:
+            with pytest.raises(JobError, match="reached over https"):
+                address_of(tmp_path)
+
+
+def test_the_token_is_in_no_message() -> None:
+    assert "secret" not in repr(Address("http://127.0.0.1:1", "secret"))

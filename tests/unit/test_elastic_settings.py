@@ -1,0 +1,161 @@
+import signal
+from pathlib import Path
+
+import pytest
+
+from unisono.errors import JobError
+from unisono.launch.command import ElasticSeat, elastic_command, elastic_dry_run, worker_command
+from unisono.launch.coordinator_process import server_command
+from unisono.launch.elastic import ElasticSettings, Range, telling, verdict_of
+from unisono.launch.failure import Failure
+from unisono.launch.name import called, label, number
+from unisono.launch.outcome import Outcome, WorkerExit
+from unisono.launch.script import Script
+from unisono.launch.settings import LaunchSettings
+from unisono.membership import server
+from unisono.membership.messages import JobOver
+
+pytestmark = pytest.mark.unit
+
+TRAIN = Script("train.py", ("--lr", "0.1"))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    (tmp_path / "train.py").write_text("")
+    return Script(str(tmp_path / "train.py"))
+
+
+# --- how many
+
+
+@pytest.mark.parametrize(("text", "smallest", "largest"), [("4", 4, 4), ("2:8", 2, 8), (" 3 ", 3, 3), ("0", 0, 0)])
+def test_a_number_or_a_range_is_read(text: str, smallest: int, largest: int) -> None:
+    assert Range.read(text) == Range(smallest, largest)
+
+
+@pytest.mark.parametrize("text", ["", "many", "2:", ":8", "2:8:9", "2-8", "1.5", "9999999999", "٣"])
+def test_what_is_neither_is_named(text: str) -> None:
+    with pytest.raises(JobError, match="--workers .*write a number, such as 4, or a range, such as 2:8"):
+        Range.read(text)
+
+
+def test_a_range_says_what_it_is_and_keeps_numbers_within() -> None:
+    assert (str(Range(2, 8)), str(Range(3, 3))) == ("2:8", "3")
+    assert [Range(2, 8).within(one) for one in (0, 5, 99)] == [2, 5, 8]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"workers": Range(0, 4)}, "--workers 0:4: at least 1"),
+        ({"workers": Range(4, 2)}, "--workers 4:2: the smaller number comes first"),
+        ({"max_restarts": -1}, "--max-restarts -1"),
+        ({"failure_timeout_s": 0.0}, "--failure-timeout-s 0"),
+        ({"failure_timeout_s": float("nan")}, "--failure-timeout-s nan"),
+    ],
+)
+def test_what_cannot_work_is_named(script: Script, settings: dict[str, object], words: str) -> None:
+    wanted = {"workers": Range(1, 2)} | settings
+    with pytest.raises(JobError, match=words):
+        ElasticSettings(LaunchSettings(script, workers=2), **wanted).check()  # type: ignore[arg-type]
+
+
+def test_good_settings_pass(script: Script) -> None:
+    ElasticSettings(LaunchSettings(script, workers=8), Range(2, 8)).check()
+
+
+# --- what is started
+
+
+def test_a_worker_is_told_who_it_is_and_where_the_coordinator_is() -> None:
+    seat = ElasticSeat("w3", 1, "http://127.0.0.1:4711", Path("/runs/a/token"))
+    variables = elastic_command(LaunchSettings(TRAIN, workers=4, shards=8), Path("/runs/a"), seat).variables
+    assert variables["UNISONO_WORKER"] == "w3"
+    assert variables["UNISONO_LOCAL_RANK"] == "1"
+    assert variables["UNISONO_COORDINATOR"] == "http://127.0.0.1:4711"
+    assert Path(variables["UNISONO_TOKEN_FILE"]) == Path("/runs/a/token")
+    assert (variables["UNISONO_RUN_DIR"], variables["UNISONO_SHARDS"]) == ("/runs/a", "8")
+    assert not {"UNISONO_RANK", "UNISONO_WORLD_SIZE"} & variables.keys()
+
+
+def test_a_launcher_inside_of_an_elastic_worker_hands_on_nothing_of_it_and_the_other_way_round() -> None:
+    seat = ElasticSeat("w3", 1, "http://127.0.0.1:4711", Path("/runs/a/token"))
+    elastic = elastic_command(LaunchSettings(TRAIN), Path("/runs/a"), seat)
+    fixed = worker_command(LaunchSettings(TRAIN), Path("/runs/b"), 0, None)
+    inside = fixed.environment(elastic.environment({"HOME": "/h"}))
+    assert not {"UNISONO_WORKER", "UNISONO_COORDINATOR", "UNISONO_TOKEN_FILE"} & inside.keys()
+    assert not {"UNISONO_RANK", "UNISONO_WORLD_SIZE"} & elastic.environment(inside).keys()
+    assert inside["HOME"] == "/h"
+
+
+def test_the_template_has_what_all_workers_have_in_common() -> None:
+    settings = LaunchSettings(TRAIN, threads=2)
+    common = elastic_command(settings, Path("/runs/a"), None).variables
+    seat = ElasticSeat("w3", 1, "http://127.0.0.1:4711", Path("/runs/a/token"))
+    assert elastic_command(settings, Path("/runs/a"), seat).variables == {**common, **seat.variables}
+    assert common["OMP_NUM_THREADS"] == "2"
+
+
+def test_a_dry_run_shows_one_worker_for_all() -> None:
+    text = elastic_dry_run(LaunchSettings(TRAIN, workers=8), Path("/runs/a"))
+    assert "UNISONO_WORKER=w1" in text
+    assert text.endswith("train.py --lr 0.1")
+
+
+def test_the_coordinator_understands_what_it_is_told(tmp_path: Path) -> None:
+    launch = LaunchSettings(TRAIN, workers=8)
+    settings = ElasticSettings(launch, Range(2, 8), 3, max_restarts=5, restart_on_error=True, failure_timeout_s=7.5)
+    words = server_command(settings, tmp_path, 9, fresh=True)
+    assert words[1:4] == ["-P", "-m", "unisono.membership.server"]
+    options = server._arguments(words[4:])
+    assert (options.run_dir, options.fd, options.fresh, options.restart_on_error) == (tmp_path, 9, True, True)
+    assert (options.smallest, options.largest, options.wanted, options.max_restarts) == (2, 8, 3, 5)
+    assert options.failure_timeout == 7.5
+    later = server._arguments(server_command(ElasticSettings(launch, Range(2, 8)), tmp_path, 9, fresh=False)[4:])
+    assert (later.fresh, later.restart_on_error, later.wanted) == (False, False, None)
+
+
+# --- how it ends
+
+
+def exited(worker: str, code: int, time: float = 1.0, **further: float) -> WorkerExit:
+    return WorkerExit(worker, code, time, **further)  # type: ignore[arg-type]
+
+
+def raised(worker: str, time: float) -> WorkerExit:
+    failure = Failure(worker, "a", 7, "ValueError", "boom", "ValueError: boom\n", False, time)
+    return WorkerExit(worker, 1, time, failure)
+
+
+def test_an_old_loss_does_not_end_a_job_that_has_survived_it() -> None:
+    exits = [exited("w1", -9, 10.0), raised("w2", 20.0), raised("w3", 20.1)]
+    assert [each.rank for each in telling(exits)] == ["w2", "w3"]
+    outcome = Outcome(telling(exits), 3, "a", 1.0, verdict=verdict_of(JobOver(reason="it failed")))
+    assert outcome.cause is not None
+    assert (outcome.cause.rank, outcome.exit_code) == ("w2", 1)
+
+
+def test_whoever_was_told_to_end_has_not_ended_the_job() -> None:
+    exits = [exited("w1", -9, 10.0, told_at=9.0), exited("w2", 75, 10.0)]
+    assert [each.rank for each in telling(exits)] == ["w2"]
+
+
+@pytest.mark.parametrize(
+    ("over", "code", "words"),
+    [
+        (JobOver(digest="abc"), 0, "workers done"),
+        (JobOver(preempted=True, reason="all were asked to leave"), 75, "start it again"),
+        (JobOver(reason="w9 on host b: it ended with code 3"), 1, "w9 on host b: it ended with code 3"),
+    ],
+)
+def test_without_a_failure_on_this_host_the_coordinator_has_the_last_word(over: JobOver, code: int, words: str) -> None:
+    for interrupted in (None, signal.SIGTERM):
+        outcome = Outcome((), 3, "a", 1.0, interrupted, verdict_of(over))
+        assert outcome.exit_code == code
+        assert words in outcome.summary()
+
+
+def test_workers_are_called_by_their_id_where_ranks_change() -> None:
+    assert (label(1), label("w1"), called(1), called("w1")) == ("rank 1", "w1", "rank 1", "worker w1")
+    assert [number(each) for each in (3, "w12", "w")] == [3, 12, 0]

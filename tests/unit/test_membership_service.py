@@ -1,0 +1,650 @@
+"""The coordinator's service: who gets in, what it does with what comes in, and what it keeps."""
+
+import http.client
+import json
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from unisono.errors import JobError, UnisonoWarning
+from unisono.membership import listener, parser, service
+from unisono.membership.client import Line
+from unisono.membership.coordinator import Coordinator
+from unisono.membership.door import Limits, Rate
+from unisono.membership.journal import Journal
+from unisono.membership.ledger import Ledger
+from unisono.membership.listener import Address, hosts, listen, url
+from unisono.membership.messages import (
+    AgentHello,
+    AgentLeaving,
+    Arrived,
+    Finished,
+    Formed,
+    JobOver,
+    Leaving,
+    Message,
+    Minted,
+    Progress,
+    Ready,
+    Refused,
+    Resize,
+    Start,
+    StoreReply,
+    StoreRequest,
+    ToWorker,
+    Welcome,
+    WorkerEnded,
+    WorkerHello,
+    to_agent,
+    to_worker,
+)
+from unisono.membership.outbox import Outbox
+from unisono.membership.server import Server
+from unisono.membership.state import Coordination
+from unisono.membership.token import make_token, read_token, token_file
+
+pytestmark = pytest.mark.unit
+
+PATIENCE_S = 20.0
+SETTINGS = Coordination(smallest=1, largest=2, failure_timeout_s=60.0)
+
+
+class Running:
+    """A coordinator that serves, on a thread."""
+
+    def __init__(self, folder: Path, settings: Coordination = SETTINGS, fd: int | None = None) -> None:
+        address = Address(fd=fd)
+        listening = listen(address, tls=False)
+        self.coordinator = Coordinator(folder, settings)
+        self.token = make_token(folder)
+        self.url = url(listening, address, tls=False)
+        self.port = listening.getsockname()[1]
+        self.server = Server(self.coordinator, self.token, hosts(listening, address), {})
+        self._is_closed = False
+        self._thread = threading.Thread(target=self.server.run, args=([listening],))
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.server.end()
+        self._thread.join()
+        self.coordinator.close()
+        assert self.server.error is None
+
+    def wait_for_its_end(self) -> None:
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)) as connection:
+            data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+            connection.request(method, path, data, self.headers if headers is None else headers)
+            answer = connection.getresponse()
+            content = answer.read()
+            found = json.loads(content) if content.startswith(b"{") else {}
+            return answer.status, found
+
+    @contextmanager
+    def connect(self, path: str, headers: dict[str, str] | None = None) -> Iterator[ClientConnection]:
+        address = f"ws://127.0.0.1:{self.port}{path}"
+        wanted = self.headers if headers is None else headers
+        options: dict[str, Any] = {"proxy": None, "compression": None, "max_size": 2**26}
+        with connect(address, additional_headers=wanted, **options) as connection:
+            yield connection
+
+    @contextmanager
+    def agent(self, name: str = "a1", workers: int = 2, **fields: Any) -> Iterator[ClientConnection]:
+        with self.connect("/agent") as connection:
+            say(connection, AgentHello(agent=name, host="here", workers=workers, **fields))
+            yield connection
+
+    @contextmanager
+    def worker(self, name: str, generation: int = 0) -> Iterator[ClientConnection]:
+        with self.connect("/worker") as connection:
+            say(connection, WorkerHello(worker=name, host="here", pid=1, shards=4, generation=generation))
+            yield connection
+
+    def refuses(self, path: str, headers: dict[str, str] | None = None) -> int:
+        """The status with which a connection is refused."""
+        with pytest.raises(InvalidStatus) as refused, self.connect(path, headers):
+            pass
+        return refused.value.response.status_code
+
+
+def say(connection: ClientConnection, message: Message) -> None:
+    connection.send(message.model_dump_json())
+
+
+def hear(connection: ClientConnection, kind: type, adapter: Any = to_worker) -> Any:
+    """The next message of this kind."""
+    while True:
+        message = adapter.validate_json(connection.recv(timeout=PATIENCE_S))
+        if isinstance(message, kind):
+            return message
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+Serve = Callable[..., Running]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    started: list[Running] = []
+
+    def start(**options: Any) -> Running:
+        started.append(Running(tmp_path, **options))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.close()
+
+
+@pytest.fixture
+def running(serve: Serve) -> Running:
+    return serve()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One for all tests that leave it as it was."""
+    with closing(Running(tmp_path_factory.mktemp("run"))) as running:
+        yield running
+
+
+# -- who gets in
+
+ROUTES = ("/worker", "/agent", "/health", "/status", "/resize", "/leave", "/stop", "/", "/no", "/../status", "//status")
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW")
+
+
+def test_the_walk_below_knows_every_route(shared: Running) -> None:
+    until(lambda: shared.server.started)
+    found = service.Service(shared.coordinator, Limits(), lambda: None).routes()
+
+    assert {route.path for route in found} <= set(ROUTES)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "token", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic {}", "{}", "Bearer {}x", "bearer {}", "Bearer  {}"]
+)
+def test_nobody_without_the_token_gets_past_the_door(shared: Running, token: str | None) -> None:
+    headers = {} if token is None else {"Authorization": token.format(shared.token)}
+
+    for path in ROUTES:
+        for method in METHODS:
+            assert shared.ask(method, path, headers=headers)[0] == 401, (method, path)
+        assert shared.refuses(path, headers) == 401, path
+
+
+def test_the_token_counts_in_the_header_alone(shared: Running) -> None:
+    for path in (f"/status?token={shared.token}", f"/status?access_token={shared.token}"):
+        assert shared.ask("GET", path, headers={"Cookie": f"token={shared.token}"})[0] == 401
+
+
+@pytest.mark.parametrize("name", ["example.org", "127.0.0.1", "127.0.0.1:1", "", "evil.localhost:{}", "127.0.0.2:{}"])
+def test_a_request_for_another_host_is_refused(shared: Running, name: str) -> None:
+    headers = {**shared.headers, "Host": name.format(shared.port)}
+
+    assert shared.ask("GET", "/status", headers=headers)[0] == 403
+
+
+@pytest.mark.parametrize("origin", ["http://example.org", "null", "http://127.0.0.1:{}", ""])
+def test_a_web_page_is_refused(shared: Running, origin: str) -> None:
+    headers = {**shared.headers, "Origin": origin.format(shared.port)}
+
+    assert shared.ask("GET", "/status", headers=headers)[0] == 403
+    assert shared.refuses("/worker", headers) == 403
+
+
+def test_with_the_token_each_route_has_its_methods(shared: Running) -> None:
+    assert shared.ask("GET", "/health")[0] == 200
+    assert shared.ask("GET", "/status")[0] == 200
+    assert shared.ask("GET", "/stop")[0] == 405
+    assert shared.ask("POST", "/status")[0] == 405
+    assert shared.ask("GET", "/no")[0] == 404
+
+
+def test_what_a_request_may_not_be(shared: Running) -> None:
+    for body in (b"", b"{", b"[]", b'{"workers": "2"}', b'{"workers": 0}', b'{"workers": 1, "more": 1}', b"[" * 10_000):
+        assert shared.ask("POST", "/resize", body)[0] == 400, body
+    for body in (b"{}", b'{"who": []}', b'{"who": -1}', b'{"who": "../a"}', b'{"who": ""}'):
+        assert shared.ask("POST", "/leave", body)[0] == 400, body
+    assert shared.ask("POST", "/resize", b" " * (2**14 + 1))[0] == 413
+
+
+def test_too_many_requests_are_refused(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    app: Any = running.server.config.app
+    app._rate = Rate(0.25, lambda: 0.0)
+
+    assert [running.ask("GET", "/health")[0] for _ in range(2)] == [200, 429]
+
+
+def test_too_many_connections_are_refused(running: Running) -> None:
+    app: Any = running.server.config.app
+    app._limits = Limits(connections=1)
+
+    with running.connect("/agent"):
+        assert running.refuses("/agent") == 503
+    until(lambda: app._connections == 0)
+    with running.connect("/agent"):
+        pass
+
+
+def test_a_request_that_does_not_end_is_ended(running: Running) -> None:
+    app: Any = running.server.config.app
+    app._limits = Limits(request_s=0.1)
+    with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as raw:
+        head = f"POST /resize HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\nAuthorization: Bearer {running.token}\r\n"
+        raw.sendall(f"{head}Content-Length: 100\r\n\r\nx".encode())
+
+        assert raw.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_connection_on_which_nothing_is_asked_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "REQUEST_LINE_S", 0.1)
+    running = serve()
+
+    with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as raw:
+        raw.sendall(b"GET /status HTTP/1.1\r\n")
+
+        assert _rest(raw) == b""
+
+
+def _rest(raw: socket.socket) -> bytes:
+    try:
+        return raw.recv(100)
+    except ConnectionResetError:
+        return b""
+
+
+def test_who_connects_and_does_not_say_hello_is_sent_away(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "HELLO_S", 0.1)
+
+    with serve().connect("/worker") as silent:
+        assert "hello" in hear(silent, Refused).reason
+        with pytest.raises(ConnectionClosed):
+            silent.recv(timeout=PATIENCE_S)
+
+
+WORKER_MESSAGES: list[Message] = [
+    Ready(),
+    Arrived(generation=1, acts=1, loop=0, at_boundary=True, step=1),
+    Formed(generation=1),
+    Leaving(),
+    Progress(acts=1, step=1),
+    Finished(digest="00"),
+    Resize(workers=1),
+    StoreRequest(id=1, operation="set", keys=("run/a",)),
+]
+AGENT_MESSAGES: list[Message] = [WorkerEnded(worker="w1", code=0), AgentLeaving()]
+OTHERS: list[Message] = [Welcome(joins=False), Refused(reason="x"), JobOver()]
+
+
+@pytest.mark.parametrize("message", WORKER_MESSAGES, ids=lambda message: message.kind)
+def test_a_worker_that_does_not_say_hello_first_is_refused(shared: Running, message: Message) -> None:
+    before = shared.coordinator.state
+    with shared.connect("/worker") as rude:
+        say(rude, message)
+
+        assert "hello" in hear(rude, Refused).reason
+    assert shared.coordinator.state == before
+    assert len(shared.coordinator.values) == 0
+
+
+@pytest.mark.parametrize("message", AGENT_MESSAGES, ids=lambda message: message.kind)
+def test_an_agent_that_does_not_say_hello_first_is_refused(shared: Running, message: Message) -> None:
+    before = shared.coordinator.state
+    with shared.connect("/agent") as rude:
+        say(rude, message)
+
+        assert "hello" in hear(rude, Refused, to_agent).reason
+    assert shared.coordinator.state == before
+
+
+@pytest.mark.parametrize("message", [*OTHERS, *AGENT_MESSAGES], ids=lambda message: message.kind)
+def test_what_only_others_say_is_refused_from_a_worker(shared: Running, message: Message) -> None:
+    with shared.connect("/worker") as rude:
+        say(rude, message)
+
+        assert hear(rude, Refused)
+
+
+def test_a_message_in_bytes_is_refused(shared: Running) -> None:
+    with shared.connect("/worker") as rude:
+        rude.send(b"{}")
+
+        assert "text" in hear(rude, Refused).reason
+
+
+def test_another_protocol_is_refused_by_name(shared: Running) -> None:
+    with shared.connect("/worker") as other:
+        say(other, WorkerHello(worker="w1", host="here", pid=1, shards=4, protocol=99))
+
+        assert "version 1, not 99" in hear(other, Refused).reason
+
+
+def test_a_message_that_is_too_long_ends_the_connection(shared: Running) -> None:
+    with shared.connect("/worker") as rude, pytest.raises(ConnectionClosed):
+        rude.send(" " * (parser.LONGEST_MESSAGE + 1))
+        rude.recv(timeout=PATIENCE_S)
+
+
+def test_who_sends_too_fast_is_read_more_slowly() -> None:
+    rate = Rate(100.0, lambda: 0.0)
+
+    assert [rate.take() for _ in range(400)] == [0.0] * 400
+    assert rate.take() == pytest.approx(0.01)
+
+
+# -- where it listens
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])  # noqa: S104 - that is the point
+def test_other_hosts_need_tls(host: str) -> None:
+    with pytest.raises(JobError, match="--tls-cert"):
+        listen(Address(host=host), tls=False)
+
+
+def test_a_socket_that_others_reach_needs_tls_too() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as opened, pytest.raises(JobError, match="--tls-cert"):  # noqa: S104
+        listen(Address(fd=opened.detach()), tls=False)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        port = opened.getsockname()[1]
+        with pytest.raises(JobError, match=f"cannot listen on 127.0.0.1:{port}"):
+            listen(Address(port=port), tls=False)
+
+
+def test_it_listens_on_a_socket_that_it_inherits(serve: Serve) -> None:
+    opened = socket.create_server(("127.0.0.1", 0))
+    port = opened.getsockname()[1]
+
+    running = serve(fd=opened.detach())
+
+    assert running.url == f"http://127.0.0.1:{port}"
+    assert running.ask("GET", "/health")[0] == 200
+
+
+# -- the token
+
+
+def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    token = make_token(tmp_path)
+
+    assert make_token(tmp_path) == token == read_token(token_file(tmp_path))
+    assert len(token) == 43
+    assert stat.S_IMODE(token_file(tmp_path).stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+
+
+def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    make_token(tmp_path)
+    token_file(tmp_path).chmod(0o644)
+
+    with pytest.raises(JobError, match="chmod 600"):
+        make_token(tmp_path)
+
+
+def test_a_token_behind_a_link_is_refused(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    make_token(elsewhere)
+    token_file(tmp_path).symlink_to(token_file(elsewhere))
+
+    with pytest.raises(JobError, match="cannot be read"):
+        make_token(tmp_path)
+
+
+# -- what it does
+
+
+def test_a_job_of_two_workers_forms_trains_and_ends(running: Running, tmp_path: Path) -> None:
+    with running.agent() as agent:
+        names = hear(agent, Start, to_agent).workers
+        with running.worker(names[0]) as one, running.worker(names[1]) as other:
+            for worker in (one, other):
+                assert not hear(worker, Welcome).joins
+                say(worker, Ready())
+            minted = [hear(worker, Minted) for worker in (one, other)]
+            assert minted[0] == minted[1]
+            assert [seat.worker for seat in minted[0].roster] == list(names)
+            assert running.ask("GET", "/status")[1]["generation"] == 1
+            for worker in (one, other):
+                say(worker, Formed(generation=1))
+                say(worker, Finished(digest="ab"))
+            assert hear(one, JobOver).digest == "ab"
+            assert hear(agent, JobOver, to_agent).digest == "ab"
+    running.wait_for_its_end()
+    events = [json.loads(line)["event"] for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert events == ["agent joined", "asked for", "minted", "formed", "over"]
+
+
+def test_workers_exchange_values(running: Running) -> None:
+    with running.agent() as agent:
+        names = hear(agent, Start, to_agent).workers
+        with running.worker(names[0]) as one, running.worker(names[1]) as other:
+            say(one, StoreRequest(id=5, operation="get", keys=("g1/a",), timeout_s=PATIENCE_S))
+            say(other, StoreRequest(id=1, operation="set", keys=("g1/a",), value="eA=="))
+
+            assert hear(one, StoreReply) == StoreReply(id=5, value="eA==")
+            assert hear(other, StoreReply) == StoreReply(id=1)
+
+
+def test_waiting_for_a_value_ends_in_time(running: Running) -> None:
+    with running.agent() as agent:
+        name = hear(agent, Start, to_agent).workers[0]
+        with running.worker(name) as worker:
+            say(worker, StoreRequest(id=5, operation="get", keys=("g1/a",), timeout_s=0.05))
+
+            assert "nobody has set it" in hear(worker, StoreReply).error
+
+
+def test_a_new_connection_of_a_worker_replaces_the_old_one(running: Running) -> None:
+    with running.agent() as agent:
+        name = hear(agent, Start, to_agent).workers[0]
+        with running.worker(name) as old:
+            hear(old, Welcome)
+            with running.worker(name) as new:
+                hear(new, Welcome)
+                with pytest.raises(ConnectionClosed):
+                    old.recv(timeout=PATIENCE_S)
+                say(new, StoreRequest(id=1, operation="set", keys=("run/a",)))
+                assert hear(new, StoreReply).id == 1
+
+
+def test_an_unknown_worker_is_refused(shared: Running) -> None:
+    with shared.worker("w77") as stranger:
+        assert hear(stranger, Refused)
+
+
+def test_who_does_not_read_makes_nobody_wait(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "STUCK_S", 0.3)
+    running = serve()
+    with running.agent() as agent:
+        names = hear(agent, Start, to_agent).workers
+        with running.worker(names[0]) as reader, _deaf(running, names[1]) as deaf:
+            value = "A" * 2**20
+            say(reader, StoreRequest(id=1, operation="set", keys=("run/a",), value=value))
+            hear(reader, StoreReply)
+            for number in range(8):
+                deaf.sendall(_frame(StoreRequest(id=number, operation="get", keys=("run/a",))))
+            for number in range(2, 10):
+                say(reader, StoreRequest(id=number, operation="get", keys=("run/a",)))
+                assert hear(reader, StoreReply).id == number
+            until(lambda: running.coordinator.connections == 2)  # the deaf one is gone
+
+
+def _deaf(running: Running, worker: str) -> socket.socket:
+    """A worker that says hello, and never reads."""
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.connect(("127.0.0.1", running.port))
+    key = "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13"
+    head = f"GET /worker HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\nAuthorization: Bearer {running.token}\r\n"
+    raw.sendall(f"{head}Upgrade: websocket\r\nConnection: Upgrade\r\n{key}\r\n\r\n".encode())
+    assert raw.recv(12) == b"HTTP/1.1 101"
+    raw.sendall(_frame(WorkerHello(worker=worker, host="here", pid=1, shards=4)))
+    until(lambda: running.coordinator.connections == 3)
+    return raw
+
+
+def _frame(message: Message) -> bytes:
+    """A short text message, masked with zeros."""
+    data = message.model_dump_json().encode()
+    length = bytes([0x80 | len(data)]) if len(data) < 126 else bytes([0x80 | 126]) + len(data).to_bytes(2, "big")
+    return b"\x81" + length + bytes(4) + data
+
+
+def test_an_outbox_that_nobody_empties_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.membership.outbox.MOST_MESSAGES", 3)
+    outbox = Outbox()
+
+    for _ in range(5):
+        outbox.send("x")
+
+    assert outbox._ends
+    assert not outbox._waiting
+
+
+# -- what it keeps
+
+
+def test_a_coordinator_takes_up_what_an_earlier_one_left(serve: Serve) -> None:
+    told: SimpleQueue[ToWorker] = SimpleQueue()
+    first = serve()
+    with first.agent(workers=1) as agent:
+        name = hear(agent, Start, to_agent).workers[0]
+    hello = WorkerHello(worker=name, host="here", pid=1, shards=4)
+    line = Line.open(first.url, first.token, hello, told.put, PATIENCE_S)
+    with closing(line):
+        assert told.get(timeout=PATIENCE_S) == Welcome(joins=False)
+        line.send(Ready())
+        minted = told.get(timeout=PATIENCE_S)
+        assert isinstance(minted, Minted)
+        line.generation = 1
+        line.request(StoreRequest(id=0, operation="add", keys=("run/n",), value="2"))
+        first.close()
+        second = serve(fd=_listening_on(first.port))
+
+        until(lambda: second.coordinator.connections == 1)
+
+        assert line.request(StoreRequest(id=0, operation="add", keys=("run/n",), value="3")).value == "5"
+        status = second.ask("GET", "/status")[1]
+        assert status["generation"] == 1
+        assert [member["id"] for member in status["members"]] == [name]
+
+
+def _listening_on(port: int) -> int:
+    return socket.create_server(("127.0.0.1", port)).detach()
+
+
+def test_two_coordinators_do_not_work_in_one_folder(tmp_path: Path) -> None:
+    with closing(Coordinator(tmp_path, SETTINGS)), pytest.raises(JobError, match="another coordinator already works"):
+        Coordinator(tmp_path, SETTINGS)
+    Coordinator(tmp_path, SETTINGS).close()
+
+
+def test_a_coordinator_that_begins_anew_uses_no_number_twice(tmp_path: Path) -> None:
+    with closing(Coordinator(tmp_path, SETTINGS)) as one:
+        one.values.restore({"key": "run/a", "value": ""})
+        one.state = replace(one.state, generation=5, last_worker=7, stopping=True)
+        one._ledger.rewrite()
+    for fresh in (True, False):
+        with closing(Coordinator(tmp_path, SETTINGS, fresh=fresh)) as other:
+            assert len(other.values) == 0
+            assert (other.state.generation, other.state.last_worker, other.state.stopping) == (5, 7, False)
+
+
+def test_what_another_version_left_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "coordinator.jsonl").write_text('{"now": 1.0, "state": {"colour": "red"}}\n')
+
+    with pytest.raises(JobError, match="another version of Unisono wrote it"):
+        Coordinator(tmp_path, SETTINGS)
+    Coordinator(tmp_path, SETTINGS, fresh=True).close()
+
+
+def test_the_time_of_the_job_stands_still_while_no_coordinator_runs(tmp_path: Path) -> None:
+    with closing(Coordinator(tmp_path, SETTINGS, lambda: 100.0)) as one:
+        one._clock = lambda: 130.0
+        one._ledger.rewrite()
+    with closing(Coordinator(tmp_path, SETTINGS, lambda: 7.0)) as other:
+        assert other.now() == 30.0
+
+
+def test_a_ledger_passes_over_what_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    path.write_bytes(b'{"a":1}\n[2]\n{"a":3')
+
+    with closing(Ledger(path, list)) as ledger:
+        ledger.append({"a": 4}, durable=True)
+        assert list(ledger.read()) == [{"a": 1}, {"a": 4}]
+
+
+def test_a_ledger_that_grows_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.membership.ledger.SMALL", 100)
+    total = 0
+    with closing(Ledger(tmp_path / "ledger", lambda: [{"total": total}])) as ledger:
+        for number in range(50):
+            total += number
+            ledger.append({"number": number})
+
+        found = list(ledger.read())
+    assert found[0].pop("total") + sum(entry["number"] for entry in found[1:]) == total
+    assert len(found) < 20
+    assert stat.S_IMODE((tmp_path / "ledger").stat().st_mode) == 0o600
+
+
+def test_a_journal_is_read_line_by_line_even_after_one_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"event": "cut')
+
+    Journal(path)("joined", {"worker": "w1"})
+
+    line = json.loads(path.read_text().splitlines()[1])
+    assert line.pop("time")
+    assert line == {"event": "joined", "worker": "w1"}
+
+
+def test_a_journal_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UnisonoWarning, match="is incomplete"):
+        Journal(tmp_path / "none" / "journal.jsonl")("joined", {})
+
+
+# -- people
+
+
+def test_a_resize_a_leave_and_a_stop_are_taken(running: Running) -> None:
+    with running.agent() as agent:
+        names = hear(agent, Start, to_agent).workers
+        assert running.ask("POST", "/resize", {"workers": 1})[0] == 200
+        assert running.ask("POST", "/leave", {"who": names[0]})[0] == 200
+        assert running.ask("POST", "/leave", {"who": "w99"})[0] == 404
+        assert running.ask("POST", "/stop")[0] == 200

@@ -1,0 +1,806 @@
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from unisono.errors import JobError
+from unisono.membership.messages import (
+    AgentHello,
+    AgentLeaving,
+    Arrived,
+    End,
+    Finished,
+    Formed,
+    FromAgent,
+    FromWorker,
+    JobOver,
+    Leaving,
+    Lost,
+    Message,
+    Minted,
+    Progress,
+    Ready,
+    Refused,
+    RegroupDue,
+    Removed,
+    Resize,
+    Start,
+    Welcome,
+    WorkerEnded,
+    WorkerHello,
+)
+from unisono.membership.state import (
+    AgentHeard,
+    Coordination,
+    Disconnected,
+    Event,
+    Forget,
+    Hangup,
+    Heard,
+    LeaveAsked,
+    Note,
+    Resized,
+    Restarted,
+    State,
+    StopAsked,
+    Tell,
+    TellAgent,
+    Tick,
+    find,
+    next_deadline,
+    status,
+    step,
+)
+
+pytestmark = pytest.mark.unit
+
+STATE: TypeAdapter[State] = TypeAdapter(State)
+SHARDS = 8
+DIGEST = "0123abcd"
+
+
+class Job:
+    """A job whose workers and agents do what the test says; it keeps what they were told."""
+
+    def __init__(self, smallest: int = 1, largest: int = 8, **settings: Any) -> None:
+        self.state = State(settings=Coordination(smallest, largest, **{"failure_timeout_s": 10.0, **settings}))
+        self.now = 100.0
+        self.told: list[tuple[str, Message]] = []
+        self.notes: list[Note] = []
+        self.forgotten: list[int | None] = []
+        self.hung_up: list[str] = []
+
+    def happen(self, event: Event, after: float = 0.0) -> "Job":
+        self.now += after
+        self.state, actions = step(self.state, event, self.now)
+        self.told = []
+        self.hung_up = []
+        for action in actions:
+            match action:
+                case Tell(name, message) | TellAgent(name, message):
+                    self.told.append((name, message))
+                case Note():
+                    self.notes.append(action)
+                case Forget(below):
+                    self.forgotten.append(below)
+                case Hangup(worker):
+                    self.hung_up.append(worker)
+        return self
+
+    def hear(self, worker: str, message: FromWorker) -> "Job":
+        return self.happen(Heard(worker, message))
+
+    def agent(self, message: FromAgent, agent: str = "a") -> "Job":
+        return self.happen(AgentHeard(agent, message))
+
+    def enlist(self, workers: int, agent: str = "a", running: Sequence[str] | None = None) -> "Job":
+        if running is None:
+            running = [worker.id for worker in self.state.workers.values() if worker.agent == agent]
+        hello = AgentHello(agent=agent, host=f"host-{agent}", workers=workers, running=tuple(running))
+        return self.agent(hello, agent)
+
+    def connect(self, *workers: str, generation: int = 0, shards: int = SHARDS) -> "Job":
+        for worker in workers:
+            self.hear(worker, WorkerHello(worker=worker, host="h", pid=1, shards=shards, generation=generation))
+        return self
+
+    def ready(self, *workers: str, loop: int | None = None) -> "Job":
+        for worker in workers:
+            self.connect(worker).hear(worker, Ready(loop=loop))
+        return self
+
+    def arrive(self, *workers: str, acts: int = 5, loop: int = 0, at_boundary: bool = True) -> "Job":
+        for worker in workers:
+            self.hear(
+                worker,
+                Arrived(
+                    generation=self.state.generation,
+                    acts=acts,
+                    loop=loop,
+                    at_boundary=at_boundary,
+                    step=acts,
+                    address=f"{worker}:1",
+                ),
+            )
+        return self
+
+    def end(self, worker: str, code: int = -9, error: str = "", agent: str = "a") -> "Job":
+        return self.agent(WorkerEnded(worker=worker, code=code, error=error), agent)
+
+    def wait(self, seconds: float) -> "Job":
+        """Time passes, with all the ticks that are asked for."""
+        end = self.now + seconds
+        told = []
+        while (deadline := next_deadline(self.state)) is not None and deadline <= end:
+            self.happen(Tick(), max(0.0, deadline - self.now))
+            told += self.told
+        self.happen(Tick(), max(0.0, end - self.now))
+        self.told = told + self.told
+        return self
+
+    def heard(self, kind: type[Message]) -> list[str]:
+        """Who was told a message of this kind by the last event."""
+        return [name for name, message in self.told if isinstance(message, kind)]
+
+    def minted(self) -> Minted:
+        """The generation that the last event has minted."""
+        found = {message for _, message in self.told if isinstance(message, Minted)}
+        assert len(found) == 1
+        return found.pop()
+
+    @property
+    def roster(self) -> list[str]:
+        assert self.state.minted is not None
+        return [seat.worker for seat in self.state.minted.roster]
+
+
+def training(workers: int = 3, **settings: Any) -> Job:
+    """A job whose first generation works."""
+    job = Job(**settings).enlist(workers)
+    return job.ready(*(f"w{number}" for number in range(1, workers + 1)))
+
+
+def with_joiner(workers: int = 2, loop: int = 0, **settings: Any) -> Job:
+    """A job at work, and one more worker that is ready for a loop."""
+    job = training(workers, **settings).enlist(workers + 1)
+    return job.ready(f"w{workers + 1}", loop=loop)
+
+
+# -- the first generation
+
+
+def test_an_agent_is_asked_for_as_many_workers_as_it_has_room_for() -> None:
+    job = Job(largest=8).enlist(3)
+    assert ("a", Start(workers=("w1", "w2", "w3"))) in job.told
+    assert job.enlist(9, "b").told[-1] == ("b", Start(workers=("w4", "w5", "w6", "w7", "w8")))
+
+
+def test_the_first_generation_is_minted_when_all_that_were_asked_for_are_ready() -> None:
+    job = Job(smallest=2, largest=3).enlist(3).ready("w2", "w3")
+    assert job.heard(Minted) == []
+    minted = job.ready("w1").minted()
+    assert job.heard(Minted) == ["w1", "w2", "w3"]
+    assert [seat.worker for seat in minted.roster] == ["w1", "w2", "w3"]
+    assert (minted.generation, minted.bounds, minted.loop) == (1, (0, 3, 6, 8), None)
+    assert not any(seat.joins for seat in minted.roster)
+
+
+def test_it_is_minted_without_those_that_have_ended_and_are_not_replaced() -> None:
+    job = Job(smallest=2, largest=3).enlist(3).ready("w1", "w2")
+    assert job.end("w3").heard(Minted) == ["w1", "w2"]
+
+
+def test_it_waits_for_agents_while_there_are_fewer_workers_than_needed() -> None:
+    job = Job(smallest=3, largest=4).enlist(2).ready("w1", "w2")
+    assert job.heard(Minted) == []
+    job.enlist(2, "b").ready("w3", "w4")
+    assert job.roster == ["w1", "w2", "w3", "w4"]
+
+
+def test_nobody_waits_longer_for_another_one_than_the_timeout() -> None:
+    job = Job(smallest=1, largest=2).enlist(2).ready("w1").wait(9.9)
+    assert job.state.minted is None
+    job.wait(0.2)
+    assert ("a", End(workers=("w2",), how="kill")) in job.told
+    assert job.roster == ["w1"]
+
+
+def test_a_start_takes_as_long_as_it_takes_while_nobody_waits_for_it() -> None:
+    job = Job().enlist(2).wait(1000.0)
+    assert job.told == []
+    assert job.ready("w1", "w2").roster == ["w1", "w2"]
+
+
+def test_fewer_shards_than_the_fewest_workers_end_the_job_and_say_so() -> None:
+    job = Job(smallest=4, largest=4).enlist(4).connect("w1", shards=2)
+    assert job.state.over is not None
+    assert "only 2 shards" in job.state.over.reason
+
+
+def test_there_are_never_more_workers_than_shards() -> None:
+    job = Job(largest=4).enlist(4).connect("w1", shards=3)
+    assert job.told[-1] == ("a", End(workers=("w4",), how="leave"))
+    for worker in ("w1", "w2", "w3"):
+        job.connect(worker, shards=3).hear(worker, Ready())
+    assert job.roster == ["w1", "w2", "w3"]
+
+
+def test_a_worker_with_another_number_of_shards_is_refused() -> None:
+    job = Job().enlist(2).connect("w1").connect("w2", shards=4)
+    assert job.heard(Refused) == job.hung_up == ["w2"]
+
+
+def test_a_worker_that_nobody_asked_for_is_refused() -> None:
+    job = Job().enlist(1).connect("w7")
+    assert job.heard(Refused) == job.hung_up == ["w7"]
+    assert job.hear("w7", Progress(acts=1, step=1)).heard(Refused) == ["w7"]
+
+
+# -- joining
+
+
+def test_a_joiner_is_told_to_catch_up() -> None:
+    assert training(2).enlist(3).connect("w3").told == [("w3", Welcome(joins=True))]
+
+
+def test_a_new_generation_is_due_once_a_joiner_is_ready() -> None:
+    job = with_joiner()
+    assert job.heard(RegroupDue) == ["w1", "w2"]
+    job.arrive("w1", "w2", acts=7)
+    minted = job.minted()
+    assert [(seat.worker, seat.acts, seat.joins) for seat in minted.roster] == [
+        ("w1", 7, False),
+        ("w2", 7, False),
+        ("w3", 0, True),
+    ]
+    assert (minted.generation, minted.source, minted.bounds) == (2, 0, (0, 3, 6, 8))
+    assert minted.roster[1].address == "w2:1"
+    assert job.forgotten[-1] == 2
+
+
+def test_joiners_come_in_the_order_in_which_they_became_ready() -> None:
+    job = training(2).enlist(4).ready("w4", "w3", loop=0).arrive("w1", "w2")
+    assert job.roster == ["w1", "w2", "w4", "w3"]
+
+
+def test_nobody_joins_away_from_a_boundary_and_the_next_boundary_is_due_at_once() -> None:
+    job = with_joiner().arrive("w1").arrive("w2", at_boundary=False)
+    assert job.roster == ["w1", "w2"]
+    assert job.told[-2:] == [("w1", RegroupDue(generation=2)), ("w2", RegroupDue(generation=2))]
+
+
+def test_nobody_stops_for_a_joiner_at_a_loop_that_is_over() -> None:
+    job = training(2).hear("w1", Progress(acts=3, step=3, loop=1)).enlist(3).ready("w3", loop=0)
+    assert job.heard(RegroupDue) == []
+    assert job.hear("w3", Ready(loop=1)).heard(RegroupDue) == ["w1", "w2"]
+
+
+def test_a_joiner_that_turns_out_to_be_behind_joins_in_the_next_loop() -> None:
+    job = with_joiner().arrive("w1", "w2", loop=1)
+    assert job.roster == ["w1", "w2"]
+    assert job.heard(RegroupDue) == []
+    assert job.hear("w3", Ready(loop=1)).heard(RegroupDue) == ["w1", "w2"]
+    assert job.arrive("w1", "w2", loop=1, acts=9).roster == ["w1", "w2", "w3"]
+
+
+def test_members_stop_once_for_a_joiner_that_is_further_and_then_when_they_are_there() -> None:
+    job = with_joiner(loop=0).arrive("w1", "w2").enlist(4).ready("w4", loop=1)
+    assert job.heard(RegroupDue) == ["w1", "w2", "w3"]
+    assert job.arrive("w1", "w2", "w3", loop=0).heard(RegroupDue) == []
+    assert job.roster == ["w1", "w2", "w3"]
+    assert job.hear("w1", Progress(acts=9, step=9, loop=1)).heard(RegroupDue) == ["w1", "w2", "w3"]
+    assert job.arrive("w1", "w2", "w3", loop=1).roster == ["w1", "w2", "w3", "w4"]
+
+
+def test_the_roster_says_where_newcomers_can_be_reached() -> None:
+    job = Job().enlist(1).connect("w1").hear("w1", Ready(address="x:1"))
+    assert job.minted().roster[0].address == "x:1"
+    job.enlist(2).connect("w2").hear("w2", Ready(loop=0, address="y:2")).arrive("w1")
+    assert [seat.address for seat in job.minted().roster] == ["w1:1", "y:2"]
+
+
+def test_a_joiner_that_fails_does_not_end_what_works() -> None:
+    job = training(2).enlist(3).connect("w3").end("w3", 1, "ImportError: no such module")
+    assert job.state.over is None
+    assert job.notes[-1].event == "lost"
+
+
+def test_a_joiner_without_a_connection_is_not_taken_in() -> None:
+    job = with_joiner().happen(Disconnected(worker="w3")).arrive("w1", "w2")
+    assert job.roster == ["w1", "w2"]
+    assert job.connect("w3").heard(RegroupDue) == ["w1", "w2"]
+
+
+# -- losing
+
+
+def test_the_others_are_told_of_a_loss_and_go_on_and_somebody_new_is_asked_for() -> None:
+    job = training(3, max_restarts=1).end("w2")
+    assert job.heard(Lost) == ["w1", "w3"]
+    assert ("a", Start(workers=("w4",))) in job.told
+    job.arrive("w1", acts=5, at_boundary=False)
+    assert job.heard(Minted) == []
+    minted = job.arrive("w3", acts=6, at_boundary=False).minted()
+    assert [seat.worker for seat in minted.roster] == ["w1", "w3"]
+    assert minted.source == 1
+    assert [note.fields["lost"] for note in job.notes if note.event == "minted"][-1] == ["w2"]
+
+
+def test_the_first_of_the_newest_is_the_source() -> None:
+    job = training(4).end("w4").arrive("w1", acts=5).arrive("w2", "w3", acts=6)
+    assert job.minted().source == 1
+
+
+def test_a_member_that_arrives_unasked_makes_a_new_generation_due() -> None:
+    job = training(3).arrive("w2", at_boundary=False)
+    assert job.heard(RegroupDue) == ["w1", "w3"]
+    assert job.arrive("w1", "w3", acts=6).roster == ["w1", "w2", "w3"]
+
+
+def test_a_member_that_does_not_arrive_after_the_first_is_killed() -> None:
+    job = training(3).arrive("w1", "w2")
+    for _ in range(5):
+        job.hear("w3", Progress(acts=6, step=6)).wait(2.0)
+    assert ("a", End(workers=("w3",), how="kill")) in job.told
+    assert job.roster == ["w1", "w2"]
+    assert job.state.workers["w3"].phase == "lost"
+
+
+def test_a_member_that_gives_no_sign_is_killed_and_the_others_are_told() -> None:
+    job = training(2)
+    for _ in range(5):
+        job.hear("w1", Progress(acts=1, step=1)).wait(2.0)
+    assert ("a", End(workers=("w2",), how="kill")) in job.told
+    assert job.heard(Lost) == ["w1"]
+    assert job.connect("w2", generation=1).heard(Refused) == ["w2"]
+
+
+def test_a_lost_worker_takes_its_room_until_it_has_ended() -> None:
+    job = training(2, max_restarts=1).hear("w1", Progress(acts=1, step=1)).wait(5.0)
+    job.hear("w1", Progress(acts=1, step=1)).wait(5.0)
+    assert job.state.workers["w2"].phase == "lost"
+    assert job.heard(Start) == []
+    assert job.end("w2").told == [("a", Start(workers=("w3",)))]
+
+
+def test_a_member_that_comes_back_in_time_is_not_lost_and_hears_what_it_missed() -> None:
+    job = with_joiner().happen(Disconnected(worker="w1"))
+    job.connect("w1", generation=1)
+    assert job.told == [("w1", Welcome(joins=False)), ("w1", RegroupDue(generation=1))]
+    job.arrive("w1").happen(Disconnected(worker="w1"))
+    assert job.arrive("w2").heard(Minted) == []
+    assert job.connect("w1", generation=1).roster == ["w1", "w2", "w3"]
+    job.happen(Disconnected(worker="w3")).connect("w3", generation=0)
+    assert job.heard(Minted) == ["w3"]
+    job.end("w2").connect("w1", generation=2)
+    assert job.told[-1] == ("w1", Lost(generation=2, workers=("w2",)))
+
+
+def test_a_member_whose_connection_stays_away_is_lost() -> None:
+    job = training(2).happen(Disconnected(worker="w2"))
+    for _ in range(5):
+        job.hear("w1", Progress(acts=1, step=1)).wait(2.0)
+    assert job.heard(Lost) == ["w1"]
+
+
+def test_what_is_said_twice_counts_once() -> None:
+    job = training(2).arrive("w1", "w2")
+    assert job.state.generation == 2
+    stale = Arrived(generation=1, acts=5, loop=0, at_boundary=True, step=5)
+    assert job.hear("w1", stale).told == []
+    assert job.hear("w1", Ready()).told == []
+    assert job.state.workers["w1"].phase == "working"
+
+
+def test_a_joiner_that_came_before_the_first_act_and_has_worked_since_has_the_weights() -> None:
+    job = with_joiner().arrive("w1", "w2", acts=0).arrive("w1", "w2", "w3", acts=3)
+    assert not any(seat.joins for seat in job.minted().roster)
+
+
+def test_a_joiner_that_has_not_received_the_weights_is_no_source_and_stays() -> None:
+    job = with_joiner().arrive("w1", "w2", acts=7).end("w1")
+    minted = job.arrive("w3", acts=0, at_boundary=False).arrive("w2", acts=7, at_boundary=False).minted()
+    assert [(seat.worker, seat.acts, seat.joins) for seat in minted.roster] == [("w2", 7, False), ("w3", 0, True)]
+    assert minted.source == 0
+
+
+def test_a_joiner_that_lost_the_others_before_it_had_the_weights_may_wait_to_be_taken_in_once_more() -> None:
+    job = with_joiner().arrive("w1", "w2", acts=7).end("w1").hear("w3", Ready(loop=0, generation=2, address="z"))
+    assert job.heard(Lost) == ["w2"]
+    assert job.arrive("w2", acts=7, at_boundary=False).roster == ["w2"]
+    assert job.heard(RegroupDue) == ["w2"]
+    assert job.arrive("w2", acts=8).roster == ["w2", "w3"]
+    assert [note.fields["lost"] for note in job.notes if note.event == "minted"][-2:] == [["w1"], []]
+
+
+def test_a_joiner_that_has_received_the_weights_is_a_member_like_any_other() -> None:
+    job = with_joiner().arrive("w1", "w2", acts=7).end("w1").end("w2")
+    minted = job.arrive("w3", acts=7, at_boundary=False).minted()
+    assert [(seat.worker, seat.acts, seat.joins) for seat in minted.roster] == [("w3", 7, False)]
+
+
+def test_the_job_starts_over_when_nobody_is_left_who_has_the_weights() -> None:
+    job = with_joiner(max_restarts=5).arrive("w1", "w2", acts=7).end("w1").end("w2")
+    job.arrive("w3", acts=0)
+    assert job.heard(Removed) == ["w3"]
+    assert job.forgotten[-1] is None
+    job.end("w3", 0)
+    assert job.state.minted is None
+    assert job.connect("w4").told == [("w4", Welcome(joins=False))]
+
+
+def test_the_job_starts_over_when_all_are_lost_and_no_number_is_used_again() -> None:
+    job = training(2, max_restarts=5).end("w1").end("w2")
+    assert job.forgotten[-1] is None
+    started = [worker for worker in job.state.workers.values() if worker.phase == "asked"]
+    assert [worker.id for worker in started] == ["w3", "w4"]
+    job.ready("w3", "w4")
+    assert (job.minted().generation, job.roster, job.minted().loop) == (2, ["w3", "w4"], None)
+
+
+def test_joiners_cannot_start_a_job_over_and_are_replaced_at_no_cost() -> None:
+    job = with_joiner(1, max_restarts=5).end("w1")
+    assert job.heard(Removed) == ["w2"]
+    assert job.end("w2", 0).state.restarts == 1
+    assert job.ready("w3", "w4").roster == ["w3", "w4"]
+
+
+# -- restarts
+
+
+def test_workers_that_fail_at_once_make_the_next_ones_wait() -> None:
+    job = Job(largest=1, max_restarts=100).enlist(1)
+    delays = []
+    for number in range(1, 11):
+        job.end(f"w{number}")
+        delays += [message.delay_s for _, message in job.told if isinstance(message, Start)]
+    assert delays == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+def test_a_worker_that_has_become_ready_ends_the_waiting() -> None:
+    job = Job(largest=1, max_restarts=100).enlist(1).end("w1").end("w2").end("w3").ready("w4")
+    assert job.end("w4").told[-1] == ("a", Start(workers=("w5",)))
+
+
+def test_without_restarts_the_survivors_go_on_and_the_last_loss_ends_the_job() -> None:
+    job = training(2, largest=2).end("w2")
+    assert job.heard(Start) == []
+    assert job.arrive("w1").roster == ["w1"]
+    over = job.end("w1").state.over
+    assert over is not None
+    assert "signal 9" in over.reason
+    assert (job.heard(JobOver), over.digest, over.preempted) == (["a"], "", False)
+
+
+def test_somebody_who_resizes_gets_workers_in_place_of_those_that_were_lost() -> None:
+    job = training(2, largest=2).end("w2").arrive("w1")
+    assert job.happen(Resized(2)).heard(Start) == ["a"]
+
+
+def test_an_exception_of_the_script_ends_the_job_with_its_words() -> None:
+    job = training(2, max_restarts=5).end("w2", 1, "ValueError: wrong")
+    over = job.state.over
+    assert over is not None
+    assert "w2 (rank 1) on host h: it ended with code 1: ValueError: wrong" in over.reason
+    assert sorted(job.heard(JobOver)) == ["a", "w1", "w2"]
+
+
+def test_an_exception_can_be_allowed_to_restart() -> None:
+    job = training(2, max_restarts=5, restart_on_error=True).end("w2", 1, "ValueError: wrong")
+    assert job.state.over is None
+    assert job.heard(Start) == ["a"]
+
+
+def test_a_script_that_ends_before_the_others_ends_the_job() -> None:
+    over = training(2, max_restarts=5).end("w2", 0).state.over
+    assert over is not None
+    assert "ended before the others'" in over.reason
+
+
+# -- leaving, resizing, stopping
+
+
+def test_a_member_leaves_at_the_next_boundary_and_is_not_replaced_there() -> None:
+    job = training(3, max_restarts=5).hear("w2", Leaving())
+    assert job.heard(RegroupDue) == ["w1", "w2", "w3"]
+    job.arrive("w1", "w2", "w3")
+    assert job.heard(Removed) == ["w2"]
+    assert job.roster == ["w1", "w3"]
+    assert job.end("w2", 0).told == []
+    assert job.happen(Resized(3)).heard(Start) == ["a"]
+
+
+def test_a_member_that_leaves_is_replaced_where_there_is_room_if_a_number_was_asked_for() -> None:
+    job = training(2, wanted=2).enlist(2, "b").hear("w2", Leaving())
+    assert job.heard(Start) == ["b"]
+
+
+def test_nobody_leaves_away_from_a_boundary() -> None:
+    job = training(2).hear("w2", Leaving()).arrive("w1", acts=5).arrive("w2", acts=6, at_boundary=False)
+    assert job.roster == ["w1", "w2"]
+    assert job.heard(RegroupDue) == ["w1", "w2"]
+
+
+def test_a_rank_an_id_and_an_agent_can_be_asked_to_leave() -> None:
+    job = training(3)
+    assert job.happen(LeaveAsked("1")).state.workers["w2"].leaving
+    assert job.happen(LeaveAsked("w3")).state.workers["w3"].leaving
+    assert job.happen(LeaveAsked("nobody")).told == []
+    assert job.happen(LeaveAsked("a")).state.agents["a"].leaving
+
+
+def test_whoever_is_the_only_one_with_the_weights_leaves_once_another_one_has_them() -> None:
+    job = with_joiner(1).arrive("w1", acts=7).hear("w1", Leaving()).arrive("w1", acts=7).arrive("w2", acts=0)
+    assert job.roster == ["w1", "w2"]
+    job.arrive("w1", "w2", acts=8)
+    assert (job.roster, job.heard(Removed)) == (["w2"], ["w1"])
+
+
+def test_when_all_leave_the_job_is_preempted_and_over_when_they_have_ended() -> None:
+    job = training(2).happen(StopAsked())
+    assert job.heard(RegroupDue) == ["w1", "w2"]
+    job.arrive("w1", "w2")
+    assert [message for _, message in job.told] == [Removed(reason="all were asked to leave", preempted=True)] * 2
+    assert job.end("w1", 75).state.over is None
+    over = job.end("w2", 75).state.over
+    assert over is not None
+    assert over.preempted
+    assert job.heard(JobOver) == ["a"]
+
+
+def test_a_checkpoint_on_the_way_out_may_take_its_time() -> None:
+    job = training(1).happen(StopAsked()).arrive("w1")
+    for _ in range(20):
+        assert job.hear("w1", Progress(acts=5, step=5)).wait(9.0).told == []
+    assert job.wait(1.0).told == [("a", End(workers=("w1",), how="kill"))]
+
+
+def test_a_removed_worker_that_does_not_end_is_killed() -> None:
+    job = training(3).happen(Resized(2)).arrive("w1", "w2", "w3")
+    assert job.heard(Removed) == ["w3"]
+    for _ in range(5):
+        job.hear("w1", Progress(acts=1, step=1)).hear("w2", Progress(acts=1, step=1)).wait(2.0)
+    assert job.told == [("a", End(workers=("w3",), how="kill"))]
+    assert job.state.unreplaced == 0
+
+
+def test_a_job_that_is_stopped_before_it_trains_is_over_when_its_workers_have_ended() -> None:
+    job = Job().enlist(2).connect("w1").happen(StopAsked())
+    assert job.heard(Removed) == ["w1"]
+    assert job.heard(End) == ["a"]
+    over = job.end("w1", 0).end("w2", -15).state.over
+    assert over is not None
+    assert over.preempted
+
+
+def test_the_only_agent_takes_the_job_with_it() -> None:
+    job = training(2).agent(AgentLeaving()).arrive("w1", "w2")
+    assert all(message.preempted for _, message in job.told if isinstance(message, Removed))
+    job.end("w1", 75).end("w2", 75)
+    assert job.state.over is not None
+
+
+def test_one_of_two_agents_leaves_alone() -> None:
+    job = Job().enlist(1).enlist(1, "b").ready("w1", "w2").agent(AgentLeaving(), "b").arrive("w1", "w2")
+    assert (job.roster, job.heard(Removed)) == (["w1"], ["w2"])
+    job.end("w2", 0, agent="b")
+    assert job.heard(JobOver) == ["b"]
+    assert job.state.over is None
+
+
+def test_shrinking_first_sends_away_who_is_not_in_yet_and_then_the_end_of_the_roster() -> None:
+    job = with_joiner(3).happen(Resized(2))
+    assert job.heard(Removed) == ["w4"]
+    job.arrive("w1", "w2", "w3")
+    assert (job.roster, job.heard(Removed)) == (["w1", "w2"], ["w3"])
+
+
+def test_a_size_out_of_range_is_brought_into_it() -> None:
+    job = training(3, smallest=2, largest=4)
+    assert job.happen(Resized(9)).state.size == 4
+    assert job.hear("w1", Resize(workers=1)).state.size == 2
+    assert job.notes[-1].fields == {"workers": 2, "before": 4, "asked_for": 1, "by": "w1"}
+
+
+def test_growing_asks_for_more_workers_where_there_is_room() -> None:
+    job = training(2, wanted=2, largest=5).enlist(4)
+    assert job.happen(Resized(4)).told == [("a", Start(workers=("w3", "w4")))]
+
+
+# -- the end
+
+
+def test_the_job_is_done_when_all_have_finished() -> None:
+    job = training(2).hear("w1", Finished(digest=DIGEST))
+    assert job.state.over is None
+    job.hear("w2", Finished(digest=DIGEST))
+    assert job.state.over == JobOver(digest=DIGEST)
+    assert job.heard(JobOver) == ["w1", "w2", "a"]
+
+
+def test_different_weights_at_the_end_are_an_error() -> None:
+    over = training(2).hear("w1", Finished(digest="a")).hear("w2", Finished(digest="b")).state.over
+    assert over is not None
+    assert "w1 a, w2 b" in over.reason
+
+
+def test_a_job_is_done_though_one_is_lost_when_the_others_have_finished() -> None:
+    job = training(2, max_restarts=5).hear("w1", Finished(digest=DIGEST)).end("w1", 0).end("w2")
+    assert job.state.over == JobOver(digest=DIGEST)
+
+
+def test_those_that_missed_the_end_compute_it_again_without_those_that_have_finished() -> None:
+    job = training(3).hear("w1", Finished(digest=DIGEST)).end("w3")
+    job.arrive("w2", at_boundary=False)
+    assert job.roster == ["w2"]
+    assert job.hear("w2", Finished(digest=DIGEST)).state.over == JobOver(digest=DIGEST)
+
+
+def test_an_exception_after_the_run_is_one_of_the_script_too() -> None:
+    over = training(2).hear("w1", Finished(digest=DIGEST)).end("w1", 1, "KeyError: 'x'").state.over
+    assert over is not None
+    assert "KeyError" in over.reason
+
+
+def test_whoever_connects_to_a_job_that_is_over_is_told_so() -> None:
+    job = training(1).hear("w1", Finished(digest=DIGEST))
+    assert job.connect("w1").told == [("w1", JobOver(digest=DIGEST))]
+    assert job.enlist(1, "b").told == [("b", JobOver(digest=DIGEST))]
+    assert job.happen(Resized(3)).told == []
+    assert next_deadline(job.state) is None
+
+
+# -- agents come and go
+
+
+def test_the_workers_of_a_lost_agent_are_lost_and_need_no_restarts() -> None:
+    job = Job(max_restarts=0).enlist(1).enlist(2, "b").ready("w1", "w2", "w3").happen(Disconnected(agent="b"))
+    for _ in range(5):
+        for worker in ("w1", "w2", "w3"):
+            job.hear(worker, Progress(acts=1, step=1))
+        job.wait(2.0)
+    assert job.heard(Lost).count("w1") == 2
+    assert job.arrive("w1").roster == ["w1"]
+    assert job.enlist(2, "c").told[-1] == ("c", Start(workers=("w4", "w5")))
+    assert job.enlist(2, "b", running=("w2", "w3")).told[1] == ("b", End(workers=("w2", "w3"), how="kill"))
+
+
+def test_an_agent_that_comes_back_says_who_is_still_there() -> None:
+    job = training(3, max_restarts=5).happen(Disconnected(agent="a")).enlist(3, running=("w1", "w3", "w9"))
+    assert ("a", End(workers=("w9",), how="kill")) in job.told
+    assert job.heard(Lost) == ["w1", "w3"]
+    assert job.arrive("w1", "w3").roster == ["w1", "w3"]
+
+
+def test_a_worker_that_was_never_started_for_want_of_a_connection_is_asked_for_again_at_no_cost() -> None:
+    job = Job(max_restarts=0).enlist(1).happen(Disconnected(agent="a")).enlist(1, running=())
+    assert job.told[-1] == ("a", Start(workers=("w2",)))
+    assert job.state.unreplaced == 0
+
+
+# -- the coordinator
+
+
+def test_a_coordinator_that_starts_again_goes_on_from_its_state() -> None:
+    job = with_joiner().arrive("w1")
+    job.state = STATE.validate_json(STATE.dump_json(job.state))
+    job.now = 3.0  # of another clock
+    job.happen(Restarted()).enlist(3, running=("w1", "w2", "w3"))
+    job.connect("w1", "w2", generation=1).ready("w3", loop=0)
+    assert job.arrive("w2").roster == ["w1", "w2", "w3"]
+
+
+def test_whoever_does_not_come_back_to_a_restarted_coordinator_is_lost() -> None:
+    job = training(3).happen(Restarted()).connect("w1", "w2", generation=1)
+    job.enlist(3, running=("w1", "w2", "w3"))
+    for _ in range(5):
+        job.hear("w1", Progress(acts=1, step=1)).hear("w2", Progress(acts=1, step=1)).wait(2.0)
+    assert job.heard(Lost) == ["w1", "w2"]
+
+
+def test_a_coordinator_that_was_held_up_blames_nobody() -> None:
+    job = training(2).happen(Tick(), after=1000.0)
+    assert job.told == []
+    assert job.wait(9.9).told == []
+    assert job.wait(0.2).heard(End) == ["a", "a"]
+
+
+def test_the_next_deadline_is_near_enough_to_notice_being_held_up() -> None:
+    job = training(2)
+    assert next_deadline(job.state) == job.now + 2.5
+    assert next_deadline(State(settings=Coordination())) is None
+
+
+# -- words for people
+
+
+def test_the_status_says_who_takes_part_and_how_far_they_are() -> None:
+    job = with_joiner().hear("w2", Progress(acts=4, step=4, samples_per_s=99.5))
+    found = status(job.state)
+    assert (found["generation"], found["phase"], found["wanted"]) == (1, "regrouping", 3)
+    member = found["members"][1]
+    assert (member["id"], member["rank"], member["step"], member["samples_per_s"]) == ("w2", 1, 4, 99.5)
+    assert [other["id"] for other in found["others"]] == ["w3"]
+    assert [find(job.state, who) for who in ("0", "w3", "a", "2", "")] == ["w1", "w3", "a", None, None]
+
+
+def test_the_journal_says_what_forming_took_by_the_slowest_member() -> None:
+    job = training(2).hear("w1", Formed(generation=1, seconds={"form": 0.25, "copy": 0.0}))
+    assert job.notes[-1].event == "minted"
+    job.hear("w2", Formed(generation=1, seconds={"form": 0.125, "copy": 0.5}))
+    assert job.notes[-1] == Note("formed", {"generation": 1, "seconds": {"form": 0.25, "copy": 0.5}})
+
+
+@pytest.mark.parametrize(
+    "settings", [(0, 1), (3, 2), (1, 2, 3), (2, 3, 1), (1, 1, None, -1), (1, 1, None, 0, False, 0.0)]
+)
+def test_settings_that_contradict_each_other_are_refused(settings: tuple[Any, ...]) -> None:
+    with pytest.raises(JobError):
+        Coordination(*settings)
+
+
+# -- anything at all
+
+WORKERS = st.sampled_from([f"w{number}" for number in range(1, 6)])
+AGENTS = st.sampled_from("ab")
+SMALL = st.integers(0, 3)
+CODES = st.sampled_from([0, 1, 75, -9])
+FROM_WORKER = st.one_of(
+    st.builds(Ready, loop=st.none() | SMALL, generation=SMALL),
+    st.builds(Arrived, generation=SMALL, acts=SMALL, loop=SMALL, at_boundary=st.booleans(), step=SMALL),
+    st.builds(Formed, generation=SMALL),
+    st.builds(Leaving),
+    st.builds(Progress, acts=SMALL, step=SMALL, loop=st.none() | SMALL),
+    st.builds(Finished, digest=st.sampled_from("xy")),
+    st.builds(Resize, workers=st.integers(1, 5)),
+)
+EVENTS = st.one_of(
+    st.builds(Heard, WORKERS, FROM_WORKER),
+    WORKERS.flatmap(
+        lambda worker: st.builds(
+            Heard,
+            st.just(worker),
+            st.builds(WorkerHello, worker=st.just(worker), host=st.just("h"), pid=SMALL, shards=st.just(4)),
+        )
+    ),
+    AGENTS.flatmap(
+        lambda agent: st.builds(
+            AgentHeard,
+            st.just(agent),
+            st.builds(
+                AgentHello,
+                agent=st.just(agent),
+                host=st.just(agent),
+                workers=st.integers(1, 3),
+                running=st.lists(WORKERS, max_size=5).map(tuple),
+            )
+            | st.builds(WorkerEnded, worker=WORKERS, code=CODES, error=st.sampled_from(["", "x"]))
+            | st.builds(AgentLeaving),
+        )
+    ),
+    st.builds(Disconnected, worker=WORKERS),
+    st.builds(Disconnected, agent=AGENTS),
+    st.builds(Resized, st.integers(1, 5)),
+    st.builds(LeaveAsked, WORKERS | AGENTS | st.just("0")),
+    st.builds(StopAsked),
+    st.builds(Restarted),
+    st.builds(Tick),
+)  # fmt: skip
+
+
+@given(events=st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 1.0, 4.0, 30.0])), max_size=60), restarts=SMALL)
+def test_no_event_in_no_state_is_too_much_and_every_state_survives_being_written_down(
+    events: list[tuple[Event, float]], restarts: int
+) -> None:
+    job = Job(largest=4, max_restarts=restarts)
+    for event, seconds in events:
+        before = job.state
+        job.happen(event, seconds)
+        assert job.state.generation - before.generation in (0, 1)
+        assert before.over is None or job.state.over == before.over
+        assert len(job.state.members) <= 4
+        assert status(job.state)
+    assert STATE.validate_json(STATE.dump_json(job.state)) == job.state
