@@ -1,6 +1,6 @@
 """How long a worker takes to begin, warm and cold: ``python -m benchmarks.start``.
 
-From the moment in which it is asked for to a line of its script that has torch and unisono at hand.
+From the moment in which it is asked for to a line of its script that has torch, unisono and an optimizer.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from unisono.launch.request import Request
 from unisono.launch.warm_start import WarmStart
 
 ROUNDS = 9
-SCRIPT = "import os, torch, unisono\nunisono.init\nos.write(1, b'!')\n"
+SCRIPT = "import os, torch, unisono\nunisono.init\ntorch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)\nos.write(1, b'!')\n"
 
 
 async def warm(rounds: int, folder: Path) -> tuple[float, list[float]]:

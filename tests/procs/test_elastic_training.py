@@ -130,3 +130,16 @@ def test_growing_and_shrinking_changes_no_bit(started: list[Training], tmp_path:
     training.ask("resize", "2")
     assert training.end() == serial
     assert training.steps == started[0].steps
+
+
+def test_a_job_that_is_stopped_goes_on_later_and_ends_with_the_same_bits(
+    serial: Training, started: list[Training], tmp_path: Path
+) -> None:
+    started.append(Training(tmp_path / "run", "-n", "1:3", PACE_S="0.05"))
+    started[0].until("minted", generation=1)
+    started[0].ask("stop")
+    assert started[0].process.wait(PATIENCE_S) == 75
+    assert started[0].journal("preempted")
+    started.append(Training(tmp_path / "run", "-n", "3", "--max-restarts", "1"))
+    assert started[1].end() == serial.end()
+    assert started[1].steps == serial.steps

@@ -7,7 +7,7 @@ import typer
 
 from unisono.cli.options import Grace, Module, Threads, Tuned, WarmStart
 from unisono.launch.address import address_of
-from unisono.launch.elastic import FAILURE_TIMEOUT_S, ElasticSettings, Range
+from unisono.launch.elastic import ElasticSettings, Range
 from unisono.launch.report import report
 from unisono.launch.script import Script
 from unisono.launch.settings import GRACE_S, LaunchSettings
@@ -40,7 +40,7 @@ def join(
         grace_s=grace_s,
         tuning=Tuning.of_this_process(wanted=tuned),
     )
-    settings = ElasticSettings(launch, Range(1, workers), warm_start=warm_start, failure_timeout_s=FAILURE_TIMEOUT_S)
+    settings = ElasticSettings(launch, Range(1, workers), warm_start=warm_start)
     settings.check()
     raise typer.Exit(start(settings, run_dir, certificate))
 

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from unisono.launch.elastic import MAX_RESTARTS
+
 Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")]
 RunDir = Annotated[
     Path | None,
@@ -28,6 +30,20 @@ Tuned = Annotated[
     ),
 ]
 Grace = Annotated[float, typer.Option(help="Seconds to leave in after the first Ctrl-C or SIGTERM.")]
+CheckpointEvery = Annotated[
+    int | None,
+    typer.Option(envvar="UNISONO_CHECKPOINT_EVERY", help="Steps between checkpoints, unless the script sets them."),
+]
+MaxRestarts = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Elastic: how often a place gets a new worker, on average; {MAX_RESTARTS} for A:B.", show_default=False
+    ),
+]
+RestartOnError = Annotated[
+    bool, typer.Option("--restart-on-error", help="Elastic: also after an exception in the script.")
+]
+FailureTimeout = Annotated[float, typer.Option(help="Elastic: seconds of silence after which a worker is lost.")]
 WarmStart = Annotated[
     bool,
     typer.Option(

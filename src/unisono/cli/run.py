@@ -4,7 +4,19 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli.options import Grace, Module, RunDir, Shards, Threads, Tuned, WarmStart
+from unisono.cli.options import (
+    CheckpointEvery,
+    FailureTimeout,
+    Grace,
+    MaxRestarts,
+    Module,
+    RestartOnError,
+    RunDir,
+    Shards,
+    Threads,
+    Tuned,
+    WarmStart,
+)
 from unisono.launch.command import dry_run, elastic_dry_run
 from unisono.launch.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
 from unisono.launch.local import launch
@@ -30,28 +42,16 @@ def run(
     run_dir: RunDir = None,
     shards: Shards = None,
     threads: Threads = None,
-    checkpoint_every: Annotated[
-        int | None,
-        typer.Option(envvar="UNISONO_CHECKPOINT_EVERY", help="Steps between checkpoints, unless the script sets them."),
-    ] = None,
+    checkpoint_every: CheckpointEvery = None,
     grace_s: Grace = GRACE_S,
     allow_job_change: Annotated[
         bool,
         typer.Option("--allow-job-change", envvar="UNISONO_ALLOW_JOB_CHANGE", help="Resume although settings differ."),
     ] = False,
     tuned: Tuned = True,
-    max_restarts: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Elastic: new workers per lost one, on average; {MAX_RESTARTS} for A:B.", show_default=False
-        ),
-    ] = None,
-    restart_on_error: Annotated[
-        bool, typer.Option("--restart-on-error", help="Elastic: also after an exception in the script.")
-    ] = False,
-    failure_timeout_s: Annotated[
-        float, typer.Option(help="Elastic: seconds of silence after which a worker is lost.")
-    ] = FAILURE_TIMEOUT_S,
+    max_restarts: MaxRestarts = None,
+    restart_on_error: RestartOnError = False,
+    failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
     warm_start: WarmStart = True,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print what each worker would be started with.")] = False,
 ) -> None:

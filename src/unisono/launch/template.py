@@ -171,11 +171,17 @@ def become(birth: Birth) -> None:
 def main() -> None:
     """Serve the agent, or, in a fork, be the worker that it asked for."""
     worker.die_with(os.environ.get("UNISONO_LAUNCHER_PID"))
+    _load_the_rest()
     birth = Template(socket.socket(fileno=int(sys.argv[1]))).serve()
     if birth is None:
         os._exit(0)  # nothing here is worth the time that taking torch apart needs
     become(birth)
     worker.main()  # the interpreter then ends as after any script: exit handlers, threads, streams
+
+
+def _load_the_rest() -> None:
+    # The first optimizer of a process has torch load 800 modules more.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 
 def _descriptors() -> set[int]:

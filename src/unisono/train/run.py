@@ -578,8 +578,11 @@ class Run:
             return
         try:
             yield from loop.steps(self._progress, load, hooks)
-        finally:
-            self._acts.leave(number)
+        except GeneratorExit:  # a break; or the end of a run that is closed in the middle of the loop
+            if hooks.is_whole():
+                self._acts.leave(number)
+            raise
+        self._acts.leave(number)
 
     def _move(self, progress: Progress) -> None:
         self._progress = progress
