@@ -16,7 +16,12 @@ from unisono.launch.request import Request
 from unisono.launch.warm_start import WarmStart
 
 ROUNDS = 9
-SCRIPT = "import os, torch, unisono\nunisono.init\ntorch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)\nos.write(1, b'!')\n"
+SCRIPT = """
+import os, torch, unisono
+unisono.init
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+os.write(1, b"!")
+"""
 
 
 async def warm(rounds: int, folder: Path) -> tuple[float, list[float]]:

@@ -42,7 +42,7 @@ from unisono.membership.messages import (
 
 pytestmark = pytest.mark.unit
 
-SCHEDULES = int(os.environ.get("UNISONO_SCHEDULES", "2000"))
+SCHEDULES = int(os.environ.get("UNISONO_SCHEDULES", "800"))
 STATE: TypeAdapter[machine.State] = TypeAdapter(machine.State)
 TIMEOUT_S = 10.0
 SHARDS = 6
@@ -69,11 +69,13 @@ class World:
         self.agents: list[Host] = []
         self.workers: dict[str, Process] = {}
         smallest = self.chance.randint(1, 3)
-        largest = self.chance.randint(smallest, 5)
+        largest = self.chance.randint(max(2, smallest), 5)
         self.errors = self.chance.random() < 0.1  # scripts may fail of themselves
         self.settings = machine.Coordination(
             smallest, largest, max_restarts=1000, restart_on_error=False, failure_timeout_s=TIMEOUT_S
         )
+        self.malice = self.chance.choice([0.02, 0.1, 0.3])
+        self.faults_left = self.chance.choice([2, 5, 10])
         self.service = Service(self)
 
     def at(self, moment: float, what: Callable[[], None]) -> None:
@@ -88,11 +90,10 @@ class World:
 
     def play(self) -> JobOver:
         self.add_host()
-        if self.chance.random() < 0.5:
-            self.later(self.soon(5.0), self.add_host)
-        busy_s = self.chance.uniform(5.0, FAULTS_END_S)
-        for _ in range(self.chance.choice([1, 2, 3, 5, 8, 12])):
-            self.later(self.chance.uniform(0.0, busy_s), self.chance.choice(FAULTS).__get__(self))
+        for _ in range(self.chance.randint(0, 3)):
+            self.later(self.soon(8.0), self.add_host)
+        for _ in range(self.chance.randint(0, 4)):
+            self.later(self.chance.uniform(0.0, FAULTS_END_S / 2), self.go_wrong)
         self.later(FAULTS_END_S + 1, self.mend)
         while self._queue:
             self.now, _, what = heapq.heappop(self._queue)
@@ -105,6 +106,15 @@ class World:
         return over
 
     # -- faults
+
+    def delicate(self) -> None:
+        """A moment at which what goes wrong hurts most."""
+        if self.now < FAULTS_END_S and self.faults_left and self.chance.random() < self.malice:
+            self.later(self.soon(0.2), self.go_wrong)
+
+    def go_wrong(self) -> None:
+        self.faults_left = max(0, self.faults_left - 1)
+        self.chance.choice(FAULTS)(self)
 
     def add_host(self) -> None:
         self.agents.append(Host(self, f"a{len(self.agents)}", self.chance.randint(1, 4)))
@@ -185,7 +195,7 @@ class World:
 
 
 FAULTS = (
-    *[World.kill_worker] * 4,
+    *[World.kill_worker] * 10,
     *[World.cut_worker] * 3,
     *[World.cut_host] * 2,
     *[World.crash] * 2,
@@ -380,6 +390,8 @@ class Service:
             assert len(minted.bounds) == len(names) + 1
             begins = before.minted is None
             base = self.world.checkpoint if begins else minted.roster[minted.source].acts
+            newcomers = [seat for seat in minted.roster if seat.joins and before.workers[seat.worker].phase == "ready"]
+            assert not newcomers or self.world.script[base] == (minted.loop, True), "joins where nobody can"
             if begins:
                 self.world.committed, self.world.loops_over = base, set()
             self.world.groups[after.generation] = Group(self.world, minted, base, begins)
@@ -408,6 +420,7 @@ class Group:
 
     def enter(self, worker: "Process") -> None:
         self.entered.add(worker.name)
+        self.world.delicate()
         if self.broken:
             self.world.later(self.world.soon(), partial(worker.notice, self, abruptly=True))
         elif self.entered == self.names:
@@ -419,8 +432,9 @@ class Group:
         given[worker.name] = stops
         if set(given) == self.names:
             act = worker.acts
+            self.world.delicate()
             for member in self.members:
-                self.world.later(self.world.soon(0.05), partial(member.commit, self, act))
+                self.world.later(self.world.soon(), partial(member.commit, self, act))
 
     def is_complete(self, act: int) -> bool:
         return set(self.given.get(act, {})) == self.names
@@ -633,6 +647,7 @@ class Process:
         self.arrive(self.happens_to_stand())
 
     def arrive(self, at_boundary: bool, abruptly: bool = True) -> None:
+        self.world.delicate()
         self.leave_group(abruptly)
         if not self.has_state and self.world.chance.random() < 0.5:
             self.be_ready()
@@ -746,23 +761,21 @@ def outcome(over: JobOver) -> str:
     return "done" if over.digest else "preempted" if over.preempted else "failed"
 
 
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(4))
 def test_whatever_goes_wrong_the_job_comes_to_its_end_and_no_act_is_lost_or_repeated(part: int) -> None:
     ends: dict[str, int] = {"done": 0, "preempted": 0, "failed": 0}
-    for seed in range(part, SCHEDULES, 10):
+    for seed in range(part, SCHEDULES, 4):
         world = World(seed)
         try:
             over = world.play()
-            if over.digest:
-                assert over.digest == f"d{len(world.script)}"
             may_fail = "ValueError" in over.reason
             assert outcome(over) != "failed" or may_fail, over.reason
+            assert outcome(over) != "done" or over.digest == f"d{len(world.script)}"
         except Exception as error:
             error.add_note(f"with seed {seed}, at {world.now:.3f} s")
             raise
         ends[outcome(over)] += 1
-    assert ends["done"] > sum(ends.values()) / 2, ends
-    assert ends["preempted"]
+    assert ends["done"] > ends["preempted"] > 0, ends
 
 
 def test_a_schedule_is_its_seed() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,11 @@ def loss_of(models: Any, batch: Any) -> torch.Tensor:
     return F.cross_entropy(head(body(batch[0])), batch[1])
 
 
+def failing(place: str, number: int, models: Any, batch: Any) -> torch.Tensor:
+    fault(place, number)
+    return loss_of(models, batch)
+
+
 def metrics(models: Any, batch: Any) -> dict[str, torch.Tensor]:
     return {"loss": F.cross_entropy(head(body(batch[0])), batch[1])}
 
@@ -79,18 +85,9 @@ def metrics(models: Any, batch: Any) -> dict[str, torch.Tensor]:
 print("before", run.evaluate(data, metrics))
 for step in run.steps(data, epochs=int(os.environ.get("EPOCHS", "6"))):
     fault("begin", step.number)
-
-    def first(models: Any, batch: Any) -> torch.Tensor:
-        fault("first", step.number)
-        return loss_of(models, batch)
-
-    def second(models: Any, batch: Any) -> torch.Tensor:
-        fault("second", step.number)
-        return 0.5 * loss_of(models, batch)
-
-    loss = step.run(first, optimizer=optimizers[0], clip_norm=1.0)
+    loss = step.run(partial(failing, "first", step.number), optimizer=optimizers[0], clip_norm=1.0)
     fault("between", step.number)
-    step.run(second, optimizer=optimizers[1])
+    step.run(partial(failing, "second", step.number), optimizer=optimizers[1])
     fault("after", step.number)
     for scheduler in schedulers:
         scheduler.step()
