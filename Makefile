@@ -16,8 +16,10 @@ demo: $(READY)  ## train on handwritten digits with 1 and with 3 workers, and co
 	@$(BIN)/python examples/demo.py
 
 test: $(READY)  ## the whole test suite
-	@echo "==> all tests"
-	@$(BIN)/python -m pytest
+	@echo "==> unit tests"
+	@$(BIN)/python -m pytest -m unit -n auto
+	@echo "==> tests with processes of their own"
+	@$(BIN)/python -m pytest -m "not unit"
 
 check: $(READY)  ## format, lint, types, layers, unit tests: before every commit
 	@echo "==> format"
@@ -27,7 +29,7 @@ check: $(READY)  ## format, lint, types, layers, unit tests: before every commit
 	@echo "==> types"
 	@$(BIN)/mypy
 	@echo "==> layers and unit tests"
-	@$(BIN)/python -m pytest -m unit
+	@$(BIN)/python -m pytest -m unit -n auto
 
 # OPTIONS goes to each of them: make bench OPTIONS="--model mlp --rounds 9"; OPTIONS=--help lists them all.
 bench: $(BENCH_READY)  ## a training step beside the plain loop, DDP, Fabric, Accelerate: a quarter of an hour

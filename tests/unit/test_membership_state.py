@@ -551,6 +551,22 @@ def test_when_all_leave_the_job_is_preempted_and_over_when_they_have_ended() -> 
     assert job.heard(JobOver) == ["a"]
 
 
+def test_a_joiner_without_the_weights_is_not_asked_to_write_them() -> None:
+    job = with_joiner(1).arrive("w1", acts=7).happen(StopAsked()).arrive("w1", acts=7).arrive("w2", acts=0)
+    assert [(name, message.preempted) for name, message in job.told if isinstance(message, Removed)] == [
+        ("w1", True),
+        ("w2", False),
+    ]
+
+
+def test_a_place_that_somebody_has_left_is_filled_again_if_the_job_could_not_begin_otherwise() -> None:
+    job = Job(smallest=2, largest=2).enlist(2).ready("w1", "w2").hear("w2", Leaving())
+    job.arrive("w1", "w2").end("w2", 0)
+    assert (job.roster, job.heard(Start)) == (["w1"], [])
+    assert job.end("w1").heard(Start) == ["a"]
+    assert job.state.size == 2
+
+
 def test_a_checkpoint_on_the_way_out_may_take_its_time() -> None:
     job = training(1).happen(StopAsked()).arrive("w1")
     for _ in range(20):
