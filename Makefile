@@ -6,13 +6,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 
-.PHONY: help demo test check bench bench-allreduce bench-shards bench-network format clean
+.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-recovery format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 
-demo: $(READY)  ## train on handwritten digits with 1 and with 3 workers, and compare the weights
+demo: $(READY)  ## train on digits, kill a worker, add two, and compare the weights with the serial run
 	@$(BIN)/python examples/demo.py
 
 test: $(READY)  ## the whole test suite
@@ -40,6 +40,9 @@ bench-allreduce: $(BENCH_READY)  ## the all-reduce alone, beside Gloo and the me
 
 bench-shards: $(BENCH_READY)  ## more shards than workers, exact beside native, one worker beside the plain loop
 	@$(BIN)/python -m benchmarks shards $(OPTIONS)
+
+bench-recovery: $(READY)  ## a worker is killed: how long the others stand still, how soon a new one takes part
+	@$(BIN)/python -m benchmarks recovery $(OPTIONS)
 
 bench-network: $(BENCH_READY)  ## how much of the communication is hidden over a slow network; needs root
 	@$(BIN)/python -m benchmarks network $(OPTIONS)

@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks step | allreduce | shards | network``."""
+"""The command line: ``python -m benchmarks step | allreduce | shards | network | recovery``."""
 
 import signal
 import sys
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import allreduce, network, shards, step
+from benchmarks import allreduce, network, recovery, shards, step
 from benchmarks.contenders import everybody
 from benchmarks.crew import Allocator, CrewFailed
 from benchmarks.link import Cable, NoLink
@@ -150,6 +150,25 @@ def network_command(
     except CrewFailed as failure:
         print(f"No batch size could be found:\n{failure}")
         raise typer.Exit(1) from failure
+
+
+@app.command("recovery")
+def recovery_command(
+    model: Models = None,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="that train together")] = 3,
+    kills: Annotated[int | None, typer.Option(help="of one of them, one after the other")] = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """A worker is killed: how long the others stand still, and how soon a new one takes part."""
+    choice = recovery.Choice(
+        models=_models(model, ("tiny",) if quick else recovery.Choice().models),
+        workers=workers,
+        kills=kills or (2 if quick else 20),
+        seed=seed,
+    )
+    _publish(recovery.run(choice), output)
 
 
 def _models(given: list[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:

@@ -227,3 +227,13 @@ def test_what_a_new_generation_took_is_told_by_part() -> None:
     Acts(membership).together(Act(losses=1))
     (seconds,) = membership.seconds
     assert set(seconds) == {"regroup", "copy"}
+
+
+def test_what_a_lost_main_worker_may_not_have_made_known_is_made_known_by_the_next() -> None:
+    membership = FakeMembership(here=FakeWorkers(rank=1), coming=[together_again(1)])
+    acts = Acts(membership)
+    acts.together(lambda workers: "agreed")
+    assert membership.known == {}
+    acts.enter(0)
+    acts.together(Act(losses=1))
+    assert membership.known == {"act/0/0": "agreed"}

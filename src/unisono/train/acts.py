@@ -42,6 +42,7 @@ class Acts:
         self._in_loop = False
         self._number = 0
         self._value: Any = None
+        self._newest: tuple[str, Any] | None = None
         self._changed = False
 
     @property
@@ -137,16 +138,21 @@ class Acts:
     def leave(self, loop: int) -> None:
         """A loop is over."""
         self._loop, self._in_loop, self._number = loop + 1, False, 0
-        if not self._membership.joins and self._membership.workers.rank == 0:
-            self._membership.publish(f"loop/{loop}", "over")
+        self._publish(f"loop/{loop}", "over")
 
     def _complete(self, value: Any, changed: bool) -> None:
         self.done += 1
         self._value, self._changed = value, changed
         if not self._in_loop:
-            if self._membership.workers.rank == 0:
-                self._membership.publish(f"act/{self._loop}/{self._number}", value)
+            self._publish(f"act/{self._loop}/{self._number}", value)
             self._number += 1
+
+    def _publish(self, name: str, value: Any) -> None:
+        if self._membership.joins:
+            return
+        self._newest = name, value
+        if self._membership.workers.rank == 0:
+            self._membership.publish(name, value)
 
     def _known(self) -> Any:
         value = self._membership.published(f"act/{self._loop}/{self._number}")
@@ -163,6 +169,8 @@ class Acts:
         self.hand_over(arrival, changed)
         if workers.rank in arrival.behind:
             self._overtake(done, changed, value, joins=workers.rank in arrival.joiners)
+        if self._newest is not None:  # perhaps the one before was lost before it could
+            self._publish(*self._newest)
         self._membership.formed({**arrival.seconds, "copy": perf_counter() - begun})
 
     def _overtake(self, done: int, changed: bool, value: Any, *, joins: bool) -> None:

@@ -136,7 +136,8 @@ class Elastic(Membership):
         """Wait to be taken in, or for the others to be through with the loop."""
         begun = perf_counter()
         self._open_door()
-        self._line.send(Ready(loop=loop, address=self._door.address.hex()))
+        # In a generation already: it was taken in, and lost the others before it had their state.
+        self._line.send(Ready(loop=loop, address=self._door.address.hex(), generation=self._generation.number))
         over = f"loop/{loop}"
         self._watch(over)
 
@@ -261,7 +262,9 @@ class Elastic(Membership):
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
             standing = self._standing
-            self._line.send(Progress(acts=standing.acts, step=standing.step, samples_per_s=self._rate))
+            self._line.send(
+                Progress(acts=standing.acts, step=standing.step, loop=standing.loop, samples_per_s=self._rate)
+            )
 
 
 def elastic(where: Coordination, job: Job, host: str, form: Form, timeout_s: float) -> Elastic:

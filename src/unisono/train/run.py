@@ -22,7 +22,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import Snapshot
 from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.data.streams import seed_generators
-from unisono.errors import DataError, JobError, ModelError, UnisonoWarning
+from unisono.errors import DataError, JobError, JobMismatch, ModelError, UnisonoWarning
 from unisono.job import SAMPLES_PER_SHARD, Job
 from unisono.plan.batches import Batches
 from unisono.plan.streams import Stream, stream_seed
@@ -30,7 +30,7 @@ from unisono.train.acts import Acts
 from unisono.train.checkpoints import Checkpoints, require_same_job, shared_snapshot
 from unisono.train.control import Flags, StepReport
 from unisono.train.device import to_device
-from unisono.train.digest import digest_tensors
+from unisono.train.digest import checksum, digest_tensors
 from unisono.train.engine import Call, Clip, Execution, LossFunction, StepEngine
 from unisono.train.evaluation import Evaluation, Metrics, Predict
 from unisono.train.feed import feed
@@ -646,6 +646,12 @@ class Run:
             self._resume_from(prepared, snapshot)
         elif rank in arrival.behind:
             restore_update(prepared, snapshot)
+        theirs = self._workers.broadcast(checksum(prepared.tensors()) if gives else None, arrival.source)
+        if rank in arrival.behind and checksum(prepared.tensors()) != theirs:
+            raise JobMismatch(
+                f"rank {rank} has other weights than rank {arrival.source}, from which it was given them: a fault of "
+                f"this host's memory, or of Unisono's. This worker ends; the others go on"
+            )
 
     def _resume_from(self, prepared: Prepared, snapshot: Snapshot) -> None:
         restore_models(prepared, snapshot)

@@ -84,6 +84,7 @@ def _greet(change: Change, hello: WorkerHello) -> None:
     worker = change.put(
         worker,
         host=hello.host,
+        pid=hello.pid,
         phase="preparing" if is_new else worker.phase,
         joins=state.minted is not None if is_new else worker.joins,
         signs=replace(worker.signs, connected=True, at=change.now),

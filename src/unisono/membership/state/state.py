@@ -56,6 +56,7 @@ class Worker:
         agent: that runs it.
         phase: what it does.
         host: that it runs on; empty until it has connected.
+        pid: of its process there; 0 until it has connected.
         joins: whether training was under way when it connected.
         leaving: whether it was asked to leave.
         loop: for which it is ready.
@@ -72,6 +73,7 @@ class Worker:
     agent: str
     phase: Phase = "asked"
     host: str = ""
+    pid: int = 0
     joins: bool = False
     leaving: bool = False
     loop: int | None = None

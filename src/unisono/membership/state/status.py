@@ -53,6 +53,7 @@ def _of_worker(worker: Worker, rank: int | None) -> dict[str, Any]:
         "id": worker.id,
         "rank": rank,
         "host": worker.host,
+        "pid": worker.pid,
         "agent": worker.agent,
         "phase": worker.phase,
         "connected": worker.signs.connected,
