@@ -54,3 +54,18 @@ def test_two_hosts_reach_each_other_over_the_slow_cable_and_nothing_stays_of_it(
             assert "1gbit" in link.speed
     except NoLink as reason:
         pytest.skip(str(reason))
+
+
+def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "recovery", "--quick", "--kills=1", f"--output={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (recovery,) = json.loads((tmp_path / "recovery.json").read_text())["models"]["tiny"]
+    assert recovery["replaced"] > 0
+    assert set(recovery["parts"]) == {"regroup", "form", "copy"}

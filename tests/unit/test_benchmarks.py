@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import network, shards
+from benchmarks import network, recovery, shards
 from benchmarks.contenders import Contender, everybody
 from benchmarks.contenders.loop import batches
 from benchmarks.crew import Crew, Host, cleaned
@@ -271,3 +271,23 @@ def test_a_report_is_printed_and_written_for_programs(tmp_path: Path, capsys: py
     written = json.loads((tmp_path / "new" / "step.json").read_text())
     assert (written["rows"], written["settings"], written["noise"]["is_calm"]) == ([1], {"rounds": 1}, True)
     assert written["machine"]["torch"] == torch.__version__
+
+
+# -- recovery ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_stall_is_what_the_survivors_lost_beyond_a_step_of_their_own(tmp_path: Path) -> None:
+    begun = 1_700_000_000.0
+    commits = {
+        "w1": [0.0, 1.0, 2.0, 4.5, 6.0, 7.5, 8.5],  # killed is w2, at 2.2; two workers take 1.5 s a step
+        "w2": [0.0, 1.0, 2.0],
+        "w3": [8.5],
+    }
+    for worker, times in commits.items():
+        lines = [f"{step} {begun + at}\n" for step, at in enumerate(times)]
+        (tmp_path / f"commits-{worker}.txt").write_text("".join(lines))
+    formed = {"time": "2023-11-14T22:13:22.900+00:00", "event": "formed", "seconds": {"regroup": 0.1}}
+    (tmp_path / "journal.jsonl").write_text(json.dumps(formed) + "\n")
+    found = recovery.Job(tmp_path).recovery(begun + 2.2, ["w1", "w2"], "w2", until=begun + 60)
+    assert (found.stall, found.step, found.replaced) == pytest.approx((1.0, 1.5, 6.3))
+    assert found.parts == {"regroup": 0.1}
