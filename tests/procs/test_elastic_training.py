@@ -143,3 +143,13 @@ def test_a_job_that_is_stopped_goes_on_later_and_ends_with_the_same_bits(
     started.append(Training(tmp_path / "run", "-n", "3", "--max-restarts", "1"))
     assert started[1].end() == serial.end()
     assert started[1].steps == serial.steps
+
+
+def test_over_a_process_group_that_forms_at_the_coordinator_a_loss_changes_no_bit(
+    serial: Training, started: list[Training], tmp_path: Path
+) -> None:
+    faults = [{"place": "first", "step": 3, "rank": 1}]
+    options = ("-n", "3", "--max-restarts", "2")
+    started.append(Training(tmp_path / "run", *options, faults=faults, UNISONO_TRANSPORT="process_group"))
+    assert started[0].end() == serial.end()
+    assert len(started[0].journal("lost")) == 1

@@ -4,6 +4,7 @@ import base64
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -36,6 +37,11 @@ class CoordinatorStore(dist.Store):
         self._line = line
         line.kept.append(self)  # whatever torch makes with a store keeps the C++ half of it alone
         self.set_timeout(timeout)
+
+    @property
+    def host(self) -> str:
+        """Where the coordinator listens, as ``TCPStore`` says it: workers that reach it on loopback share a host."""
+        return urlsplit(self._line.url).hostname or ""
 
     def set(self, key: Text, value: Text) -> None:
         """Give a key a value."""

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from unisono.errors import JobEnded, JobError, LaunchError, WorkerLost
+from unisono.errors import JobEnded, LaunchError, WorkerLost
 from unisono.job import Job
 from unisono.membership.client import Line
 from unisono.membership.environment import Environment
@@ -38,6 +38,7 @@ from unisono.membership.messages import (
     WorkerHello,
 )
 from unisono.membership.store import CoordinatorStore
+from unisono.membership.token import read_token
 from unisono.plan.split import Split
 from unisono.reduce.peers import Door, Peers
 from unisono.reduce.transport import Solo
@@ -88,12 +89,12 @@ class Elastic(Membership):
         self._publisher = ThreadPoolExecutor(1, "unisono-publisher")
         self._door = Door(timeout_s)
         self._line = call(self._hear)
+        self._store = CoordinatorStore(self._line, timedelta(seconds=timeout_s))
         threading.Thread(target=self._beat, name="unisono-beat", daemon=True).start()
         try:
             self.joins = self._await(Welcome).joins
             if not self.joins:
-                self._line.send(Ready(address=self._door.address.hex()))
-                self._form_next(self._await(Minted), perf_counter())
+                self._form_first()
         except BaseException:
             self.close()
             raise
@@ -170,7 +171,7 @@ class Elastic(Membership):
         """Tell the coordinator, and wait until it knows that of all members: until then it may be told again."""
         self._line.send(Finished(digest=digest))
         with suppress(queue.Empty):
-            while not isinstance(self._news.get(timeout=self._timeout_s), JobOver):
+            while not isinstance(self._news.get(timeout=self._timeout_s), JobOver | Removed | Refused):
                 pass
 
     def await_end(self) -> NoReturn:
@@ -209,14 +210,34 @@ class Elastic(Membership):
 
     # -- the main thread ---------------------------------------------------------------------------------------------
 
+    def _form_first(self) -> None:
+        begun = perf_counter()
+        self._line.send(Ready(address=self._door.address.hex()))
+        lost: WorkerLost | None = None
+        while True:
+            try:
+                if lost is None:
+                    self._form_next(self._await(Minted), begun)
+                else:
+                    self.regroup(lost, Standing(0))
+            except JobEnded:
+                raise
+            except WorkerLost as error:
+                lost = error
+            else:
+                return
+
     def _form_next(self, minted: Minted, begun: float) -> Arrival:
         waited = perf_counter()
         rank = next(rank for rank, seat in enumerate(minted.roster) if seat.worker == self._hello.worker)
         self._generation = Generation(minted.generation, rank, Split(minted.bounds))
         self._line.generation = minted.generation
         self._hang_up_if_lost()
-        meeting = MintedMeeting(minted, rank, self._door, self._line, self._timeout_s)
-        self._workers = self._form(self._generation, meeting)
+        meeting = MintedMeeting(minted, rank, self._door, self._store)
+        try:
+            self._workers = self._form(self._generation, meeting)
+        except LaunchError as error:  # somebody was lost before all had met
+            raise WorkerLost(f"generation {minted.generation} did not form: {error}") from error
         self._door.close()
         self._hang_up_if_lost()
         return Arrival(
@@ -252,6 +273,7 @@ class Elastic(Membership):
                 try:
                     reply = self._line.request(request)
                 except LaunchError:  # the coordinator is gone for a while, or this worker is through
+                    self._closed.wait(BEAT_S)
                     continue
                 if not reply.error:
                     self._news.put(_Known(name, reply.value))
@@ -274,10 +296,7 @@ def elastic(where: Coordination, job: Job, host: str, form: Form, timeout_s: flo
         JobError: the token cannot be read.
         LaunchError: the coordinator refuses this worker, or cannot be reached.
     """
-    try:
-        token = where.token_file.read_text().strip()
-    except OSError as error:
-        raise JobError(f"the job's token cannot be read: {error}") from error
+    token = read_token(where.token_file)
     hello = WorkerHello(worker=where.worker, host=host, pid=os.getpid(), shards=job.shards)
 
     def call(hear: Callable[[ToWorker], None]) -> Line:
@@ -293,23 +312,20 @@ class MintedMeeting(Meeting):
         minted: the generation.
         rank: of this worker.
         door: of this worker, whose address the others know.
-        line: to the coordinator.
-        timeout_s: how long to wait for the others.
+        store: the coordinator's.
     """
 
-    def __init__(self, minted: Minted, rank: int, door: Door, line: Line, timeout_s: float) -> None:
+    def __init__(self, minted: Minted, rank: int, door: Door, store: dist.Store) -> None:
         self._here: list[Seat] = [seat for seat in minted.roster if seat.host == minted.roster[rank].host]
         self._place = self._here.index(minted.roster[rank])
-        self._generation, self._door, self._line, self._timeout_s = minted.generation, door, line, timeout_s
+        self._generation, self._door, self._store = minted.generation, door, store
         self.environment = Environment(
             "unisono", rank, len(minted.roster), self._place, len(self._here), minted.roster[rank].host
         )
 
     def store(self) -> dist.Store:
         """The coordinator's."""
-        return dist.PrefixStore(
-            f"g{self._generation}", CoordinatorStore(self._line, timedelta(seconds=self._timeout_s))
-        )
+        return dist.PrefixStore(f"g{self._generation}", self._store)
 
     def peers(self) -> Peers:
         """At the doors whose addresses came with the roster."""
