@@ -21,7 +21,7 @@ from unisono.errors import JobError, UnisonoWarning
 from unisono.membership import listener, parser, service
 from unisono.membership.client import Line
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.door import Limits, Rate
+from unisono.membership.gate import Limits, Rate
 from unisono.membership.journal import Journal
 from unisono.membership.ledger import Ledger
 from unisono.membership.listener import Address, hosts, listen, url

@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 from unisono.errors import JobError, UnisonoError
 from unisono.membership import state as machine
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.door import Door, Limits
+from unisono.membership.gate import Gate, Limits
 from unisono.membership.listener import Address, HttpProtocol, WebSocketProtocol, hosts, listen, url
 from unisono.membership.parser import LONGEST_MESSAGE
 from unisono.membership.service import Service
@@ -41,7 +41,7 @@ PING_S = 20.0
 
 
 class Server(uvicorn.Server):
-    """Serves a coordinator, with its door and its clock, until the job is over or a signal comes.
+    """Serves a coordinator, with its gate and its clock, until the job is over or a signal comes.
 
     Args:
         coordinator: that decides.
@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
     def __init__(self, coordinator: Coordinator, token: str, names: frozenset[str], tls: dict[str, Any]) -> None:
         self._coordinator = coordinator
         self._limits = Limits()
-        app = Door(Starlette(lifespan=self._running), token, names, self._limits)
+        app = Gate(Starlette(lifespan=self._running), token, names, self._limits)
         super().__init__(
             uvicorn.Config(
                 app,

@@ -15,7 +15,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from unisono.errors import JobError
 from unisono.membership import state as machine
 from unisono.membership.coordinator import AgentSession, Coordinator, Session, WorkerSession
-from unisono.membership.door import Limits, Rate
+from unisono.membership.gate import Limits, Rate
 from unisono.membership.messages import Name
 from unisono.membership.outbox import Outbox
 from unisono.membership.parser import Unreadable, parse

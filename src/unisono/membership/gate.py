@@ -68,7 +68,7 @@ class _Refusal(Exception):
         self.reason = reason
 
 
-class Door:
+class Gate:
     """Lets a request or a connection in if it holds the token, was meant for this address, and is within limits.
 
     Args:
