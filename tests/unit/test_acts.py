@@ -20,6 +20,8 @@ class FakeWorkers:
 
     rank: int = 0
     told: Any = None
+    ticks: int = 0
+    is_called: bool = False
 
     def broadcast(self, value: Any, source: int) -> Any:
         return value if self.rank == source else self.told
@@ -63,7 +65,10 @@ class FakeMembership(Membership):
         self.joins = False
         self.seconds.append(seconds)
 
-    def tell(self, standing: Standing, samples_per_s: float) -> None:
+    def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None:
+        pass
+
+    def resize(self, workers: int) -> None:
         pass
 
     def finished(self, digest: str) -> None:

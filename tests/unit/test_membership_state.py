@@ -22,6 +22,7 @@ from unisono.membership.messages import (
     Message,
     Minted,
     Progress,
+    Pulse,
     Ready,
     Refused,
     RegroupDue,
@@ -356,6 +357,94 @@ def test_a_member_that_gives_no_sign_is_killed_and_the_others_are_told() -> None
     assert ("a", End(workers=("w2",), how="kill")) in job.told
     assert job.heard(Lost) == ["w1"]
     assert job.connect("w2", generation=1).heard(Refused) == ["w2"]
+
+
+def beat(job: Job, **pulses: Pulse) -> Job:
+    """The workers' next signs of life, a second later."""
+    job.now += 1.0
+    for worker, pulse in pulses.items():
+        job.hear(worker, Progress(acts=1, step=1, pulse=pulse))
+    return job
+
+
+WAITS = Pulse(doing="wait", still_s=0.0)
+
+
+@pytest.mark.parametrize("doing", ["call", "script"])
+def test_a_member_that_comes_no_further_while_others_wait_for_it_hangs(doing: Any) -> None:
+    job = beat(training(3), w1=WAITS, w2=Pulse(doing=doing, still_s=10.0), w3=WAITS)
+    assert job.heard(Lost) == []
+    job = beat(job, w1=WAITS, w3=WAITS, w2=Pulse(doing=doing, still_s=10.5))
+    assert ("a", End(workers=("w2",), how="kill")) in job.told
+    assert job.heard(Lost) == ["w1", "w3"]
+    lost = next(note for note in job.notes if note.event == "lost")
+    assert "hangs: no progress for 10 s" in lost.fields["why"]
+
+
+def test_a_call_that_takes_long_for_the_first_time_is_no_slower_than_others_were_before() -> None:
+    slow = Pulse(doing="call", still_s=25.0, longest_s=9.0)
+    job = beat(training(2), w1=WAITS, w2=slow)
+    assert job.heard(Lost) == []
+    assert beat(job, w1=WAITS, w2=slow.model_copy(update={"still_s": 27.5})).heard(Lost) == ["w1"]
+
+
+def test_the_script_may_take_its_time_while_nobody_waits_for_it() -> None:
+    job = beat(training(2), w1=Pulse(still_s=500.0), w2=Pulse(still_s=500.0))
+    assert job.heard(Lost) == []
+
+
+def test_a_member_alone_that_hangs_in_a_call_is_lost_too() -> None:
+    job = beat(training(1, max_restarts=1), w1=Pulse(doing="call", still_s=11.0))
+    assert ("a", End(workers=("w1",), how="kill")) in job.told
+
+
+def test_members_that_all_wait_are_not_blamed() -> None:
+    waits = Pulse(doing="wait", still_s=99.0)
+    assert beat(training(2), w1=waits, w2=waits).heard(Lost) == []
+
+
+# -- speed
+
+
+def paces(job: Job, *seconds: float) -> Job:
+    for number, each in enumerate(seconds, start=1):
+        job.hear(f"w{number}", Progress(acts=1, step=1, pulse=Pulse(shard_s=each)))
+    return job
+
+
+def test_slower_workers_get_fewer_shards_once_that_pays() -> None:
+    job = paces(training(3), 0.1, 0.1, 0.3).wait(4.0)
+    assert job.heard(RegroupDue) == []
+    paces(job, 0.1, 0.1, 0.3).wait(2.0)
+    assert job.heard(RegroupDue) == ["w1", "w2", "w3"]
+    job.arrive("w1", "w2").arrive("w3")
+    assert job.state.minted is not None
+    assert job.state.minted.bounds == (0, 4, 7, 8)
+    assert next(note for note in job.notes[::-1] if note.event == "minted").fields["shards"] == [4, 3, 1]
+    assert paces(job, 0.1, 0.1, 0.3).wait(60.0).heard(RegroupDue) == []
+
+
+def test_workers_that_are_about_as_fast_are_split_evenly() -> None:
+    job = paces(training(3), 0.1, 0.11, 0.12).wait(6.0)
+    assert job.heard(RegroupDue) == []
+    assert job.end("w3").arrive("w1", "w2").minted().bounds == (0, 4, 8)
+
+
+def test_without_figures_shards_are_split_evenly() -> None:
+    assert paces(training(2), 0.0, 9.0).wait(60.0).heard(RegroupDue) == []
+
+
+def test_a_newcomer_is_taken_to_be_as_fast_as_the_others() -> None:
+    job = paces(with_joiner(2), 0.1, 0.4).arrive("w1", "w2")
+    assert job.state.minted is not None
+    assert job.state.minted.bounds == (0, 5, 6, 8)
+
+
+def test_what_a_script_asks_for_on_every_worker_is_noted_once() -> None:
+    job = training(3, largest=4)
+    for worker in ("w1", "w2", "w3"):
+        job.hear(worker, Resize(workers=2))
+    assert [note.fields["workers"] for note in job.notes if note.event == "resized"] == [2]
 
 
 def test_a_lost_worker_takes_its_room_until_it_has_ended() -> None:

@@ -102,14 +102,32 @@ class Leaving(Message):
     kind: Literal["leaving"] = "leaving"
 
 
+class Pulse(Message):
+    """How a worker's main thread does, by its own measure.
+
+    Attributes:
+        doing: what it is at: a collective call (a step, an evaluation …), waiting for other workers, or the script's
+            own work between calls.
+        still_s: for how long it has come no further.
+        longest_s: the longest that it took from one sign of getting on to the next so far.
+        shard_s: that computing one shard takes lately; 0 if shards are not to be split by speed.
+    """
+
+    doing: Literal["call", "wait", "script"] = "script"
+    still_s: Seconds = 0.0
+    longest_s: Seconds = 0.0
+    shard_s: Seconds = 0.0
+
+
 class Progress(Message):
     """A sign of life, every second or so.
 
     Attributes:
-        acts: as in :class:`Arrived`; what a hung worker does not raise.
+        acts: as in :class:`Arrived`.
         step: that it has committed last.
         samples_per_s: of the whole job, lately.
         loop: that it is in, if it says so: no generation has to end for joiners that wait at an earlier one.
+        pulse: of its main thread, which this message does not come from.
     """
 
     kind: Literal["progress"] = "progress"
@@ -117,6 +135,7 @@ class Progress(Message):
     step: Count
     samples_per_s: Seconds = 0.0
     loop: Count | None = None
+    pulse: Pulse = Pulse()
 
 
 class Finished(Message):

@@ -1,6 +1,8 @@
 """Which worker computes which shards."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,33 @@ class Split:
         if not 1 <= workers <= shards:
             raise ValueError(f"{shards} shards cannot be split among {workers} workers")
         return cls(tuple(even_bounds(shards, workers)))
+
+    @classmethod
+    def by_speed(cls, shards: int, seconds: Sequence[float]) -> "Split":
+        """Ranges that are all computed at about the same time: the slowest worker's time is as short as it can be.
+
+        Args:
+            shards: of the job.
+            seconds: that each worker takes for a shard, by rank; each gets one at least.
+
+        Raises:
+            ValueError: more workers than shards.
+        """
+        if not 1 <= len(seconds) <= shards:
+            raise ValueError(f"{shards} shards cannot be split among {len(seconds)} workers")
+        counts = [1] * len(seconds)
+        for _ in range(shards - len(seconds)):
+            first = min(range(len(seconds)), key=lambda rank: ((counts[rank] + 1) * seconds[rank], rank))
+            counts[first] += 1
+        return cls((0, *accumulate(counts)))
+
+    def seconds(self, seconds: Sequence[float]) -> float:
+        """What the slowest worker takes for its shards.
+
+        Args:
+            seconds: for one shard, by rank.
+        """
+        return max(len(self.of(rank)) * each for rank, each in enumerate(seconds))
 
     @property
     def workers(self) -> int:

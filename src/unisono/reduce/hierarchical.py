@@ -33,6 +33,11 @@ class HierarchicalTransport(HostTransport):
         here = across.split.of(across.rank)
         self._cover = self.tree.cover(here.start, here.stop)
 
+    @property
+    def waits(self) -> bool:
+        """For another worker, wherever it is."""
+        return super().waits or self._across.waits or self._everyone.waits
+
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Rows in this host's shared memory."""
         parts = [replace(bucket, slots=(), numel=len(self.part(bucket.numel))) for bucket in buckets]

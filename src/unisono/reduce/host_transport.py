@@ -28,6 +28,11 @@ class HostTransport(Transport, ABC):
         first = rank - peers.rank
         self._memory = HostMemory(peers, self.tree, [split.of(first + each) for each in range(local)])
 
+    @property
+    def waits(self) -> bool:
+        """For another worker of this host."""
+        return self._peers.waits
+
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Rows in this host's shared memory."""
         return self._memory.allocate(buckets, rows)

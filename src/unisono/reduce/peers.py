@@ -32,10 +32,14 @@ class Peers:
     Args:
         rank: of this worker.
         sockets: to the others, by rank.
+
+    Attributes:
+        waits: whether this worker is in an exchange.
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket]) -> None:
         self.rank = rank
+        self.waits = False
         self._sockets = sockets
 
     @property
@@ -57,13 +61,16 @@ class Peers:
             NoProgress: a peer gave no sign in time.
         """
         assert len(message) <= LARGEST_MESSAGE
-        marked = _MARK + message
-        for rank, peer in self._sockets.items():
-            try:
-                peer.send(marked)
-            except OSError as error:
-                raise self._failure(rank, error) from error
-        return {self.rank: message} | {rank: self._receive(rank) for rank in self.ranks}
+        marked, self.waits = _MARK + message, True
+        try:
+            for rank, peer in self._sockets.items():
+                try:
+                    peer.send(marked)
+                except OSError as error:
+                    raise self._failure(rank, error) from error
+            return {self.rank: message} | {rank: self._receive(rank) for rank in self.ranks}
+        finally:
+            self.waits = False
 
     def exchange_descriptors(self, descriptor: int) -> dict[int, int]:
         """Give everybody an open file, and receive everybody's: new descriptors, by rank."""

@@ -42,6 +42,12 @@ class ProcessGroupTransport(Transport):
         self._by_collectives = topology is None
         self._choice = Choice(distinct(split.workers) if topology == "auto" else [topology or "direct"])
         self._exchanges: dict[tuple[Hashable, int, torch.dtype], Exchange] = {}
+        self._waits = False
+
+    @property
+    def waits(self) -> bool:
+        """In the group."""
+        return self._waits
 
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Rows anywhere. With ``auto``, topologies are compared on buckets of these sizes."""
@@ -119,12 +125,14 @@ class ProcessGroupTransport(Transport):
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        group = self._group
+        group, self._waits = self._group, True
         try:
             yield
         except RuntimeError as error:
             self._hang_up(group)  # whoever waits for this worker wakes up, and hangs up in turn
             raise self._named(error) from error
+        finally:
+            self._waits = False
 
     def _hang_up(self, group: Any) -> None:
         group.abort()

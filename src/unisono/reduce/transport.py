@@ -40,6 +40,11 @@ class Transport(ABC):
         """The number of workers."""
         return self.split.workers
 
+    @property
+    def waits(self) -> bool:
+        """Whether a thread of this worker waits for another worker in a verb."""
+        return False
+
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Flat buffers for so many rows of partial sums, where this transport need not copy them. Collective.
 

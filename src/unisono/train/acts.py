@@ -66,7 +66,7 @@ class Acts:
         number = self.done
         while self.done == number:
             try:
-                value = act(self._membership.workers)
+                value = self._carry_out(act)
             except WorkerLost as lost:
                 self.regroup(lost)
             else:
@@ -139,6 +139,15 @@ class Acts:
         """A loop is over."""
         self._loop, self._in_loop, self._number = loop + 1, False, 0
         self._publish(f"loop/{loop}", "over")
+
+    def _carry_out(self, act: Callable[[Workers], R]) -> R:
+        workers = self._membership.workers
+        workers.is_called = True
+        try:
+            return act(workers)
+        finally:
+            workers.is_called = False
+            workers.ticks += 1
 
     def _complete(self, value: Any, changed: bool) -> None:
         self.done += 1

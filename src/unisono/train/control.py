@@ -16,7 +16,8 @@ from unisono.reduce.transport import Transport
 MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
-_HEADER = 3  # flags
+_FLAGS = 3
+_HEADER = _FLAGS + 1  # and the digest
 _FIXED = 3  # loss, weight, which metrics
 
 _Words = npt.NDArray[np.float64]
@@ -70,11 +71,13 @@ class Flags:
         leave: it was asked to leave, and the job with it.
         regroup: it knows that a new generation is due.
         again: one of its gradients came in several parts, so its sums are not to be used.
+        digest: of the weights that it begins the step with, below 2**53; 0 if they are not to be compared.
     """
 
     leave: bool = False
     regroup: bool = False
     again: bool = False
+    digest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class ControlWord:
             LossError: more metrics than a control word has room for.
         """
         numbers = np.zeros(_HEADER + self.split.widest * _ROW)
-        numbers[:_HEADER] = flags.leave, flags.regroup, flags.again
+        numbers[:_HEADER] = flags.leave, flags.regroup, flags.again, flags.digest
         for row, report in zip(numbers[_HEADER:].reshape(-1, _ROW), reports, strict=False):
             _fill(row, report)
         bits = np.packbits(np.asarray(used, dtype=bool))
@@ -126,8 +129,12 @@ class ControlWord:
         metrics = {
             name: _mean([(report.metrics.get(name, 0.0), report.weight) for report in shards], weight) for name in names
         }
-        leave, regroup, again = (bool(numbers[:, flag].any()) for flag in range(_HEADER))
+        leave, regroup, again = (bool(numbers[:, flag].any()) for flag in range(_FLAGS))
         return StepReport(shards, loss, weight, metrics, tuple(used.tolist()), leave, regroup, again)
+
+    def digests(self, words: torch.Tensor) -> tuple[int, ...]:
+        """Of the weights that each worker began the step with, by rank; 0 if they are not to be compared."""
+        return tuple(int(digest) for digest in self._numbers(words)[:, _FLAGS])
 
     def has_silent_worker(self, words: torch.Tensor) -> bool:
         """Whether some worker had nothing but empty shards, and so cannot know which metrics were logged."""

@@ -31,6 +31,7 @@ from unisono.membership.messages import (
     Refused,
     RegroupDue,
     Removed,
+    Resize,
     Seat,
     StoreRequest,
     ToWorker,
@@ -42,6 +43,7 @@ from unisono.membership.token import read_token
 from unisono.plan.split import Split
 from unisono.reduce.peers import Door, Peers
 from unisono.reduce.transport import Solo
+from unisono.train.heartbeat import Heartbeat
 from unisono.train.meeting import Meeting
 from unisono.train.membership import Arrival, Dismissed, Membership, Standing
 from unisono.train.published import packed, unpacked
@@ -85,6 +87,7 @@ class Elastic(Membership):
         self._due = self._lost = 0
         self._is_leaving = False
         self._standing, self._rate = Standing(0), 0.0
+        self._heart = Heartbeat()
         self._closed = threading.Event()
         self._publisher = ThreadPoolExecutor(1, "unisono-publisher")
         self._door = Door(timeout_s)
@@ -150,7 +153,7 @@ class Elastic(Membership):
 
     def formed(self, seconds: Mapping[str, float]) -> None:
         """Tell the coordinator."""
-        self.joins = False
+        self.joins = self._heart.forms = False
         self._line.send(Formed(generation=self._generation.number, seconds=dict(seconds)))
 
     def publish(self, name: str, value: Any) -> None:
@@ -163,9 +166,13 @@ class Elastic(Membership):
         self._watch(name)
         return unpacked(self._await(_Known, wanted=lambda news: news.name == name).value)
 
-    def tell(self, standing: Standing, samples_per_s: float) -> None:
+    def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None:
         """With the next sign of life."""
-        self._standing, self._rate = standing, samples_per_s
+        self._standing, self._rate, self._heart.shard_s = standing, samples_per_s, shard_s
+
+    def resize(self, workers: int) -> None:
+        """Ask the coordinator."""
+        self._line.send(Resize(workers=workers))
 
     def finished(self, digest: str) -> None:
         """Tell the coordinator, and wait until it knows that of all members: until then it may be told again."""
@@ -251,6 +258,7 @@ class Elastic(Membership):
         return minted.generation > self._generation.number  # a coordinator that came back may repeat itself
 
     def _open_door(self) -> None:
+        self._heart.forms = True
         self._workers.close()
         self._door.close()
         self._door = Door(self._timeout_s)
@@ -285,7 +293,13 @@ class Elastic(Membership):
         while not self._closed.wait(BEAT_S):
             standing = self._standing
             self._line.send(
-                Progress(acts=standing.acts, step=standing.step, loop=standing.loop, samples_per_s=self._rate)
+                Progress(
+                    acts=standing.acts,
+                    step=standing.step,
+                    loop=standing.loop,
+                    samples_per_s=self._rate,
+                    pulse=self._heart.look(self._workers),
+                )
             )
 
 

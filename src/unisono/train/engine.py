@@ -85,6 +85,7 @@ class Attempt:
     gradients: Gradients
     totals: tuple[Tensor, ...]
     report: StepReport
+    digests: tuple[int, ...]
     seconds: dict[str, float]
 
 
@@ -157,6 +158,10 @@ class StepEngine:
             raise
         return attempt
 
+    def discard(self) -> None:
+        """An attempt is not to be committed: buffers are again as they were before it."""
+        self._buffers.rewind()
+
     def commit(self, call: Call, attempt: Attempt) -> bool:
         """Apply the update, on every worker alike.
 
@@ -225,17 +230,18 @@ class StepEngine:
         with generators_kept():
             for shard in shards:
                 self._compute(call, shard, gradients, shards)
+                self._workers.ticks += 1
         computed = perf_counter()
         totals, reducing = gradients.totals()
         reduced = perf_counter()
-        report = self._exchange(gradients, [shard.read() for shard in shards], flags)
+        report, digests = self._exchange(gradients, [shard.read() for shard in shards], flags)
         done = perf_counter()
         seconds = {
             "compute": computed - started,
             "exposed_communication": done - computed,
             "communication": reducing + done - reduced,
         }
-        return Attempt(gradients, totals, report, seconds)
+        return Attempt(gradients, totals, report, digests, seconds)
 
     def _compute(self, call: Call, shard: "_Shard", gradients: Gradients, shards: Sequence["_Shard"]) -> None:
         self._clear_gradients()
@@ -281,14 +287,16 @@ class StepEngine:
         weight = total_weight(self._workers.transport, weights)
         return weight if self._job.compression == "none" else None
 
-    def _exchange(self, gradients: Gradients, reports: Sequence[ShardReport], flags: Flags) -> StepReport:
+    def _exchange(
+        self, gradients: Gradients, reports: Sequence[ShardReport], flags: Flags
+    ) -> tuple[StepReport, tuple[int, ...]]:
         used = [*gradients.used, *self._buffers.used]
         word = ControlWord(self._workers.generation.split, len(used))
         words = self._workers.transport.all_gather(word.pack(reports, used, replace(flags, again=gradients.came_twice)))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
         if word.has_silent_worker(words):
             names = next((known for known in self._workers.gather_json(names) if known is not None), None)
-        return word.read(words, names or [])
+        return word.read(words, names or []), word.digests(words)
 
     def _trouble(self, call: Call, report: StepReport) -> str:
         if report.weight == 0:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from unisono.errors import WorkerLost
+from unisono.errors import JobError, WorkerLost
 from unisono.train.workers import Workers
 
 
@@ -106,8 +106,22 @@ class Membership(ABC):
         """This worker trains on, after so many seconds, by part."""
 
     @abstractmethod
-    def tell(self, standing: Standing, samples_per_s: float) -> None:
-        """How far this worker has come."""
+    def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None:
+        """How far this worker has come, and how fast.
+
+        Args:
+            standing: how far.
+            samples_per_s: of all workers, lately.
+            shard_s: seconds that it takes for a shard, if shards are to be split by speed; else 0.
+        """
+
+    @abstractmethod
+    def resize(self, workers: int) -> None:
+        """Ask for another number of workers.
+
+        Raises:
+            JobError: these workers stay the same.
+        """
 
     @abstractmethod
     def finished(self, digest: str) -> None:
@@ -174,8 +188,15 @@ class Fixed(Membership):
     def formed(self, seconds: Mapping[str, float]) -> None:
         """Nobody asks."""
 
-    def tell(self, standing: Standing, samples_per_s: float) -> None:
+    def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None:
         """Nobody asks."""
+
+    def resize(self, workers: int) -> None:
+        """There is no way."""
+        raise JobError(
+            f"run.resize({workers}): the {self._workers.world_size} workers of this job stay the same. Start it with "
+            f"a range, such as unisono run -n 1:{max(workers, self._workers.world_size)}"
+        )
 
     def finished(self, digest: str) -> None:
         """Nobody asks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import platform
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,9 +37,11 @@ from unisono.train.evaluation import Evaluation, Metrics, Predict
 from unisono.train.feed import feed
 from unisono.train.loop import Hooks, Loop
 from unisono.train.membership import Arrival, Dismissed, Membership
+from unisono.train.pace import Pace
 from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory, tensors_by_name
 from unisono.train.recorder import Recorder
 from unisono.train.registered import Registered
+from unisono.train.replicas import healing, replica_digest
 from unisono.train.settings import Settings
 from unisono.train.sharing import share_weights
 from unisono.train.signals import PREEMPTED, LeaveRequest
@@ -53,8 +56,40 @@ RESERVED = frozenset(
 )
 """What every line of ``metrics.jsonl`` has."""
 
+VERIFY_EVERY = 100
+
 M = TypeVar("M")
 O = TypeVar("O")  # noqa: E741
+
+
+@dataclass(frozen=True, slots=True)
+class Care:
+    """How workers look after each other. It decides no bit.
+
+    Attributes:
+        failure_timeout_s: how long one may be silent.
+        verify_every: steps between comparisons of their weights; None for never.
+        balances: whether shards are split by speed.
+
+    Raises:
+        JobError: a value is out of range.
+    """
+
+    failure_timeout_s: float
+    verify_every: int | None
+    balances: bool
+
+    @classmethod
+    def of(cls, failure_timeout_s: float, verify_every: int | None, balance: str) -> Care:
+        """From what the user says; 0 steps for never, None for as often as it costs next to nothing."""
+        if not failure_timeout_s > 0:
+            raise JobError(f"failure_timeout_s={failure_timeout_s!r}: needs to be positive")
+        verify_every = VERIFY_EVERY if verify_every is None else verify_every
+        if verify_every < 0:
+            raise JobError(f"verify_every={verify_every!r}: use a number of steps, or 0 for never")
+        if balance not in ("even", "speed"):
+            raise JobError(f"balance={balance!r}: use 'even' or 'speed'")
+        return cls(failure_timeout_s, verify_every or None, balance == "speed")
 
 
 @dataclass(frozen=True)
@@ -67,8 +102,8 @@ class Surroundings:
     acts: Acts
     leave: LeaveRequest
     allow_job_change: bool
-    failure_timeout_s: float
     execution: Execution
+    care: Care
     opened: ExitStack
 
 
@@ -103,6 +138,7 @@ class Run:
         self._leaving = False
         self._regroups = False
         self._seconds: dict[str, float] = {}
+        self._pace = Pace()
         self._warned_of_scheduler = False
         self._bytes_shared = 0
         self._started = perf_counter()
@@ -243,7 +279,7 @@ class Run:
             )
         reading = Reading(samples, shuffle, drop_last)
         source = ShardSource(dataset, self.job.seed, collate_fn, shuffle)
-        timeout_s = self._around.failure_timeout_s
+        timeout_s = self._around.care.failure_timeout_s
         load = partial(feed, source, workers=loader_workers, timeout_s=timeout_s, device=self.device)
         self._live = self._loop(batches, reading, epochs, load)
         return self._live
@@ -345,6 +381,24 @@ class Run:
         if self._step is None:
             self._checkpoint_if_due()
 
+    def resize(self, workers: int) -> None:
+        """Ask for another number of workers, from one of the next steps on.
+
+        Every worker calls it, as it comes by. The job goes on meanwhile; more workers than there is room for, or than
+        the job allows, are not given.
+
+        Args:
+            workers: at least 1.
+
+        Raises:
+            JobError: the workers of this job stay the same, or the number is below 1; says what to do.
+        """
+        self._require_open()
+        if workers < 1:
+            raise JobError(f"run.resize({workers}): at least 1 worker is needed")
+        if not self._membership.joins:  # the others have asked already
+            self._membership.resize(workers)
+
     def finish(self, model: nn.Module | Sequence[nn.Module] | None = None) -> str:
         """End the run: write ``result.json``, print the weights' digest on the main worker.
 
@@ -443,7 +497,12 @@ class Run:
         shards = [to_device(shard, self.device) for shard in step.shards]
         call = Call(step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip)
         leaves = self._around.leave.requested and not self._membership.leave()
-        attempt = engine.attempt(call, Flags(leave=leaves, regroup=self._membership.is_due))
+        flags = Flags(leave=leaves, regroup=self._membership.is_due, digest=self._replica_digest(step))
+        attempt = engine.attempt(call, flags)
+        if len(set(attempt.digests)) > 1:
+            engine.discard()
+            self._heal(healing(attempt.digests, step.number), step.number)
+            return self._train(step, loss_fn, optimizers, clip, workers)
         while self.is_main and workers.transport.measured:
             self._around.folder.journal("topology", **workers.transport.measured.pop(0))
         if self._trace is not None:
@@ -453,9 +512,32 @@ class Run:
         self._leaving = self._leaving or attempt.report.leave
         self._regroups = self._regroups or attempt.report.regroup
         self._seconds = attempt.seconds
+        self._pace.note(attempt.seconds["compute"], len(workers.generation.shards))
         if not committed:
             self._tell_of_skip(step, attempt.report)
         return attempt.report.loss if committed else math.nan, attempt.report.metrics
+
+    def _replica_digest(self, step: Step) -> int:
+        every = self._around.care.verify_every
+        if every is None or self.world_size == 1 or step.calls or step.number % every:
+            return 0
+        return replica_digest(self._require_prepared().tensors())
+
+    def _heal(self, healing: Arrival, step: int) -> None:
+        """Some workers hold other weights than most: they get the right ones before the step is computed again."""
+        hosts = self._workers.gather_json(platform.node())
+        odd = sorted(healing.behind)
+        if self.is_main:
+            where = [hosts[rank] for rank in odd]
+            self._around.folder.journal("healed", step=step, ranks=odd, hosts=where, source=healing.source)
+            listed = ", ".join(f"rank {rank} on host {host}" for rank, host in zip(odd, where, strict=True))
+            warnings.warn(
+                f"step {step}: {listed} held other weights than most workers, which a fault of its memory would "
+                f"explain; it has been given theirs",
+                UnisonoWarning,
+                stacklevel=2,
+            )
+        self._renew(healing)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -602,7 +684,8 @@ class Run:
         self._acts.step = after.position.step
         if "loss" in self._step_line:
             self._recorder.step_ends(self._step_line, step.size)
-        self._membership.tell(self._acts.standing, float(self.metrics.get("samples_per_s", 0.0)))
+        shard_s = self._pace.shard_s if self._around.care.balances else 0.0
+        self._membership.tell(self._acts.standing, float(self.metrics.get("samples_per_s", 0.0)), shard_s)
         if self._trace is not None:
             self._trace.step(after.position.step, self._require_prepared().tensors())
 
@@ -624,15 +707,19 @@ class Run:
     def _hand_over(self, arrival: Arrival, changed: bool) -> None:
         """A new generation: whoever is behind in it gets the state of the worker that has come furthest."""
         self._regroups = False
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-        if self._prepared is not None and (arrival.joiners or (arrival.behind and changed)):
-            self._catch_up(self._prepared, arrival)
-        self._membership.joins = False
+        self._renew(arrival if arrival.joiners or (arrival.behind and changed) else None)
         if self.is_main:
             self._recorder.take_over()
             self._checkpoints.begin_writing()
+
+    def _renew(self, arrival: Arrival | None) -> None:
+        """Make the engine anew, after giving the state to those who lack it, if any do. Collective."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        if self._prepared is not None and arrival is not None:
+            self._catch_up(self._prepared, arrival)
+        self._membership.joins = False
         self._make_engine()
 
     def _catch_up(self, prepared: Prepared, arrival: Arrival) -> None:

@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -32,7 +33,7 @@ from unisono.train.failure import FailureNote
 from unisono.train.meeting import FixedMeeting, Meeting
 from unisono.train.membership import Fixed, Membership
 from unisono.train.numerics import apply_numerics, fingerprint, script_digest
-from unisono.train.run import Run, Surroundings
+from unisono.train.run import Care, Run, Surroundings
 from unisono.train.settings import Settings
 from unisono.train.signals import LeaveRequest
 from unisono.train.workers import Workers
@@ -40,6 +41,9 @@ from unisono.train.workers import Workers
 G = TypeVar("G")
 
 _runs = itertools.count(1)
+
+BACKSTOP = 3.0
+"""How many times ``failure_timeout_s`` workers of an elastic job wait for each other."""
 
 
 def init(
@@ -64,6 +68,8 @@ def init(
     keep: int = 3,
     allow_job_change: bool = False,
     failure_timeout_s: float = 300.0,
+    verify_every: int | None = None,
+    balance: Literal["even", "speed"] = "even",
 ) -> Run:
     """Start a run, on however many workers the launcher started.
 
@@ -98,7 +104,11 @@ def init(
         checkpoint_every: steps between automatic checkpoints; by default none are written.
         keep: how many checkpoints stay.
         allow_job_change: resume although settings differ.
-        failure_timeout_s: how long, in seconds, a worker waits for another before it gives it up.
+        failure_timeout_s: how long, in seconds, a worker may be silent, or come no further while others wait for it,
+            before it is given up.
+        verify_every: steps between comparisons of all workers' weights, which must be the same: who holds others than
+            most gets theirs (default: 100; 0: never).
+        balance: ``speed`` gives slower workers fewer shards, in an elastic job. Decides no bit.
 
     Raises:
         JobError: a setting is out of range, or there are more workers than shards; says which to change.
@@ -119,7 +129,8 @@ def init(
         on_nan=on_nan,
     )
     every = _first(checkpoint_every, settings.checkpoint_every)
-    _check_counts(checkpoint_every=every, keep=keep, failure_timeout_s=failure_timeout_s)
+    care = Care.of(failure_timeout_s, _first(verify_every, settings.verify_every), balance)
+    _check_counts(checkpoint_every=every, keep=keep)
     environment = recognise(os.environ)
     chosen = choose_device(device, environment.local_rank)
     allow = allow_job_change or settings.allow_job_change
@@ -137,13 +148,15 @@ def init(
         open_store = partial(CheckpointStore, folder.checkpoints, keep=keep, on_event=folder.journal)
         checkpoints = opened.enter_context(closing(Checkpoints(open_store, every=every)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        around = Surroundings(
-            settings, folder, marks, acts, leave, allow, failure_timeout_s, execution, opened.pop_all()
-        )
+        around = Surroundings(settings, folder, marks, acts, leave, allow, execution, care, opened.pop_all())
     return _begun(Run(job, membership, chosen, checkpoints, around), environment)
 
 
 def _membership(job: Job, environment: Environment, how: Connection, settings: Settings) -> Membership:
+    if settings.coordinator is not None:
+        # Who hangs is found by the coordinator. That workers wait for each other in vain is for when it does not.
+        how = replace(how, timeout_s=BACKSTOP * how.timeout_s)
+
     def form(generation: Generation, meeting: Meeting) -> Workers:
         return connect(job, generation, meeting, how)
 

@@ -19,11 +19,18 @@ Operation = Literal["mean", "sum", "max", "min"]
 
 
 class Workers:
-    """The collective verbs: every worker calls the same ones in the same order."""
+    """The collective verbs: every worker calls the same ones in the same order.
+
+    Attributes:
+        ticks: how often this worker got on: a shard computed, a batch evaluated.
+        is_called: whether a collective call of the script is under way.
+    """
 
     def __init__(self, generation: Generation, transport: Transport) -> None:
         self.generation = generation
         self.transport = transport
+        self.ticks = 0
+        self.is_called = False
 
     @property
     def rank(self) -> int:

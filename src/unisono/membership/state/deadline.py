@@ -4,6 +4,9 @@ from dataclasses import replace
 
 from unisono.membership.state.state import Agent, Signs, State, Worker
 
+LONGER = 3.0
+"""How many times as long as ever before a worker may take for something."""
+
 
 def next_deadline(state: State) -> float | None:
     """When a tick is needed at the latest, whatever happens before; None while nothing is waited for.
@@ -43,6 +46,20 @@ def _first_deadline(state: State, worker: Worker) -> float | None:
             return None
         since = max(since, min(waiting))
     return since + state.settings.failure_timeout_s
+
+
+def hangs(state: State, worker: Worker) -> bool:
+    """Whether a member's main thread has come no further for too long, and nobody else is the reason.
+
+    Too long is the timeout, or longer where it has worked longer at one thing before. In the script's own work, which
+    may take as long as it takes, it hangs only if others wait for it.
+    """
+    pulse = worker.signs.pulse
+    if worker.phase != "working" or pulse.doing == "wait":
+        return False
+    if pulse.still_s <= max(state.settings.failure_timeout_s, LONGER * pulse.longest_s):
+        return False
+    return pulse.doing == "call" or any(other.signs.pulse.doing == "wait" for other in state.members)
 
 
 def agent_deadline(state: State, agent: Agent) -> float | None:

@@ -184,7 +184,7 @@ def _leave(change: Change, worker: Worker) -> None:
 
 
 def _progress(change: Change, worker: Worker, message: Progress) -> None:
-    signs = replace(worker.signs, step=message.step, samples_per_s=message.samples_per_s)
+    signs = replace(worker.signs, step=message.step, samples_per_s=message.samples_per_s, pulse=message.pulse)
     change.put(worker, signs=signs)
     known = change.state.loop
     if message.loop is not None and (known is None or message.loop > known):
@@ -262,6 +262,8 @@ def _agent_leaves(change: Change, name: str) -> None:
 
 def _resize(change: Change, workers: int, by: str) -> None:
     before = change.state.size
+    if by in change.state.workers and change.state.wanted == change.state.within(workers):
+        return  # all members say so, that it may outlive any of them
     change.set(wanted=change.state.within(workers), unreplaced=0)
     for agent in change.state.agents.values():
         change.put_agent(agent, given_up=0)

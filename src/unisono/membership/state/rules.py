@@ -5,18 +5,30 @@ from dataclasses import replace
 from unisono.membership.messages import JobOver, Minted, Seat, Start
 from unisono.membership.state.action import Forget
 from unisono.membership.state.arrival import are_steady, arrival, holds_state, newcomer, newest, survivor
+from unisono.membership.state.balance import is_unbalanced, split_for
 from unisono.membership.state.change import Change
+from unisono.membership.state.deadline import hangs
 from unisono.membership.state.state import Signs, State, Worker
-from unisono.plan.split import Split
 
 LONGEST_DELAY_S = 30.0
 
 
 def settle(change: Change) -> None:
     """Do what the state calls for."""
-    for rule in (_finish, _regroup, _dismiss, _start, _form, _announce, _close):
+    for rule in (_give_up, _finish, _regroup, _dismiss, _start, _form, _announce, _close):
         if change.state.over is None:
             rule(change)
+
+
+def _give_up(change: Change) -> None:
+    """Whoever hangs is lost."""
+    for worker in change.state.members:
+        if hangs(change.state, worker):
+            pulse = worker.signs.pulse
+            where = "a collective call" if pulse.doing == "call" else "the script's own code, and others wait for it"
+            change.lose(
+                worker, f"it hangs: no progress for {pulse.still_s:.0f} s in {where} (see the stacks in its log)"
+            )
 
 
 def _finish(change: Change) -> None:
@@ -144,14 +156,14 @@ def _form(change: Change) -> None:
 
 def _mint(change: Change, seats: list[Seat], source: int, loop: int | None) -> None:
     before, number = change.state, change.state.generation + 1
-    bounds = Split.even(before.shards, len(seats)).bounds
-    minted = Minted(generation=number, roster=tuple(seats), bounds=bounds, source=source, loop=loop)
+    split = split_for(before.shards, [before.workers[seat.worker] for seat in seats])
+    minted = Minted(generation=number, roster=tuple(seats), bounds=split.bounds, source=source, loop=loop)
     change.actions.append(Forget(number))
     for seat in seats:
         worker = before.workers[seat.worker]
-        signs = replace(worker.signs, at=change.now)
+        signs = replace(worker.signs, at=change.now, pulse=worker.signs.pulse.model_copy(update={"still_s": 0.0}))
         change.tell(change.put(worker, phase="working", arrived=None, signs=signs), minted)
-    change.set(generation=number, minted=minted, loop=loop, due_since=None, arrival=None)
+    change.set(generation=number, minted=minted, minted_at=change.now, loop=loop, due_since=None, arrival=None)
     change.set(lost=(), formed=(), seconds={}, turns_seen=before.last_turn)
     change.note(
         "minted",
@@ -160,18 +172,19 @@ def _mint(change: Change, seats: list[Seat], source: int, loop: int | None) -> N
         joined=[seat.worker for seat in seats if seat.joins or before.minted is None],
         lost=[name for name in before.lost if name not in {worker.id for worker in before.candidates}],
         source=seats[source].worker,
+        shards=[len(split.of(rank)) for rank in range(split.workers)],
         seconds=0.0 if before.due_since is None else round(change.now - before.due_since, 3),
     )
 
 
 def _announce(change: Change) -> None:
-    """A new generation is due when somebody wants in or out, or there are too many."""
+    """A new generation is due when somebody wants in or out, there are too many, or shards could be split better."""
     members = change.state.members
     if not members or change.state.finished:
         return
     staying = [member for member in members if not member.leaving]
     joins = any(_is_wanted(change.state, worker) for worker in _ready(change.state))
-    if len(staying) < len(members) or len(staying) > change.state.size or joins:
+    if len(staying) < len(members) or len(staying) > change.state.size or joins or is_unbalanced(change.state):
         change.call_members()
 
 

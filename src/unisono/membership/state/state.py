@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from unisono.membership.messages import Arrived, JobOver, Minted, Removed
+from unisono.membership.messages import Arrived, JobOver, Minted, Pulse, Removed
 from unisono.membership.state.coordination import Coordination
 
 
@@ -18,6 +18,7 @@ class Signs:
         started: when its process was to start.
         step: that it has committed last.
         samples_per_s: of the whole job.
+        pulse: of its main thread.
     """
 
     connected: bool = False
@@ -25,6 +26,7 @@ class Signs:
     started: float = 0.0
     step: int = 0
     samples_per_s: float = 0.0
+    pulse: Pulse = field(default_factory=Pulse)
 
 
 Phase = Literal["asked", "preparing", "ready", "working", "arrived", "finished", "removed", "lost"]
@@ -128,6 +130,7 @@ class State:
         turns_seen: of them, how many had when the newest generation was minted.
         generation: the newest one's number; 0 before the first.
         minted: the generation that lives; None while none does.
+        minted_at: when it was.
         loop: that its members are in, as far as is known.
         due_since: when it became clear that it has to end; None while it has not.
         arrival: when its first member arrived; None while none has.
@@ -154,6 +157,7 @@ class State:
     turns_seen: int = 0
     generation: int = 0
     minted: Minted | None = None
+    minted_at: float = 0.0
     loop: int | None = None
     due_since: float | None = None
     arrival: float | None = None

@@ -1,0 +1,122 @@
+"""Workers hang, are slow, or hold a wrong bit; the weights are those of the undisturbed serial run, bit for bit."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(180)]
+
+SCRIPT = Path(__file__).parent / "scripts" / "troubled.py"
+PATIENCE_S = 120.0
+
+
+class Ended:
+    """A job that has ended."""
+
+    def __init__(self, folder: Path, code: int, output: str) -> None:
+        self.folder, self.code, self.output = folder, code, output
+
+    @property
+    def digest(self) -> str:
+        assert self.code == 0, self.output
+        return str(json.loads((self.folder / "result.json").read_text())["weights_sha256"])
+
+    def journal(self, event: str) -> list[dict[str, Any]]:
+        lines = map(json.loads, (self.folder / "journal.jsonl").read_text().splitlines())
+        return [line for line in lines if line["event"] == event]
+
+
+Train = Callable[..., Ended]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    def run(*options: str, trouble: Sequence[Mapping[str, Any]] = (), **settings: str) -> Ended:
+        folder = tmp_path_factory.mktemp("troubled") / "run"
+        environment = {**os.environ, "TROUBLE": json.dumps(list(trouble)), **settings}
+        command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(folder), str(SCRIPT)]
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        return Ended(folder, done.returncode, done.stdout)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def serial(train: Train) -> str:
+    """The digest of the undisturbed run of one worker."""
+    return train("-n", "1", PACE_S="0").digest
+
+
+@pytest.mark.parametrize("where", ["hang in a step", "hang between steps"])
+def test_a_worker_that_hangs_says_where_and_is_replaced(where: str, train: Train, serial: str) -> None:
+    trouble = [{"what": where, "rank": 1, "step": 7}]
+    options = ("-n", "3", "--max-restarts", "2", "--failure-timeout-s", "3")
+    ended = train(*options, trouble=trouble, TIMEOUT_S="3")
+    assert ended.digest == serial
+    (lost,) = ended.journal("lost")
+    assert "it hangs: no progress for" in lost["why"]
+    assert "hang_for_good" in (ended.folder / "logs" / f"{lost['worker']}.log").read_text()
+
+
+def test_a_slow_worker_gets_fewer_shards(train: Train, serial: str) -> None:
+    ended = train("-n", "3", "--max-restarts", "2", SLOW="w2", EPOCHS="6", PACE_S="0.05")
+    assert ended.digest == serial
+    first, second = ended.journal("minted")[:2]
+    assert first["shards"] == [3, 3, 2]
+    slow = second["workers"].index("w2")
+    assert second["shards"][slow] == 1
+    assert second["lost"] == []
+
+
+@pytest.mark.parametrize("workers", [3, 5])
+def test_a_worker_with_a_wrong_bit_is_named_and_healed_before_it_does_harm(
+    workers: int, train: Train, serial: str
+) -> None:
+    trouble = [{"what": "bit flip", "rank": 1, "step": 7}, {"what": "bit flip", "rank": 0, "step": 12}]
+    for options in (("-n", f"{workers}"), ("-n", f"{workers}", "--max-restarts", "1")):
+        ended = train(*options, trouble=trouble, UNISONO_VERIFY_EVERY="1")
+        assert ended.digest == serial
+        healed = [(line["step"], line["ranks"]) for line in ended.journal("healed")]
+        assert healed == [(7, [1]), (12, [0])]
+        assert "rank 1 on host" in ended.output
+
+
+def test_two_workers_cannot_tell_who_is_wrong_and_say_so(train: Train) -> None:
+    ended = train("-n", "2", trouble=[{"what": "bit flip", "rank": 1, "step": 7}], UNISONO_VERIFY_EVERY="1")
+    assert ended.code == 1
+    assert "step 7: the workers hold different weights" in ended.output
+    assert "no majority says which are right" in ended.output
+
+
+def test_a_wrong_bit_is_found_no_later_than_the_next_comparison(train: Train) -> None:
+    ended = train("-n", "3", trouble=[{"what": "bit flip", "rank": 2, "step": 7}], UNISONO_VERIFY_EVERY="10")
+    assert ended.code == 0
+    assert [(line["step"], line["ranks"]) for line in ended.journal("healed")] == [(10, [2])]
+
+
+def test_a_script_asks_for_another_size(train: Train, serial: str) -> None:
+    trouble = [{"what": "resize", "rank": 0, "step": 2, "to": 3}, {"what": "resize", "rank": 0, "step": 20, "to": 1}]
+    ended = train("-n", "1:3", trouble=trouble, PACE_S="0.02")
+    assert ended.digest == serial
+    assert [(line["workers"], line["asked_for"]) for line in ended.journal("resized")] == [(3, 3), (1, 1)]
+    assert {len(line["workers"]) for line in ended.journal("minted")} >= {3, 1}
+
+
+def test_workers_that_stay_the_same_cannot_be_resized_and_say_what_to_do(train: Train) -> None:
+    ended = train("-n", "1", trouble=[{"what": "resize", "rank": 0, "step": 2, "to": 3}])
+    assert ended.code == 2
+    assert "unisono run -n 1:3" in ended.output
