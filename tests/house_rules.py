@@ -19,6 +19,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("adapt", "sync", "checkpoint", "data", "reduce", "membership"),
     ("plan",),
     ("job",),
+    ("jsonl",),
     ("errors",),
 )
 DEPTHS = {room: depth for depth, row in enumerate(ROWS) for room in row}

@@ -1,19 +1,16 @@
 """The run folder: what a run leaves behind for people and programs to read."""
 
-import errno
-import fcntl
 import json
-import math
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import JobError, UnisonoWarning
+from unisono.jsonl import append_line, open_lines, to_json
 
 
 class RunFolder:
@@ -90,9 +87,9 @@ class RunFolder:
         path = self.path / "journal.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = _open_lines(path)
+            descriptor = open_lines(path)
             try:
-                _append(descriptor, {"time": now, "event": event, **fields})
+                append_line(descriptor, {"time": now, "event": event, **fields})
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -115,8 +112,8 @@ class MetricsFile:
         try:
             if self._descriptor is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = _open_lines(self._path)
-            _append(self._descriptor, line)
+                self._descriptor = open_lines(self._path)
+            append_line(self._descriptor, line)
         except OSError as error:
             _warn_unwritten(self._path, error)
 
@@ -165,7 +162,7 @@ def new_run_folder(base: Path, stem: str) -> Path:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file in one piece: a reader sees the old one or the new one."""
-    _replace(path, _json(value, indent=2))
+    _replace(path, to_json(value, indent=2))
 
 
 def _file_of(worker: int | str) -> str:
@@ -199,48 +196,6 @@ def _replace(path: Path, data: bytes) -> None:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def _open_lines(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-
-def _append(descriptor: int, value: Mapping[str, Any]) -> None:
-    """Write a line with one system call, on a line of its own even if the one before was cut off."""
-    line = _json(value)
-    with _locked(descriptor):  # or what another one is just writing would look cut off
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line
-        if os.write(descriptor, line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
-    with suppress(OSError):  # not every network file system has locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-def _json(value: Any, indent: int | None = None) -> bytes:
-    try:
-        text = json.dumps(value, indent=indent, allow_nan=False)
-    except ValueError:
-        text = json.dumps(_finite(value), indent=indent, allow_nan=False)
-    return (text + "\n").encode()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _belongs(line: bytes, step: int) -> bool:

@@ -1,17 +1,14 @@
 """The coordinator's lines in the run folder's journal, which the workers write as well."""
 
-import errno
-import fcntl
-import json
 import os
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import UnisonoWarning
+from unisono.jsonl import append_line, open_lines
 
 
 class Journal:
@@ -29,22 +26,11 @@ class Journal:
     def __call__(self, event: str, fields: Mapping[str, Any]) -> None:
         """Append an event, at once and whole."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": now, "event": event, **fields}, allow_nan=False).encode() + b"\n"
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            descriptor = open_lines(self._path)
             try:
-                _append(descriptor, line)
+                append_line(descriptor, {"time": now, "event": event, **fields})
             finally:
                 os.close(descriptor)
         except OSError as error:
             warnings.warn(f"{self._path} is incomplete: {error}. The job goes on", UnisonoWarning, stacklevel=2)
-
-
-def _append(descriptor: int, line: bytes) -> None:
-    with suppress(OSError):  # not every network file system has locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # until the descriptor is closed
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        line = b"\n" + line
-    if os.write(descriptor, line) < len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

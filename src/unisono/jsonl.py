@@ -1,0 +1,63 @@
+"""Files of JSON lines, to which several processes append."""
+
+import errno
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+
+def open_lines(path: Path) -> int:
+    """A descriptor to append to a file with; the file is made if it is not there.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def append_line(descriptor: int, value: Mapping[str, Any]) -> None:
+    """Write a line with one system call, on a line of its own even if the one before was cut off.
+
+    Raises:
+        OSError: it could not be written, or not whole.
+    """
+    line = to_json(value)
+    with _locked(descriptor):  # or what another one is just writing would look cut off
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def to_json(value: Any, indent: int | None = None) -> bytes:
+    """A value as JSON with a newline behind it. NaN and infinities, which JSON does not have, become null."""
+    try:
+        text = json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value), indent=indent, allow_nan=False)
+    return (text + "\n").encode()
+
+
+@contextmanager
+def _locked(descriptor: int) -> Iterator[None]:
+    with suppress(OSError):  # not every network file system has locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
