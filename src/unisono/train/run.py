@@ -36,12 +36,12 @@ from unisono.train.engine import Call, Clip, Execution, LossFunction, StepEngine
 from unisono.train.evaluation import Evaluation, Metrics, Predict
 from unisono.train.feed import feed
 from unisono.train.loop import Hooks, Loop
+from unisono.train.majority import healing, weights_digest
 from unisono.train.membership import Arrival, Dismissed, Membership
 from unisono.train.pace import Pace
 from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory, tensors_by_name
 from unisono.train.recorder import Recorder
 from unisono.train.registered import Registered
-from unisono.train.replicas import healing, replica_digest
 from unisono.train.settings import Settings
 from unisono.train.sharing import share_weights
 from unisono.train.signals import PREEMPTED, LeaveRequest
@@ -497,7 +497,7 @@ class Run:
         shards = [to_device(shard, self.device) for shard in step.shards]
         call = Call(step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip)
         leaves = self._around.leave.requested and not self._membership.leave()
-        flags = Flags(leave=leaves, regroup=self._membership.is_due, digest=self._replica_digest(step))
+        flags = Flags(leave=leaves, regroup=self._membership.is_due, digest=self._weights_digest(step))
         attempt = engine.attempt(call, flags)
         if len(set(attempt.digests)) > 1:
             engine.discard()
@@ -517,11 +517,11 @@ class Run:
             self._tell_of_skip(step, attempt.report)
         return attempt.report.loss if committed else math.nan, attempt.report.metrics
 
-    def _replica_digest(self, step: Step) -> int:
+    def _weights_digest(self, step: Step) -> int:
         every = self._around.care.verify_every
         if every is None or self.world_size == 1 or step.calls or step.number % every:
             return 0
-        return replica_digest(self._require_prepared().tensors())
+        return weights_digest(self._require_prepared().tensors())
 
     def _heal(self, healing: Arrival, step: int) -> None:
         """Some workers hold other weights than most: they get the right ones before the step is computed again."""

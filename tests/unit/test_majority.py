@@ -2,17 +2,17 @@ import pytest
 import torch
 
 from unisono.errors import JobMismatch
-from unisono.train.replicas import healing, replica_digest
+from unisono.train.majority import healing, weights_digest
 
 pytestmark = pytest.mark.unit
 
 
 def test_a_digest_survives_the_way_through_a_float64_and_tells_a_single_bit() -> None:
     weights = {"weight": torch.arange(12.0).reshape(3, 4)}
-    digest = replica_digest(weights)
+    digest = weights_digest(weights)
     assert int(float(digest)) == digest > 0
     weights["weight"].view(torch.int32)[1, 2] ^= 1
-    assert replica_digest(weights) != digest
+    assert weights_digest(weights) != digest
 
 
 def test_the_majority_gives_its_weights_to_the_others() -> None:

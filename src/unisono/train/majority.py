@@ -12,7 +12,7 @@ from unisono.train.membership import Arrival
 _DIGITS = 12  # in hex: such a number travels as a float64 without being rounded
 
 
-def replica_digest(tensors: Mapping[str, Tensor]) -> int:
+def weights_digest(tensors: Mapping[str, Tensor]) -> int:
     """A quick digest of a worker's weights, above 0 and below 2**49; see :func:`checksum`."""
     return 1 + int(checksum(tensors)[:_DIGITS], 16)
 
