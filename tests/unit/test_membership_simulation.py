@@ -30,6 +30,7 @@ from unisono.membership.messages import (
     Message,
     Minted,
     Progress,
+    Pulse,
     Ready,
     Refused,
     RegroupDue,
@@ -138,6 +139,10 @@ class World:
             worker.hung = True
             worker.leave_group(abruptly=None)
 
+    def stick_worker(self) -> None:
+        if (worker := self.some_worker()) and worker.phase == "training" and worker.stuck_since is None:
+            worker.stuck_since = self.now
+
     def fail_worker(self) -> None:
         if self.errors and (worker := self.some_worker()):
             worker.die(1, "ValueError: no")
@@ -203,6 +208,7 @@ FAULTS = (
     *[World.resize] * 3,
     *[World.add_host] * 2,
     World.hang_worker,
+    *[World.stick_worker] * 2,
     World.fail_worker,
     World.slow_worker,
     World.kill_host,
@@ -450,6 +456,7 @@ class Process:
         self.host = host
         self.alive = True
         self.hung = False
+        self.stuck_since: float | None = None  # its main thread comes no further, and its connection is in order
         self.slowness = 1.0
         self.link: Link | None = None
         self.phase = "starting"  # preparing, waiting (to be taken in), arrived, training, finished
@@ -464,6 +471,10 @@ class Process:
         self.commits: list[int] = []
         self.tells_loop = world.chance.random() < 0.5
         world.later(world.soon(2.0), self.connect)
+
+    @property
+    def is_still(self) -> bool:
+        return self.hung or self.stuck_since is not None
 
     # -- its connection
 
@@ -500,6 +511,8 @@ class Process:
             case RegroupDue(generation=number) if number == self.generation:
                 self.due = True
             case Lost(generation=number) if number == self.generation and self.phase == "training":
+                if self.is_still:
+                    return
                 self.arrive(self.happens_to_stand())
             case Minted() if message.generation > self.generation:
                 self.minted(message)
@@ -570,7 +583,7 @@ class Process:
         group.enter(self)
 
     def formed(self, group: Group) -> None:
-        if self.group is not group or not self.alive or self.hung:
+        if self.group is not group or not self.alive or self.is_still:
             return
         source = self.world.workers[group.minted.roster[group.minted.source].worker]
         if not self.has_state or self.acts < group.base:
@@ -594,11 +607,11 @@ class Process:
             self.world.later(self.world.soon(1.0) * self.slowness, lambda: self.give(group))
 
     def give(self, group: Group) -> None:
-        if self.group is group and self.alive and not self.hung:
+        if self.group is group and self.alive and not self.is_still:
             group.give(self, self.due or self.stops)
 
     def commit(self, group: Group, act: int) -> None:
-        if self.group is not group or not self.alive or self.hung or self.acts != act:
+        if self.group is not group or not self.alive or self.is_still or self.acts != act:
             return
         self.acts += 1
         if group is not max(self.world.groups.items())[1]:
@@ -623,7 +636,10 @@ class Process:
     def beat(self, generation: int) -> None:
         """Signs of life."""
         if self.alive and not self.hung and self.generation == generation and self.phase in ("training", "writing"):
-            self.say(Progress(acts=self.acts, step=self.acts, loop=self.at() if self.tells_loop else None))
+            still_s = 0.0 if self.stuck_since is None else self.world.now - self.stuck_since
+            pulse = Pulse(doing="call" if self.is_still else "wait", still_s=still_s)
+            loop = self.at() if self.tells_loop else None
+            self.say(Progress(acts=self.acts, step=self.acts, loop=loop, pulse=pulse))
             self.world.later(2.5, lambda: self.beat(generation))
 
     def at(self) -> int:
@@ -639,7 +655,7 @@ class Process:
 
     def notice(self, group: Group, abruptly: bool) -> None:
         """A connection to another member is closed."""
-        if self.group is not group or not self.alive or self.hung:
+        if self.group is not group or not self.alive or self.is_still:
             return
         if group.is_complete(self.acts) and (not abruptly or self.world.chance.random() < 0.5):
             # It has what it needs, and will come to its next act in vain.
