@@ -5,7 +5,7 @@ import pytest
 
 from unisono.errors import JobError
 from unisono.launch.command import ElasticSeat, elastic_command, elastic_dry_run, worker_command
-from unisono.launch.coordinator_process import server_command
+from unisono.launch.coordinator_process import Door, server_command
 from unisono.launch.elastic import ElasticSettings, Range, telling, verdict_of
 from unisono.launch.failure import Failure
 from unisono.launch.name import called, label, number
@@ -106,13 +106,13 @@ def test_a_dry_run_shows_one_worker_for_all() -> None:
 def test_the_coordinator_understands_what_it_is_told(tmp_path: Path) -> None:
     launch = LaunchSettings(TRAIN, workers=8)
     settings = ElasticSettings(launch, Range(2, 8), 3, max_restarts=5, restart_on_error=True, failure_timeout_s=7.5)
-    words = server_command(settings, tmp_path, 9, fresh=True)
+    words = server_command(settings, tmp_path, Door(9), fresh=True)
     assert words[1:4] == ["-P", "-m", "unisono.membership.server"]
     options = server._arguments(words[4:])
     assert (options.run_dir, options.fd, options.fresh, options.restart_on_error) == (tmp_path, 9, True, True)
     assert (options.smallest, options.largest, options.wanted, options.max_restarts) == (2, 8, 3, 5)
     assert options.failure_timeout == 7.5
-    later = server._arguments(server_command(ElasticSettings(launch, Range(2, 8)), tmp_path, 9, fresh=False)[4:])
+    later = server._arguments(server_command(ElasticSettings(launch, Range(2, 8)), tmp_path, Door(9), fresh=False)[4:])
     assert (later.fresh, later.restart_on_error, later.wanted) == (False, False, None)
 
 

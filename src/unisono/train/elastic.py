@@ -314,7 +314,7 @@ def elastic(where: Coordination, job: Job, host: str, form: Form, timeout_s: flo
     hello = WorkerHello(worker=where.worker, host=host, pid=os.getpid(), shards=job.shards)
 
     def call(hear: Callable[[ToWorker], None]) -> Line:
-        return Line.open(where.url, token, hello, hear, timeout_s)
+        return Line.open(where.url, token, hello, hear, timeout_s, where.certificate)
 
     return Elastic(call, hello, form, timeout_s)
 
