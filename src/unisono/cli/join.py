@@ -20,6 +20,7 @@ from unisono.cli.options import (
 from unisono.cli.remote import TokenFile, Trusted, Url
 from unisono.errors import JobError
 from unisono.launch.address import Whereabouts
+from unisono.launch.control import Control
 from unisono.launch.elastic import FAILURE_TIMEOUT_S, ElasticSettings, Range
 from unisono.launch.report import report
 from unisono.launch.result import open_folder
@@ -88,6 +89,8 @@ def start(settings: ElasticSettings, where: Whereabouts) -> int:
     from unisono.launch.agent import Joined, run_agent
 
     joined = Joined(where.address(), where.token)
+    if where.url is not None:
+        Control(joined.address).status()  # what the person has mistyped is said at once
     folder = _folder(settings, where)
     terminal = Terminal.of_this_process()
     terminal.say(f"room for {settings.launch.workers} more, run folder {folder.path}")

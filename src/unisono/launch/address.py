@@ -129,6 +129,15 @@ def address_of(run_dir: Path, certificate: Path | None = None, token: Path | Non
     return Address(_private(str(url)), read_token(token or token_file(run_dir)), trusted)
 
 
+def distrusted(address: Address, error: ssl.SSLCertVerificationError) -> JobError:
+    """Whoever answers there is not the coordinator, as far as anybody can tell."""
+    wanted = f"not the one of {address.certificate}" if address.certificate else "one that this system does not trust"
+    return JobError(
+        f"{address.url} shows a certificate that is {wanted} ({error.verify_message}); it was not sent the token. "
+        f"Give --certificate with a copy of 'certificate.pem' from the job's run folder"
+    )
+
+
 def _private(url: str) -> str:
     if not is_private(url):
         raise JobError(f"{url}: a coordinator on another host is reached over https, since the token goes there")
