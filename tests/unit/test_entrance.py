@@ -3,23 +3,27 @@ import socket
 import ssl
 import stat
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from unisono.errors import JobError
-from unisono.launch import entrance as entrances
 from unisono.launch.address import Whereabouts, address_of
 from unisono.launch.certificate import Certificate, certificate_file, make_certificate
-from unisono.launch.coordinator_process import Door, server_command
+from unisono.launch.coordinator_process import Listening, server_command
 from unisono.launch.elastic import ElasticSettings, Range
 from unisono.launch.entrance import Entrance
 from unisono.launch.invitation import invitation
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.membership import listener, server
+from unisono.membership.messages import Minted, Seat
 from unisono.membership.token import make_token, token_file
 from unisono.membership.trust import context_for, is_private
+from unisono.reduce.peers import Door
+from unisono.train.elastic import MintedMeeting
 from unisono.train.settings import Coordination
 
 pytestmark = pytest.mark.unit
@@ -69,7 +73,7 @@ def test_without_a_word_only_this_host_reaches_it_and_nothing_is_made(tmp_path: 
 
 def test_a_name_that_means_loopback_here_is_no_address_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     there = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
-    monkeypatch.setattr(entrances.socket, "getaddrinfo", lambda *_, **__: there)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: there)
     with pytest.raises(JobError, match=r"--coordinator node1: on this host that is 127\.0\.1\.1, which no other host"):
         Entrance("node1").listen(1)
 
@@ -85,13 +89,13 @@ def test_clients_are_told_the_name_that_the_person_said_and_it_is_let_in() -> No
         where = listener.Address(names=("Node1",))
         assert listener.url(listening, where, tls=True) == f"https://Node1:{port}"
         assert f"node1:{port}" in listener.hosts(listening, where)
-    assert Door(3, "::1", Certificate(Path("c"), Path("k"))).url(1) == "https://[::1]:1"
+    assert Listening(3, "::1", Certificate(Path("c"), Path("k"))).url(1) == "https://[::1]:1"
 
 
 def test_the_coordinator_is_told_of_its_certificate(tmp_path: Path) -> None:
     settings = ElasticSettings(LaunchSettings(Script("train.py")), Range(1, 2))
-    door = Door(9, "node1", Certificate(tmp_path / "c", tmp_path / "k"))
-    told = server._arguments(server_command(settings, tmp_path, door, fresh=True)[4:])
+    listening = Listening(9, "node1", Certificate(tmp_path / "c", tmp_path / "k"))
+    told = server._arguments(server_command(settings, tmp_path, listening, fresh=True)[4:])
     assert (told.fd, told.name, told.tls_cert, told.tls_key) == (9, ["node1"], tmp_path / "c", tmp_path / "k")
 
 
@@ -250,6 +254,17 @@ def test_the_command_for_another_host_has_what_workers_need_in_common_and_no_tok
     assert str(tmp_path / "token") in told
     assert token not in told + command
     assert invitation(ElasticSettings(launch, Range(2, 8)), tmp_path, "http://127.0.0.1:7") == []
+
+
+def test_hosts_of_one_name_are_two_hosts_all_the_same() -> None:
+    with closing(Door(1.0)) as one, closing(Door(1.0)) as two:
+        here = [door.address.hex() for door in (one, two)]
+    elsewhere = bytes.fromhex(here[0])[:9] + b"f" * (len(here[0]) // 2 - 9)
+    addresses = [here[0], elsewhere.hex(), here[1]]
+    roster = tuple(Seat(worker=f"w{rank}", host="box", address=address) for rank, address in enumerate(addresses))
+    minted = Minted(generation=1, roster=roster, bounds=(0, 1, 2, 3), source=0)
+    found = [MintedMeeting(minted, rank, one, HashStore()).environment for rank in range(3)]
+    assert [(each.local_rank, each.local_world_size) for each in found] == [(0, 2), (0, 1), (1, 2)]
 
 
 def test_a_worker_is_told_what_to_trust(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ USAGE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Listening:
     """Where a coordinator is to listen.
 
     Attributes:
@@ -82,8 +82,8 @@ class CoordinatorProcess:
         entrance = settings.entrance
         self._listener = entrance.listen(BACKLOG)
         try:
-            self._door = Door(self._listener.fileno(), entrance.name(self._listener))
-            self._door = replace(self._door, certificate=entrance.secured(run_dir, self._door.name))
+            self._listening = Listening(self._listener.fileno(), entrance.name(self._listener))
+            self._listening = replace(self._listening, certificate=entrance.secured(run_dir, self._listening.name))
         except BaseException:
             self._listener.close()
             raise
@@ -91,12 +91,12 @@ class CoordinatorProcess:
     @property
     def url(self) -> str:
         """Where workers and agents reach it."""
-        return self._door.url(self._listener.getsockname()[1])
+        return self._listening.url(self._listener.getsockname()[1])
 
     @property
     def certificate(self) -> Path | None:
         """What they trust; None without TLS."""
-        return None if self._door.certificate is None else certificate_file(self._run_dir)
+        return None if self._listening.certificate is None else certificate_file(self._run_dir)
 
     async def keep(self) -> None:
         """Start it, and start it again, until it ends with 0: the job is over. Ends it when it is cancelled.
@@ -126,7 +126,7 @@ class CoordinatorProcess:
         try:
             with self._log.open("ab") as log:
                 process = await asyncio.create_subprocess_exec(
-                    *server_command(self._settings, self._run_dir, self._door, fresh=fresh),
+                    *server_command(self._settings, self._run_dir, self._listening, fresh=fresh),
                     env={name: value for name, value in os.environ.items() if name not in PER_WORKER},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
@@ -155,18 +155,18 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def server_command(settings: ElasticSettings, run_dir: Path, door: Door, *, fresh: bool) -> list[str]:
+def server_command(settings: ElasticSettings, run_dir: Path, listening: Listening, *, fresh: bool) -> list[str]:
     """The command of a coordinator.
 
     Args:
         settings: of the job.
         run_dir: the run folder.
-        door: where it is to listen.
+        listening: where it is to listen.
         fresh: whether it begins; else it goes on from where another one ended.
     """
     options = {
         "--run-dir": str(run_dir),
-        **door.options,
+        **listening.options,
         "--smallest": str(settings.workers.smallest),
         "--largest": str(settings.workers.largest),
         "--max-restarts": str(settings.max_restarts),

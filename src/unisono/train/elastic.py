@@ -3,7 +3,7 @@
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from unisono.membership.messages import (
 from unisono.membership.store import CoordinatorStore
 from unisono.membership.token import read_token
 from unisono.plan.split import Split
-from unisono.reduce.peers import Door, Peers
+from unisono.reduce.peers import Door, Peers, is_within_call
 from unisono.reduce.transport import Solo
 from unisono.train.heartbeat import Heartbeat
 from unisono.train.meeting import Meeting
@@ -330,7 +330,7 @@ class MintedMeeting(Meeting):
     """
 
     def __init__(self, minted: Minted, rank: int, door: Door, store: dist.Store) -> None:
-        self._here: list[Seat] = [seat for seat in minted.roster if seat.host == minted.roster[rank].host]
+        self._here = _on_the_host_of(minted.roster[rank], minted.roster)
         self._place = self._here.index(minted.roster[rank])
         self._generation, self._door, self._store = minted.generation, door, store
         self.environment = Environment(
@@ -345,6 +345,12 @@ class MintedMeeting(Meeting):
         """At the doors whose addresses came with the roster."""
         lower = (bytes.fromhex(seat.address) for seat in self._here[: self._place])
         return self._door.gather(self._place, len(self._here), lower)
+
+
+def _on_the_host_of(mine: Seat, roster: Sequence[Seat]) -> list[Seat]:
+    # Hosts may have one name, for instance containers of one image: the addresses of their doors tell.
+    here = bytes.fromhex(mine.address)
+    return [seat for seat in roster if seat.host == mine.host and is_within_call(here, bytes.fromhex(seat.address))]
 
 
 WATCH_S = 30.0
