@@ -66,10 +66,14 @@ class Desk:
         return found
 
     @property
-    def steps(self) -> list[int]:
+    def metrics(self) -> list[dict[str, Any]]:
         path = self.run_dir / "metrics.jsonl"
         lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-        return [line["step"] for line in lines if "loss" in line]
+        return [line for line in lines if "loss" in line]
+
+    @property
+    def steps(self) -> list[int]:
+        return [line["step"] for line in self.metrics]
 
     @property
     def text(self) -> str:
@@ -112,8 +116,10 @@ class Job:
             time.sleep(0.02)
 
     def together(self) -> None:
-        """Until workers of both hosts train together."""
+        """Until workers of both hosts have trained a step together."""
         self.until(lambda: len(self.trains_on()) == 2, "a generation of both hosts")
+        number = self.a.journal("minted")[-1]["generation"]
+        self.until(lambda: any(line["generation"] >= number for line in self.a.metrics), "a step of both hosts")
 
     def hosts_of(self, workers: list[str]) -> set[str]:
         asked = self.a.journal("asked for")
