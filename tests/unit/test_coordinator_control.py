@@ -131,6 +131,37 @@ def test_a_command_asks_the_only_job_that_runs_and_shows_its_status(
     assert capsys.readouterr().out.startswith("training, generation 3: 2 of 3 workers (2:8)\n")
 
 
+@pytest.mark.parametrize(
+    "words", [["resize", "URL", "--token-file", "FILE", "3"], ["resize", "URL", "3", "--token-file", "FILE"]]
+)
+def test_a_job_elsewhere_is_named_by_its_url(
+    run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    meant = {"URL": json.loads((run_dir / "coordinator.json").read_text())["url"], "FILE": str(run_dir / "token")}
+    (run_dir / "coordinator.json").unlink()
+    assert unisono(*[meant.get(word, word) for word in words]) == 0
+    assert Stand.asked == [("POST", "/resize", {"workers": 3})]
+    assert capsys.readouterr().out.startswith("training")
+
+
+def test_options_may_stand_between_the_url_and_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text("")
+    words = [
+        "https://127.0.0.1:1",
+        "-n",
+        "2",
+        "--token-file",
+        str(tmp_path / "none"),
+        str(tmp_path / "train.py"),
+        "-n",
+        "x",
+    ]
+    assert unisono("join", *words) == 2
+    assert "the token of the job cannot be read" in capsys.readouterr().err
+    assert unisono("join", "-n", "2", str(tmp_path / "train.py")) == 2
+    assert "which job?" in capsys.readouterr().err
+
+
 def test_the_status_has_a_line_for_each_worker_and_agent() -> None:
     assert table(STATUS).splitlines() == [
         "training, generation 3: 2 of 3 workers (2:8)",

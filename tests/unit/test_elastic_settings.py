@@ -3,13 +3,15 @@ from pathlib import Path
 
 import pytest
 
+from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.launch.command import ElasticSeat, elastic_command, elastic_dry_run, worker_command
-from unisono.launch.coordinator_process import server_command
+from unisono.launch.coordinator_process import Listening, server_command
 from unisono.launch.elastic import ElasticSettings, Range, telling, verdict_of
 from unisono.launch.failure import Failure
 from unisono.launch.name import called, label, number
 from unisono.launch.outcome import Outcome, WorkerExit
+from unisono.launch.result import End
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.membership import server
@@ -106,13 +108,15 @@ def test_a_dry_run_shows_one_worker_for_all() -> None:
 def test_the_coordinator_understands_what_it_is_told(tmp_path: Path) -> None:
     launch = LaunchSettings(TRAIN, workers=8)
     settings = ElasticSettings(launch, Range(2, 8), 3, max_restarts=5, restart_on_error=True, failure_timeout_s=7.5)
-    words = server_command(settings, tmp_path, 9, fresh=True)
+    words = server_command(settings, tmp_path, Listening(9), fresh=True)
     assert words[1:4] == ["-P", "-m", "unisono.membership.server"]
     options = server._arguments(words[4:])
     assert (options.run_dir, options.fd, options.fresh, options.restart_on_error) == (tmp_path, 9, True, True)
     assert (options.smallest, options.largest, options.wanted, options.max_restarts) == (2, 8, 3, 5)
     assert options.failure_timeout == 7.5
-    later = server._arguments(server_command(ElasticSettings(launch, Range(2, 8)), tmp_path, 9, fresh=False)[4:])
+    later = server._arguments(
+        server_command(ElasticSettings(launch, Range(2, 8)), tmp_path, Listening(9), fresh=False)[4:]
+    )
     assert (later.fresh, later.restart_on_error, later.wanted) == (False, False, None)
 
 
@@ -154,6 +158,20 @@ def test_without_a_failure_on_this_host_the_coordinator_has_the_last_word(over: 
         outcome = Outcome((), 3, "a", 1.0, interrupted, verdict_of(over))
         assert outcome.exit_code == code
         assert words in outcome.summary()
+
+
+def test_the_digest_is_known_here_though_the_main_worker_wrote_it_elsewhere(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    End.of(Outcome((), 3, "a", 1.0, verdict=verdict_of(JobOver(digest="abc")))).write(folder)
+    assert folder.read_result() == {
+        "weights_sha256": "abc",
+        "steps": None,
+        "samples": None,
+        "world_size": 3,
+        "seconds": 1.0,
+        "exit_code": 0,
+        "error": None,
+    }
 
 
 def test_workers_are_called_by_their_id_where_ranks_change() -> None:

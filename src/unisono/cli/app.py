@@ -10,6 +10,7 @@ import typer
 from unisono.cli.doctor import doctor
 from unisono.cli.join import join
 from unisono.cli.leave import leave
+from unisono.cli.remote import RemoteCommand
 from unisono.cli.resize import resize
 from unisono.cli.run import run
 from unisono.cli.status import status
@@ -30,11 +31,11 @@ app = typer.Typer(
 
 # What stands after the script is the script's, -n and --help too.
 app.command("run", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(run)
-app.command("join", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(join)
-app.command("status")(status)
-app.command("resize")(resize)
-app.command("leave")(leave)
-app.command("stop")(stop)
+app.command("join", cls=RemoteCommand, context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(join)
+app.command("status", cls=RemoteCommand)(status)
+app.command("resize", cls=RemoteCommand)(resize)
+app.command("leave", cls=RemoteCommand)(leave)
+app.command("stop", cls=RemoteCommand)(stop)
 app.command("doctor")(doctor)
 app.command("verify", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(verify)
 

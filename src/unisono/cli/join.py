@@ -5,10 +5,25 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli.options import Grace, Module, Threads, Tuned, WarmStart
-from unisono.launch.address import address_of
-from unisono.launch.elastic import ElasticSettings, Range
+from unisono.checkpoint.folder import RunFolder
+from unisono.cli.options import (
+    AllowJobChange,
+    CheckpointEvery,
+    FailureTimeout,
+    Grace,
+    Module,
+    Shards,
+    Threads,
+    Tuned,
+    WarmStart,
+)
+from unisono.cli.remote import TokenFile, Trusted, Url
+from unisono.errors import JobError
+from unisono.launch.address import Whereabouts
+from unisono.launch.control import Control
+from unisono.launch.elastic import FAILURE_TIMEOUT_S, ElasticSettings, Range
 from unisono.launch.report import report
+from unisono.launch.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import GRACE_S, LaunchSettings
 from unisono.launch.terminal import Terminal
@@ -20,49 +35,72 @@ def join(
     args: Annotated[
         list[str] | None, typer.Argument(help="Its arguments, as unisono run got them.", metavar="ARGS")
     ] = None,
+    url: Url = None,
     run_dir: Annotated[
-        Path, typer.Option(help="The job's run folder: where its coordinator and its token are found.")
-    ] = ...,  # type: ignore[assignment]
+        Path | None,
+        typer.Option(help="The job's run folder. With URL: one of this host's own; by default a new one.", envvar=None),
+    ] = None,
     workers: Annotated[int, typer.Option("-n", "--workers", min=1, help="How many workers there is room for.")] = 1,
+    token_file: TokenFile = None,
+    certificate: Trusted = None,
     module: Module = False,
+    shards: Shards = None,
     threads: Threads = None,
+    checkpoint_every: CheckpointEvery = None,
+    allow_job_change: AllowJobChange = False,
     grace_s: Grace = GRACE_S,
+    failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
     tuned: Tuned = True,
-    certificate: Annotated[Path | None, typer.Option(help="To trust, if the coordinator's is its own.")] = None,
     warm_start: WarmStart = True,
 ) -> None:
-    """Offer room for N more workers to an elastic job: unisono join --run-dir runs/a -n 2 train.py --its-own flags."""
+    """Offer room for N more workers to an elastic job.
+
+    From another host: unisono join https://HOST:PORT -n 2 --token-file token --certificate certificate.pem train.py
+    With the job's run folder at hand: unisono join --run-dir runs/a -n 2 train.py
+    """
+    if url is None and run_dir is None:
+        raise JobError("which job? unisono join https://HOST:PORT …, or unisono join --run-dir FOLDER …")
     launch = LaunchSettings(
         script=Script(script, tuple(args or ()), is_module=module),
         workers=workers,
         run_dir=run_dir,
+        shards=shards,
         threads=threads,
+        checkpoint_every=checkpoint_every,
+        allow_job_change=allow_job_change,
         grace_s=grace_s,
         tuning=Tuning.of_this_process(wanted=tuned),
     )
-    settings = ElasticSettings(launch, Range(1, workers), warm_start=warm_start)
+    settings = ElasticSettings(launch, Range(1, workers), failure_timeout_s=failure_timeout_s, warm_start=warm_start)
     settings.check()
-    raise typer.Exit(start(settings, run_dir, certificate))
+    raise typer.Exit(start(settings, Whereabouts(url, token_file, certificate, run_dir)))
 
 
-def start(settings: ElasticSettings, run_dir: Path, certificate: Path | None) -> int:
+def start(settings: ElasticSettings, where: Whereabouts) -> int:
     """Run workers for a job until it is over, or this is asked to leave.
 
     Returns:
         the exit code.
 
     Raises:
-        JobError: no job runs in this folder.
+        JobError: no job runs in this folder, or it cannot be reached as it should.
         LaunchError: its coordinator does not answer, or does not want this agent.
     """
-    from unisono.checkpoint.folder import RunFolder
     from unisono.launch.agent import Joined, run_agent
-    from unisono.membership.token import token_file
 
-    joined = Joined(address_of(run_dir, certificate), token_file(run_dir))
-    folder = RunFolder(run_dir)
+    joined = Joined(where.address(), where.token)
+    if where.url is not None:
+        Control(joined.address).status()  # what the person has mistyped is said at once
+    folder = _folder(settings, where)
     terminal = Terminal.of_this_process()
     terminal.say(f"room for {settings.launch.workers} more, run folder {folder.path}")
     outcome = run_agent(settings, folder, terminal, joined)
     terminal.conclude(report(outcome, folder))
     return outcome.exit_code
+
+
+def _folder(settings: ElasticSettings, where: Whereabouts) -> RunFolder:
+    # The job's own folder holds what others have written: only a host that has one of its own may clear it.
+    if where.url is None and where.run_dir is not None:
+        return RunFolder(where.run_dir)
+    return open_folder(where.run_dir, settings.launch.script.stem)

@@ -34,6 +34,10 @@ CheckpointEvery = Annotated[
     int | None,
     typer.Option(envvar="UNISONO_CHECKPOINT_EVERY", help="Steps between checkpoints, unless the script sets them."),
 ]
+AllowJobChange = Annotated[
+    bool,
+    typer.Option("--allow-job-change", envvar="UNISONO_ALLOW_JOB_CHANGE", help="Resume although settings differ."),
+]
 MaxRestarts = Annotated[
     int | None,
     typer.Option(
@@ -50,3 +54,18 @@ WarmStart = Annotated[
         "--warm-start/--no-warm-start", help="Elastic: fork workers from a process that has torch loaded already."
     ),
 ]
+ListenAt = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="Elastic: where other hosts reach this job, over TLS; :PORT for all addresses, port 0 for any.",
+    ),
+]
+Here = Annotated[
+    int | None, typer.Option("--here", min=1, help="Elastic: how many of the workers there is room for on this host.")
+]
+TlsCert = Annotated[
+    Path | None, typer.Option(help="With --coordinator: its certificate, PEM. By default one is made for the job.")
+]
+TlsKey = Annotated[Path | None, typer.Option(help="With --coordinator: the certificate's private key, PEM.")]

@@ -5,14 +5,18 @@ from typing import Annotated
 import typer
 
 from unisono.cli.options import RunningIn
+from unisono.cli.remote import TokenFile, Trusted, Url
 from unisono.cli.status import line
-from unisono.launch.address import address_of, find_run
+from unisono.launch.address import Whereabouts
 from unisono.launch.control import Control
 
 
 def resize(
     workers: Annotated[int, typer.Argument(help="How many workers there are to be.", metavar="N", min=1)],
     run_dir: RunningIn = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    certificate: Trusted = None,
 ) -> None:
     """Have an elastic job go on with N workers. The weights stay the same, bit for bit."""
-    typer.echo(line(Control(address_of(find_run(run_dir))).resize(workers)))
+    typer.echo(line(Control(Whereabouts(url, token_file, certificate, run_dir).address()).resize(workers)))

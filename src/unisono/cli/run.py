@@ -5,20 +5,26 @@ from typing import Annotated
 import typer
 
 from unisono.cli.options import (
+    AllowJobChange,
     CheckpointEvery,
     FailureTimeout,
     Grace,
+    Here,
+    ListenAt,
     MaxRestarts,
     Module,
     RestartOnError,
     RunDir,
     Shards,
     Threads,
+    TlsCert,
+    TlsKey,
     Tuned,
     WarmStart,
 )
 from unisono.launch.command import dry_run, elastic_dry_run
 from unisono.launch.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
+from unisono.launch.entrance import Entrance
 from unisono.launch.local import launch
 from unisono.launch.outcome import Outcome
 from unisono.launch.report import report
@@ -44,25 +50,30 @@ def run(
     threads: Threads = None,
     checkpoint_every: CheckpointEvery = None,
     grace_s: Grace = GRACE_S,
-    allow_job_change: Annotated[
-        bool,
-        typer.Option("--allow-job-change", envvar="UNISONO_ALLOW_JOB_CHANGE", help="Resume although settings differ."),
-    ] = False,
+    allow_job_change: AllowJobChange = False,
     tuned: Tuned = True,
     max_restarts: MaxRestarts = None,
     restart_on_error: RestartOnError = False,
     failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
     warm_start: WarmStart = True,
+    coordinator: ListenAt = None,
+    here: Here = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print what each worker would be started with.")] = False,
 ) -> None:
     """Start workers that train together: unisono run -n 4 train.py --its-own flags.
 
-    With a range (-n 2:8) or --max-restarts the job is elastic: workers may come and go while it trains.
+    With a range (-n 2:8) or --max-restarts the job is elastic: workers may come and go while it trains. With
+    --coordinator, from other hosts, too.
     """
     wanted = Range.read(workers)
+    entrance = Entrance.read(coordinator, tls_cert, tls_key)
+    fitting = wanted.within(usable_cores() // (threads or 1))
+    room = here if here is not None or coordinator is None else fitting
     settings = LaunchSettings(
         script=Script(script, tuple(args or ()), is_module=module),
-        workers=wanted.largest,
+        workers=wanted.largest if room is None else min(room, wanted.largest),
         run_dir=run_dir,
         shards=shards,
         threads=threads,
@@ -74,25 +85,20 @@ def run(
     elastic = ElasticSettings(
         settings,
         wanted,
-        begin_with=_begin_with(wanted, threads or 1),
+        begin_with=None if room is not None or fitting == wanted.largest else fitting,
         max_restarts=MAX_RESTARTS if max_restarts is None else max_restarts,
         restart_on_error=restart_on_error,
         failure_timeout_s=failure_timeout_s,
         warm_start=warm_start,
+        entrance=entrance,
     )
     elastic.check()
-    is_elastic = not wanted.is_fixed or max_restarts is not None
+    is_elastic = not wanted.is_fixed or max_restarts is not None or room is not None
     if dry:
         show = elastic_dry_run if is_elastic else dry_run
         typer.echo(show(settings, run_dir or RUNS / f"TIME-{settings.script.stem}"))
         return
     raise typer.Exit(start_elastic(elastic) if is_elastic else start(settings))
-
-
-def _begin_with(wanted: Range, threads: int) -> int | None:
-    """A range begins with as many workers as this host has cores for."""
-    number = wanted.within(usable_cores() // threads)
-    return None if number == wanted.largest else number
 
 
 def start(settings: LaunchSettings) -> int:
@@ -128,6 +134,8 @@ def start_elastic(settings: ElasticSettings) -> int:
     folder = open_folder(settings.launch.run_dir, settings.launch.script.stem)
     terminal = Terminal.of_this_process()
     begin = "" if settings.begin_with is None else f", {settings.begin_with} to begin with"
+    if settings.launch.workers < settings.workers.largest:
+        begin = f", {settings.launch.workers} of them here"
     terminal.say(f"{settings.workers} workers{begin}, run folder {folder.path}")
     outcome = run_agent(settings, folder, terminal)
     terminal.conclude(report(outcome, folder))

@@ -7,16 +7,20 @@ from typing import Annotated, Any
 import typer
 
 from unisono.cli.options import RunningIn
-from unisono.launch.address import address_of, find_run
+from unisono.cli.remote import TokenFile, Trusted, Url
+from unisono.launch.address import Whereabouts
 from unisono.launch.control import Control
 
 
 def status(
     run_dir: RunningIn = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    certificate: Trusted = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it for programs.")] = False,
 ) -> None:
     """Show an elastic job: its workers with rank, host, step and speed, and how many there are to be."""
-    found = Control(address_of(find_run(run_dir))).status()
+    found = Control(Whereabouts(url, token_file, certificate, run_dir).address()).status()
     typer.echo(json.dumps(found, indent=1) if as_json else table(found))
 
 

@@ -3,11 +3,17 @@
 import typer
 
 from unisono.cli.options import RunningIn
+from unisono.cli.remote import TokenFile, Trusted, Url
 from unisono.cli.status import line
-from unisono.launch.address import address_of, find_run
+from unisono.launch.address import Whereabouts
 from unisono.launch.control import Control
 
 
-def stop(run_dir: RunningIn = None) -> None:
+def stop(
+    run_dir: RunningIn = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    certificate: Trusted = None,
+) -> None:
     """Have all workers of an elastic job leave with a checkpoint; unisono run then ends with exit code 75."""
-    typer.echo(line(Control(address_of(find_run(run_dir))).stop()))
+    typer.echo(line(Control(Whereabouts(url, token_file, certificate, run_dir).address()).stop()))

@@ -23,6 +23,7 @@ from unisono.launch.coordinator_process import CoordinatorProcess
 from unisono.launch.elastic import ElasticSettings, telling, verdict_of
 from unisono.launch.failure import Failure
 from unisono.launch.guard import Guard, kill_group
+from unisono.launch.invitation import invitation
 from unisono.launch.local import KILL_S, SECOND_TERM_S
 from unisono.launch.outcome import Outcome, WorkerExit
 from unisono.launch.output import WorkerOutput
@@ -161,7 +162,7 @@ class Agent:
             tasks.append(asyncio.create_task(self._keep_coordinator(self._coordinator)))
         else:
             address, tokens = self._joined.address, self._joined.token_file
-        around = Surroundings(self._settings, self._folder.path, address.url, tokens)
+        around = Surroundings(self._settings, self._folder.path, address.url, tokens, address.certificate)
         self._starter = Starter(around, self._say)
         opened.push_async_callback(self._end_workers)
         await self._starter.open()
@@ -175,7 +176,10 @@ class Agent:
         path = self._folder.path
         self._coordinator = CoordinatorProcess(self._settings, path, self._guard, self._say)
         opened.callback(self._coordinator.close)
-        return Address(self._coordinator.url, make_token(path))
+        address = Address(self._coordinator.url, make_token(path), self._coordinator.certificate)
+        if lines := invitation(self._settings, path, address.url):
+            self._say("\n".join(lines))
+        return address
 
     async def _keep_coordinator(self, coordinator: CoordinatorProcess) -> None:
         await coordinator.keep()

@@ -18,6 +18,7 @@ PER_WORKER = (
     "UNISONO_STORE_FD",
     "UNISONO_COORDINATOR",
     "UNISONO_TOKEN_FILE",
+    "UNISONO_CERTIFICATE",
     "UNISONO_WORKER",
 )
 """What a launcher started by another launcher's worker would inherit, and hand on to workers of its own."""
@@ -45,21 +46,25 @@ class ElasticSeat:
         place: a number below the host's most workers that no other running worker of the host has.
         coordinator: the coordinator's URL.
         token_file: where the job's token is.
+        certificate: to trust; None for what the system trusts, or without TLS.
     """
 
     worker: str
     place: int
     coordinator: str
     token_file: Path
+    certificate: Path | None = None
 
     @property
     def variables(self) -> dict[str, str]:
         """As the worker is told."""
+        trusted = {} if self.certificate is None else {"UNISONO_CERTIFICATE": os.path.abspath(self.certificate)}  # noqa: PTH100
         return {
             "UNISONO_COORDINATOR": self.coordinator,
             "UNISONO_TOKEN_FILE": os.path.abspath(self.token_file),  # noqa: PTH100 (as for the run folder)
             "UNISONO_WORKER": self.worker,
             "UNISONO_LOCAL_RANK": str(self.place),
+            **trusted,
         }
 
 

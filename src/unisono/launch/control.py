@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from unisono.errors import JobError, LaunchError
-from unisono.launch.address import Address
+from unisono.launch.address import Address, distrusted
 
 PATIENCE_S = 10.0
 
@@ -51,6 +51,8 @@ class Control:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             answer = connection.getresponse()
             status, text = answer.status, answer.read()
+        except ssl.SSLCertVerificationError as error:
+            raise distrusted(self.address, error) from error
         except (OSError, http.client.HTTPException) as error:
             raise LaunchError(
                 f"the coordinator at {self.address.url} does not answer ({error}): does the job still run?"

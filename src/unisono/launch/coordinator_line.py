@@ -1,6 +1,7 @@
 """An agent's connection to the coordinator. It comes back by itself, as the coordinator does."""
 
 import asyncio
+import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
@@ -9,10 +10,11 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from unisono.errors import LaunchError
-from unisono.launch.address import Address
+from unisono.launch.address import Address, distrusted
 from unisono.membership.messages import FromAgent, Refused, ToAgent, to_agent
 
 OPEN_S = 10.0
+PING_S = 20.0
 FIRST_WAIT_S = 0.05
 LONGEST_WAIT_S = 2.0
 LARGEST = 2**20
@@ -51,6 +53,7 @@ class CoordinatorLine:
         """Connect, and connect again, until cancelled.
 
         Raises:
+            JobError: somebody else answers in the coordinator's place.
             LaunchError: the coordinator does not want this agent, or is gone for ``patience_s`` seconds.
         """
         wait_s = FIRST_WAIT_S
@@ -63,6 +66,8 @@ class CoordinatorLine:
             except InvalidStatus as error:
                 if error.response.status_code in DOOR:
                     raise LaunchError(f"the coordinator at {self._address.url} lets nobody in: {error}") from error
+            except ssl.SSLCertVerificationError as error:
+                raise distrusted(self._address, error) from error
             except (OSError, WebSocketException, TimeoutError):  # it is gone, or not there yet
                 pass
             if monotonic() - self._there_at > self._patience_s:
@@ -71,6 +76,7 @@ class CoordinatorLine:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _connect(self) -> connect:
+        ping_s = min(PING_S, self._patience_s / 4)
         return connect(
             "ws" + self._address.url.removeprefix("http") + "/agent",
             additional_headers={"Authorization": f"Bearer {self._address.token}"},
@@ -78,6 +84,8 @@ class CoordinatorLine:
             compression=None,
             proxy=None,  # the job's own business, whatever the environment says about the web
             open_timeout=OPEN_S,
+            ping_interval=ping_s,  # a host that has vanished says nothing
+            ping_timeout=ping_s,
             close_timeout=1,
             max_size=LARGEST,
         )

@@ -2,16 +2,18 @@
 
 import asyncio
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unisono.errors import LaunchError
+from unisono.launch.certificate import Certificate, certificate_file
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic import ElasticSettings
+from unisono.launch.entrance import LOOPBACK
 from unisono.launch.guard import Guard, kill_group
 from unisono.launch.report import last_lines
 
@@ -28,6 +30,34 @@ PATIENCE_S = 5.0
 USAGE = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a coordinator is to listen.
+
+    Attributes:
+        listener: the descriptor of the socket.
+        name: the name or address that clients are told.
+        certificate: that it shows; None without TLS.
+    """
+
+    listener: int
+    name: str = LOOPBACK
+    certificate: Certificate | None = None
+
+    def url(self, port: int | str) -> str:
+        """As clients are told it."""
+        host = f"[{self.name}]" if ":" in self.name else self.name
+        return f"{'http' if self.certificate is None else 'https'}://{host}:{port}"
+
+    @property
+    def options(self) -> dict[str, str]:
+        """As the coordinator is told."""
+        found = {"--fd": str(self.listener), "--name": self.name}
+        if self.certificate is not None:
+            found |= {"--tls-cert": str(self.certificate.chain), "--tls-key": str(self.certificate.key)}
+        return found
+
+
 class CoordinatorProcess:
     """Keeps a coordinator running, always at the same address: the agent holds the socket on which it listens.
 
@@ -42,22 +72,31 @@ class CoordinatorProcess:
             in this folder earlier has left.
 
     Raises:
-        LaunchError: there is no port on loopback.
+        JobError: it cannot listen where it should, or has no certificate to show there; says what to do.
     """
 
     def __init__(self, settings: ElasticSettings, run_dir: Path, guard: Guard, say: Callable[[str], None]) -> None:
         self._settings, self._run_dir, self._guard, self._say = settings, run_dir, guard, say
         self._log = run_dir / "logs" / "coordinator.log"
         self.in_use = False
+        entrance = settings.entrance
+        self._listener = entrance.listen(BACKLOG)
         try:
-            self._listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-        except OSError as error:
-            raise LaunchError(f"the coordinator cannot listen on loopback: {error}") from error
+            self._listening = Listening(self._listener.fileno(), entrance.name(self._listener))
+            self._listening = replace(self._listening, certificate=entrance.secured(run_dir, self._listening.name))
+        except BaseException:
+            self._listener.close()
+            raise
 
     @property
     def url(self) -> str:
-        """Where workers and agents of this host reach it."""
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        """Where workers and agents reach it."""
+        return self._listening.url(self._listener.getsockname()[1])
+
+    @property
+    def certificate(self) -> Path | None:
+        """What they trust; None without TLS."""
+        return None if self._listening.certificate is None else certificate_file(self._run_dir)
 
     async def keep(self) -> None:
         """Start it, and start it again, until it ends with 0: the job is over. Ends it when it is cancelled.
@@ -87,7 +126,7 @@ class CoordinatorProcess:
         try:
             with self._log.open("ab") as log:
                 process = await asyncio.create_subprocess_exec(
-                    *server_command(self._settings, self._run_dir, self._listener.fileno(), fresh=fresh),
+                    *server_command(self._settings, self._run_dir, self._listening, fresh=fresh),
                     env={name: value for name, value in os.environ.items() if name not in PER_WORKER},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
@@ -116,18 +155,18 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def server_command(settings: ElasticSettings, run_dir: Path, listener: int, *, fresh: bool) -> list[str]:
+def server_command(settings: ElasticSettings, run_dir: Path, listening: Listening, *, fresh: bool) -> list[str]:
     """The command of a coordinator.
 
     Args:
         settings: of the job.
         run_dir: the run folder.
-        listener: the descriptor of the socket on which it is to listen.
+        listening: where it is to listen.
         fresh: whether it begins; else it goes on from where another one ended.
     """
     options = {
         "--run-dir": str(run_dir),
-        "--fd": str(listener),
+        **listening.options,
         "--smallest": str(settings.workers.smallest),
         "--largest": str(settings.workers.largest),
         "--max-restarts": str(settings.max_restarts),

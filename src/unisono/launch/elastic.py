@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from unisono.errors import JobError
+from unisono.launch.entrance import Entrance
 from unisono.launch.outcome import PREEMPTED, Blame, Verdict, WorkerExit
 from unisono.launch.settings import LaunchSettings
 
@@ -71,6 +72,7 @@ class ElasticSettings:
         restart_on_error: whether also after an exception in the script.
         failure_timeout_s: seconds of silence after which a worker, an agent or the coordinator is taken to be lost.
         warm_start: whether workers are forked from a process that has torch loaded already, where that can be.
+        entrance: where the coordinator listens.
     """
 
     launch: LaunchSettings
@@ -80,6 +82,12 @@ class ElasticSettings:
     restart_on_error: bool = False
     failure_timeout_s: float = FAILURE_TIMEOUT_S
     warm_start: bool = True
+    entrance: Entrance = field(default_factory=Entrance)
+
+    @property
+    def has_default_timeout(self) -> bool:
+        """Whether nobody has set ``failure_timeout_s``."""
+        return self.failure_timeout_s == FAILURE_TIMEOUT_S
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is started.
@@ -101,7 +109,7 @@ class ElasticSettings:
 def verdict_of(over: JobOver) -> Verdict:
     """How the launcher ends when the coordinator says that the job is over, and no worker of this host is to blame."""
     if over.digest:
-        return Verdict(0, over.reason)
+        return Verdict(0, over.reason, over.digest)
     return Verdict(PREEMPTED if over.preempted else 1, over.reason)
 
 

@@ -93,10 +93,12 @@ class Verdict:
     Attributes:
         exit_code: for the launcher.
         reason: for people.
+        digest: of the weights, if it ended well.
     """
 
     exit_code: int
     reason: str
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

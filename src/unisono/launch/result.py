@@ -43,17 +43,20 @@ class End:
         error: what went wrong; None if nothing did.
         workers: how many there were to be.
         seconds: from the first start to the last end.
+        digest: of the weights, if the coordinator knows it; a main worker on another host writes its own there.
     """
 
     exit_code: int
     error: Mapping[str, object] | None
     workers: int
     seconds: float
+    digest: str = ""
 
     @classmethod
     def of(cls, outcome: Outcome) -> "End":
         """The end of a job that was started."""
-        return cls(outcome.exit_code, outcome.error, outcome.workers, outcome.seconds)
+        digest = "" if outcome.verdict is None else outcome.verdict.digest
+        return cls(outcome.exit_code, outcome.error, outcome.workers, outcome.seconds, digest)
 
     def write(self, folder: RunFolder) -> None:
         """Write ``result.json``. What the main worker has written there is kept, save exit code and error.
@@ -67,6 +70,7 @@ class End:
         if written.get("exit_code") == self.exit_code and self.error is None:
             return
         whole = {**UNKNOWN, "world_size": self.workers, "seconds": round(self.seconds, 3), **written}
+        whole["weights_sha256"] = whole["weights_sha256"] or self.digest or None
         folder.write_result({**whole, "exit_code": self.exit_code, "error": self.error})
 
 

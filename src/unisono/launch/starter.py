@@ -36,12 +36,14 @@ class Surroundings:
         run_dir: the run folder.
         coordinator: the coordinator's URL.
         token_file: where the job's token is.
+        certificate: to trust; None for what the system trusts, or without TLS.
     """
 
     settings: ElasticSettings
     run_dir: Path
     coordinator: str
     token_file: Path
+    certificate: Path | None = None
 
 
 class Starter:
@@ -81,7 +83,7 @@ class Starter:
         """
         around = self._around
         launch = around.settings.launch
-        seat = ElasticSeat(worker, place, around.coordinator, around.token_file)
+        seat = ElasticSeat(worker, place, around.coordinator, around.token_file, around.certificate)
         if self._warm is not None and not self._is_cold:
             own = {**seat.variables, **launch.extra_environment}
             request = Request(tuple(launch.script.argv), own, os.getcwd())  # noqa: PTH109 (as text)

@@ -1,9 +1,7 @@
 """A worker's connection to the coordinator, on a thread of its own."""
 
 import asyncio
-import ipaddress
 import itertools
-import ssl
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +31,7 @@ from unisono.membership.messages import (
     to_worker,
 )
 from unisono.membership.parser import LONGEST_MESSAGE
+from unisono.membership.trust import context_for, is_private
 
 ANSWER_S = 60.0
 """Seconds that an answer may take besides what it waits for: enough for a coordinator to be started again."""
@@ -41,6 +40,9 @@ FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 OPEN_S = 5.0
 PING_S = 20.0
+"""Seconds between two looks at whether the coordinator is still there, and how long one takes; less if ``timeout_s``
+is short."""
+
 FLUSH_S = 2.0
 MOST_UNSENT = 256
 
@@ -60,6 +62,7 @@ class Line:
     Attributes:
         url: of the coordinator.
         kept: whatever has to live as long as the line.
+        local_address: by which this host was last seen from the coordinator's.
     """
 
     def __init__(
@@ -69,11 +72,14 @@ class Line:
         hello: WorkerHello,
         on_message: Callable[[ToWorker], None],
         certificates: Path | None = None,
+        ping_s: float = PING_S,
     ) -> None:
         self.url = url
+        self.local_address = ""
+        self._ping_s = ping_s
         self.kept: list[object] = []
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._tls = ssl.create_default_context(cafile=certificates) if url.startswith("https:") else None
+        self._tls = context_for(url, certificates)
         self._hello = hello
         self._on_message = on_message
         self._numbers = itertools.count(1)
@@ -111,13 +117,15 @@ class Line:
             on_message: called with each message but answers to requests, on the line's thread, one at a time. On a new
                 connection the coordinator may say things again.
             timeout_s: how long to try to connect, in seconds.
-            certificates: whom to trust, PEM; None for those that this host trusts.
+            certificates: whom to trust, PEM, as :func:`~unisono.membership.trust.context_for` says; None for those that
+                this host trusts.
 
         Raises:
             LaunchError: there is no coordinator that takes this token, or the token would be readable on the way.
         """
-        _check_private(url)
-        line = cls(url, token, hello, on_message, certificates)
+        if not is_private(url):
+            raise LaunchError(f"{url}: a coordinator on another host is reached over https, since the token goes there")
+        line = cls(url, token, hello, on_message, certificates, min(PING_S, timeout_s / 4))
         line._thread.start()
         if not line._opened.wait(timeout_s) or not line._was_connected:
             line.close()
@@ -237,11 +245,12 @@ class Line:
             proxy=None,
             compression=None,
             open_timeout=OPEN_S,
-            ping_interval=PING_S,
-            ping_timeout=PING_S,
+            ping_interval=self._ping_s,
+            ping_timeout=self._ping_s,
             close_timeout=FLUSH_S,
             max_size=2 * LONGEST_MESSAGE,
         ) as socket:
+            self.local_address = socket.local_address[0]
             self._begin()
             sending = asyncio.create_task(self._send_all(socket))
             try:
@@ -304,13 +313,3 @@ class Line:
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._news.set)
-
-
-def _check_private(url: str) -> None:
-    found = urlsplit(url)
-    host = found.hostname or ""
-    local = host == "localhost"
-    with suppress(ValueError):
-        local = ipaddress.ip_address(host).is_loopback
-    if found.scheme != "https" and not (found.scheme == "http" and local):
-        raise LaunchError(f"{url}: a coordinator on another host is reached over https, since the token goes there")

@@ -29,7 +29,7 @@ class Address:
         host: a name or address.
         port: 0 for any that is free.
         fd: a listening socket that is open already, instead of both.
-        names: further names under which clients know this host.
+        names: further names under which clients know this host; the first is the one that they are told.
     """
 
     host: str = "127.0.0.1"
@@ -73,7 +73,7 @@ def url(listening: socket.socket, address: Address, *, tls: bool) -> str:
     """Where clients find it."""
     bound, port = listening.getsockname()[:2]
     anywhere = ipaddress.ip_address(bound).is_unspecified
-    host = next(iter(address.names), socket.getfqdn()) if anywhere else bound
+    host = next(iter(address.names), socket.getfqdn() if anywhere else bound)
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 

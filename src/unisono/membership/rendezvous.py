@@ -123,6 +123,8 @@ def _gloo_device(store: dist.Store) -> Any:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface)
+    if address := getattr(store, "interface", ""):  # where this host reaches the coordinator, it reaches the others
+        return dist.ProcessGroupGloo.create_device(hostname=address)
     return dist.ProcessGroupGloo.create_default_device()
 
 

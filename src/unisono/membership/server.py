@@ -37,7 +37,8 @@ AGAIN = 75
 """The exit code of a coordinator whose job is not over."""
 
 PING_S = 20.0
-"""How often connections on which nothing is said are tried, in seconds."""
+"""How often connections on which nothing is said are tried, in seconds; more often if the job's ``failure_timeout_s``
+is short. An answer may take as long."""
 
 
 class Server(uvicorn.Server):
@@ -55,6 +56,7 @@ class Server(uvicorn.Server):
     def __init__(self, coordinator: Coordinator, token: str, names: frozenset[str], tls: dict[str, Any]) -> None:
         self._coordinator = coordinator
         self._limits = Limits()
+        ping_s = min(PING_S, coordinator.state.settings.failure_timeout_s / 4)
         app = Gate(Starlette(lifespan=self._running), token, names, self._limits)
         super().__init__(
             uvicorn.Config(
@@ -66,8 +68,8 @@ class Server(uvicorn.Server):
                 loop="asyncio",
                 ws_max_size=LONGEST_MESSAGE,
                 ws_per_message_deflate=False,
-                ws_ping_interval=PING_S,
-                ws_ping_timeout=PING_S,
+                ws_ping_interval=ping_s,
+                ws_ping_timeout=ping_s,
                 timeout_graceful_shutdown=2,
                 limit_concurrency=2 * self._limits.connections,
                 log_config=None,

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -117,7 +118,7 @@ class Service:
         outbox = Outbox()
         session = kind(self._coordinator, outbox)
         reading = asyncio.create_task(self._read(socket, session))
-        writing = asyncio.create_task(outbox.drain(socket.send_text))
+        writing = asyncio.create_task(outbox.drain(partial(_send, socket)))
         try:
             await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -179,6 +180,13 @@ class Service:
     def _done(self, event: machine.Event) -> Response:
         self._coordinator.handle(event)
         return JSONResponse(self._coordinator.status())
+
+
+async def _send(socket: WebSocket, text: str) -> None:
+    try:
+        await socket.send_text(text)
+    except RuntimeError as error:  # it has not answered for so long that its connection was closed
+        raise WebSocketDisconnect from error
 
 
 def _refused(status: int, error: Exception) -> Response:

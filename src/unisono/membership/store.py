@@ -43,6 +43,11 @@ class CoordinatorStore(dist.Store):
         """Where the coordinator listens, as ``TCPStore`` says it: workers that reach it on loopback share a host."""
         return urlsplit(self._line.url).hostname or ""
 
+    @property
+    def interface(self) -> str:
+        """The address of this host on the network on which it reaches the coordinator."""
+        return self._line.local_address
+
     def set(self, key: Text, value: Text) -> None:
         """Give a key a value."""
         self._ask("set", [key], value=_encode(value))

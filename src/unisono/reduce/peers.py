@@ -6,6 +6,9 @@ import socket
 import struct
 from collections.abc import Iterable
 from contextlib import ExitStack, closing, suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Protocol
 
 from unisono.errors import NoProgress, WorkerLost
@@ -134,7 +137,7 @@ class Door:
         self._timeout_s = timeout_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(timeout_s)
-        self._socket.bind(f"\0unisono-{secrets.token_hex(16)}")
+        self._socket.bind(f"\0{_common()}{secrets.token_hex(16)}")
         self._socket.listen(MOST_CALLERS)
 
     @property
@@ -198,6 +201,23 @@ class Door:
             if len(said) == _HELLO.size:
                 return _HELLO.unpack(said)[0], caller
             caller.close()
+
+
+def is_within_call(ours: bytes, theirs: bytes) -> bool:
+    """Whether doors with these addresses are on one host, whatever the hosts are called."""
+    length = len(_common()) + 1
+    return ours[:length] == theirs[:length]
+
+
+@cache
+def _common() -> str:
+    """What the addresses of doors have in common that can call each other: one kernel, and one network namespace."""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        network = Path("/proc/self/ns/net").stat().st_ino
+    except OSError:  # then the host's name has to do
+        return "unisono-"
+    return f"unisono-{sha256(f'{kernel} {network}'.encode()).hexdigest()[:16]}-"
 
 
 def meet(rank: int, workers: int, board: "Board", timeout_s: float) -> Peers:

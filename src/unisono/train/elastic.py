@@ -3,8 +3,8 @@
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,7 +41,7 @@ from unisono.membership.messages import (
 from unisono.membership.store import CoordinatorStore
 from unisono.membership.token import read_token
 from unisono.plan.split import Split
-from unisono.reduce.peers import Door, Peers
+from unisono.reduce.peers import Door, Peers, is_within_call
 from unisono.reduce.transport import Solo
 from unisono.train.heartbeat import Heartbeat
 from unisono.train.meeting import Meeting
@@ -88,6 +88,7 @@ class Elastic(Membership):
         self._is_leaving = False
         self._standing, self._rate = Standing(0), 0.0
         self._heart = Heartbeat()
+        self._forming: Future[Workers] = Future()
         self._closed = threading.Event()
         self._publisher = ThreadPoolExecutor(1, "unisono-publisher")
         self._door = Door(timeout_s)
@@ -212,6 +213,8 @@ class Elastic(Membership):
     def _hang_up_if_lost(self) -> None:
         # Called by whoever notes a loss, and by whoever forms a generation: whichever comes second sees the other.
         if self._lost >= self._generation.number > 0:
+            with suppress(InvalidStateError):
+                self._forming.set_exception(WorkerLost("another worker was lost before all had met"))
             self._door.close()
             self._workers.transport.abort()
 
@@ -237,12 +240,13 @@ class Elastic(Membership):
     def _form_next(self, minted: Minted, begun: float) -> Arrival:
         waited = perf_counter()
         rank = next(rank for rank, seat in enumerate(minted.roster) if seat.worker == self._hello.worker)
+        self._forming = Future()
         self._generation = Generation(minted.generation, rank, Split(minted.bounds))
         self._line.generation = minted.generation
         self._hang_up_if_lost()
         meeting = MintedMeeting(minted, rank, self._door, self._store)
         try:
-            self._workers = self._form(self._generation, meeting)
+            self._workers = self._met(meeting)
         except LaunchError as error:  # somebody was lost before all had met
             raise WorkerLost(f"generation {minted.generation} did not form: {error}") from error
         self._door.close()
@@ -253,6 +257,25 @@ class Elastic(Membership):
             joiners=frozenset(number for number, seat in enumerate(minted.roster) if seat.joins),
             seconds={"regroup": waited - begun, "form": perf_counter() - waited},
         )
+
+    def _met(self, meeting: Meeting) -> Workers:
+        """Connect, on a thread of its own: nothing else wakes whoever waits for a host that has vanished."""
+        generation, forming = self._generation, self._forming
+
+        def connect() -> None:
+            try:
+                workers = self._form(generation, meeting)
+            except Exception as error:  # noqa: BLE001 (raised by whoever waits)
+                with suppress(InvalidStateError):
+                    forming.set_exception(error)
+                return
+            try:
+                forming.set_result(workers)
+            except InvalidStateError:  # nobody waits any more
+                workers.close()
+
+        threading.Thread(target=connect, name="unisono-connect", daemon=True).start()
+        return forming.result()
 
     def _is_next(self, minted: Minted) -> bool:
         return minted.generation > self._generation.number  # a coordinator that came back may repeat itself
@@ -314,7 +337,7 @@ def elastic(where: Coordination, job: Job, host: str, form: Form, timeout_s: flo
     hello = WorkerHello(worker=where.worker, host=host, pid=os.getpid(), shards=job.shards)
 
     def call(hear: Callable[[ToWorker], None]) -> Line:
-        return Line.open(where.url, token, hello, hear, timeout_s)
+        return Line.open(where.url, token, hello, hear, timeout_s, where.certificate)
 
     return Elastic(call, hello, form, timeout_s)
 
@@ -330,7 +353,7 @@ class MintedMeeting(Meeting):
     """
 
     def __init__(self, minted: Minted, rank: int, door: Door, store: dist.Store) -> None:
-        self._here: list[Seat] = [seat for seat in minted.roster if seat.host == minted.roster[rank].host]
+        self._here = _on_the_host_of(minted.roster[rank], minted.roster)
         self._place = self._here.index(minted.roster[rank])
         self._generation, self._door, self._store = minted.generation, door, store
         self.environment = Environment(
@@ -345,6 +368,12 @@ class MintedMeeting(Meeting):
         """At the doors whose addresses came with the roster."""
         lower = (bytes.fromhex(seat.address) for seat in self._here[: self._place])
         return self._door.gather(self._place, len(self._here), lower)
+
+
+def _on_the_host_of(mine: Seat, roster: Sequence[Seat]) -> list[Seat]:
+    # Hosts may have one name, for instance containers of one image: the addresses of their doors tell.
+    here = bytes.fromhex(mine.address)
+    return [seat for seat in roster if seat.host == mine.host and is_within_call(here, bytes.fromhex(seat.address))]
 
 
 WATCH_S = 30.0

@@ -15,11 +15,13 @@ class Coordination:
         url: of the coordinator.
         token_file: holds the job's token.
         worker: this worker's id.
+        certificate: to trust; None for what the system trusts, or without TLS.
     """
 
     url: str
     token_file: Path
     worker: str
+    certificate: Path | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "Coordination | None":
@@ -36,7 +38,7 @@ class Coordination:
             if not value:
                 raise JobError(f"{names[0]} is set in the environment, and {name} is not: both come from the launcher")
         url, token_file, worker = map(str, found)
-        return cls(url, Path(token_file), worker)
+        return cls(url, Path(token_file), worker, _path(environ, "UNISONO_CERTIFICATE"))
 
 
 @dataclass(frozen=True, slots=True)

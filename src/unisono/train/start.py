@@ -143,7 +143,8 @@ def init(
         acts = Acts(membership)
         marks = fingerprint(job, chosen)
         acts.agree("job or machine", marks | {"script": script_digest()})
-        folder = RunFolder(acts.together(partial(_open_folder, wanted, job, allow)))
+        shared = acts.together(partial(_open_folder, wanted, job, allow))
+        folder = RunFolder(shared) if wanted is None or not membership.is_elastic else _own(wanted, shared, job, allow)
         opened.callback(folder.close)
         open_store = partial(CheckpointStore, folder.checkpoints, keep=keep, on_event=folder.journal)
         checkpoints = opened.enter_context(closing(Checkpoints(open_store, every=every)))
@@ -229,6 +230,18 @@ def _open_folder(wanted: str | Path | None, job: Job, allow: bool, workers: Work
     folder.write_job(ours)
     folder.close()
     return str(workers.broadcast(str(folder.path)))
+
+
+def _own(wanted: Path, shared: str, job: Job, allow: bool) -> RunFolder:
+    """This host's run folder. The others' is another one, without a file system that they share."""
+    folder = RunFolder(wanted)
+    if str(folder.path) != shared:  # the main worker may be one of this host some time
+        ours, theirs = job.model_dump(mode="json"), folder.read_job()
+        if theirs is None:
+            folder.write_job(ours)
+        else:
+            require_same_job(ours, theirs, f"the run folder {folder.path}", allow=allow)
+    return folder
 
 
 def _announce(run: Run, environment: Environment) -> None:

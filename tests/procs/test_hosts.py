@@ -1,0 +1,292 @@
+"""A job on two hosts that share no files: workers of both train together, over TLS, and either may be lost."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from two_hosts import Host, NoHosts, two_hosts
+from unisono.launch.certificate import make_certificate
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
+
+SCRIPT = Path(__file__).parent / "scripts" / "elastic_training.py"
+PATIENCE_S = 120.0
+SILENCE_S = 5.0
+"""After which a host is lost."""
+
+LONG = {"EPOCHS": "10", "PACE_S": "0.05"}
+
+
+class Desk:
+    """Where a person sits at one of the hosts: a folder, and the commands that were typed in it."""
+
+    def __init__(self, host: Host, folder: Path) -> None:
+        self.host, self.folder = host, folder
+        self.output = folder / "output"
+        self.run_dir = folder / "run"
+        folder.mkdir()
+
+    def start(self, *words: str, **settings: str) -> subprocess.Popen[bytes]:
+        with self.output.open("ab") as output:
+            return subprocess.Popen(
+                [*self.host.enter, sys.executable, "-m", "unisono", *words],
+                cwd=self.folder,
+                env={**os.environ, **settings},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [*self.host.enter, sys.executable, "-m", "unisono", *words]
+        return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+
+    def journal(self, event: str) -> list[dict[str, Any]]:
+        path = self.run_dir / "journal.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [one for one in map(json.loads, lines) if one["event"] == event]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        found = json.loads((self.run_dir / "result.json").read_text())
+        assert isinstance(found, dict)
+        return found
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "metrics.jsonl"
+        lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+        return [line for line in lines if "loss" in line]
+
+    @property
+    def steps(self) -> list[int]:
+        return [line["step"] for line in self.metrics]
+
+    @property
+    def text(self) -> str:
+        return f"--- {self.host.name}\n{self.output.read_text() if self.output.exists() else ''}"
+
+
+class Job:
+    """A job that begins on host a, and that agents of host b join."""
+
+    def __init__(self, hosts: tuple[Host, Host], folder: Path) -> None:
+        self.a, self.b = Desk(hosts[0], folder / "a"), Desk(hosts[1], folder / "b")
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def run(self, *options: str, **settings: str) -> subprocess.Popen[bytes]:
+        where = ("--coordinator", f"{self.a.host.address}:0", "--failure-timeout-s", f"{SILENCE_S:g}")
+        process = self.a.start("run", *where, *options, "--run-dir", "run", str(SCRIPT), **settings)
+        self._started.append(process)
+        return process
+
+    def invitation(self) -> list[str]:
+        """The command for the other host, as it is shown."""
+        self.until(lambda: " unisono join https://" in self.a.text, "the command for another host")
+        (line,) = re.findall(r"unisono join (https://.*)", self.a.text)
+        return ["join", *shlex.split(line)]
+
+    def join(self, *options: str, **settings: str) -> subprocess.Popen[bytes]:
+        words = self.invitation()
+        for name in ("token", "certificate.pem"):
+            shutil.copy2(self.a.run_dir / name, self.b.folder / name)
+        process = self.b.start(*words[:2], *options, "--run-dir", "run", *words[2:], **settings)
+        self._started.append(process)
+        return process
+
+    def until(self, is_so: Callable[[], Any], words: str) -> None:
+        begun = time.monotonic()
+        while not is_so():
+            assert time.monotonic() - begun < PATIENCE_S, f"{words} did not come:\n{self.text}"
+            ended = [process.poll() for process in self._started]
+            assert ended[0] is None or is_so(), f"it ended with {ended} before {words} came:\n{self.text}"
+            time.sleep(0.02)
+
+    def together(self) -> None:
+        """Until workers of both hosts have trained a step together."""
+        self.until(lambda: len(self.trains_on()) == 2, "a generation of both hosts")
+        number = self.a.journal("minted")[-1]["generation"]
+        self.until(lambda: any(line["generation"] >= number for line in self.a.metrics), "a step of both hosts")
+
+    def hosts_of(self, workers: list[str]) -> set[str]:
+        asked = self.a.journal("asked for")
+        return {one["host"] for one in asked for worker in one["workers"] if worker in workers}
+
+    def trains_on(self) -> set[str]:
+        """The hosts of the newest generation's workers."""
+        minted = self.a.journal("minted")
+        return self.hosts_of(minted[-1]["workers"]) if minted else set()
+
+    def workers_on(self, host: Host) -> list[int]:
+        """The process ids of the workers there."""
+        status = json.loads(self.a.ask("status", "--run-dir", "run", "--json").stdout)
+        return [worker["pid"] for worker in status["members"] if worker["host"] == host.name]
+
+    def wait(self) -> int:
+        """The exit code on host a."""
+        return self._started[0].wait(PATIENCE_S)
+
+    def end(self) -> str:
+        """Wait for the end; returns the digest of the weights."""
+        assert self.wait() == 0, self.text
+        return str(self.a.result["weights_sha256"])
+
+    @property
+    def text(self) -> str:
+        logs = [path for desk in (self.a, self.b) for path in (desk.run_dir / "logs").glob("*.log")]
+        return "\n".join([self.a.text, self.b.text, *(f"--- {path}\n{path.read_text()}" for path in logs)])
+
+    def close(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    try:
+        with two_hosts() as found:
+            yield found
+    except NoHosts as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture
+def job(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[Job]:
+    found = Job(hosts, tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """How the undisturbed run of one worker ended."""
+    folder = tmp_path_factory.mktemp("serial")
+    command = [sys.executable, "-m", "unisono", "run", "--run-dir", str(folder / "run"), str(SCRIPT)]
+    subprocess.run(
+        command, check=True, timeout=PATIENCE_S, env={**os.environ, **LONG, "PACE_S": "0"}, capture_output=True
+    )
+    found = json.loads((folder / "run" / "result.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def test_workers_of_two_hosts_train_to_the_weights_of_one_and_the_token_is_nowhere_but_in_its_files(
+    job: Job, serial: dict[str, Any]
+) -> None:
+    job.run("-n", "2:4", "--here", "2", **LONG)
+    joined = job.join(**LONG)
+    job.together()
+    token = (job.a.run_dir / "token").read_bytes().strip()
+    assert not [words for words in _told_to_processes() if token in words]
+    assert job.end() == serial["weights_sha256"], job.text
+    assert joined.wait(PATIENCE_S) == 0, job.text
+    assert job.a.steps == list(range(serial["steps"]))
+    assert not job.b.steps
+    files = [path for desk in (job.a, job.b) for path in desk.folder.rglob("*") if path.is_file()]
+    assert sorted(path.name for path in files if token in path.read_bytes()) == ["token", "token"]
+    private = (job.a.run_dir / "certificate.key", job.a.run_dir / "token", job.b.folder / "token")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
+
+
+def test_a_worker_of_another_host_dies_and_then_that_host_and_no_bit_changes(job: Job, serial: dict[str, Any]) -> None:
+    job.run("-n", "2:4", "--here", "2", **LONG)
+    joined = job.join(**LONG)
+    job.together()
+    (dies, *_) = job.workers_on(job.b.host)
+    os.kill(dies, signal.SIGKILL)
+    job.until(lambda: job.a.journal("lost"), "the loss of a worker")
+    job.until(lambda: len(job.trains_on()) == 2 and len(job.a.journal("minted")[-1]["workers"]) == 4, "another worker")
+    family = psutil.Process(joined.pid).children(recursive=True)
+    joined.kill()
+    job.until(lambda: job.trains_on() == {job.a.host.name}, "a generation without the host")
+    assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
+    assert job.end() == serial["weights_sha256"], job.text
+    assert job.a.steps == list(range(serial["steps"]))
+
+
+def test_a_host_that_cannot_be_reached_any_more_is_given_up_and_ends_by_itself(
+    job: Job, serial: dict[str, Any]
+) -> None:
+    job.run("-n", "2:4", "--here", "2", **LONG)
+    joined = job.join(**LONG)
+    job.together()
+    family = psutil.Process(joined.pid).children(recursive=True)
+    job.b.host.cable("down")
+    try:
+        job.until(lambda: job.trains_on() == {job.a.host.name}, "a generation without the host")
+        assert job.end() == serial["weights_sha256"], job.text
+        assert job.a.steps == list(range(serial["steps"]))
+        assert joined.wait(PATIENCE_S) == 1, job.text
+        assert f"no coordinator answered at https://{job.a.host.address}:" in job.b.text
+        assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
+    finally:
+        job.b.host.cable("up")
+
+
+def test_the_main_worker_may_be_on_a_host_that_shares_no_files(job: Job, serial: dict[str, Any]) -> None:
+    job.run("-n", "1:2", "--here", "1", "--max-restarts", "0", **LONG)
+    joined = job.join("-n", "1", "--checkpoint-every", "10", **LONG)
+    job.together()
+    (dies,) = job.workers_on(job.a.host)
+    os.kill(dies, signal.SIGKILL)
+    job.until(lambda: job.trains_on() == {job.b.host.name}, "a generation of the other host")
+    assert job.end() == serial["weights_sha256"], job.text
+    assert joined.wait(PATIENCE_S) == 0, job.text
+    assert sorted({*job.a.steps, *job.b.steps}) == list(range(serial["steps"]))
+    assert job.b.result["weights_sha256"] == serial["weights_sha256"]
+    assert (job.b.run_dir / "job.json").read_text() == (job.a.run_dir / "job.json").read_text()
+    assert list((job.b.run_dir / "checkpoints").glob("step-*"))
+
+
+def test_nobody_takes_part_or_looks_on_who_is_not_let_in(job: Job) -> None:
+    job.run("-n", "1", **LONG)
+    _, url, *_ = job.invitation()
+    token, certificate = job.a.run_dir / "token", job.a.run_dir / "certificate.pem"
+    wrong = job.b.folder / "wrong"
+    wrong.write_text("x" * 43)
+    wrong.chmod(0o600)
+    another = make_certificate(job.b.folder, ["hostb"]).chain
+    trusted = ("--certificate", str(certificate))
+    for words, refusal in (
+        (trusted, "--token-file is missing"),
+        (("--token-file", str(wrong), *trusted), "token is missing or wrong"),
+        (("--token-file", str(token)), "one that this system does not trust .* it was not sent the token"),
+        (("--token-file", str(token), "--certificate", str(another)), "not the one of .*certificate.pem"),
+    ):
+        for command in (("status", url, *words), ("join", url, *words, str(SCRIPT))):
+            refused = job.b.ask(*command)
+            assert refused.returncode == 2, command
+            assert re.search(refusal, refused.stderr), (command, refused.stderr)
+            assert token.read_text() not in refused.stdout + refused.stderr
+    plain = url.replace("https", "http")
+    for command in (("status", plain), ("join", plain, str(SCRIPT))):
+        refused = job.b.ask(*command[:2], "--token-file", str(token), *command[2:])
+        assert refused.returncode == 2
+        assert "reached over https, since the token goes there" in refused.stderr
+    allowed = job.b.ask("status", url, "--token-file", str(token), *trusted, "--json")
+    assert {agent["host"] for agent in json.loads(allowed.stdout)["agents"]} == {job.a.host.name}
+    stopped = job.b.ask("stop", url, "--token-file", str(token), *trusted)
+    assert stopped.returncode == 0, stopped.stderr
+    assert job.wait() == 75, job.text
+
+
+def _told_to_processes() -> Iterator[bytes]:
+    """The command line and the environment of every process of this machine."""
+    for process in Path("/proc").glob("[0-9]*"):
+        for what in ("cmdline", "environ"):
+            with suppress(OSError):  # it has ended
+                yield (process / what).read_bytes()
