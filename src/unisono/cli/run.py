@@ -1,5 +1,7 @@
 """``unisono run``: start the workers of a job on this host."""
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -7,6 +9,7 @@ import typer
 from unisono.cli.options import (
     CheckpointEvery,
     FailureTimeout,
+    FaultScript,
     Grace,
     MaxRestarts,
     Module,
@@ -53,6 +56,7 @@ def run(
     restart_on_error: RestartOnError = False,
     failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
     warm_start: WarmStart = True,
+    faults: FaultScript = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print what each worker would be started with.")] = False,
 ) -> None:
     """Start workers that train together: unisono run -n 4 train.py --its-own flags.
@@ -70,6 +74,7 @@ def run(
         allow_job_change=allow_job_change,
         grace_s=grace_s,
         tuning=Tuning.of_this_process(wanted=tuned),
+        extra_environment={} if faults is None else _rehearsal(faults),
     )
     elastic = ElasticSettings(
         settings,
@@ -87,6 +92,17 @@ def run(
         typer.echo(show(settings, run_dir or RUNS / f"TIME-{settings.script.stem}"))
         return
     raise typer.Exit(start_elastic(elastic) if is_elastic else start(settings))
+
+
+def _rehearsal(script: Path) -> dict[str, str]:
+    """What workers are told so that the faults of a script strike them."""
+    from unisono.testing.faults import Faults
+    from unisono.testing.rehearsal import PLUGIN, SCRIPT
+
+    Faults.read(script)
+    others = os.environ.get("UNISONO_PLUGINS")
+    plugins = f"{others},{PLUGIN}" if others else PLUGIN
+    return {"UNISONO_PLUGINS": plugins, SCRIPT: os.path.abspath(script)}  # noqa: PTH100 (as for the run folder)
 
 
 def _begin_with(wanted: Range, threads: int) -> int | None:
