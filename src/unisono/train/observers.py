@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from unisono.errors import JobError
 
 if TYPE_CHECKING:
-    from unisono.train.run import Run
     from unisono.train.step import Step
 
 Event = Literal["step_begins", "step_computed", "step_ends"]
@@ -16,7 +15,7 @@ Event = Literal["step_begins", "step_computed", "step_ends"]
 its shards, and has the others' yet to add; once per call of ``step.run``, and again if that is repeated. ``step_ends``:
 it is committed, and the loop's body is done."""
 
-Callback = Callable[["Run", "Step"], Any]
+Callback = Callable[[Any, "Step"], Any]
 """``callback(run, step)``, on this worker's main thread."""
 
 
@@ -36,7 +35,7 @@ class Observers:
             raise JobError(f"run.on({event!r}): there is no such event; choose of {', '.join(self._callbacks)}")
         self._callbacks[event].append(callback)
 
-    def tell(self, event: Event, run: Run, step: Step) -> None:
+    def tell(self, event: Event, run: Any, step: Step) -> None:
         """The event happens. What a callback raises ends the step, as if the script had raised it."""
         for callback in self._callbacks[event]:
             callback(run, step)
