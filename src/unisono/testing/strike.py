@@ -18,7 +18,7 @@ from unisono.errors import JobError, LaunchError, UnisonoError
 from unisono.launch.address import WHERE, Address
 from unisono.launch.control import Control
 from unisono.membership.token import read_token
-from unisono.testing import helper
+from unisono.testing import accomplice
 from unisono.testing.fault import (
     Fault,
     FlipBit,
@@ -90,21 +90,21 @@ def _do(fault: Fault, run: Run) -> None:
 def _help(what: str, whom: str, seconds: float) -> None:
     # In this worker's process group: whoever ends the worker ends what it has started.
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", helper.__file__, what, whom, str(seconds)],
+        [sys.executable, "-I", "-S", accomplice.__file__, what, whom, str(seconds)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
     assert process.stdout is not None
     process.stdout.readline()
-    threading.Thread(target=process.wait, name="unisono-fault-helper", daemon=True).start()
+    threading.Thread(target=process.wait, name="unisono-accomplice", daemon=True).start()
 
 
 def _kill_coordinator(run_dir: Path, seconds: float) -> None:
     path = str(run_dir / WHERE)
     if seconds:
         _help("kill", path, seconds)
-    elif (pid := helper.named_in(path)) is not None:
+    elif (pid := accomplice.named_in(path)) is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
