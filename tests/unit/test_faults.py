@@ -3,8 +3,9 @@
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from unisono.testing import Faults
 from unisono.testing.fault import KINDS, Slow
 from unisono.testing.rehearsal import PLUGIN, Rehearsal
 from unisono.testing.storm import SHARES, Storm
+from unisono.train.observers import Event
 from unisono.train.plugins import load_plugins
 
 pytestmark = pytest.mark.unit
@@ -172,7 +174,7 @@ def test_a_flipped_bit_is_one_bit_of_the_weights(training: unisono.Run) -> None:
     for step in run.steps(TensorDataset(torch.randn(40, 3))):
         step.run(lambda model, batch: model(batch[0]).square().mean())
         changed = (model.weight.view(torch.int32) ^ before.view(torch.int32)).flatten().tolist()
-        assert [bin(each).count("1") for each in changed] == ([1, 0, 0] if step.number >= 2 else [0, 0, 0])
+        assert [each.bit_count() for each in changed] == ([1, 0, 0] if step.number >= 2 else [0, 0, 0])
 
 
 def test_a_slow_worker_takes_longer_for_as_many_steps_as_it_should(
@@ -231,11 +233,15 @@ def test_a_plugin_that_cannot_be_loaded_is_named(name: str, words: str) -> None:
 
 def test_observers_hear_of_every_step_in_order(training: unisono.Run) -> None:
     heard: list[tuple[str, int]] = []
-    for event in ("step_begins", "step_computed", "step_ends"):
-        training.on(event, lambda run, step, event=event: heard.append((event, step.number)))  # type: ignore[arg-type]
+    events: tuple[Event, ...] = get_args(Event)
+
+    def note(event: Event, run: Any, step: Any) -> None:
+        heard.append((event, step.number))
+
+    for event in events:
+        training.on(event, partial(note, event))
     loop(training)
-    words = ("step_begins", "step_computed", "step_ends")
-    assert heard == [(event, number) for number in range(5) for event in words]
+    assert heard == [(event, number) for number in range(5) for event in events]
 
 
 def test_an_event_that_does_not_exist_is_refused(training: unisono.Run) -> None:

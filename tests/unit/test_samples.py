@@ -117,7 +117,7 @@ def test_a_step_that_follows_one_of_a_later_generation_is_found() -> None:
 def test_each_call_of_a_step_is_looked_at_and_its_samples_count_once() -> None:
     lines = whole() + [line for step in range(STEPS) for line in (computed(step, call=1), committed(step, call=1))]
     assert found(lines) == []
-    assert found(lines[:-2] + [computed(3, call=1, shards={0: [6, 7, 8]}), committed(3, call=1)]) == [
+    assert found([*lines[:-2], computed(3, call=1, shards={0: [6, 7, 8]}), committed(3, call=1)]) == [
         "step 3, call 1 in generation 1: shards 1 computed by nobody"
     ]
 

@@ -165,5 +165,7 @@ def _trouble(kind: str, field: str, error: Mapping[str, Any]) -> str:
 
 
 def _table(fault: Fault) -> str:
-    fields = {"kind": fault.kind, **fault.model_dump(exclude_defaults=True)}
+    found = fault.model_dump(exclude_defaults=True)
+    when: dict[str, Any] = {name: found.pop(name) for name in ("at_step", "after_s") if name in found}
+    fields: dict[str, Any] = {"kind": fault.kind, **found, **when}
     return "".join(["[[fault]]\n", *(f"{name} = {json.dumps(value)}\n" for name, value in fields.items())])

@@ -173,8 +173,12 @@ def _begun(run: Run, environment: Environment) -> Run:
     _announce(run, environment)
     seed_generators(stream_seed(run.job.seed, Stream.SCRIPT, -1))
     atexit.register(run.close)
-    for plugin in load_plugins(run._around.settings.plugins):
-        plugin(run)
+    try:
+        for plugin in load_plugins(run._around.settings.plugins):
+            plugin(run)
+    except BaseException:
+        run.close()
+        raise
     return run
 
 
