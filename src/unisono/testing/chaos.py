@@ -32,6 +32,9 @@ from unisono.testing.storm import Storm
 SERIAL, STRUCK, SCRIPT, REPORT = "serial", "struck", "faults.toml", "chaos.json"
 """In the folder: the run folders of both jobs, the script of faults, and what came of it."""
 
+TRAINED = "serial.json"
+"""In the folder, once the job alone is done: which job it was. Another try in the folder need not run it again."""
+
 MARK = "UNISONO_CHAOS"
 """The variable by which everything that a job has started is found again."""
 
@@ -121,11 +124,10 @@ def undergo(ordeal: Ordeal, say: Say) -> Verdict:
     Raises:
         JobError: the job fails even if nothing disturbs it, or the folder has been used.
     """
-    if (ordeal.folder / SERIAL).exists():
+    if (ordeal.folder / STRUCK).exists():
         raise JobError(f"{ordeal.folder} has been used: name another folder with --run-dir")
     ordeal.folder.mkdir(parents=True, exist_ok=True)
-    say("the job alone, on one worker")
-    serial = _serial(ordeal)
+    serial = _serial(ordeal, say)
     steps = int(serial["steps"])
     faults = ordeal.written or Storm(ordeal.seed, ordeal.faults, steps, ordeal.largest).draw()
     (ordeal.folder / SCRIPT).write_text(faults.to_toml(), encoding="utf-8")
@@ -138,19 +140,26 @@ def undergo(ordeal: Ordeal, say: Say) -> Verdict:
     return verdict
 
 
-def _serial(ordeal: Ordeal) -> dict[str, Any]:
-    folder = ordeal.folder / SERIAL
+def _serial(ordeal: Ordeal, say: Say) -> dict[str, Any]:
+    folder, known = ordeal.folder / SERIAL, ordeal.folder / TRAINED
+    if _read(known).get("argv") == ordeal.script.argv:
+        say(f"the job alone is known from {folder}")
+        return _read(folder / "result.json")
+    if folder.exists():
+        raise JobError(f"{folder} is of another job, or of one that did not end: name another folder with --run-dir")
+    say("the job alone, on one worker")
     with _started(_command(ordeal, folder, "-n", "1"), folder) as job:
         code = job.wait()
-    found = _result(folder)
+    found = _read(folder / "result.json")
     if code or not found.get("weights_sha256"):
         raise JobError(f"the job ends with exit code {code} even if nothing disturbs it{_words(folder)}")
+    write_json(known, {"argv": ordeal.script.argv})
     return found
 
 
 def _judge(ordeal: Ordeal, faults: Faults, serial: Mapping[str, Any], struck: _Struck, seconds: float) -> Verdict:
     samples, alone = Samples.read(struck.folder), Samples.read(ordeal.folder / SERIAL)
-    digest = _result(struck.folder).get("weights_sha256") if struck.is_done else None
+    digest = _read(struck.folder / "result.json").get("weights_sha256") if struck.is_done else None
     wrong = list(struck.problems)
     if struck.is_done:
         wrong += problems(samples, int(serial["steps"]), _shards(ordeal.folder / SERIAL), alone)
@@ -321,9 +330,9 @@ def _status(folder: Path) -> str:
         return str(error)
 
 
-def _result(folder: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "result.json").read_bytes())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

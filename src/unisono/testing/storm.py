@@ -86,7 +86,9 @@ class Storm:
             for_s = round(draw.uniform(0.1, 1.5), 3)
             return script.partition(rank=rank, at_step=at_step, for_s=for_s, after_s=after_s)
         if kind == "resize":
-            return script.resize(workers=draw.randint(1, self.largest), at_step=at_step, after_s=after_s)
+            # More often up than down, or the job would spend most of its life on a single worker.
+            workers = max(draw.randint(1, self.largest), draw.randint(1, self.largest))
+            return script.resize(workers=workers, at_step=at_step, after_s=after_s)
         if kind == "join":
             return script.join(at_step=at_step, after_s=after_s)
         if kind == "kill_coordinator":
