@@ -19,7 +19,8 @@ SHARES = {
     "kill_coordinator": 3,
     "kill_agent": 3,
 }
-"""How often each kind is drawn, in parts of a hundred. A flipped bit is no fault that a job survives."""
+"""How often each kind is drawn, in parts of a hundred. A flipped bit is left out: not every job survives it, since two
+workers cannot tell which of them is right."""
 
 FOREVER = 8
 """One worker in so many that stand still does not go on."""
