@@ -165,6 +165,16 @@ def test_workers_come_and_go_as_people_ask(job: Job) -> None:
     assert launcher.wait(PATIENCE_S) == 0, job.text
 
 
+def test_a_job_that_stops_can_go_on_whatever_it_has_survived_before(job: Job) -> None:
+    launcher = job.start("-n", "2", "--max-restarts", "2")
+    job.formed(1, "w1", "w2")
+    os.kill(job.pid_of("w2"), signal.SIGKILL)
+    job.formed(3, "w1", "w3")
+    assert job.ask("stop").returncode == 0
+    assert launcher.wait(PATIENCE_S) == 75, job.text
+    assert job.result["exit_code"] == 75
+
+
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "stop"])
 def test_a_job_that_is_asked_to_stop_can_be_started_again(job: Job, how: str) -> None:
     launcher = job.start("-n", "2", "--max-restarts", "1")

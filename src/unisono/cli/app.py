@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from unisono.cli.chaos import chaos
 from unisono.cli.doctor import doctor
 from unisono.cli.join import join
 from unisono.cli.leave import leave
@@ -37,6 +38,7 @@ app.command("resize", cls=RemoteCommand)(resize)
 app.command("leave", cls=RemoteCommand)(leave)
 app.command("stop", cls=RemoteCommand)(stop)
 app.command("doctor")(doctor)
+app.command("chaos")(chaos)
 app.command("verify", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(verify)
 
 

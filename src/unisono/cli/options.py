@@ -44,6 +44,9 @@ MaxRestarts = Annotated[
         help=f"Elastic: how often a place gets a new worker, on average; {MAX_RESTARTS} for A:B.", show_default=False
     ),
 ]
+FaultScript = Annotated[
+    Path | None, typer.Option("--faults", help="A script of faults to strike the job with: a rehearsal of failures.")
+]
 RestartOnError = Annotated[
     bool, typer.Option("--restart-on-error", help="Elastic: also after an exception in the script.")
 ]

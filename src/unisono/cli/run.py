@@ -1,5 +1,7 @@
 """``unisono run``: start the workers of a job on this host."""
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,6 +10,7 @@ from unisono.cli.options import (
     AllowJobChange,
     CheckpointEvery,
     FailureTimeout,
+    FaultScript,
     Grace,
     Here,
     ListenAt,
@@ -60,6 +63,7 @@ def run(
     here: Here = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    faults: FaultScript = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print what each worker would be started with.")] = False,
 ) -> None:
     """Start workers that train together: unisono run -n 4 train.py --its-own flags.
@@ -81,6 +85,7 @@ def run(
         allow_job_change=allow_job_change,
         grace_s=grace_s,
         tuning=Tuning.of_this_process(wanted=tuned),
+        extra_environment={} if faults is None else _rehearsal(faults),
     )
     elastic = ElasticSettings(
         settings,
@@ -99,6 +104,17 @@ def run(
         typer.echo(show(settings, run_dir or RUNS / f"TIME-{settings.script.stem}"))
         return
     raise typer.Exit(start_elastic(elastic) if is_elastic else start(settings))
+
+
+def _rehearsal(script: Path) -> dict[str, str]:
+    """What workers are told so that the faults of a script strike them."""
+    from unisono.testing.faults import Faults
+    from unisono.testing.rehearsal import PLUGIN, SCRIPT
+
+    Faults.read(script)
+    others = os.environ.get("UNISONO_PLUGINS")
+    plugins = f"{others},{PLUGIN}" if others else PLUGIN
+    return {"UNISONO_PLUGINS": plugins, SCRIPT: os.path.abspath(script)}  # noqa: PTH100 (as for the run folder)
 
 
 def start(settings: LaunchSettings) -> int:

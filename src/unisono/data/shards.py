@@ -57,9 +57,10 @@ class ShardSource:
         Raises:
             DataError: the samples cannot be collated; names the indices.
         """
-        return [self._shard(request.epoch, self._samples_at(request.epoch, places)) for places in request.places]
+        return [self._shard(request.epoch, self.samples_at(request.epoch, places)) for places in request.places]
 
-    def _samples_at(self, epoch: int, places: range) -> Indices:
+    def samples_at(self, epoch: int, places: range) -> Indices:
+        """Which samples stand at these places of an epoch."""
         if not self.shuffle or not places:
             return np.arange(places.start, places.stop)
         blocks = range(places.start // BLOCK, -(-places.stop // BLOCK))

@@ -395,8 +395,9 @@ class Agent:
 
     def _outcome(self, seconds: float) -> Outcome:
         over = self._over
-        # In a job that ended well, only what a script did after that can still be a failure.
-        survived = self._exits_before_the_end if over is not None and over.digest else 0
+        # In a job that ended well, or goes on later, only what a script did after that can still be a failure.
+        went_well = over is not None and (over.digest or (over.preempted and not self._broken_off))
+        survived = self._exits_before_the_end if went_well else 0
         exits = telling(self._exits[survived:], self._interrupted)
         verdict = None if over is None or (self._broken_off and over.preempted) else verdict_of(over)
         return Outcome(exits, self._settings.workers.largest, socket.gethostname(), seconds, self._interrupted, verdict)

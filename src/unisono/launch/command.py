@@ -20,6 +20,7 @@ PER_WORKER = (
     "UNISONO_TOKEN_FILE",
     "UNISONO_CERTIFICATE",
     "UNISONO_WORKER",
+    "UNISONO_AGENT_PID",
 )
 """What a launcher started by another launcher's worker would inherit, and hand on to workers of its own."""
 

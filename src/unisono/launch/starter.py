@@ -13,6 +13,9 @@ from unisono.launch.output import WorkerOutput
 from unisono.launch.request import Request
 from unisono.launch.warm_start import ColdStart, WarmStart
 
+AGENT = "UNISONO_AGENT_PID"
+"""The variable that tells a worker which process its agent is."""
+
 
 class Process(Protocol):
     """A worker that has been started."""
@@ -84,8 +87,9 @@ class Starter:
         around = self._around
         launch = around.settings.launch
         seat = ElasticSeat(worker, place, around.coordinator, around.token_file, around.certificate)
+        agent = {AGENT: str(os.getpid())}  # a warm worker's launcher is the template
         if self._warm is not None and not self._is_cold:
-            own = {**seat.variables, **launch.extra_environment}
+            own = {**seat.variables, **agent, **launch.extra_environment}
             request = Request(tuple(launch.script.argv), own, os.getcwd())  # noqa: PTH109 (as text)
             try:
                 return await self._warm.start(request, output.out.writing, output.err.writing)
@@ -96,7 +100,7 @@ class Starter:
         command = elastic_command(launch, around.run_dir, seat)
         return await asyncio.create_subprocess_exec(
             *command.argv,
-            env=command.environment(os.environ),
+            env=command.environment(os.environ) | agent,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output.out.writing,
             stderr=output.err.writing,

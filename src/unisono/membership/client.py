@@ -93,6 +93,8 @@ class Line:
         self._closes = False
         self._trouble = "it does not listen"
         self._pause_s = FIRST_PAUSE_S
+        self._cut_until = 0.0
+        self._socket: ClientConnection | None = None
         self._opened = threading.Event()  # or has failed
         self._loop = asyncio.new_event_loop()
         self._news = asyncio.Event()
@@ -187,6 +189,11 @@ class Line:
             with self._lock:
                 self._asked.pop(request.id, None)
 
+    def cut(self, seconds: float) -> None:
+        """Lose the connection, and open none for so many seconds: a rehearsal of what networks do."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._cut, seconds)
+
     def close(self) -> None:
         """End the connection after what was sent. May be called from any thread, and again."""
         with self._lock:
@@ -221,8 +228,13 @@ class Line:
             except (OSError, TimeoutError, EOFError, WebSocketException) as error:
                 self._trouble = str(error) or type(error).__name__
             if not self._is_done():
-                await self._sleep(self._pause_s)
+                await self._sleep(max(self._pause_s, self._cut_until - self._loop.time()))
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def _cut(self, seconds: float) -> None:
+        self._cut_until = self._loop.time() + seconds
+        if self._socket is not None:
+            self._socket.transport.abort()
 
     def _is_done(self) -> bool:
         return self._closes or self._is_over
@@ -251,6 +263,7 @@ class Line:
             max_size=2 * LONGEST_MESSAGE,
         ) as socket:
             self.local_address = socket.local_address[0]
+            self._socket = socket
             self._begin()
             sending = asyncio.create_task(self._send_all(socket))
             try:

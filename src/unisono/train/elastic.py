@@ -187,6 +187,11 @@ class Elastic(Membership):
         self._await(())
         raise AssertionError("only the job's end is waited for")
 
+    def cut_off(self, seconds: float) -> None:
+        """The coordinator is told nothing for so many seconds."""
+        self._line.cut(seconds)
+        super().cut_off(seconds)
+
     def close(self) -> None:
         """Hang up on everybody."""
         self._closed.set()

@@ -129,6 +129,7 @@ class StepEngine:
         self._buffers = Buffers(prepared.buffers, workers.generation.split, workers.rank)
         self._gradients: dict[tuple[int, ...], Gradients] = {}
         self._shard: ShardReport | None = None
+        self.computed: Callable[[float], None] = lambda seconds: None  # this worker's shards are, after so many
         self._update: Update | ShardedUpdate = Update()
         if execution.shard_optimizer:
             self._update = ShardedUpdate(prepared, workers.transport, self._bucket_bytes)
@@ -231,6 +232,7 @@ class StepEngine:
             for shard in shards:
                 self._compute(call, shard, gradients, shards)
                 self._workers.ticks += 1
+        self.computed(perf_counter() - started)
         computed = perf_counter()
         totals, reducing = gradients.totals()
         reduced = perf_counter()

@@ -158,6 +158,14 @@ class Membership(ABC):
             SystemExit: the job is over.
         """
 
+    def cut_off(self, seconds: float) -> None:
+        """Lose the others, and the coordinator for so many seconds: a rehearsal of what networks do.
+
+        Args:
+            seconds: until the coordinator can be reached again.
+        """
+        self.workers.transport.abort()
+
     @abstractmethod
     def close(self) -> None:
         """Let go of the connections."""

@@ -38,10 +38,12 @@ from unisono.train.feed import feed
 from unisono.train.loop import Hooks, Loop
 from unisono.train.majority import healing, weights_digest
 from unisono.train.membership import Arrival, Dismissed, Membership
+from unisono.train.observers import Callback, Event, Observers
 from unisono.train.pace import Pace
 from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory, tensors_by_name
 from unisono.train.recorder import Recorder
 from unisono.train.registered import Registered
+from unisono.train.sample_log import SampleLog
 from unisono.train.settings import Settings
 from unisono.train.sharing import share_weights
 from unisono.train.signals import PREEMPTED, LeaveRequest
@@ -124,6 +126,8 @@ class Run:
         if self.is_main:
             checkpoints.begin_writing()
         self._trace = Trace.open(around.settings.trace, self.rank)
+        self._samples = self._open_samples(around)
+        self._observers = Observers()
         self._prepared: Prepared | None = None
         self._engine: StepEngine | None = None
         self._progress = Progress()
@@ -180,6 +184,22 @@ class Run:
         """Print on the main worker alone."""
         if self.is_main:
             print(*values, **{"flush": True, **options})  # noqa: T201  this is the verb for it
+
+    def on(self, event: Event, callback: Callback) -> None:
+        """Have ``callback(run, step)`` called on this worker whenever something happens in its loops.
+
+        Args:
+            event: ``step_begins``: the step's samples are loaded, nothing of it is computed. ``step_computed``: this
+                worker has computed its shards (in ``step.computed_s`` seconds) and has yet to add the others'; once
+                per call of ``step.run``, again if that is repeated after a loss. ``step_ends``: it is committed, and
+                the loop's body is done.
+            callback: called on the main thread, in the order of the calls of ``on``. It must leave the weights alone
+                and draw no random numbers, or the bits are other ones. What it raises is raised in the loop.
+
+        Raises:
+            JobError: there is no such event; lists those that there are.
+        """
+        self._observers.add(event, callback)
 
     # -- what is trained -------------------------------------------------------------------------------------
 
@@ -281,7 +301,7 @@ class Run:
         source = ShardSource(dataset, self.job.seed, collate_fn, shuffle)
         timeout_s = self._around.care.failure_timeout_s
         load = partial(feed, source, workers=loader_workers, timeout_s=timeout_s, device=self.device)
-        self._live = self._loop(batches, reading, epochs, load)
+        self._live = self._loop(batches, reading, epochs, load, source)
         return self._live
 
     def log(self, name: str, value: Any) -> None:
@@ -462,6 +482,8 @@ class Run:
             self._engine.close()
         if self._trace is not None:
             self._trace.close()
+        if self._samples is not None:
+            self._samples.close()
         self._around.opened.close()
 
     def __enter__(self) -> Run:
@@ -497,6 +519,10 @@ class Run:
         shards = [to_device(shard, self.device) for shard in step.shards]
         call = Call(step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip)
         leaves = self._around.leave.requested and not self._membership.leave()
+        generation = workers.generation
+        if self._samples is not None:
+            self._samples.computed(step.number, step.calls, generation.number, step.batch, generation.shards)
+        engine.computed = partial(self._computed, step)
         flags = Flags(leave=leaves, regroup=self._membership.is_due, digest=self._weights_digest(step))
         attempt = engine.attempt(call, flags)
         if len(set(attempt.digests)) > 1:
@@ -508,6 +534,8 @@ class Run:
         if self._trace is not None:
             self._trace.call(call, workers.generation.shards, attempt.report)
         committed = engine.commit(call, attempt)
+        if self._samples is not None:
+            self._samples.committed(step.number, step.calls, generation.number)
         self._tell_of_memory(engine)
         self._leaving = self._leaving or attempt.report.leave
         self._regroups = self._regroups or attempt.report.regroup
@@ -516,6 +544,10 @@ class Run:
         if not committed:
             self._tell_of_skip(step, attempt.report)
         return attempt.report.loss if committed else math.nan, attempt.report.metrics
+
+    def _computed(self, step: Step, seconds: float) -> None:
+        step.computed_s = seconds
+        self._observers.tell("step_computed", self, step)
 
     def _weights_digest(self, step: Step) -> int:
         every = self._around.care.verify_every
@@ -557,6 +589,12 @@ class Run:
         self._require_prepared()
         assert self._engine is not None
         return self._engine
+
+    def _open_samples(self, around: Surroundings) -> SampleLog | None:
+        if not around.settings.samples:
+            return None
+        seat = around.settings.coordinator
+        return SampleLog(around.folder.path, f"rank-{self.rank}" if seat is None else seat.worker)
 
     def _make_engine(self) -> None:
         if self._engine is not None:
@@ -642,7 +680,9 @@ class Run:
         finally:
             self._evaluating = False
 
-    def _loop(self, batches: Batches, reading: Reading, epochs: int, load: Load) -> Generator[Step, None, None]:
+    def _loop(
+        self, batches: Batches, reading: Reading, epochs: int, load: Load, source: ShardSource
+    ) -> Generator[Step, None, None]:
         number, self._loops = self._loops, self._loops + 1
         loop = Loop(number, reading, batches, epochs, self._around.settings.stop_after)
         hooks = Hooks(
@@ -656,6 +696,8 @@ class Run:
         )
         self._computing = False
         self._recorder.next_step()
+        if self._samples is not None:
+            self._samples.loop_begins(number, batches.samples, batches.epoch_samples, source.samples_at)
         if not self._acts.enter(number):
             return
         try:
@@ -675,6 +717,7 @@ class Run:
         self._recorder.step_loaded()
         seed_generators(stream_seed(self.job.seed, Stream.SCRIPT, step.number))
         self._step_line = {"step": step.number, "epoch": step.epoch, "position": step.position}
+        self._observers.tell("step_begins", self, step)
 
     def _end(self, after: Progress | None) -> None:
         step, self._step = self._step, None
@@ -688,6 +731,7 @@ class Run:
         self._membership.tell(self._acts.standing, float(self.metrics.get("samples_per_s", 0.0)), shard_s)
         if self._trace is not None:
             self._trace.step(after.position.step, self._require_prepared().tensors())
+        self._observers.tell("step_ends", self, step)
 
     def _at_boundary(self) -> None:
         """The loop's body is done, and every worker stands here with the same state."""

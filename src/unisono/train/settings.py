@@ -58,6 +58,8 @@ class Settings:
     stop_after: int | None = None
     trace: Path | None = None
     coordinator: Coordination | None = None
+    plugins: tuple[str, ...] = ()
+    samples: bool = False
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "Settings":
@@ -80,11 +82,17 @@ class Settings:
             stop_after=_count(environ, "UNISONO_STOP_AFTER"),
             trace=_path(environ, "UNISONO_TRACE"),
             coordinator=Coordination.from_environ(environ),
+            plugins=_names(environ, "UNISONO_PLUGINS"),
+            samples=_switch(environ, "UNISONO_SAMPLES") is True,
         )
 
 
 def _path(environ: Mapping[str, str], name: str) -> Path | None:
     return Path(environ[name]) if environ.get(name) else None
+
+
+def _names(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in environ.get(name, "").split(",") if word.strip())
 
 
 def _count(environ: Mapping[str, str], name: str) -> int | None:

@@ -33,6 +33,7 @@ from unisono.train.failure import FailureNote
 from unisono.train.meeting import FixedMeeting, Meeting
 from unisono.train.membership import Fixed, Membership
 from unisono.train.numerics import apply_numerics, fingerprint, script_digest
+from unisono.train.plugins import load_plugins
 from unisono.train.run import Care, Run, Surroundings
 from unisono.train.settings import Settings
 from unisono.train.signals import LeaveRequest
@@ -173,6 +174,12 @@ def _begun(run: Run, environment: Environment) -> Run:
     _announce(run, environment)
     seed_generators(stream_seed(run.job.seed, Stream.SCRIPT, -1))
     atexit.register(run.close)
+    try:
+        for plugin in load_plugins(run._around.settings.plugins):
+            plugin(run)
+    except BaseException:
+        run.close()
+        raise
     return run
 
 

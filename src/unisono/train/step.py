@@ -20,6 +20,7 @@ class Step:
         is_last_in_epoch: whether the epoch ends with this step.
         batch: which samples make up the global batch, and how it is cut into shards.
         metrics: means over the global batch of what the loss functions logged.
+        computed_s: seconds that this worker took for its shards, in the newest call of ``run``.
     """
 
     def __init__(self, position: Position, batch: Batch, load: Callable[[], Sequence[Any]], compute: "Compute") -> None:
@@ -30,6 +31,7 @@ class Step:
         self.is_last_in_epoch = batch.is_last_in_epoch
         self.metrics: dict[str, float] = {}
         self.calls = 0
+        self.computed_s = 0.0
         self.batch = batch
         self._load = load
         self._compute = compute

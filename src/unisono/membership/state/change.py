@@ -164,8 +164,13 @@ class Change:
         self.set(over=over)
         self.note("over", outcome=outcome, reason=over.reason, digest=over.digest)
         for worker in self.state.workers.values():
-            if worker.phase not in ("asked", "removed", "lost"):
+            if worker.phase in ("removed", "lost"):
+                continue
+            if worker.phase != "asked":
                 self.tell(worker, over)
+            if over.digest and worker.phase != "finished" and not worker.signs.connected:
+                # It would look for a coordinator that is gone, and its agent would wait for it.
+                self.tell_agent(worker.agent, End(workers=(worker.id,), how="kill"))
         for agent in self.state.agents:
             self.tell_agent(agent, over)
 

@@ -1,0 +1,107 @@
+"""``unisono chaos``: strike a job with faults until it is done, and see whether anybody can tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from unisono.cli.options import Module
+from unisono.errors import JobError
+from unisono.launch.elastic import Range
+from unisono.launch.result import RUNS
+from unisono.launch.script import Script
+
+if TYPE_CHECKING:
+    from unisono.testing.chaos import Verdict
+
+DIGITS = 16
+MOST_PROBLEMS = 20
+
+
+def chaos(
+    script: Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.", metavar="SCRIPT")],
+    args: Annotated[
+        list[str] | None, typer.Argument(help="What belongs to the script, after --.", metavar="-- ARGS")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the faults: the same seed, the same script of faults.")] = 0,
+    faults: Annotated[int, typer.Option(min=1, help="How many faults there are.")] = 50,
+    written: Annotated[
+        Path | None, typer.Option("--script", help="A script of faults to use, instead of one drawn from the seed.")
+    ] = None,
+    workers: Annotated[str, typer.Option("-n", "--workers", metavar="A:B", help="How many workers.")] = "1:4",
+    module: Module = False,
+    run_dir: Annotated[Path | None, typer.Option(help="A new folder for both jobs and the report.")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints; by default fifty in the whole run.")
+    ] = None,
+    failure_timeout_s: Annotated[float, typer.Option(help="Seconds of silence after which a worker is lost.")] = 5.0,
+    patience_s: Annotated[float, typer.Option(help="Seconds without a step after which the job hangs.")] = 120.0,
+) -> None:
+    """Train with faults that strike at random, and compare with a run that is left alone: weights, and samples used.
+
+    Exit code 0 if nobody can tell the two apart, else 1.
+    """
+    from unisono.checkpoint.folder import new_run_folder
+    from unisono.testing.chaos import REPORT, SCRIPT, Ordeal, undergo
+    from unisono.testing.faults import Faults
+
+    wanted = Range.read(workers)
+    if not 1 <= wanted.smallest < wanted.largest:
+        raise JobError(f"--workers {workers}: faults change the number of workers, so write a range, such as 1:4")
+    trained = Script(script, tuple(args or ()), is_module=module)
+    trained.require_readable()
+    found = None if written is None else Faults.read(written)
+    folder = (run_dir or new_run_folder(RUNS, f"chaos-{trained.stem}")).absolute()
+    ordeal = Ordeal(
+        script=trained,
+        folder=folder,
+        seed=seed,
+        faults=faults,
+        workers=str(wanted),
+        largest=wanted.largest,
+        failure_timeout_s=failure_timeout_s,
+        patience_s=patience_s,
+        checkpoint_every=checkpoint_every,
+        written=found,
+    )
+    out, err = (Console(stderr=stderr, highlight=False, emoji=False) for stderr in (False, True))
+    verdict = undergo(ordeal, lambda line: err.print(Text(f"unisono: {line}"), soft_wrap=True))
+    _show(verdict, out)
+    out.print(Text(f"script of faults: {folder / SCRIPT}; report: {folder / REPORT}", "dim"), soft_wrap=True)
+    raise typer.Exit(0 if verdict.is_good else 1)
+
+
+def _show(verdict: Verdict, out: Console) -> None:
+    table = Table("fault", "planned", "struck")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kind, number in verdict.planned.items():
+        table.add_row(kind, str(number), str(verdict.struck.get(kind, 0)))
+    table.add_section()
+    table.add_row("all", str(sum(verdict.planned.values())), str(sum(verdict.struck.values())))
+    out.print(table)
+    facts = {
+        "steps": f"{verdict.steps}, {verdict.repeated} times one was begun again",
+        "generations": f"{verdict.generations}",
+        "starts": f"{verdict.starts}",
+        "seconds": f"{verdict.seconds:g}",
+        "weights": f"{_short(verdict.serial_digest)} alone, {_short(verdict.digest)} with faults",
+        "samples": "see below" if verdict.problems else "each used exactly once",
+    }
+    for name, fact in facts.items():
+        out.print(Text(f"{name:>12}  {fact}"), soft_wrap=True)
+    for problem in verdict.problems[:MOST_PROBLEMS]:
+        out.print(Text(problem, "red"), soft_wrap=True)
+    if len(verdict.problems) > MOST_PROBLEMS:
+        out.print(Text(f"… and {len(verdict.problems) - MOST_PROBLEMS} problems more", "red"))
+    words = Text("passed: nobody can tell it from the run that was left alone", "bold green")
+    out.print(words if verdict.is_good else Text("FAILED", "bold red"), soft_wrap=True)
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:DIGITS]

@@ -1,0 +1,361 @@
+"""A job that faults strike until it is done, and the same job left alone: their weights must be the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from unisono.checkpoint.folder import write_json
+from unisono.errors import JobError, UnisonoError
+from unisono.launch.address import address_of
+from unisono.launch.command import PER_WORKER
+from unisono.launch.control import Control
+from unisono.launch.outcome import PREEMPTED
+from unisono.launch.report import last_lines
+from unisono.launch.script import Script
+from unisono.testing.faults import Faults, count
+from unisono.testing.samples import Samples, problems
+from unisono.testing.storm import Storm
+
+SERIAL, STRUCK, SCRIPT, REPORT = "serial", "struck", "faults.toml", "chaos.json"
+"""In the folder: the run folders of both jobs, the script of faults, and what came of it."""
+
+TRAINED = "serial.json"
+"""In the folder, once the job alone is done: which job it was. Another try in the folder need not run it again."""
+
+MARK = "UNISONO_CHAOS"
+"""The variable by which everything that a job has started is found again."""
+
+RESTARTS_PER_PLACE = 10_000
+SPARE_STARTS = 5
+LOOK_S = 0.5
+GONE_S = 15.0
+"""How long what an agent has started may live on after it was killed."""
+
+STACKS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ordeal:
+    """What is to be gone through.
+
+    Attributes:
+        script: what is trained.
+        folder: for everything that is left behind.
+        seed: of the faults.
+        faults: how many.
+        workers: how many the job may have, as ``A:B``.
+        largest: the B of it.
+        failure_timeout_s: seconds of silence after which a worker is lost.
+        patience_s: seconds without a step after which the job is taken to hang.
+        checkpoint_every: steps between checkpoints; None for fifty in the whole run.
+        written: a script of faults to use instead of a drawn one.
+    """
+
+    script: Script
+    folder: Path
+    seed: int = 0
+    faults: int = 50
+    workers: str = "1:4"
+    largest: int = 4
+    failure_timeout_s: float = 5.0
+    patience_s: float = 120.0
+    checkpoint_every: int | None = None
+    written: Faults | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of it.
+
+    Attributes:
+        steps: of the job.
+        planned: how many faults of each kind there were to be.
+        struck: how many struck.
+        generations: how many the workers formed.
+        starts: how often the job was started.
+        repeated: how many times a step was begun again.
+        seconds: that the job took.
+        serial_digest: of the weights of the job that was left alone.
+        digest: of those of the other one; None if it did not come to an end.
+        problems: with the samples, or with the way in which the job ended.
+    """
+
+    steps: int
+    planned: Mapping[str, int]
+    struck: Mapping[str, int]
+    generations: int
+    starts: int
+    repeated: int
+    seconds: float
+    serial_digest: str
+    digest: str | None
+    problems: Sequence[str] = ()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nobody can tell the job from the one that was left alone."""
+        return self.digest == self.serial_digest and not self.problems
+
+    def write(self, path: Path) -> None:
+        """Write it down as JSON."""
+        write_json(path, {**asdict(self), "passed": self.is_good})
+
+
+Say = Callable[[str], None]
+"""Shows a line to the person who waits."""
+
+
+def undergo(ordeal: Ordeal, say: Say) -> Verdict:
+    """Run the job alone, then run it with faults, and compare.
+
+    Raises:
+        JobError: the job fails even if nothing disturbs it, or the folder has been used.
+    """
+    if (ordeal.folder / STRUCK).exists():
+        raise JobError(f"{ordeal.folder} has been used: name another folder with --run-dir")
+    ordeal.folder.mkdir(parents=True, exist_ok=True)
+    serial = _serial(ordeal, say)
+    steps = int(serial["steps"])
+    faults = ordeal.written or Storm(ordeal.seed, ordeal.faults, steps, ordeal.largest).draw()
+    (ordeal.folder / SCRIPT).write_text(faults.to_toml(), encoding="utf-8")
+    say(f"{steps} steps; the job with {len(faults.faults)} faults, on {ordeal.workers} workers")
+    begun = time.monotonic()
+    struck = _Struck(ordeal, faults, steps, say)
+    struck.run()
+    verdict = _judge(ordeal, faults, serial, struck, time.monotonic() - begun)
+    verdict.write(ordeal.folder / REPORT)
+    return verdict
+
+
+def _serial(ordeal: Ordeal, say: Say) -> dict[str, Any]:
+    folder, known = ordeal.folder / SERIAL, ordeal.folder / TRAINED
+    if _read(known).get("argv") == ordeal.script.argv:
+        say(f"the job alone is known from {folder}")
+        return _read(folder / "result.json")
+    if folder.exists():
+        raise JobError(f"{folder} is of another job, or of one that did not end: name another folder with --run-dir")
+    say("the job alone, on one worker")
+    with _started(_command(ordeal, folder, "-n", "1"), folder) as job:
+        code = job.wait()
+    found = _read(folder / "result.json")
+    if code or not found.get("weights_sha256"):
+        raise JobError(f"the job ends with exit code {code} even if nothing disturbs it{_words(folder)}")
+    write_json(known, {"argv": ordeal.script.argv})
+    return found
+
+
+def _judge(ordeal: Ordeal, faults: Faults, serial: Mapping[str, Any], struck: _Struck, seconds: float) -> Verdict:
+    samples, alone = Samples.read(struck.folder), Samples.read(ordeal.folder / SERIAL)
+    digest = _read(struck.folder / "result.json").get("weights_sha256") if struck.is_done else None
+    wrong = list(struck.problems)
+    if struck.is_done:
+        wrong += problems(samples, int(serial["steps"]), _shards(ordeal.folder / SERIAL), alone)
+    journal = _journal(struck.folder)
+    return Verdict(
+        steps=int(serial["steps"]),
+        planned=faults.counts,
+        struck=count(str(line["kind"]) for line in journal if line["event"] == "fault"),
+        generations=sum(line["event"] == "minted" for line in journal),
+        starts=struck.starts,
+        repeated=samples.repeated,
+        seconds=round(seconds, 1),
+        serial_digest=str(serial["weights_sha256"]),
+        digest=digest,
+        problems=tuple(wrong),
+    )
+
+
+@dataclass
+class _Struck:
+    """The job that is struck, from its first start to its end.
+
+    Attributes:
+        problems: with its end; empty while there are none.
+        starts: how often it was started.
+        is_done: whether it has come to its end.
+    """
+
+    ordeal: Ordeal
+    faults: Faults
+    steps: int
+    say: Say
+    problems: list[str] = field(default_factory=list)
+    starts: int = 0
+    is_done: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Its run folder."""
+        return self.ordeal.folder / STRUCK
+
+    def run(self) -> None:
+        """Start it, and start it again whenever it was ended by a fault."""
+        counts = self.faults.counts
+        most = 1 + counts.get("kill_agent", 0) + counts.get("leave", 0) + SPARE_STARTS
+        while not self.is_done and not self.problems:
+            if self.starts == most:
+                self.problems.append(f"it was started {most} times, and is not done")
+                return
+            self.starts += 1
+            self._run_once()
+
+    def _run_once(self) -> None:
+        mark = secrets.token_hex(8)
+        with _started(self._command(), self.folder, mark) as job:
+            code = self._await(job, mark)
+        if code is None:
+            return
+        self._look_for_leftovers(mark)
+        if code == 0:
+            self.is_done = True
+        elif code == -signal.SIGKILL:
+            self.say("its agent was killed: starting it again")
+        elif code == PREEMPTED:
+            self.say("all its workers were asked to leave: starting it again")
+        else:
+            self.problems.append(f"it ended with exit code {code}{_words(self.folder)}")
+
+    def _command(self) -> list[str]:
+        every = self.ordeal.checkpoint_every or max(1, self.steps // 50)
+        options = {
+            "-n": self.ordeal.workers,
+            "--max-restarts": RESTARTS_PER_PLACE,
+            "--failure-timeout-s": self.ordeal.failure_timeout_s,
+            "--checkpoint-every": every,
+            "--faults": self.ordeal.folder / SCRIPT,
+        }
+        return _command(self.ordeal, self.folder, *(str(word) for pair in options.items() for word in pair))
+
+    def _await(self, job: subprocess.Popen[bytes], mark: str) -> int | None:
+        """Its exit code; None if it does nothing any more."""
+        seen, since = -1, time.monotonic()
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return job.wait(LOOK_S)
+            if (now := _progress(self.folder)) != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > self.ordeal.patience_s:
+                self._give_up(job, mark)
+                return None
+
+    def _give_up(self, job: subprocess.Popen[bytes], mark: str) -> None:
+        """It hangs: have its workers write where they are, and end it."""
+        words = f"it did nothing for {self.ordeal.patience_s:g} s, and was ended (each worker's stack is in its log)"
+        self.problems.append(f"{words}; the coordinator says: {_status(self.folder)}")
+        for process in _marked(mark):
+            with suppress(psutil.NoSuchProcess):
+                if "UNISONO_WORKER" in process.environ():
+                    process.send_signal(signal.SIGUSR1)
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(STACKS_S)
+        _end(mark)
+
+    def _look_for_leftovers(self, mark: str) -> None:
+        until = time.monotonic() + GONE_S
+        while left := _marked(mark):
+            if time.monotonic() > until:
+                self.problems += [f"process {each.pid} outlived its agent: {' '.join(each.cmdline())}" for each in left]
+                _end(mark)
+                return
+            psutil.wait_procs(left, LOOK_S)
+
+
+@contextmanager
+def _started(command: Sequence[str], folder: Path, mark: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """A job; ended if whoever waits for it is interrupted."""
+    environment = {name: value for name, value in os.environ.items() if name not in (*PER_WORKER, "UNISONO_RUN_DIR")}
+    mark = mark or secrets.token_hex(8)
+    with _output(folder).open("ab") as output:
+        job = subprocess.Popen(
+            command,
+            env={**environment, MARK: mark, "UNISONO_SAMPLES": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield job
+    finally:
+        if job.poll() is None:
+            _end(mark)
+        job.wait()
+
+
+def _command(ordeal: Ordeal, folder: Path, *options: str) -> list[str]:
+    own = [sys.executable, "-P", "-m", "unisono", "run", *options, "--run-dir", str(folder)]
+    script = ordeal.script
+    return [*own, *(["-m"] if script.is_module else []), script.target, *script.args]
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _end(mark: str) -> None:
+    while left := _marked(mark):
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, LOOK_S)
+
+
+def _progress(folder: Path) -> int:
+    """A number that changes as long as the job does something."""
+    files = [folder / "journal.jsonl", folder / "metrics.jsonl"]
+    return sum(path.stat().st_size for path in files if path.exists())
+
+
+def _status(folder: Path) -> str:
+    try:
+        return json.dumps(Control(address_of(folder)).status())
+    except UnisonoError as error:
+        return str(error)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _shards(folder: Path) -> int:
+    return int(json.loads((folder / "job.json").read_bytes())["shards"])
+
+
+def _journal(folder: Path) -> list[dict[str, Any]]:
+    lines = []
+    with suppress(OSError):
+        for line in (folder / "journal.jsonl").read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # cut off
+                lines.append(json.loads(line))
+    return lines
+
+
+def _output(folder: Path) -> Path:
+    """What a job prints, beside its run folder."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return folder.with_suffix(".txt")
+
+
+def _words(folder: Path) -> str:
+    return f" (log {_output(folder)})" + "".join(f"\n  | {line}" for line in last_lines(_output(folder)))

@@ -1,0 +1,129 @@
+"""One fault: what goes wrong, where, and before which step."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Steps = Annotated[int, Field(ge=0)]
+Rank = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Fault(BaseModel):
+    """What all faults have.
+
+    Attributes:
+        at_step: steps that are committed when it strikes, before the next one is computed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at_step: Steps
+
+
+class _Delayed(_Fault):
+    """A fault that may strike in the middle of the step.
+
+    Attributes:
+        after_s: seconds from the step's begin on.
+    """
+
+    after_s: Seconds = 0.0
+
+
+class Kill(_Delayed):
+    """The worker is killed with SIGKILL."""
+
+    kind: Literal["kill"] = "kill"
+    rank: Rank
+
+
+class Stop(_Delayed):
+    """The worker stands still, as on a machine that swaps or hangs.
+
+    Attributes:
+        for_s: seconds until it goes on; None for never.
+    """
+
+    kind: Literal["stop"] = "stop"
+    rank: Rank
+    for_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class Slow(_Fault):
+    """The worker computes slower.
+
+    Attributes:
+        factor: how many times as long its shards take.
+        steps: for so many steps; None to the end.
+    """
+
+    kind: Literal["slow"] = "slow"
+    rank: Rank
+    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    steps: Count | None = None
+
+
+class Join(_Delayed):
+    """So many workers more are asked for."""
+
+    kind: Literal["join"] = "join"
+    workers: Count = 1
+
+
+class Leave(_Delayed):
+    """The worker is asked to leave, with SIGTERM."""
+
+    kind: Literal["leave"] = "leave"
+    rank: Rank
+
+
+class Resize(_Delayed):
+    """So many workers are asked for."""
+
+    kind: Literal["resize"] = "resize"
+    workers: Count
+
+
+class KillCoordinator(_Delayed):
+    """The coordinator is killed with SIGKILL.
+
+    Attributes:
+        for_s: seconds in which it is killed again whenever it is back.
+    """
+
+    kind: Literal["kill_coordinator"] = "kill_coordinator"
+    for_s: Seconds = 0.0
+
+
+class KillAgent(_Delayed):
+    """The agent of the worker's host is killed with SIGKILL."""
+
+    kind: Literal["kill_agent"] = "kill_agent"
+    rank: Rank
+
+
+class Partition(_Delayed):
+    """The worker can reach neither the coordinator nor the other workers.
+
+    Attributes:
+        for_s: seconds until it can again.
+    """
+
+    kind: Literal["partition"] = "partition"
+    rank: Rank
+    for_s: Seconds = 1.0
+
+
+class FlipBit(_Fault):
+    """One bit of one of the worker's weights is another one."""
+
+    kind: Literal["flip_bit"] = "flip_bit"
+    rank: Rank
+
+
+Fault = Kill | Stop | Slow | Join | Leave | Resize | KillCoordinator | KillAgent | Partition | FlipBit
+
+KINDS: dict[str, type[Fault]] = {kind.model_fields["kind"].default: kind for kind in Fault.__args__}
+"""By the name that scripts use."""

@@ -1,0 +1,87 @@
+"""Carries a script of faults out, in the workers that it names. A plugin: ``unisono.testing.rehearsal:begin``."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unisono.errors import JobError
+from unisono.testing.fault import Fault, Join, KillCoordinator, Resize, Slow
+from unisono.testing.faults import Faults
+from unisono.testing.strike import strike
+
+if TYPE_CHECKING:
+    from unisono.train.run import Run
+    from unisono.train.step import Step
+
+PLUGIN = "unisono.testing.rehearsal:begin"
+SCRIPT = "UNISONO_FAULTS"
+"""The variable that names the script."""
+
+FOLDER = "faults"
+"""In the run folder: an empty file for each fault that has struck."""
+
+
+def begin(run: Run) -> None:
+    """Listen to a run, and strike it.
+
+    Raises:
+        JobError: there is no script, or it makes no sense.
+    """
+    path = os.environ.get(SCRIPT)
+    if not path:
+        raise JobError(f"{PLUGIN} is in UNISONO_PLUGINS, and {SCRIPT} names no script: use unisono run --faults SCRIPT")
+    Rehearsal(Faults.read(Path(path))).attach(run)
+
+
+class Rehearsal:
+    """The faults that have yet to strike, in one worker."""
+
+    def __init__(self, faults: Faults) -> None:
+        self._left = dict(enumerate(faults.faults, 1))
+        self._slow: list[tuple[float, float]] = []  # factor, and the first step that is not slow any more
+
+    def attach(self, run: Run) -> None:
+        """Listen to the run."""
+        run.on("step_begins", self._step_begins)
+        if any(isinstance(fault, Slow) for fault in self._left.values()):
+            run.on("step_computed", self._step_computed)
+
+    def _step_begins(self, run: Run, step: Step) -> None:
+        due = {number: fault for number, fault in self._left.items() if fault.at_step <= step.number}
+        for number, fault in due.items():
+            marker = run.dir / FOLDER / str(number)
+            if _victim(fault, run.world_size) == run.rank and _claim(marker):
+                self._strike(number, fault, run, step)
+            if marker.exists():
+                del self._left[number]
+
+    def _strike(self, number: int, fault: Fault, run: Run, step: Step) -> None:
+        about = {"number": number, "kind": fault.kind, "step": step.number, "rank": run.rank}
+        run._around.folder.journal("fault", **about, generation=run.generation, worker=os.environ.get("UNISONO_WORKER"))
+        if isinstance(fault, Slow):
+            end = float("inf") if fault.steps is None else fault.at_step + fault.steps
+            self._slow.append((fault.factor, end))
+        strike(fault, run)
+
+    def _step_computed(self, run: Run, step: Step) -> None:
+        for factor, end in self._slow:
+            if step.number < end:
+                time.sleep((factor - 1) * step.computed_s)
+
+
+def _victim(fault: Fault, workers: int) -> int:
+    """The rank in which a fault is carried out. What strikes no worker is done by the main one."""
+    return 0 if isinstance(fault, Join | Resize | KillCoordinator) else fault.rank % workers
+
+
+def _claim(marker: Path) -> bool:
+    """Whether this worker, and no other, is to carry a fault out: each strikes once in a run folder."""
+    marker.parent.mkdir(exist_ok=True)
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        return False
+    return True

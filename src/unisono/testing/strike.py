@@ -1,0 +1,154 @@
+"""How each kind of fault is done to the worker in which this runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from unisono.errors import JobError, LaunchError, UnisonoError
+from unisono.launch.address import WHERE, Address
+from unisono.launch.control import Control
+from unisono.membership.token import read_token
+from unisono.testing import accomplice
+from unisono.testing.fault import (
+    Fault,
+    FlipBit,
+    Join,
+    Kill,
+    KillAgent,
+    KillCoordinator,
+    Leave,
+    Partition,
+    Resize,
+    Slow,
+    Stop,
+)
+from unisono.train.settings import Coordination
+
+if TYPE_CHECKING:
+    from unisono.train.run import Run
+
+PATIENCE_S = 30.0
+"""How long the coordinator may take to answer: it may be the victim of another fault."""
+
+PAUSE_S = 0.1
+
+
+def strike(fault: Fault, run: Run) -> None:
+    """Do it, now or, in a thread of its own, a little later. A slow worker is somebody else's business."""
+    if isinstance(fault, Slow):
+        return
+    if isinstance(fault, FlipBit):
+        _flip_bit(run)
+        return
+    if fault.after_s or isinstance(fault, Join | Resize):  # those wait for an answer
+        threading.Thread(target=_later, args=(fault, run), name="unisono-fault", daemon=True).start()
+    else:
+        _do(fault, run)
+
+
+def _later(fault: Fault, run: Run) -> None:
+    time.sleep(getattr(fault, "after_s", 0.0))
+    try:
+        _do(fault, run)
+    except UnisonoError as error:
+        run._around.folder.journal("fault failed", kind=fault.kind, error=str(error))
+
+
+def _do(fault: Fault, run: Run) -> None:
+    me = os.getpid()
+    match fault:
+        case Kill():
+            os.kill(me, signal.SIGKILL)
+        case Leave():
+            os.kill(me, signal.SIGTERM)
+        case Stop(for_s=for_s):
+            if for_s is not None:
+                _help("continue", str(me), for_s)
+            os.kill(me, signal.SIGSTOP)
+        case KillCoordinator(for_s=for_s):
+            _kill_coordinator(run.dir, for_s)
+        case KillAgent():
+            os.kill(_agent(), signal.SIGKILL)
+        case Join(workers=workers):
+            _ask(more=workers)
+        case Resize(workers=workers):
+            _ask(exactly=workers)
+        case Partition(for_s=for_s):
+            run._membership.cut_off(for_s)
+
+
+def _help(what: str, whom: str, seconds: float) -> None:
+    # In this worker's process group: whoever ends the worker ends what it has started.
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", accomplice.__file__, what, whom, str(seconds)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    threading.Thread(target=process.wait, name="unisono-accomplice", daemon=True).start()
+
+
+def _kill_coordinator(run_dir: Path, seconds: float) -> None:
+    path = str(run_dir / WHERE)
+    if seconds:
+        _help("kill", path, seconds)
+    elif (pid := accomplice.named_in(path)) is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _agent() -> int:
+    """The process that has started this one, directly or through its template.
+
+    Raises:
+        JobError: it is not above this process.
+    """
+    named = os.environ.get("UNISONO_AGENT_PID") or os.environ.get("UNISONO_LAUNCHER_PID") or "0"
+    above = {process.pid for process in psutil.Process().parents()}
+    if int(named) not in above:
+        raise JobError(f"the agent {named} is not above this worker: start it with unisono run")
+    return int(named)
+
+
+def _ask(more: int = 0, exactly: int = 0) -> None:
+    where = Coordination.from_environ(os.environ)
+    if where is None:
+        raise JobError("a fault needs a coordinator: start an elastic job, with unisono run -n A:B")
+    control = Control(Address(where.url, read_token(where.token_file), where.certificate))
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            control.resize(exactly or _possible(control, more))
+        except LaunchError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(PAUSE_S)
+        else:
+            return
+
+
+def _possible(control: Control, more: int) -> int:
+    status = control.status()
+    return min(int(status["wanted"]) + more, int(status["largest"]))
+
+
+def _flip_bit(run: Run) -> None:
+    import torch
+
+    weights = next(iter(run._require_prepared().parameters.values())).detach()
+    place = (0,) * weights.dim()
+    whole = weights[place].reshape(1).clone().view(torch.uint8)
+    whole[0] ^= 1
+    weights[place] = whole.view(weights.dtype)[0]

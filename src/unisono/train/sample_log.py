@@ -1,0 +1,71 @@
+"""Which samples each worker used in which step: kept when somebody is going to check it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from unisono.plan.batches import Batch
+from unisono.plan.order import Indices
+
+FOLDER = "samples"
+"""In the run folder: one file per worker."""
+
+Order = Callable[[int, range], Indices]
+"""The samples at some places of an epoch."""
+
+
+class SampleLog:
+    """Appends lines to ``samples/<worker>.jsonl``.
+
+    ``computed`` before the reduction of a call of ``step.run``, ``committed`` after it. Each is written at once: a
+    worker that is killed takes none with it.
+
+    Args:
+        run_dir: the run folder.
+        worker: this worker's id; ``rank-N`` where workers stay the same.
+    """
+
+    def __init__(self, run_dir: Path, worker: str) -> None:
+        path = run_dir / FOLDER / f"{worker}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._about: dict[str, Any] = {}
+        self._order: Order | None = None
+        self._newest = (-1, 0, 0)
+
+    def loop_begins(self, number: int, samples: int, per_epoch: int, order: Order) -> None:
+        """A loop over a data set begins.
+
+        Args:
+            number: of the loop.
+            samples: in the data set.
+            per_epoch: how many of them an epoch uses.
+            order: in which it uses them.
+        """
+        self._about = {"loop": number, "samples": samples, "per_epoch": per_epoch}
+        self._order = order
+
+    def computed(self, step: int, call: int, generation: int, batch: Batch, shards: range) -> None:
+        """This worker is about to compute these shards of a step."""
+        assert self._order is not None, "a loop has begun"
+        if self._newest == (step, call, generation):  # again, since weights were mended; the others do it again as well
+            return
+        self._newest = step, call, generation
+        used = {shard: self._order(batch.epoch, batch.shard(shard)).tolist() for shard in shards}
+        line = {"computed": step, "call": call, "generation": generation, **self._about}
+        self._write({**line, "epoch": batch.epoch, "shards": used})
+
+    def committed(self, step: int, call: int, generation: int) -> None:
+        """The step's update is done here."""
+        self._write({"committed": step, "call": call, "generation": generation})
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        os.write(self._descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")

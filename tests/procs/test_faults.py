@@ -1,0 +1,103 @@
+"""Scripts of faults, carried out by real workers: each strikes once, and the weights stay those of the serial run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.testing import Faults
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+
+SCRIPT = Path(__file__).parent / "scripts" / "elastic_training.py"
+PATIENCE_S = 150.0
+
+
+class Training:
+    """A job that has been struck to its end."""
+
+    def __init__(self, folder: Path, *options: str, faults: Faults = Faults()) -> None:  # noqa: B008
+        folder.mkdir(parents=True)
+        script = folder / "faults.toml"
+        script.write_text(faults.to_toml())
+        self.run_dir = folder / "run"
+        command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(self.run_dir)]
+        self._command = [*command, "--faults", str(script), str(SCRIPT)]
+        self.go_on()
+
+    def go_on(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
+        environment |= {"PACE_S": "0", "EPOCHS": "12"}
+        self.ended = subprocess.run(
+            self._command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+
+    def journal(self, *events: str) -> list[dict[str, Any]]:
+        lines = map(json.loads, (self.run_dir / "journal.jsonl").read_text().splitlines())
+        return [line for line in lines if line["event"] in events]
+
+    @property
+    def digest(self) -> str:
+        assert self.ended.returncode == 0, self.ended.stdout + self.ended.stderr
+        return str(json.loads((self.run_dir / "result.json").read_text())["weights_sha256"])
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return Training(tmp_path_factory.mktemp("serial") / "job", "-n", "1").digest
+
+
+def test_every_fault_that_a_job_survives_strikes_once_and_changes_no_bit(serial: str, tmp_path: Path) -> None:
+    faults = (
+        Faults()
+        .kill(rank=1, at_step=2, after_s=0.005)
+        .stop(rank=0, at_step=6, for_s=0.3)
+        .resize(workers=2, at_step=10)
+        .slow(rank=1, factor=3, at_step=14, steps=2)
+        .partition(rank=1, at_step=18, for_s=0.5)
+        .kill_coordinator(at_step=22, for_s=0.2)
+        .stop(rank=1, at_step=30)
+        .leave(rank=0, at_step=36)
+        .join(at_step=40)
+        .kill(rank=0, at_step=50)
+    )
+    training = Training(tmp_path / "job", "-n", "1:3", "--max-restarts", "9", "--failure-timeout-s", "4", faults=faults)
+    assert training.digest == serial
+    struck = training.journal("fault")
+    assert sorted(line["number"] for line in struck) == list(range(1, 11))
+    assert all(line["step"] >= faults.faults[line["number"] - 1].at_step for line in struck)
+    assert training.journal("fault failed") == []
+    assert len(training.journal("lost")) == 3  # two killed, one that stood still
+    assert training.journal("coordinator restarted")
+    assert training.journal("resized")
+
+
+def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(serial: str, tmp_path: Path) -> None:
+    faults = Faults().kill_agent(rank=0, at_step=20, after_s=0.01)
+    training = Training(tmp_path / "job", "-n", "1:2", "--checkpoint-every", "4", faults=faults)
+    assert training.ended.returncode == -9, training.ended.stdout + training.ended.stderr
+    training.go_on()
+    assert training.digest == serial
+    assert len(training.journal("fault")) == 1
+    assert training.journal("resumed")
+
+
+def test_a_flipped_bit_does_not_pass_for_right(tmp_path: Path) -> None:
+    faults = Faults().flip_bit(rank=1, at_step=20)
+    training = Training(tmp_path / "job", "-n", "2", faults=faults)
+    assert training.ended.returncode == 1
+    assert "JobMismatch" in training.ended.stderr + training.ended.stdout
+
+
+def test_a_script_that_makes_no_sense_starts_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "faults.toml"
+    script.write_text('[[fault]]\nkind = "kill"\nrank = -1\nat_step = 0\n')
+    command = [sys.executable, "-m", "unisono", "run", "--faults", str(script), "--run-dir", str(tmp_path / "run")]
+    ended = subprocess.run([*command, str(SCRIPT)], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 2
+    assert "fault 1 (kill): rank = -1: needs to be greater than or equal to 0" in ended.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,258 @@
+"""Faults as data: what can be written, what is refused, and whom and when they strike."""
+
+import json
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import unisono
+from unisono.errors import JobError
+from unisono.testing import Faults
+from unisono.testing.fault import KINDS, Slow
+from unisono.testing.rehearsal import PLUGIN, Rehearsal
+from unisono.testing.storm import SHARES, Storm
+from unisono.train.observers import Event
+from unisono.train.plugins import load_plugins
+
+pytestmark = pytest.mark.unit
+
+ALL = (
+    Faults()
+    .kill(rank=0, at_step=2, after_s=0.01)
+    .stop(rank=1, at_step=5)
+    .stop(rank=1, at_step=5, for_s=0.5)
+    .slow(rank=2, factor=3, steps=4)
+    .join(at_step=7, workers=2)
+    .leave(rank=1, at_step=9)
+    .resize(workers=2, at_step=10)
+    .kill_coordinator(at_step=11, for_s=1)
+    .kill_agent(rank=3, at_step=12)
+    .partition(rank=1, at_step=13, for_s=0.2)
+    .flip_bit(rank=1, at_step=14)
+)
+
+
+# -- what is written
+
+
+def test_a_script_of_every_kind_is_the_same_after_it_was_written_and_read() -> None:
+    assert {fault.kind for fault in ALL.faults} == set(KINDS)
+    assert Faults.from_toml(ALL.to_toml()) == ALL
+    assert Faults.from_toml("") == Faults()
+
+
+def test_what_a_person_writes_is_read() -> None:
+    text = '[[fault]]\nkind = "kill"\nrank = 0\nat_step = 2\nafter_s = 0.01\n'
+    assert Faults.from_toml(text) == Faults().kill(rank=0, at_step=2, after_s=0.01)
+    assert Faults().kill(rank=0, at_step=2, after_s=0.01).to_toml() == text
+
+
+def test_a_script_does_not_change() -> None:
+    first = Faults().kill(rank=0, at_step=2)
+    second = first.join(at_step=3)
+    assert (len(first.faults), len(second.faults)) == (1, 2)
+    with pytest.raises(ValidationError):
+        first.faults[0].at_step = 9
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (
+            'kind = "kill"\nrank = -1\nat_step = 2',
+            r"fault 2 \(kill\): rank = -1: needs to be greater than or equal to 0",
+        ),
+        ('kind = "kill"\nrank = 1.5\nat_step = 2', r"fault 2 \(kill\): rank = 1.5: needs to be a valid integer"),
+        ('kind = "kill"\nat_step = 2', r"fault 2 \(kill\): rank is missing: write rank = …"),
+        ('kind = "kill"\nrank = 1\nat_step = 2\nfor_s = 1', r"fault 2 \(kill\): for_s is unknown: kill has "),
+        ('kind = "bite"\nrank = 1', r"fault 2: kind 'bite' is unknown: choose of kill, stop, "),
+        ("rank = 1", r"fault 2: kind None is unknown"),
+        ('kind = "slow"\nrank = 1\nfactor = 0.5\nat_step = 1', r"fault 2 \(slow\): factor = 0.5: needs to be greater"),
+        ('kind = "slow"\nrank = 1\nfactor = inf\nat_step = 1', r"fault 2 \(slow\): factor = inf: needs to be a finite"),
+        ('kind = "stop"\nrank = 1\nat_step = 1\nfor_s = 0', r"fault 2 \(stop\): for_s = 0: needs to be greater than 0"),
+        ('kind = "resize"\nworkers = 0\nat_step = 1', r"fault 2 \(resize\): workers = 0: needs to be greater than or"),
+    ],
+)
+def test_a_fault_that_makes_no_sense_is_refused_with_its_number_and_field(table: str, words: str) -> None:
+    good = '[[fault]]\nkind = "join"\nat_step = 1\n'
+    with pytest.raises(JobError, match=words):
+        Faults.from_toml(f"{good}[[fault]]\n{table}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[[fault]\n", "is no TOML"),
+        ("[[faults]]\nrank = 1", "'faults' is unknown there"),
+        ("fault = 3", "'fault' is unk"),
+    ],
+)
+def test_a_script_that_is_none_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "script.toml"
+    path.write_text(text)
+    with pytest.raises(JobError, match=rf"script\.toml.*{words}"):
+        Faults.read(path)
+
+
+def test_a_script_that_is_not_there_is_named() -> None:
+    with pytest.raises(JobError, match=r"/nowhere\.toml cannot be read"):
+        Faults.read(Path("/nowhere.toml"))
+
+
+def test_what_is_built_is_checked_like_what_is_written() -> None:
+    with pytest.raises(JobError, match=r"fault 2 \(kill\): rank = -1"):
+        Faults().join(at_step=0).kill(rank=-1, at_step=0)
+
+
+# -- what is drawn
+
+
+@given(st.integers(), st.integers(1, 300), st.integers(2, 5000), st.integers(2, 64))
+def test_a_storm_has_as_many_faults_as_it_should_inside_of_the_job(
+    seed: int, faults: int, steps: int, largest: int
+) -> None:
+    script = Storm(seed, faults, steps, largest).draw()
+    assert len(script.faults) == faults
+    assert all(1 <= fault.at_step < steps for fault in script.faults)
+    assert script == Storm(seed, faults, steps, largest).draw()
+    if faults >= len(SHARES):
+        assert set(script.counts) == set(SHARES)
+
+
+def test_another_seed_draws_another_storm() -> None:
+    assert Storm(1, 20, 100, 4).draw() != Storm(2, 20, 100, 4).draw()
+
+
+# -- whom they strike
+
+
+@pytest.fixture
+def training(tmp_path: Path, one_worker: None) -> Iterator[unisono.Run]:
+    run = unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run")
+    yield run
+    run.close()
+
+
+def loop(run: unisono.Run, seen: Any = lambda step: None, epochs: int = 1) -> None:
+    model = nn.Linear(3, 1)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps(TensorDataset(torch.randn(40, 3)), epochs=epochs):
+        step.run(lambda model, batch: model(batch[0]).square().mean())
+        seen(step)
+
+
+def struck(run: unisono.Run) -> list[tuple[int, int]]:
+    """The numbers of the faults that struck, each with its step."""
+    path = run.dir / "journal.jsonl"
+    lines = map(json.loads, path.read_text().splitlines())
+    return [(line["number"], line["step"]) for line in lines if line["event"] == "fault"]
+
+
+def test_a_fault_strikes_before_its_step_and_never_again_in_its_folder(training: unisono.Run) -> None:
+    faults = Faults().flip_bit(rank=0, at_step=3).flip_bit(rank=5, at_step=1).flip_bit(rank=0, at_step=99)
+    Rehearsal(faults).attach(training)
+    Rehearsal(faults).attach(training)  # as another worker of the same rank after a loss
+    loop(training)
+    assert struck(training) == [(2, 1), (1, 3)]
+
+
+def test_a_flipped_bit_is_one_bit_of_the_weights(training: unisono.Run) -> None:
+    model = nn.Linear(3, 1)
+    run, _ = training, training.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    before = model.weight.detach().clone()
+    Rehearsal(Faults().flip_bit(rank=0, at_step=2)).attach(run)
+    for step in run.steps(TensorDataset(torch.randn(40, 3))):
+        step.run(lambda model, batch: model(batch[0]).square().mean())
+        changed = (model.weight.view(torch.int32) ^ before.view(torch.int32)).flatten().tolist()
+        assert [each.bit_count() for each in changed] == ([1, 0, 0] if step.number >= 2 else [0, 0, 0])
+
+
+def test_a_slow_worker_takes_longer_for_as_many_steps_as_it_should(
+    training: unisono.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[tuple[int, float]] = []
+    steps: list[Any] = []
+    monkeypatch.setattr("unisono.testing.rehearsal.time.sleep", lambda seconds: slept.append((len(steps), seconds)))
+    Rehearsal(Faults().slow(rank=0, factor=3, at_step=1, steps=2)).attach(training)
+    loop(training, steps.append)
+    assert [number for number, _ in slept] == [1, 2]
+    assert [seconds for _, seconds in slept] == [2 * steps[number].computed_s for number in (1, 2)]
+    assert Slow(rank=0, factor=3, at_step=1).steps is None
+
+
+# -- how they come into workers
+
+
+def test_a_plugin_is_called_with_the_run_before_the_script_has_it(
+    tmp_path: Path, one_worker: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.toml"
+    script.write_text(Faults().flip_bit(rank=0, at_step=2).to_toml())
+    monkeypatch.setenv("UNISONO_PLUGINS", PLUGIN)
+    monkeypatch.setenv("UNISONO_FAULTS", os.fspath(script))
+    with unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run") as run:
+        loop(run)
+        assert struck(run) == [(1, 2)]
+
+
+def test_a_rehearsal_without_a_script_says_how_to_name_one(
+    tmp_path: Path, one_worker: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_PLUGINS", PLUGIN)
+    monkeypatch.delenv("UNISONO_FAULTS", raising=False)
+    with pytest.raises(JobError, match=r"UNISONO_FAULTS names no script: use unisono run --faults"):
+        unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere:begin", r"nowhere:begin in UNISONO_PLUGINS cannot be imported: No module named 'nowhere'"),
+        ("json:begin", r"json has no begin"),
+        ("json", r"'json' in UNISONO_PLUGINS: write module:function"),
+        ("json:__name__", r"is no function"),
+    ],
+)
+def test_a_plugin_that_cannot_be_loaded_is_named(name: str, words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        load_plugins([name])
+
+
+# -- what observers are told
+
+
+def test_observers_hear_of_every_step_in_order(training: unisono.Run) -> None:
+    heard: list[tuple[str, int]] = []
+    events: tuple[Event, ...] = get_args(Event)
+
+    def note(event: Event, run: Any, step: Any) -> None:
+        heard.append((event, step.number))
+
+    for event in events:
+        training.on(event, partial(note, event))
+    loop(training)
+    assert heard == [(event, number) for number in range(5) for event in events]
+
+
+def test_an_event_that_does_not_exist_is_refused(training: unisono.Run) -> None:
+    with pytest.raises(JobError, match=r"run\.on\('step_dances'\).*choose of step_begins, step_computed, step_ends"):
+        training.on("step_dances", print)  # type: ignore[arg-type]
+
+
+def test_what_an_observer_raises_ends_the_loop(training: unisono.Run) -> None:
+    def refuse(run: Any, step: Any) -> None:
+        raise ValueError("no more")
+
+    training.on("step_ends", refuse)
+    with pytest.raises(ValueError, match="no more"):
+        loop(training)
