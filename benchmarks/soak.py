@@ -191,6 +191,8 @@ def disturbed(choice: Choice, job: Job, done: dict[str, int]) -> tuple[list[Samp
                 raise RuntimeError(f"the job ended with {job.launcher.returncode}: {job.last_words}")
             if now >= look:
                 samples.append(family.look(now))
+                with (job.folder.parent / "samples.jsonl").open("a") as file:  # to be looked at meanwhile
+                    file.write(json.dumps(asdict(samples[-1])) + "\n")
                 look += choice.look_s
             time.sleep(min(LOOK_S * 5, max(0.0, until - now)))
         if fault is not None and inflict(job, fault):
