@@ -78,10 +78,11 @@ class Family:
         """Look at all of them."""
         alive = [self._launcher, *self._launcher.children(recursive=True)]
         self._seen |= {(one.pid, one.create_time()): one for one in alive}
-        processes, shared, segments = [], 0.0, 0
+        processes: list[Process] = []
+        shared, segments = 0.0, 0
         roles = self._roles(alive)
         for one in alive:
-            with suppress(psutil.NoSuchProcess, OSError, ValueError):
+            with suppress(psutil.NoSuchProcess, OSError, KeyError):  # it has ended, or is just ending
                 processes.append(_used(one.pid, roles[one.pid]))
                 shared += _shared(one.pid)
                 segments += _segments(one.pid)
@@ -93,11 +94,11 @@ class Family:
         return [f"{one.pid} ({one.name()})" for one in alive if one.is_running()]
 
     def _roles(self, alive: Sequence[psutil.Process]) -> dict[int, Role]:
-        parents = {one.pid: one.ppid() for one in alive if one.is_running()}
+        parents: dict[int, int] = {}
         words: dict[int, list[str]] = {}
         for one in alive:
             with suppress(psutil.Error):
-                words[one.pid] = one.cmdline()
+                parents[one.pid], words[one.pid] = one.ppid(), one.cmdline()
         template = next((pid for pid, said in words.items() if "unisono.launch.template" in said), -1)
         roles: dict[int, Role] = {}
         for one in alive:
