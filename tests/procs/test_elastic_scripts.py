@@ -19,7 +19,7 @@ def at(place: str, step: int, rank: int = 0, **more: str) -> dict[str, Any]:
 def test_a_loop_that_is_left_early_while_a_joiner_comes_is_left_by_all(
     workers: int, started: list[Training], tmp_path: Path
 ) -> None:
-    settings = {"STOP_BELOW": "1.5", "EPOCHS": "40"}
+    settings: Any = {"STOP_BELOW": "1.5", "EPOCHS": "40"}
     started.append(Training(tmp_path / "serial", "-n", "1", PACE_S="0", **settings))
     expected, steps = started[0].end(), started[0].steps
     assert 12 < len(steps) < 150, "it is meant to stop early, but not at once"

@@ -1,7 +1,7 @@
 """A script with nearly everything: two loops, two updates per batch, a scheduler, state of its own, calls between.
 
-``FAULTS`` is a list of ``{"rank", "step", "place", "signal"}``: whoever has that rank sends itself the signal, once; with
-``"signal": "raise"`` it raises an exception. Outside of steps, ``step`` is how many there have been.
+``FAULTS`` is a list of ``{"rank", "step", "place", "signal"}``: whoever has that rank sends itself the signal, once;
+with ``"signal": "raise"`` it raises an exception. Outside of steps, ``step`` is how many there have been.
 """
 
 import json
@@ -76,11 +76,11 @@ def fault(place: str, step: int) -> None:
             os.kill(os.getpid(), getattr(signal, one.get("signal", "SIGKILL")))
 
 
-def failing_sync(descriptor: int) -> None:
+def failing_sync(fd: Any) -> None:
     """What makes a file last; a checkpoint is written with it."""
     if threading.current_thread().name.startswith("unisono-checkpoint"):
         fault("write", seen.steps)
-    sync(descriptor)
+    sync(fd)
 
 
 sync, os.fsync = os.fsync, failing_sync
