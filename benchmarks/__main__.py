@@ -1,6 +1,4 @@
-"""The command line: ``python -m benchmarks step | allreduce | shards | network | recovery | growth | elastic
-| soak``.
-"""
+"""The command line: ``python -m benchmarks COMMAND``."""
 
 import signal
 import sys

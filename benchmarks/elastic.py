@@ -1,4 +1,4 @@
-"""What it costs to be elastic while nobody comes, goes or dies: an elastic job beside one whose workers stay the same."""
+"""What it costs to be elastic while nobody comes or goes: an elastic job beside one whose workers stay the same."""
 
 import random
 import signal
