@@ -5,6 +5,7 @@ import random
 import signal
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
@@ -40,12 +41,15 @@ class Recovery:
         step: of those who are left.
         replaced: until a new worker committed a step with the others.
         parts: of the stall, as the journal has them.
+        way: of the replacement, by part: until it was asked for, could be taken in, the others stood at a boundary, it
+            had their state, and had committed a step.
     """
 
     stall: float
     step: float
     replaced: float
     parts: dict[str, float] = field(default_factory=dict)
+    way: dict[str, float] = field(default_factory=dict)
 
 
 class Watched(Job):
@@ -75,7 +79,26 @@ class Watched(Job):
         steps = [right - left for left, right in pairwise(after) if right <= joined]
         step = statistics.median(steps or [0.0])
         parts = next(line["seconds"] for line in self.journal("formed") if seconds_of(line["time"]) > at)
-        return Recovery(after[0] - before - step, step, joined - at, parts)
+        return Recovery(after[0] - before - step, step, joined - at, parts, self.way(at, joined))
+
+    def way(self, at: float, joined: float) -> dict[str, float]:
+        """What a replacement spent its time with, from the kill at ``at`` to its first step."""
+        later = [one for one in self.events() if seconds_of(one["time"]) > at]
+        asked = next((one for one in later if one["event"] == "asked for"), None)
+        minted = next((one for one in later if one["event"] == "minted" and one["joined"]), None)
+        ends = (one for one in later if one["event"] == "formed")
+        formed = next((one for one in ends if minted and one["generation"] == minted["generation"]), None)
+        if asked is None or minted is None or formed is None:
+            return {}
+        taken = seconds_of(minted["time"])
+        marks = {
+            "asked": seconds_of(asked["time"]),
+            "starts": taken - minted["seconds"],
+            "boundary": taken,
+            "state": seconds_of(formed["time"]),
+            "first step": joined,
+        }
+        return {name: mark - before for (name, mark), before in zip(marks.items(), [at, *marks.values()], strict=False)}
 
 
 def run(choice: Choice) -> Report:
@@ -113,10 +136,7 @@ def grid(choice: Choice, found: dict[str, list[Recovery]]) -> Grid:
     rows = []
     for model, recoveries in found.items():
         stalls, replaced = [one.stall for one in recoveries], [one.replaced for one in recoveries]
-        parts = ", ".join(
-            f"{part} {1000 * statistics.median(one.parts.get(part, 0.0) for one in recoveries):.0f}"
-            for part in recoveries[0].parts
-        )
+        parts = _parts([one.parts for one in recoveries])
         rows.append(
             (
                 model,
@@ -126,14 +146,21 @@ def grid(choice: Choice, found: dict[str, list[Recovery]]) -> Grid:
                 parts,
                 _milliseconds(replaced),
                 f"{1000 * max(replaced):.0f} ms",
+                _parts([one.way for one in recoveries]),
             )
         )
     return Grid(
         f"one of {choice.workers} workers is killed, {choice.kills} times; medians (95 % interval) and the worst",
-        ("", "step after", "stall", "worst", "parts, ms", "replaced after", "worst"),
+        ("", "step after", "stall", "worst", "parts, ms", "replaced after", "worst", "its way, ms"),
         rows,
         ("Stall: from the last commit before the kill to the next, beyond a step of those who are left.",),
     )
+
+
+def _parts(found: Sequence[Mapping[str, float]]) -> str:
+    names = dict.fromkeys(name for one in found for name in one)
+    middle = {name: statistics.median(one[name] for one in found if name in one) for name in names}
+    return ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in middle.items())
 
 
 def _milliseconds(values: list[float]) -> str:
