@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks step | allreduce | shards | network | recovery``."""
+"""The command line: ``python -m benchmarks COMMAND``."""
 
 import signal
 import sys
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import allreduce, network, recovery, shards, step
+from benchmarks import allreduce, elastic, growth, network, recovery, shards, soak, step
 from benchmarks.contenders import everybody
 from benchmarks.crew import Allocator, CrewFailed
 from benchmarks.link import Cable, NoLink
@@ -169,6 +169,60 @@ def recovery_command(
         seed=seed,
     )
     _publish(recovery.run(choice), output)
+
+
+@app.command("growth")
+def growth_command(
+    model: Models = None,
+    rounds: Rounds = None,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """Workers come and go: how long the others stand still, and what it costs them that one starts beside them."""
+    choice = growth.Choice(
+        _models(model, ("tiny",) if quick else growth.Choice().models), rounds or (1 if quick else 10)
+    )
+    _publish(growth.run(choice), output)
+
+
+@app.command("elastic")
+def elastic_command(
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(WORKLOADS)}")] = "narrow",
+    workers: Workers = 2,
+    step_ms: Annotated[float, typer.Option(help="of a step, about: decides the batch")] = 50.0,
+    rounds: Rounds = None,
+    turns: Annotated[int | None, typer.Option(help="of each job in a round")] = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """What it costs to be elastic while nothing happens: beside a job whose workers stay the same."""
+    choice = elastic.Choice(
+        model=_models([model], ())[0],
+        workers=workers,
+        step_ms=step_ms,
+        rounds=rounds or (1 if quick else 5),
+        turns=turns or (2 if quick else 20),
+        seed=seed,
+    )
+    _publish(elastic.run(choice), output)
+
+
+@app.command("soak")
+def soak_command(
+    minutes: Annotated[float, typer.Option(help="with faults")] = 30.0,
+    pause_s: Annotated[float, typer.Option("--pause", help="seconds between two faults, on average")] = 3.0,
+    rare_s: Annotated[float, typer.Option("--rare", help="seconds between two ends of what is to live long")] = 240.0,
+    largest: Annotated[int, typer.Option("--workers", "-n", min=2, help="at most")] = 4,
+    compare: Annotated[bool, typer.Option(help="the weights with a serial run's, which takes its time")] = True,
+    seed: Seed = 0,
+    output: Output = RESULTS,
+) -> None:
+    """Half an hour of faults: memory, files and threads stay as they are, and no process is left."""
+    choice = soak.Choice(
+        minutes, pause_s, largest, look_s=min(5.0, 6 * minutes), rare_s=rare_s, compare=compare, seed=seed
+    )
+    _publish(soak.run(choice), output)
 
 
 def _models(given: list[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:

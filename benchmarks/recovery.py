@@ -1,32 +1,18 @@
 """How long survivors stand still when a worker is killed, and how soon its replacement takes part."""
 
-import json
 import os
 import random
 import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
-from benchmarks.crew import cleaned
+from benchmarks.elastic_job import PROGRAM, Job, running, seconds_of
 from benchmarks.figures import bootstrap
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
-
-ROOT = Path(__file__).parents[1]
-LOOK_S = 0.02
-PATIENCE_S = 120.0
-CALM_STEPS = 6
-"""Between a complete roster and the next kill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,62 +41,26 @@ class Recovery:
         step: of those who are left.
         replaced: until a new worker committed a step with the others.
         parts: of the stall, as the journal has them.
+        way: of the replacement, by part: until it was asked for, could be taken in, the others stood at a boundary, it
+            had their state, and had committed a step.
     """
 
     stall: float
     step: float
     replaced: float
     parts: dict[str, float] = field(default_factory=dict)
+    way: dict[str, float] = field(default_factory=dict)
 
 
-class Job:
-    """An elastic job that trains until it is stopped."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def commits(self, worker: str) -> list[tuple[int, float]]:
-        """The steps that a worker has committed, each with the time."""
-        path = self.folder / f"commits-{worker}.txt"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [(int(step), float(at)) for step, at in (line.split() for line in lines if line.count(" ") == 1)]
-
-    def journal(self, event: str) -> list[dict[str, Any]]:
-        """The events of one kind."""
-        path = self.folder / "journal.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [one for one in map(json.loads, lines) if one["event"] == event]
-
-    def roster(self) -> list[str]:
-        """Who trains together now."""
-        minted = self.journal("minted")
-        return list(minted[-1]["workers"]) if minted else []
-
-    def pid(self, worker: str) -> int:
-        """The process of a worker."""
-        members = json.loads(_unisono("status", "--json", "--run-dir", str(self.folder)).stdout)["members"]
-        return int(next(member["pid"] for member in members if member["id"] == worker))
-
-    def await_calm(self, workers: int) -> list[str]:
-        """Wait until so many train together, and have done so for some steps."""
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            roster = self.roster()
-            if len(roster) == workers and all(len(self.commits(worker)) >= CALM_STEPS for worker in roster):
-                return roster
-            time.sleep(LOOK_S)
-        raise TimeoutError(f"{workers} workers did not train together within {PATIENCE_S:g} s: see {self.folder}")
+class Watched(Job):
+    """A job that trains until it is stopped, and whose workers are killed."""
 
     def kill(self, victim: str, roster: list[str]) -> float:
         """Kill a worker; returns when, once the others have gone on."""
         pid, survivors = self.pid(victim), [worker for worker in roster if worker != victim]
         at = time.time()
         os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + PATIENCE_S
-        while not all(self.commits(worker)[-1][1] > at + 1.0 for worker in survivors):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the others did not go on within {PATIENCE_S:g} s: see {self.folder}")
-            time.sleep(LOOK_S)
+        self.until(lambda: all(self.commits(worker)[-1][1] > at + 1.0 for worker in survivors), "the others go on")
         return at
 
     def recovery(self, at: float, roster: list[str], victim: str, until: float) -> Recovery:
@@ -128,8 +78,27 @@ class Job:
         joined = min(fresh, default=until)
         steps = [right - left for left, right in pairwise(after) if right <= joined]
         step = statistics.median(steps or [0.0])
-        parts = next(line["seconds"] for line in self.journal("formed") if _seconds(line["time"]) > at)
-        return Recovery(after[0] - before - step, step, joined - at, parts)
+        parts = next(line["seconds"] for line in self.journal("formed") if seconds_of(line["time"]) > at)
+        return Recovery(after[0] - before - step, step, joined - at, parts, self.way(at, joined))
+
+    def way(self, at: float, joined: float) -> dict[str, float]:
+        """What a replacement spent its time with, from the kill at ``at`` to its first step."""
+        later = [one for one in self.events() if seconds_of(one["time"]) > at]
+        asked = next((one for one in later if one["event"] == "asked for"), None)
+        minted = next((one for one in later if one["event"] == "minted" and one["joined"]), None)
+        ends = (one for one in later if one["event"] == "formed")
+        formed = next((one for one in ends if minted and one["generation"] == minted["generation"]), None)
+        if asked is None or minted is None or formed is None:
+            return {}
+        taken = seconds_of(minted["time"])
+        marks = {
+            "asked": seconds_of(asked["time"]),
+            "starts": taken - minted["seconds"],
+            "boundary": taken,
+            "state": seconds_of(formed["time"]),
+            "first step": joined,
+        }
+        return {name: mark - before for (name, mark), before in zip(marks.items(), [at, *marks.values()], strict=False)}
 
 
 def run(choice: Choice) -> Report:
@@ -150,7 +119,9 @@ def one_model(choice: Choice, model: str) -> list[Recovery]:
     """Kill one worker after the other."""
     order = random.Random(choice.seed)  # noqa: S311  the order is to be repeatable
     kills = []
-    with training(choice, model) as job:
+    options = ["-n", str(choice.workers), "--max-restarts", str(choice.kills)]
+    with running(options, [*PROGRAM, model, str(2 * choice.workers)]) as started:
+        job = Watched(started.folder, started.launcher)
         for _ in range(choice.kills):
             roster = job.await_calm(choice.workers)
             victim = order.choice(roster)
@@ -160,38 +131,12 @@ def one_model(choice: Choice, model: str) -> list[Recovery]:
         return [job.recovery(*kill[:2], kill[2], end) for kill, end in zip(kills, ends, strict=True)]
 
 
-@contextmanager
-def training(choice: Choice, model: str) -> Iterator[Job]:
-    """A job that trains, and is stopped in the end."""
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
-        folder = Path(name) / "run"
-        options = ["-n", str(choice.workers), "--max-restarts", str(choice.kills), "--run-dir", str(folder)]
-        command = [sys.executable, "-m", "unisono", "run", *options, "-m", "benchmarks.programs.elastic"]
-        with (Path(name) / "output.txt").open("wb") as output:
-            process = subprocess.Popen(
-                [*command, model, str(2 * choice.workers)],
-                cwd=ROOT,
-                env=cleaned(os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            yield Job(folder)
-        finally:
-            process.terminate()
-            process.wait()
-
-
 def grid(choice: Choice, found: dict[str, list[Recovery]]) -> Grid:
     """For the screen."""
     rows = []
     for model, recoveries in found.items():
         stalls, replaced = [one.stall for one in recoveries], [one.replaced for one in recoveries]
-        parts = ", ".join(
-            f"{part} {1000 * statistics.median(one.parts.get(part, 0.0) for one in recoveries):.0f}"
-            for part in recoveries[0].parts
-        )
+        parts = _parts([one.parts for one in recoveries])
         rows.append(
             (
                 model,
@@ -201,23 +146,22 @@ def grid(choice: Choice, found: dict[str, list[Recovery]]) -> Grid:
                 parts,
                 _milliseconds(replaced),
                 f"{1000 * max(replaced):.0f} ms",
+                _parts([one.way for one in recoveries]),
             )
         )
     return Grid(
         f"one of {choice.workers} workers is killed, {choice.kills} times; medians (95 % interval) and the worst",
-        ("", "step after", "stall", "worst", "parts, ms", "replaced after", "worst"),
+        ("", "step after", "stall", "worst", "parts, ms", "replaced after", "worst", "its way, ms"),
         rows,
         ("Stall: from the last commit before the kill to the next, beyond a step of those who are left.",),
     )
 
 
+def _parts(found: Sequence[Mapping[str, float]]) -> str:
+    names = dict.fromkeys(name for one in found for name in one)
+    middle = {name: statistics.median(one[name] for one in found if name in one) for name in names}
+    return ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in middle.items())
+
+
 def _milliseconds(values: list[float]) -> str:
     return f"{bootstrap([1000 * value for value in values], statistics.median):.0f} ms"
-
-
-def _seconds(stamp: str) -> float:
-    return datetime.fromisoformat(stamp).timestamp()
-
-
-def _unisono(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "unisono", *words], check=True, capture_output=True, text=True)

@@ -148,6 +148,8 @@ WORKLOADS = {
     "gpt": Workload(lambda: Gpt(blocks=4, width=128, context=128), 16, texts, text_loss),
     # Layers of one size, whose gradients arrive evenly through the backward pass: for the slow network.
     "tower": Workload(lambda: mlp(3072, *[1024] * 8, 10), 256, images, image_loss),
+    # 2.5 M parameters: 10 MB, for what happens to a job of common size when workers come and go.
+    "narrow": Workload(lambda: mlp(3072, 800, 10), 32, images, image_loss),
     # For trying things out.
     "tiny": Workload(lambda: mlp(3072, 32, 10), 16, images, image_loss),
 }

@@ -1,6 +1,6 @@
-"""Trains until it is stopped, and notes when each step was committed: what `benchmarks recovery` watches.
+"""Trains until it is stopped, and notes when each step was committed: what benchmarks of elastic jobs watch.
 
-Started by ``unisono run -m benchmarks.programs.elastic WORKLOAD SHARDS``.
+Started by ``unisono run -m benchmarks.programs.elastic WORKLOAD SHARDS [adam] [BATCH]``.
 """
 
 import os
@@ -16,11 +16,15 @@ from benchmarks.workloads import BATCHES, WORKLOADS
 ENDLESS = 10**6
 
 workload = WORKLOADS[sys.argv[1]]
-run = unisono.init(batch_size=workload.batch_size, shards=int(sys.argv[2]), seed=0)
+adam = "adam" in sys.argv
+batch_size = int(sys.argv[4]) if len(sys.argv) > 4 else workload.batch_size
+run = unisono.init(batch_size=batch_size, shards=int(sys.argv[2]), seed=0)
 model = workload.build()
-run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
-commits = Path(run.dir) / f"commits-{os.environ['UNISONO_WORKER']}.txt"
+sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+run.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-4) if adam else sgd)
+name = os.environ.get("UNISONO_WORKER") or run.rank
+commits = Path(run.dir) / f"commits-{name}.txt"
 with commits.open("w", buffering=1) as file:
-    for step in run.steps(workload.data(workload.batch_size * BATCHES), epochs=ENDLESS, shuffle=False):
+    for step in run.steps(workload.data(batch_size * BATCHES), epochs=ENDLESS, shuffle=False):
         step.run(workload.loss)
         file.write(f"{step.number} {time.time()}\n")

@@ -1,91 +1,12 @@
 """Workers die, come and go while a script trains; the weights are those of the undisturbed serial run, bit for bit."""
 
-import json
-import os
-import re
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from training import PATIENCE_S, Training
+
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
-
-SCRIPT = Path(__file__).parent / "scripts" / "elastic_training.py"
-PATIENCE_S = 90.0
-
-
-class Training:
-    """A job that trains in a folder of its own."""
-
-    def __init__(self, folder: Path, *options: str, faults: Sequence[Mapping[str, Any]] = (), **settings: str) -> None:
-        self.run_dir = folder
-        self.output = folder.with_suffix(".txt")
-        environment = {**os.environ, "FAULTS": json.dumps(list(faults)), **settings}
-        command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(folder), str(SCRIPT)]
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-
-    def end(self) -> str:
-        """Wait for the end; returns the digest of the weights."""
-        code = self.process.wait(PATIENCE_S)
-        assert code == 0, self.output.read_text()
-        result = json.loads((self.run_dir / "result.json").read_text())
-        return str(result["weights_sha256"])
-
-    def ask(self, *words: str) -> None:
-        command = [sys.executable, "-m", "unisono", *words, "--run-dir", str(self.run_dir)]
-        subprocess.run(command, check=True, timeout=PATIENCE_S, stdout=subprocess.DEVNULL)
-
-    def until(self, event: str, **fields: Any) -> None:
-        """Wait until the journal has an event with these fields."""
-        begun = time.monotonic()
-        while not any(fields.items() <= one.items() for one in self.journal(event)):
-            assert time.monotonic() - begun < PATIENCE_S, f"{event} {fields} did not come:\n{self.output.read_text()}"
-            assert self.process.poll() is None, f"it ended before {event} {fields}:\n{self.output.read_text()}"
-            time.sleep(0.01)
-
-    def journal(self, event: str) -> list[dict[str, Any]]:
-        path = self.run_dir / "journal.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [one for one in map(json.loads, lines) if one["event"] == event]
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps that ``metrics.jsonl`` has lines of."""
-        lines = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
-        return [line["step"] for line in lines if "loss" in line]
-
-    @property
-    def said(self) -> list[str]:
-        """What the script printed on the main worker at the end of each epoch, and at its end."""
-        lines = re.findall(r"(?:epoch \d+: .*|after .*)", self.output.read_text())
-        return sorted({re.sub(r" on \d+$", "", line) for line in lines})
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[list[Training]]:
-    trainings: list[Training] = []
-    yield trainings
-    for training in trainings:
-        training.close()
-
-
-@pytest.fixture(scope="module")
-def serial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
-    """The undisturbed run of one worker."""
-    training = Training(tmp_path_factory.mktemp("serial") / "run", "-n", "1", PACE_S="0")
-    training.end()
-    yield training
-    training.close()
 
 
 @pytest.mark.parametrize("places", [["after"], ["begin", "second"], ["first", "between", "second", "after"]])

@@ -288,6 +288,6 @@ def test_a_stall_is_what_the_survivors_lost_beyond_a_step_of_their_own(tmp_path:
         (tmp_path / f"commits-{worker}.txt").write_text("".join(lines))
     formed = {"time": "2023-11-14T22:13:22.900+00:00", "event": "formed", "seconds": {"regroup": 0.1}}
     (tmp_path / "journal.jsonl").write_text(json.dumps(formed) + "\n")
-    found = recovery.Job(tmp_path).recovery(begun + 2.2, ["w1", "w2"], "w2", until=begun + 60)
+    found = recovery.Watched(tmp_path).recovery(begun + 2.2, ["w1", "w2"], "w2", until=begun + 60)
     assert (found.stall, found.step, found.replaced) == pytest.approx((1.0, 1.5, 6.3))
     assert found.parts == {"regroup": 0.1}

@@ -311,6 +311,21 @@ def test_a_step_that_was_left_before_it_was_run_does_not_count(start: Start) -> 
     assert steps_of(run) == 2
 
 
+def test_another_loop_may_follow_one_that_was_left_by_a_break(start: Start) -> None:
+    run = start()
+    prepared(run)
+    for step in run.steps(data(), epochs=2):
+        step.run(cross_entropy)
+        if step.number == 2:
+            break
+    numbers = []
+    for step in run.steps(data(20)):
+        step.run(cross_entropy)
+        numbers.append(step.number)
+    assert numbers[0] == 3
+    assert steps_of(run) == numbers[-1] + 1
+
+
 def test_a_loop_that_was_interrupted_in_a_step_goes_on_there(start: Start, tmp_path: Path) -> None:
     def interrupted_once(model: Any, batch: Any) -> Tensor:
         calls.append(1)

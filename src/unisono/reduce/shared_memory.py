@@ -16,6 +16,9 @@ from unisono.reduce.segments import pages, share_segments
 PIECE = 256 * 1024
 """Elements that are added at a time, so that what is added next is still in the cache."""
 
+RELAY = 4 * 2**20
+"""Bytes that are handed over at a time: they are still in the cache when they are read."""
+
 
 class SharedMemoryTransport(HostTransport):
     """Every worker writes its partial sums into memory that all share, and adds its part of the tree over all of them.
@@ -62,18 +65,20 @@ class SharedMemoryTransport(HostTransport):
         return rows.view(row.dtype).reshape(self.world_size, row.numel())
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Through memory that is given back at once, or as a message."""
+        """Piece by piece through memory that is given back at once, or as a message."""
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if data.numel() == 0:
             return
         if data.numel() <= LARGEST_MESSAGE:
             message = data.numpy().tobytes() if self.rank == source else b""
             received = torch.frombuffer(bytearray(self._peers.exchange(message)[source]), dtype=torch.uint8)
+            if self.rank != source:
+                data.copy_(received)
         else:
-            received = self._through_memory(data, [source])
-        if self.rank != source:
+            self._relay(data, source)
+        if self.rank != source and data.data_ptr() != tensor.data_ptr():  # it does not lie row by row
             with torch.no_grad():
-                tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
     def close(self) -> None:
         """Hang up, and let go of the memory."""
@@ -87,6 +92,20 @@ class SharedMemoryTransport(HostTransport):
             piece = slice(begin, min(begin + PIECE, mine.stop))
             partials = {node: value[piece] for node, value in gathered.partials.items()}
             yield _additions(self.tree, partials, gathered.result[piece])
+
+    def _relay(self, data: Tensor, source: int) -> None:
+        """One half of a small segment is read while the other is written: no page of it is new for long."""
+        size = min(2 * RELAY, data.numel())
+        sizes = [pages(size if rank == source else 0) for rank in range(self.world_size)]
+        halves = share_segments(self._peers, sizes)[source].bytes[:size].split(RELAY)
+        for number, piece in enumerate(data.split(RELAY)):
+            half = halves[number % 2][: piece.numel()]
+            if self.rank == source:
+                half.copy_(piece)
+            # Whoever comes to this meeting has read the piece before, whose half is written next.
+            self._peers.exchange(b"")
+            if self.rank != source:
+                piece.copy_(half)
 
     def _through_memory(self, data: Tensor, sources: Sequence[int]) -> Tensor:
         sizes = [pages(data.numel() if rank in sources else 0) for rank in range(self.world_size)]

@@ -6,6 +6,7 @@ import atexit
 import math
 import platform
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ class Run:
         self._registered = Registered()
         self._restored: Snapshot | None = None
         self._step_line: dict[str, Any] = {}
-        self._live: Generator[Step, None, None] | None = None
+        self._live: weakref.ref[Generator[Step, None, None]] | None = None
         self._step: Step | None = None
         self._computing = False  # from the call of step.run until its commit
         self._evaluating = False
@@ -301,8 +302,9 @@ class Run:
         source = ShardSource(dataset, self.job.seed, collate_fn, shuffle)
         timeout_s = self._around.care.failure_timeout_s
         load = partial(feed, source, workers=loader_workers, timeout_s=timeout_s, device=self.device)
-        self._live = self._loop(batches, reading, epochs, load, source)
-        return self._live
+        live = self._loop(batches, reading, epochs, load, source)
+        self._live = weakref.ref(live)  # a break lets go of the last one that holds it, and so ends the loop
+        return live
 
     def log(self, name: str, value: Any) -> None:
         """Log a metric.
@@ -432,25 +434,28 @@ class Run:
             JobMismatch: the workers' weights differ, which must not happen.
         """
         prepared = self._require_prepared()
-        if self._live is not None:
-            self._live.close()  # a loop that was left, and whose steps somebody still holds
+        if (live := self._newest_loop) is not None:
+            live.close()  # a loop that was left, and whose steps somebody still holds
         if self._membership.joins:
             self._membership.await_end()
         self._require_engine().require_whole()
         weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))
         self._acts.agree("set of weights", {"sha256": weights})
+        # What follows on any worker may read what the main worker wrote: if that one is lost in it, the next one does.
+        self._acts.together(partial(self._conclude, weights))
+        self._membership.finished(weights)
+        self.print(f"weights sha256 {weights}")
+        self.close()
+        return weights
+
+    def _conclude(self, weights: str, workers: Workers) -> None:
         if self._checkpoints.in_use:
             self._checkpoints.save(self._snapshot())
         self._checkpoints.close()
         if self.is_main:
             self._around.folder.journal("finished", step=self._progress.position.step, weights_sha256=weights)
             self._around.folder.write_result(self.result(weights_sha256=weights))
-        # What follows on any worker may read what the main worker wrote.
-        self._acts.together(lambda workers: workers.barrier())
-        self._membership.finished(weights)
-        self.print(f"weights sha256 {weights}")
-        self.close()
-        return weights
+        workers.barrier()
 
     def result(self, **fields: Any) -> dict[str, Any]:
         """The fields of ``result.json``, as they are now."""
@@ -476,8 +481,8 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self.close)
-        if self._live is not None and getgeneratorstate(self._live) != GEN_RUNNING:
-            self._live.close()  # it may have loader processes
+        if (live := self._newest_loop) is not None and getgeneratorstate(live) != GEN_RUNNING:
+            live.close()  # it may have loader processes
         if self._engine is not None:
             self._engine.close()
         if self._trace is not None:
@@ -570,6 +575,10 @@ class Run:
                 stacklevel=2,
             )
         self._renew(healing)
+
+    @property
+    def _newest_loop(self) -> Generator[Step, None, None] | None:
+        return None if self._live is None else self._live()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -1,11 +1,13 @@
 """A script with nearly everything: two loops, two updates per batch, a scheduler, state of its own, calls between.
 
-``FAULTS`` is a list of ``{"rank", "step", "place", "signal"}``: whoever has that rank sends itself the signal, once.
+``FAULTS`` is a list of ``{"rank", "step", "place", "signal"}``: whoever has that rank sends itself the signal, once;
+with ``"signal": "raise"`` it raises an exception. Outside of steps, ``step`` is how many there have been.
 """
 
 import json
 import os
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,9 @@ import unisono
 
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 PACE_S = float(os.environ.get("PACE_S", "0.01"))
+ASKED = int(os.environ.get("ASKED", "-1"))
+STOP_BELOW = float(os.environ.get("STOP_BELOW", "0"))
+EPOCHS = int(os.environ.get("EPOCHS", "6"))
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
@@ -40,6 +45,7 @@ class Seen:
         self.average = 0.0
 
     def state_dict(self) -> dict[str, Any]:
+        fault("capture", self.steps)
         return vars(self).copy()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -65,7 +71,19 @@ def fault(place: str, step: int) -> None:
         mark = Path(run.dir) / f"fault-{number}"
         if not mark.exists():
             mark.touch()
+            if one.get("signal") == "raise":
+                raise ValueError(f"boom in {place} of step {step}")
             os.kill(os.getpid(), getattr(signal, one.get("signal", "SIGKILL")))
+
+
+def failing_sync(fd: Any) -> None:
+    """What makes a file last; a checkpoint is written with it."""
+    if threading.current_thread().name.startswith("unisono-checkpoint"):
+        fault("write", seen.steps)
+    sync(fd)
+
+
+sync, os.fsync = os.fsync, failing_sync
 
 
 def loss_of(models: Any, batch: Any) -> torch.Tensor:
@@ -79,11 +97,12 @@ def failing(place: str, number: int, models: Any, batch: Any) -> torch.Tensor:
 
 
 def metrics(models: Any, batch: Any) -> dict[str, torch.Tensor]:
+    fault("in evaluate", seen.steps)
     return {"loss": F.cross_entropy(head(body(batch[0])), batch[1])}
 
 
 print("before", run.evaluate(data, metrics))
-for step in run.steps(data, epochs=int(os.environ.get("EPOCHS", "6"))):
+for step in run.steps(data, epochs=EPOCHS):
     fault("begin", step.number)
     loss = step.run(partial(failing, "first", step.number), optimizer=optimizers[0], clip_norm=1.0)
     fault("between", step.number)
@@ -101,12 +120,21 @@ for step in run.steps(data, epochs=int(os.environ.get("EPOCHS", "6"))):
         fault("predict", step.number)
         outputs = run.predict(data, lambda models, batch: head(body(batch[0])))
         run.print(f"epoch {step.epoch}: {found['loss']} {total} {float(outputs.sum())} on {run.world_size}")
-        if step.epoch >= 40:
+        if found["loss"] < STOP_BELOW:
             break
+    if step.number == ASKED:
+        run.checkpoint()
 middle = run.evaluate(data, metrics)
 for step in run.steps(data, epochs=1, shuffle=False):
     fault("begin", step.number)
     step.run(loss_of)
-seen.steps += int(1000 * middle["loss"])
+    seen.steps += 1
+seen.average += middle["loss"]
+print("between", run.evaluate(data, metrics))
+for step in run.steps(data, epochs=1):
+    fault("begin", step.number)
+    step.run(loss_of, optimizer=optimizers[0])
+    seen.steps += 1
+    fault("after", step.number)
 print("after", run.evaluate(data, metrics), seen.steps, seen.average, schedulers[0].get_last_lr())
 run.finish()

@@ -1,0 +1,151 @@
+"""What it costs to be elastic while nobody comes or goes: an elastic job beside one whose workers stay the same."""
+
+import random
+import signal
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import psutil
+
+from benchmarks.elastic_job import PROGRAM, Job, running
+from benchmarks.figures import times_as_long
+from benchmarks.noise import NoiseMeter
+from benchmarks.report import Grid, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KINDS = {"fixed": (), "elastic": ("--max-restarts", "3")}
+WARM_UP_STEPS = 20
+SETTLING = 2
+"""Steps that are not counted after a job was woken."""
+
+FIRST_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the benchmark is run.
+
+    Attributes:
+        model: a name in ``WORKLOADS``.
+        workers: of each job.
+        step_ms: how long a step is to take, about; decides the batch.
+        rounds: fresh jobs of both kinds.
+        turns: of each job, in each round.
+        turn_s: seconds of a turn.
+        seed: of who comes first.
+    """
+
+    model: str = "narrow"
+    workers: int = 2
+    step_ms: float = 50.0
+    rounds: int = 5
+    turns: int = 20
+    turn_s: float = 1.5
+    seed: int = 0
+
+
+def run(choice: Choice) -> Report:
+    """Both jobs are there at once, and one of them sleeps."""
+    meter, order = NoiseMeter(), random.Random(choice.seed)  # noqa: S311  the order is to be repeatable
+    batch = batch_for(choice)
+    found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+    for _ in range(choice.rounds):
+        meter.calibrate()
+        for kind, seconds in one_round(choice, batch, order).items():
+            found[kind].append(seconds)
+    return Report(
+        name="elastic",
+        settings=asdict(choice) | {"batch": batch},
+        noise=meter.read(),
+        grids=[grid(choice, batch, found)],
+        figures={"seconds": found},
+    )
+
+
+def batch_for(choice: Choice) -> int:
+    """The batch with which a step takes about as long as it is to take: as many times the first one."""
+    with starting(choice, "fixed", FIRST_BATCH) as job:
+        await_steps(job, WARM_UP_STEPS)
+        took = slowest_median(job, 0.0, time.time())
+    whole = 2 * choice.workers
+    return max(whole, round(FIRST_BATCH * choice.step_ms / 1000 / took / whole) * whole)
+
+
+def one_round(choice: Choice, batch: int, order: random.Random) -> dict[str, list[float]]:
+    """Fresh jobs; a step's seconds in each turn."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    with ExitStack() as stack:
+        jobs: dict[str, Job] = {}
+        for kind in order.sample(list(KINDS), len(KINDS)):
+            jobs[kind] = stack.enter_context(starting(choice, kind, batch))
+            await_steps(jobs[kind], WARM_UP_STEPS)
+            stack.callback(send, jobs[kind], signal.SIGCONT)  # before it is ended
+            send(jobs[kind], signal.SIGSTOP)
+        for _ in range(choice.turns):
+            for kind in order.sample(list(KINDS), len(KINDS)):
+                send(jobs[kind], signal.SIGCONT)
+                begin = time.time()
+                time.sleep(choice.turn_s)
+                send(jobs[kind], signal.SIGSTOP)
+                seconds[kind].append(slowest_median(jobs[kind], begin, time.time()))
+    return seconds
+
+
+@contextmanager
+def starting(choice: Choice, kind: str, batch: int) -> "Iterator[Job]":
+    """A job of this kind."""
+    script = [*PROGRAM, choice.model, str(2 * choice.workers), "sgd", str(batch)]
+    with running(["-n", str(choice.workers), *KINDS[kind]], script) as job:
+        job.until(lambda: len(names(job)) == choice.workers, "all workers train")
+        yield job
+
+
+def send(job: Job, number: signal.Signals) -> None:
+    """Have all processes of a job stop, or go on."""
+    assert job.launcher is not None
+    launcher = psutil.Process(job.launcher.pid)
+    for one in [launcher, *launcher.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            one.send_signal(number)
+
+
+def await_steps(job: Job, steps: int) -> None:
+    """Wait for so many."""
+    job.until(lambda: all(len(job.commits(name)) >= steps for name in names(job)), f"{steps} steps")
+
+
+def names(job: Job) -> list[str]:
+    """Of the workers."""
+    return [path.stem.removeprefix("commits-") for path in job.folder.glob("commits-*.txt")]
+
+
+def slowest_median(job: Job, begin: float, end: float) -> float:
+    """A step's seconds in a time, of the worker for which it took longest."""
+    return max(median_step([at for _, at in job.commits(name)], begin, end) for name in names(job))
+
+
+def median_step(times: Sequence[float], begin: float, end: float) -> float:
+    """A step's seconds in a time, without those in which the job had just been woken."""
+    inside = [at for at in times if begin <= at <= end][SETTLING:]
+    return statistics.median(after - before for before, after in pairwise(inside))
+
+
+def grid(choice: Choice, batch: int, found: dict[str, list[list[float]]]) -> Grid:
+    """For the screen."""
+    middle = {kind: statistics.median(each for turns in runs for each in turns) for kind, runs in found.items()}
+    ratio = times_as_long(found["elastic"], found["fixed"])
+    row = (choice.model, str(batch), *(f"{1000 * middle[kind]:.1f} ms" for kind in KINDS), f"{ratio:.4f}")
+    return Grid(
+        f"a step of {choice.workers} workers; the two kinds in turns of {choice.turn_s:g} s, {choice.turns} in each of "
+        f"{choice.rounds} rounds",
+        ("", "batch", *KINDS, "elastic / fixed"),
+        [row],
+        ("Ratio: the median over turns side by side, with the interval of drawing rounds again.",),
+    )

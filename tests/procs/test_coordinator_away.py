@@ -1,0 +1,66 @@
+"""The coordinator is gone for seconds, however often it is started again: training goes on."""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from training import Training
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+
+AWAY_S = 5.0
+
+
+def keep_away(training: Training, seconds: float) -> int:
+    """Kill each coordinator as soon as it is there, for so long; returns how many."""
+    killed: set[int] = set()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with suppress(FileNotFoundError, ValueError, ProcessLookupError):
+            if (pid := training.coordinator) not in killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        assert training.process.poll() is None, training.output.read_text()
+        time.sleep(0.01)
+    return len(killed)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_no_step_is_lost_while_the_coordinator_is_away(
+    workers: int, serial: Training, started: list[Training], tmp_path: Path
+) -> None:
+    started.append(Training(tmp_path / "run", "-n", f"{workers}", "--max-restarts", "2", PACE_S="0.04"))
+    training = started[0]
+    training.until_step(2)
+    before = len(training.steps)
+    assert keep_away(training, AWAY_S) > 1
+    assert len(training.steps) > before
+    assert training.end() == serial.end()
+    assert training.steps == serial.steps
+    assert training.said == serial.said
+    assert training.journal("coordinator restarted")
+    assert not training.journal("lost")
+
+
+def test_a_worker_that_is_lost_meanwhile_is_waited_for_until_the_coordinator_is_back(
+    serial: Training, started: list[Training], tmp_path: Path
+) -> None:
+    started.append(Training(tmp_path / "run", "-n", "3", "--max-restarts", "2", PACE_S="0.04"))
+    training = started[0]
+    training.until_step(2)
+    victim = training.pid_of("w2")
+    os.kill(training.coordinator, signal.SIGKILL)
+    os.kill(victim, signal.SIGKILL)
+    reached = max(training.steps)
+    keep_away(training, AWAY_S)
+    assert max(training.steps) <= reached + 1  # they wait: who goes on, and from where, is decided by one alone
+    begun = time.monotonic()
+    training.until("lost", worker="w2")
+    training.until_step(reached + 3)
+    assert time.monotonic() - begun < 30
+    assert training.end() == serial.end()
+    assert training.steps == serial.steps

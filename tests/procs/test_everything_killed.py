@@ -1,0 +1,56 @@
+"""Everything is killed at once, and started again with other workers: nothing is lost but the newest steps."""
+
+from pathlib import Path
+
+import pytest
+
+from training import Training
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+
+EVERY = 4
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 5), (5, 1)])
+def test_a_job_whose_machine_went_down_goes_on_from_its_newest_checkpoint(
+    before: int, after: int, serial: Training, started: list[Training], tmp_path: Path
+) -> None:
+    options = ("--max-restarts", "1", "--checkpoint-every", f"{EVERY}")
+    started.append(Training(tmp_path / "run", "-n", f"{before}", *options, PACE_S="0.03"))
+    started[0].until("checkpoint", step=2 * EVERY)
+    started[0].until_step(2 * EVERY + 1)
+    started[0].kill_everything()
+    kept = max(line["step"] for line in started[0].journal("checkpoint"))
+    done = len(started[0].steps)
+    started.append(Training(tmp_path / "run", "-n", f"{after}", *options))
+    assert started[1].end() == serial.end()
+    (resumed,) = started[1].journal("resumed")
+    assert resumed["world_size"] == after
+    assert kept <= resumed["step"] <= done
+    assert done - resumed["step"] <= EVERY  # what is computed again
+    assert started[1].steps == serial.steps
+    assert started[1].said[-1] == serial.said[-1]
+
+
+def test_everything_killed_before_the_first_checkpoint_begins_anew(
+    serial: Training, started: list[Training], tmp_path: Path
+) -> None:
+    started.append(Training(tmp_path / "run", "-n", "2", "--max-restarts", "1", PACE_S="0.03"))
+    started[0].until_step(3)
+    started[0].kill_everything()
+    started.append(Training(tmp_path / "run", "-n", "3", "--max-restarts", "1"))
+    assert started[1].end() == serial.end()
+    assert started[1].steps == serial.steps
+
+
+def test_a_job_survives_that_everything_is_killed_again_and_again(
+    serial: Training, started: list[Training], tmp_path: Path
+) -> None:
+    for workers, step in ((2, 6), (3, 13), (1, 21)):
+        options = ("-n", f"{workers}", "--max-restarts", "1", "--checkpoint-every", "2")
+        started.append(Training(tmp_path / "run", *options, PACE_S="0.02"))
+        started[-1].until_step(step)
+        started[-1].kill_everything()
+    started.append(Training(tmp_path / "run", "-n", "2", "--max-restarts", "1"))
+    assert started[-1].end() == serial.end()
+    assert started[-1].steps == serial.steps

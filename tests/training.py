@@ -1,0 +1,103 @@
+"""A job that trains a script with nearly everything, for the tests that disturb it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SCRIPT = Path(__file__).parent / "procs" / "scripts" / "elastic_training.py"
+PATIENCE_S = 90.0
+
+
+class Training:
+    """A job that trains in a folder of its own."""
+
+    def __init__(self, folder: Path, *options: str, faults: Sequence[Mapping[str, Any]] = (), **settings: str) -> None:
+        self.run_dir = folder
+        self.output = folder.with_suffix(".txt")
+        environment = {**os.environ, "FAULTS": json.dumps(list(faults)), **settings}
+        command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(folder), str(SCRIPT)]
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+    def end(self) -> str:
+        """Wait for the end; returns the digest of the weights."""
+        code = self.process.wait(PATIENCE_S)
+        assert code == 0, self.output.read_text()
+        result = json.loads((self.run_dir / "result.json").read_text())
+        return str(result["weights_sha256"])
+
+    def ask(self, *words: str) -> None:
+        command = [sys.executable, "-m", "unisono", *words, "--run-dir", str(self.run_dir)]
+        subprocess.run(command, check=True, timeout=PATIENCE_S, stdout=subprocess.DEVNULL)
+
+    def until(self, event: str, **fields: Any) -> None:
+        """Wait until the journal has an event with these fields."""
+        self.until_so(lambda: any(fields.items() <= one.items() for one in self.journal(event)), f"{event} {fields}")
+
+    def until_step(self, step: int) -> None:
+        """Wait until it is committed."""
+        self.until_so(lambda: step in self.steps, f"step {step}")
+
+    def until_so(self, is_so: Callable[[], bool], words: str) -> None:
+        """Wait."""
+        begun = time.monotonic()
+        while not is_so():
+            assert time.monotonic() - begun < PATIENCE_S, f"{words} did not come:\n{self.output.read_text()}"
+            assert self.process.poll() is None or is_so(), f"it ended before {words}:\n{self.output.read_text()}"
+            time.sleep(0.01)
+
+    def journal(self, event: str) -> list[dict[str, Any]]:
+        return [one for one in whole_lines(self.run_dir / "journal.jsonl") if one["event"] == event]
+
+    @property
+    def coordinator(self) -> int:
+        """Its process id."""
+        return int(json.loads((self.run_dir / "coordinator.json").read_text())["pid"])
+
+    def pid_of(self, worker: str) -> int:
+        """A worker's process id."""
+        command = [sys.executable, "-m", "unisono", "status", "--json", "--run-dir", str(self.run_dir)]
+        found = json.loads(subprocess.run(command, check=True, timeout=PATIENCE_S, stdout=subprocess.PIPE).stdout)
+        return int(next(one["pid"] for one in found["members"] if one["id"] == worker))
+
+    def kill_everything(self) -> None:
+        """The launcher, its workers, the template, the coordinator, the guard: at once."""
+        launcher = psutil.Process(self.process.pid)
+        family = [launcher, *launcher.children(recursive=True)]
+        for one in family:
+            one.send_signal(signal.SIGSTOP)  # so that none of them sees another one's end
+        for one in family:
+            one.kill()
+        psutil.wait_procs(family[1:], timeout=PATIENCE_S)
+        self.process.wait(PATIENCE_S)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that ``metrics.jsonl`` has lines of."""
+        return [line["step"] for line in whole_lines(self.run_dir / "metrics.jsonl") if "loss" in line]
+
+    @property
+    def said(self) -> list[str]:
+        """What the script printed on the main worker at the end of each epoch, and at its end."""
+        lines = re.findall(r"(?:epoch \d+: .*|after .*)", self.output.read_text())
+        return sorted({re.sub(r" on \d+$", "", line) for line in lines})
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file that somebody may be writing just now."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
