@@ -8,8 +8,7 @@ import platform
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from pathlib import Path
@@ -20,20 +19,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import Snapshot
 from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.data.streams import seed_generators
-from unisono.errors import DataError, JobError, JobMismatch, ModelError, UnisonoWarning
+from unisono.errors import DataError, JobError, ModelError, UnisonoWarning
 from unisono.job import SAMPLES_PER_SHARD, Job
 from unisono.plan.batches import Batches
 from unisono.plan.streams import Stream, stream_seed
-from unisono.train.acts import Acts
-from unisono.train.checkpoints import Checkpoints, require_same_job, shared_snapshot
+from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.control import Flags, StepReport
 from unisono.train.device import to_device
-from unisono.train.digest import checksum, digest_tensors
-from unisono.train.engine import Call, Clip, Execution, LossFunction, StepEngine
+from unisono.train.digest import digest_tensors
+from unisono.train.engine import Call, Clip, LossFunction, StepEngine
 from unisono.train.evaluation import Evaluation, Metrics, Predict
 from unisono.train.feed import feed
 from unisono.train.loop import Hooks, Loop
@@ -43,15 +40,15 @@ from unisono.train.observers import Callback, Event, Observers
 from unisono.train.pace import Pace
 from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory, tensors_by_name
 from unisono.train.recorder import Recorder
-from unisono.train.registered import Registered
 from unisono.train.sample_log import SampleLog
-from unisono.train.settings import Settings
 from unisono.train.sharing import share_weights
-from unisono.train.signals import PREEMPTED, LeaveRequest
-from unisono.train.state import Progress, Reading, capture, restore_models, restore_optimizers, restore_update
+from unisono.train.signals import PREEMPTED
+from unisono.train.state import Progress, Reading
 from unisono.train.step import Step
 from unisono.train.supply import Load
+from unisono.train.surroundings import Surroundings
 from unisono.train.trace import Trace
+from unisono.train.trained import Trained
 from unisono.train.workers import Operation, Workers
 
 RESERVED = frozenset(
@@ -59,55 +56,8 @@ RESERVED = frozenset(
 )
 """What every line of ``metrics.jsonl`` has."""
 
-VERIFY_EVERY = 100
-
 M = TypeVar("M")
 O = TypeVar("O")  # noqa: E741
-
-
-@dataclass(frozen=True, slots=True)
-class Care:
-    """How workers look after each other. It decides no bit.
-
-    Attributes:
-        failure_timeout_s: how long one may be silent.
-        verify_every: steps between comparisons of their weights; None for never.
-        balances: whether shards are split by speed.
-
-    Raises:
-        JobError: a value is out of range.
-    """
-
-    failure_timeout_s: float
-    verify_every: int | None
-    balances: bool
-
-    @classmethod
-    def of(cls, failure_timeout_s: float, verify_every: int | None, balance: str) -> Care:
-        """From what the user says; 0 steps for never, None for as often as it costs next to nothing."""
-        if not failure_timeout_s > 0:
-            raise JobError(f"failure_timeout_s={failure_timeout_s!r}: needs to be positive")
-        verify_every = VERIFY_EVERY if verify_every is None else verify_every
-        if verify_every < 0:
-            raise JobError(f"verify_every={verify_every!r}: use a number of steps, or 0 for never")
-        if balance not in ("even", "speed"):
-            raise JobError(f"balance={balance!r}: use 'even' or 'speed'")
-        return cls(failure_timeout_s, verify_every or None, balance == "speed")
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What a run is given when it starts; what it opened is closed with it."""
-
-    settings: Settings
-    folder: RunFolder
-    fingerprint: dict[str, Any]
-    acts: Acts
-    leave: LeaveRequest
-    allow_job_change: bool
-    execution: Execution
-    care: Care
-    opened: ExitStack
 
 
 class Run:
@@ -129,12 +79,9 @@ class Run:
         self._trace = Trace.open(around.settings.trace, self.rank)
         self._samples = self._open_samples(around)
         self._observers = Observers()
-        self._prepared: Prepared | None = None
+        self._trained = Trained({"job": job.model_dump(mode="json"), "fingerprint": around.fingerprint})
         self._engine: StepEngine | None = None
-        self._progress = Progress()
         self._loops = 0
-        self._registered = Registered()
-        self._restored: Snapshot | None = None
         self._step_line: dict[str, Any] = {}
         self._live: weakref.ref[Generator[Step, None, None]] | None = None
         self._step: Step | None = None
@@ -228,12 +175,12 @@ class Run:
         if self.job.deterministic:
             refuse_unset_memory(prepared.optimizers)
         self._acts.agree("model", prepared.layout())
-        is_first, self._prepared = self._prepared is None, prepared
+        is_first, self._trained.prepared = self._trained.prepared is None, prepared
         self._acts.together(partial(self._set_weights, prepared, resumes=is_first), changes_state=True)
         self._make_engine()
         self._warn_of_small_batch_norm(prepared)
         if self._trace is not None:
-            self._trace.step(self._progress.position.step, prepared.tensors())
+            self._trace.step(self._trained.progress.position.step, prepared.tensors())
         return model, optimizer
 
     def register(self, name: str, thing: Any) -> Any:
@@ -249,7 +196,7 @@ class Run:
         Raises:
             JobError: the name is taken, or the object lacks one of the two methods.
         """
-        self._registered.add(name, thing)
+        self._trained.registered.add(name, thing)
         return thing
 
     # -- training --------------------------------------------------------------------------------------------
@@ -326,7 +273,7 @@ class Run:
             return
         number = float(value)
         if self._engine is None or not self._engine.log(name, number):
-            self._recorder.write({"step": self._progress.position.step, name: number})
+            self._recorder.write({"step": self._trained.progress.position.step, name: number})
 
     # -- beside training -------------------------------------------------------------------------------------
 
@@ -453,13 +400,13 @@ class Run:
             self._checkpoints.save(self._snapshot())
         self._checkpoints.close()
         if self.is_main:
-            self._around.folder.journal("finished", step=self._progress.position.step, weights_sha256=weights)
+            self._around.folder.journal("finished", step=self._trained.progress.position.step, weights_sha256=weights)
             self._around.folder.write_result(self.result(weights_sha256=weights))
         workers.barrier()
 
     def result(self, **fields: Any) -> dict[str, Any]:
         """The fields of ``result.json``, as they are now."""
-        position = self._progress.position
+        position = self._trained.progress.position
         return {
             "weights_sha256": None,
             "steps": position.step,
@@ -590,9 +537,9 @@ class Run:
 
     def _require_prepared(self) -> Prepared:
         self._require_open()
-        if self._prepared is None:
+        if self._trained.prepared is None:
             raise ModelError("call model, optimizer = run.prepare(model, optimizer) first")
-        return self._prepared
+        return self._trained.prepared
 
     def _require_engine(self) -> StepEngine:
         self._require_prepared()
@@ -606,45 +553,40 @@ class Run:
         return SampleLog(around.folder.path, f"rank-{self.rank}" if seat is None else seat.worker)
 
     def _make_engine(self) -> None:
+        self._drop_engine()
+        prepared = self._trained.prepared
+        if not self._membership.joins and prepared is not None:
+            self._engine = StepEngine(self.job, self._workers, prepared, self.device, self._around.execution)
+
+    def _drop_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-        if not self._membership.joins and self._prepared is not None:
-            self._engine = StepEngine(self.job, self._workers, self._prepared, self.device, self._around.execution)
 
     def _set_weights(self, prepared: Prepared, workers: Workers, *, resumes: bool) -> None:
         share_weights(workers, prepared)
         if resumes:
-            self._restore_models(prepared)
+            self._restore_models()
 
-    def _restore_models(self, prepared: Prepared) -> None:
-        self._restored = self._checkpoints.newest(self._workers)
-        if self._restored is None:
+    def _restore_models(self) -> None:
+        found = self._checkpoints.newest(self._workers)
+        if found is None:
             if self.is_main:  # what an earlier try in this folder measured is measured again
                 self._around.folder.metrics.truncate_after(-1)
             return
-        theirs = self._restored.state["about"]["fingerprint"]
-        where = f"the checkpoint of step {self._restored.step} in {self.dir}"
+        where = f"the checkpoint of step {found.step} in {self.dir}"
+        theirs = found.state["about"]["fingerprint"]
         require_same_job(self._around.fingerprint, theirs, where, allow=self._around.allow_job_change)
-        self._resume_from(prepared, self._restored)
+        self._trained.resume_from(found)
+        step = self._trained.progress.position.step
         if self.is_main:
-            step = self._progress.position.step
             self._around.folder.metrics.truncate_after(step - 1)
             self._around.folder.journal("resumed", step=step, world_size=self.world_size)
-        self.print(f"unisono: resumes after step {self._progress.position.step} from {self.dir}")
+        self.print(f"unisono: resumes after step {step} from {self.dir}")
 
     def _settle(self) -> None:
-        """Restore what a checkpoint holds besides the models, now that the script has made everything.
-
-        A scheduler sets its optimizer's learning rate when it is made, so optimizers come last.
-        """
-        if self._restored is None:
-            return
-        snapshot, self._restored = self._restored, None
-        prepared = self._require_prepared()
-        self._registered.restore(snapshot)
-        restore_optimizers(prepared, snapshot)
-        self._warn_of_unregistered_scheduler()
+        if self._trained.settle():
+            self._warn_of_unregistered_scheduler()
 
     def _warn_of_small_batch_norm(self, prepared: Prepared) -> None:
         per_shard = self.job.batch_size // self.job.shards
@@ -660,7 +602,7 @@ class Run:
     def _warn_of_unregistered_scheduler(self) -> None:
         prepared = self._require_prepared()
         scheduled = any("initial_lr" in group for one in prepared.optimizers for group in one.param_groups)
-        if self.is_main and scheduled and not self._registered and not self._warned_of_scheduler:
+        if self.is_main and scheduled and not self._trained.registered and not self._warned_of_scheduler:
             self._warned_of_scheduler = True
             warnings.warn(
                 "a learning-rate scheduler is in use, but not part of the checkpoints: a run that resumes would start "
@@ -710,7 +652,7 @@ class Run:
         if not self._acts.enter(number):
             return
         try:
-            yield from loop.steps(self._progress, load, hooks)
+            yield from loop.steps(self._trained.progress, load, hooks)
         except GeneratorExit:  # a break; or the end of a run that is closed in the middle of the loop
             if hooks.is_whole():
                 self._acts.leave(number)
@@ -718,7 +660,7 @@ class Run:
         self._acts.leave(number)
 
     def _move(self, progress: Progress) -> None:
-        self._progress = progress
+        self._trained.progress = progress
 
     def _begin(self, step: Step) -> None:
         self._settle()
@@ -732,7 +674,7 @@ class Run:
         step, self._step = self._step, None
         if after is None or step is None:
             return
-        self._progress = after
+        self._trained.progress = after
         self._acts.step = after.position.step
         if "loss" in self._step_line:
             self._recorder.step_ends(self._step_line, step.size)
@@ -767,39 +709,14 @@ class Run:
 
     def _renew(self, arrival: Arrival | None) -> None:
         """Make the engine anew, after giving the state to those who lack it, if any do. Collective."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-        if self._prepared is not None and arrival is not None:
-            self._catch_up(self._prepared, arrival)
+        self._drop_engine()
+        if self._trained.prepared is not None and arrival is not None:
+            self._trained.hand_over(self._workers, arrival)
         self._membership.joins = False
         self._make_engine()
 
-    def _catch_up(self, prepared: Prepared, arrival: Arrival) -> None:
-        rank, gives = self._workers.rank, self._workers.rank == arrival.source
-        # What a checkpoint held and the script has not yet asked for is handed on as it is.
-        pending = self._workers.broadcast(self._restored is not None, arrival.source)
-        mine = (self._restored or self._captured(prepared)) if gives else None
-        snapshot = shared_snapshot(mine, self._workers, arrival.source)
-        assert snapshot is not None
-        if rank in arrival.joiners or (pending and rank in arrival.behind):
-            self._resume_from(prepared, snapshot)
-        elif rank in arrival.behind:
-            restore_update(prepared, snapshot)
-        theirs = self._workers.broadcast(checksum(prepared.tensors()) if gives else None, arrival.source)
-        if rank in arrival.behind and checksum(prepared.tensors()) != theirs:
-            raise JobMismatch(
-                f"rank {rank} has other weights than rank {arrival.source}, from which it was given them: a fault of "
-                f"this host's memory, or of Unisono's. This worker ends; the others go on"
-            )
-
-    def _resume_from(self, prepared: Prepared, snapshot: Snapshot) -> None:
-        restore_models(prepared, snapshot)
-        self._restored = snapshot
-        self._progress = Progress.from_tree(snapshot.state["progress"])
-
     def _depart(self) -> NoReturn:
-        step = self._progress.position.step
+        step = self._trained.progress.position.step
         written = self._checkpoints.save(self._snapshot(), wait=True)
         if self.is_main:
             self._around.folder.journal("preempted", step=step)
@@ -819,20 +736,15 @@ class Run:
         raise SystemExit(PREEMPTED)
 
     def _checkpoint_if_due(self) -> None:
-        if self._checkpoints.due(self._progress.position.step):
+        if self._checkpoints.due(self._trained.progress.position.step):
             self._checkpoints.save(self._snapshot())
 
     def _snapshot(self) -> Snapshot:
         self._settle()
         self._warn_of_unregistered_scheduler()
-        prepared = self._require_prepared()
         if self._engine is not None:
             self._engine.require_whole()
-        return self._captured(prepared)
-
-    def _captured(self, prepared: Prepared) -> Snapshot:
-        about = {"job": self.job.model_dump(mode="json"), "fingerprint": self._around.fingerprint}
-        return capture(prepared, self._progress, self._registered, about)
+        return self._trained.capture()
 
     def _note(self, optimizers: Sequence[Optimizer], loss: float, metrics: Mapping[str, float]) -> None:
         line, seconds = self._step_line, self._seconds
@@ -849,7 +761,7 @@ class Run:
     ) -> Callable[[Workers], Evaluation]:
         prepared = self._require_prepared()
         self._acts.agree("data set", {"number of samples": check_dataset(dataset)})
-        step = self._progress.position.step
+        step = self._trained.progress.position.step
         size = batch_size or -(-self.job.batch_size // self.job.shards)
         source = ShardSource(dataset, self.job.seed, collate)
         return lambda workers: Evaluation(self.job, workers, prepared, self.device, source, size, step)

@@ -34,9 +34,10 @@ from unisono.train.meeting import FixedMeeting, Meeting
 from unisono.train.membership import Fixed, Membership
 from unisono.train.numerics import apply_numerics, fingerprint, script_digest
 from unisono.train.plugins import load_plugins
-from unisono.train.run import Care, Run, Surroundings
+from unisono.train.run import Run
 from unisono.train.settings import Settings
 from unisono.train.signals import LeaveRequest
+from unisono.train.surroundings import Care, Surroundings
 from unisono.train.workers import Workers
 
 G = TypeVar("G")
@@ -144,8 +145,7 @@ def init(
         acts = Acts(membership)
         marks = fingerprint(job, chosen)
         acts.agree("job or machine", marks | {"script": script_digest()})
-        shared = acts.together(partial(_open_folder, wanted, job, allow))
-        folder = RunFolder(shared) if wanted is None or not membership.is_elastic else _own(wanted, shared, job, allow)
+        folder = _agreed_folder(acts, membership, wanted, job, allow)
         opened.callback(folder.close)
         open_store = partial(CheckpointStore, folder.checkpoints, keep=keep, on_event=folder.journal)
         checkpoints = opened.enter_context(closing(Checkpoints(open_store, every=every)))
@@ -237,6 +237,11 @@ def _open_folder(wanted: str | Path | None, job: Job, allow: bool, workers: Work
     folder.write_job(ours)
     folder.close()
     return str(workers.broadcast(str(folder.path)))
+
+
+def _agreed_folder(acts: Acts, membership: Membership, wanted: Path | None, job: Job, allow: bool) -> RunFolder:
+    shared = acts.together(partial(_open_folder, wanted, job, allow))
+    return RunFolder(shared) if wanted is None or not membership.is_elastic else _own(wanted, shared, job, allow)
 
 
 def _own(wanted: Path, shared: str, job: Job, allow: bool) -> RunFolder:

@@ -1,0 +1,73 @@
+"""What a run is given when it starts."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.errors import JobError
+from unisono.train.acts import Acts
+from unisono.train.engine import Execution
+from unisono.train.settings import Settings
+from unisono.train.signals import LeaveRequest
+
+VERIFY_EVERY = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Care:
+    """How workers look after each other. It decides no bit.
+
+    Attributes:
+        failure_timeout_s: how long one may be silent.
+        verify_every: steps between comparisons of their weights; None for never.
+        balances: whether shards are split by speed.
+
+    Raises:
+        JobError: a value is out of range.
+    """
+
+    failure_timeout_s: float
+    verify_every: int | None
+    balances: bool
+
+    @classmethod
+    def of(cls, failure_timeout_s: float, verify_every: int | None, balance: str) -> Care:
+        """From what the user says; 0 steps for never, None for as often as it costs next to nothing."""
+        if not failure_timeout_s > 0:
+            raise JobError(f"failure_timeout_s={failure_timeout_s!r}: needs to be positive")
+        verify_every = VERIFY_EVERY if verify_every is None else verify_every
+        if verify_every < 0:
+            raise JobError(f"verify_every={verify_every!r}: use a number of steps, or 0 for never")
+        if balance not in ("even", "speed"):
+            raise JobError(f"balance={balance!r}: use 'even' or 'speed'")
+        return cls(failure_timeout_s, verify_every or None, balance == "speed")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Settings, and what was opened with them; that is closed with the run.
+
+    Attributes:
+        settings: from the environment.
+        folder: of the run.
+        fingerprint: of the job and the machine.
+        acts: the collective calls.
+        leave: whether this worker was asked to leave.
+        allow_job_change: resume although settings differ.
+        execution: how steps are carried out.
+        care: how workers look after each other.
+        opened: all that is to be closed.
+    """
+
+    settings: Settings
+    folder: RunFolder
+    fingerprint: dict[str, Any]
+    acts: Acts
+    leave: LeaveRequest
+    allow_job_change: bool
+    execution: Execution
+    care: Care
+    opened: ExitStack
