@@ -475,6 +475,22 @@ def test_a_member_whose_connection_stays_away_is_lost() -> None:
     assert job.heard(Lost) == ["w1"]
 
 
+def test_a_broken_connection_is_no_sign_of_life() -> None:
+    job = training(2).wait(0.0)
+    for _ in range(4):  # silent for 8 s, then its connection is found to be dead
+        job.hear("w1", Progress(acts=1, step=1)).wait(2.0)
+    job.happen(Disconnected(worker="w2")).hear("w1", Progress(acts=1, step=1))
+    assert job.wait(4.9).heard(Lost) == []
+    assert job.hear("w1", Progress(acts=1, step=1)).wait(0.2).heard(Lost) == ["w1"]
+
+
+def test_an_agent_whose_connection_is_dead_has_half_the_time_to_come_back() -> None:
+    job = training(1).enlist(1, "b").wait(60.0)
+    job.happen(Disconnected(agent="b"))
+    assert "b" in job.hear("w1", Progress(acts=1, step=1)).wait(4.9).state.agents
+    assert "b" not in job.hear("w1", Progress(acts=1, step=1)).wait(0.2).state.agents
+
+
 def test_what_is_said_twice_counts_once() -> None:
     job = training(2).arrive("w1", "w2")
     assert job.state.generation == 2

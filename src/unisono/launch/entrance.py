@@ -93,14 +93,14 @@ class Entrance:
         return socket.getfqdn()
 
     def secured(self, run_dir: Path, name: str) -> Certificate | None:
-        """What the coordinator shows to those who connect; None for one that only this host can reach.
+        """What the coordinator shows to those who connect; None where it is not needed: only this host can reach it.
 
         Raises:
             JobError: there is no certificate, and none can be made.
         """
+        if self.certificate is not None:
+            share(self.certificate, run_dir)
+            return self.certificate
         if self.is_local:
             return None
-        if self.certificate is None:
-            return make_certificate(run_dir, dict.fromkeys((name, socket.gethostname())))
-        share(self.certificate, run_dir)
-        return self.certificate
+        return make_certificate(run_dir, dict.fromkeys((name, socket.gethostname())))

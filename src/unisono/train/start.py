@@ -145,7 +145,7 @@ def init(
         acts = Acts(membership)
         marks = fingerprint(job, chosen)
         acts.agree("job or machine", marks | {"script": script_digest()})
-        folder = _agreed_folder(acts, membership, wanted, job, allow)
+        folder = _own_folder(acts.together(partial(_open_folder, wanted, job, allow)), wanted, membership, job, allow)
         opened.callback(folder.close)
         open_store = partial(CheckpointStore, folder.checkpoints, keep=keep, on_event=folder.journal)
         checkpoints = opened.enter_context(closing(Checkpoints(open_store, every=every)))
@@ -239,13 +239,10 @@ def _open_folder(wanted: str | Path | None, job: Job, allow: bool, workers: Work
     return str(workers.broadcast(str(folder.path)))
 
 
-def _agreed_folder(acts: Acts, membership: Membership, wanted: Path | None, job: Job, allow: bool) -> RunFolder:
-    shared = acts.together(partial(_open_folder, wanted, job, allow))
-    return RunFolder(shared) if wanted is None or not membership.is_elastic else _own(wanted, shared, job, allow)
-
-
-def _own(wanted: Path, shared: str, job: Job, allow: bool) -> RunFolder:
-    """This host's run folder. The others' is another one, without a file system that they share."""
+def _own_folder(shared: str, wanted: Path | None, membership: Membership, job: Job, allow: bool) -> RunFolder:
+    """This host's run folder. The others' may be another one: hosts of an elastic job need to share no files."""
+    if wanted is None or not membership.is_elastic:
+        return RunFolder(shared)
     folder = RunFolder(wanted)
     if str(folder.path) != shared:  # the main worker may be one of this host some time
         ours, theirs = job.model_dump(mode="json"), folder.read_job()

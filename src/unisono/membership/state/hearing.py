@@ -293,9 +293,15 @@ def _stop(change: Change) -> None:
 
 def _disconnected(change: Change, worker: str | None, agent: str | None) -> None:
     if worker is not None and (known := change.state.workers.get(worker)) is not None:
-        change.put(known, signs=replace(known.signs, connected=False, at=change.now))
+        change.put(known, signs=_cut_off(change, known.signs))
     if agent is not None and (host := change.state.agents.get(agent)) is not None:
-        change.put_agent(host, signs=replace(host.signs, connected=False, at=change.now))
+        change.put_agent(host, signs=_cut_off(change, host.signs))
+
+
+def _cut_off(change: Change, signs: Signs) -> Signs:
+    """Without a connection, which is no sign of life: whoever was silent for long has half the time left."""
+    half = change.state.settings.failure_timeout_s / 2
+    return replace(signs, connected=False, at=max(signs.at, change.now - half))
 
 
 def _restart(change: Change) -> None:
