@@ -214,6 +214,17 @@ def test_a_rehearsal_without_a_script_says_how_to_name_one(
         unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run")
 
 
+def test_a_fault_that_needs_an_elastic_job_is_refused_elsewhere(
+    tmp_path: Path, one_worker: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.toml"
+    script.write_text(Faults().kill(rank=0, at_step=2).join(at_step=3).to_toml())
+    monkeypatch.setenv("UNISONO_PLUGINS", PLUGIN)
+    monkeypatch.setenv("UNISONO_FAULTS", os.fspath(script))
+    with pytest.raises(JobError, match=r"fault 2 \(join\) needs an elastic job: unisono run -n A:B"):
+        unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.errors import JobError
-from unisono.testing.fault import Fault, Join, KillCoordinator, Resize, Slow
+from unisono.testing.fault import Fault, Join, KillCoordinator, Partition, Resize, Slow
 from unisono.testing.faults import Faults
 from unisono.testing.strike import strike
 
@@ -28,12 +28,15 @@ def begin(run: Run) -> None:
     """Listen to a run, and strike it.
 
     Raises:
-        JobError: there is no script, or it makes no sense.
+        JobError: there is no script, or it makes no sense, or not for a job whose workers stay the same.
     """
     path = os.environ.get(SCRIPT)
     if not path:
         raise JobError(f"{PLUGIN} is in UNISONO_PLUGINS, and {SCRIPT} names no script: use unisono run --faults SCRIPT")
-    Rehearsal(Faults.read(Path(path))).attach(run)
+    faults = Faults.read(Path(path))
+    if not run._membership.is_elastic:
+        _require_fixed(faults)
+    Rehearsal(faults).attach(run)
 
 
 class Rehearsal:
@@ -70,6 +73,12 @@ class Rehearsal:
         for factor, end in self._slow:
             if step.number < end:
                 time.sleep((factor - 1) * step.computed_s)
+
+
+def _require_fixed(faults: Faults) -> None:
+    for number, fault in enumerate(faults.faults, 1):
+        if isinstance(fault, Join | Resize | KillCoordinator | Partition):
+            raise JobError(f"fault {number} ({fault.kind}) needs an elastic job: unisono run -n A:B, or --max-restarts")
 
 
 def _victim(fault: Fault, workers: int) -> int:
