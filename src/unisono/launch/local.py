@@ -84,13 +84,22 @@ class Launches:
         return outcome
 
     async def _run(self, settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> Outcome:
-        common, log = elastic_command(settings, folder.path, None), folder.log_of("template")
         is_warm = settings.warm_start and sys.platform == "linux"
         if self._share and is_warm and self._shared is None:
-            with suppress(ColdStart):  # then each tries for itself, and says why not
-                self._shared = await WarmStart.open(common.environment(os.environ), log)
+            self._shared = await _template_for_all(settings, folder)
         gains = is_warm and settings.workers > 1  # one worker alone would only begin later
-        return await _Crew(settings, folder, terminal, Warm(common, log if gains else None, self._shared)).run()
+        log = folder.log_of("template") if gains else None
+        warm = Warm(elastic_command(settings, folder.path, None), log, self._shared if is_warm else None)
+        return await _Crew(settings, folder, terminal, warm).run()
+
+
+async def _template_for_all(settings: LaunchSettings, folder: RunFolder) -> WarmStart | None:
+    """A template that knows of a launch only what others after it have in common with it."""
+    common = LaunchSettings(settings.script, threads=settings.threads, tuning=settings.tuning)
+    environment = elastic_command(common, folder.path, None).environment(os.environ)
+    with suppress(ColdStart):  # then each tries for itself, and says why not
+        return await WarmStart.open(environment, folder.log_of("template"))
+    return None
 
 
 @dataclass(eq=False, slots=True)
