@@ -19,7 +19,9 @@ test: $(READY)  ## the whole test suite
 	@echo "==> unit tests"
 	@$(BIN)/python -m pytest -m unit -n auto
 	@echo "==> tests with processes of their own"
-	@$(BIN)/python -m pytest -m "not unit"
+	@$(BIN)/python -m pytest -m "not unit and not alone" -n 2 --dist loadfile
+	@echo "==> tests of what is promised to happen in time"
+	@$(BIN)/python -m pytest -m alone
 
 check: $(READY)  ## format, lint, types, layers, unit tests: before every commit
 	@echo "==> format"

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]  # the first test wai
 
 ROOT = Path(__file__).parents[2]
 JOBS = Path(__file__).parent / "scripts" / "exact_jobs.py"
+LAUNCHES = Path(__file__).parent / "scripts" / "launches.py"
 WORKERS = (1, 2, 3, 5)
 FULL = 8
 """As many workers as shards."""
@@ -41,26 +44,64 @@ WHAT_TRAVELS = frozenset(
 """Jobs that differ in what goes from worker to worker. The others are tried over fewer ways and numbers of workers."""
 
 
-def launch(workers: int, *arguments: str, folder: Path, **variables: str) -> str:
-    """Run a script to its end on so many workers; returns what they printed."""
-    command = [sys.executable, "-m", "unisono", "run", "-n", str(workers), "--run-dir", str(folder), *arguments]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore::UserWarning", **variables}
-    environment.setdefault("UNISONO_SHARDS", "8")
+SHARDS = {"UNISONO_SHARDS": "8"}
+QUIET = {**os.environ, "PYTHONWARNINGS": "ignore::UserWarning"}
+
+
+class Launches:
+    """Runs scripts on workers that are forked from one process, which has torch loaded."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def __call__(self, workers: int, *command: str, folder: Path, **variables: str) -> str:
+        """Run a script to its end on so many workers; returns what they printed."""
+        asked = {"workers": workers, "command": command, "folder": str(folder), "variables": SHARDS | variables}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        assert select.select([self._process.stdout], [], [], 240)[0], f"{command} on {workers} workers does not end"
+        done = json.loads(self._process.stdout.readline())
+        assert done["code"] == 0, f"{command} on {workers} workers\n{done['out'][-3000:]}\n{done['err'][-5000:]}"
+        return str(done["out"])
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Launches]:
+    with subprocess.Popen(
+        [sys.executable, str(LAUNCHES)], env=QUIET, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield Launches(process)
+
+
+def python(*command: str, folder: Path) -> str:
+    """Run a script to its end as one worker, by itself: nothing in it is forked. Returns what it printed."""
     done = subprocess.run(
-        command, cwd=folder.parent, env=environment, check=False, capture_output=True, text=True, timeout=240
+        [sys.executable, *command],
+        env={**QUIET, **SHARDS, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "UNISONO_RUN_DIR": str(folder)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     return done.stdout
 
 
+def reports_in(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in re.findall(r"RESULT (.*)", output)]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[Any]]]:
+def results(launch: Launches, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[Any]]]:
     """For each number of workers and each job, what every worker reported."""
     found: dict[int, dict[str, list[Any]]] = {}
     for workers in (*WORKERS, FULL):
-        jobs = sorted(WHAT_TRAVELS) if workers == FULL else job_names()
-        output = launch(workers, str(JOBS), *jobs, folder=tmp_path_factory.mktemp("exact") / "run")
-        reports = [json.loads(line) for line in re.findall(r"RESULT (.*)", output)]
+        command = (str(JOBS), *(sorted(WHAT_TRAVELS) if workers == FULL else job_names()))
+        folder = tmp_path_factory.mktemp("exact") / "run"
+        output = python(*command, folder=folder) if workers == 1 else launch(workers, *command, folder=folder)
+        reports = reports_in(output)
         found[workers] = {report["job"]: [] for report in reports}
         for report in reports:
             found[workers][report["job"]].append(report)
@@ -74,22 +115,22 @@ UNEVEN = {"digits.py": "--epochs 1 --batch-size 100", "char_lm.py": "--batch-siz
 
 @pytest.mark.parametrize(("topology", "workers"), [("direct", 3), ("ring", 3), ("tree", 5), ("star", 3)])
 def test_over_a_process_group_the_bits_are_those_of_shared_memory(
-    topology: str, workers: int, results: dict[int, dict[str, list[Any]]], tmp_path: Path
+    topology: str, workers: int, launch: Launches, results: dict[int, dict[str, list[Any]]], tmp_path: Path
 ) -> None:
     whole = [name for name in job_names() if not name.endswith("_split")]  # an update is split in shared memory
     jobs = [name for name in whole if topology == "direct" or name in WHAT_TRAVELS]
     output = launch(workers, str(JOBS), *jobs, folder=tmp_path / "run", UNISONO_TOPOLOGY=topology)
-    reports = [json.loads(line) for line in re.findall(r"RESULT (.*)", output)]
+    reports = reports_in(output)
     assert len(reports) == workers * len(jobs)
     assert all(report == results[1][report["job"]][0] for report in reports)
 
 
 def test_the_topology_that_was_measured_to_be_the_fastest_changes_no_bit_and_is_in_the_journal(
-    results: dict[int, dict[str, list[Any]]], tmp_path: Path
+    launch: Launches, results: dict[int, dict[str, list[Any]]], tmp_path: Path
 ) -> None:
     job, workers = "batch_norm_dropout_tied_unused", 3
     output = launch(workers, str(JOBS), job, folder=tmp_path / "run", UNISONO_TRANSPORT="process_group")
-    reports = [json.loads(line) for line in re.findall(r"RESULT (.*)", output)]
+    reports = reports_in(output)
     assert reports == [results[1][job][0]] * workers
     journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     measured = [line for line in journal if line["event"] == "topology"]
@@ -100,7 +141,7 @@ def test_the_topology_that_was_measured_to_be_the_fastest_changes_no_bit_and_is_
 
 
 @pytest.fixture(scope="module")
-def example_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
+def example_weights(launch: Launches, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
     """For each number of workers, the weights that the examples end in."""
     script = tmp_path_factory.mktemp("script") / "examples.py"
     script.write_text(
@@ -158,7 +199,7 @@ def test_on_hosts_with_several_workers_the_bits_are_those_of_one_worker(
     ]
     outputs = [worker.communicate(timeout=240) for worker in workers]
     for out, trouble in outputs:
-        reports = [json.loads(line) for line in re.findall(r"RESULT (.*)", out)]
+        reports = reports_in(out)
         assert len(reports) == len(ON_HOSTS), trouble[-3000:]
         assert all(report == results[1][report["job"]][0] for report in reports)
 
@@ -176,7 +217,7 @@ def test_digits_and_char_lm_end_in_the_same_weights_on_any_number_of_workers(
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_cut_off_on_two_workers_goes_on_in_the_middle_of_an_epoch_on_three(
-    example: str, example_weights: dict[int, list[str]], tmp_path: Path
+    example: str, launch: Launches, example_weights: dict[int, list[str]], tmp_path: Path
 ) -> None:
     script, flags = str(ROOT / "examples" / example), EXAMPLES[example].split()
     cut = {"UNISONO_STOP_AFTER": "4", "UNISONO_CHECKPOINT_EVERY": "3"}
@@ -204,10 +245,12 @@ run.finish()
 """
 
 
-def test_a_model_with_everything_goes_on_in_the_middle_of_an_epoch_on_another_number_of_workers(tmp_path: Path) -> None:
+def test_a_model_with_everything_goes_on_in_the_middle_of_an_epoch_on_another_number_of_workers(
+    launch: Launches, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(CUT_OFF.format(folder=str(JOBS.parent)))
-    expected = weights_in(launch(1, str(script), folder=tmp_path / "serial"))
+    expected = weights_in(python(str(script), folder=tmp_path / "serial"))
     launch(2, str(script), folder=tmp_path / "run", UNISONO_STOP_AFTER="5")
     assert weights_in(launch(3, str(script), folder=tmp_path / "run")) == expected
 
@@ -229,7 +272,9 @@ run.finish()
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_native_reduction_agrees_with_exact_to_a_hundred_thousandth(workers: int, tmp_path: Path) -> None:
+def test_native_reduction_agrees_with_exact_to_a_hundred_thousandth(
+    launch: Launches, workers: int, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(NATIVE.format(folder=str(JOBS.parent)))
 

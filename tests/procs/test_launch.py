@@ -64,7 +64,8 @@ class Run:
         (self.folder / name).write_text(PREAMBLE + textwrap.dedent(body))
 
     def start(self, *args: str, workers: int = 2, script: str = "train.py") -> None:
-        options = ["-n", str(workers), "--run-dir", str(self.run_dir)]
+        # Cold, since these scripts need no torch; warm ones are in test_launch_warm.py.
+        options = ["-n", str(workers), "--run-dir", str(self.run_dir), "--no-warm-start"]
         before = args[: args.index("--")] if "--" in args else ()
         after = args[args.index("--") + 1 :] if "--" in args else args
         self._process = subprocess.Popen(
@@ -207,7 +208,8 @@ def test_output_that_nobody_reads_does_not_stop_the_job(run: Run) -> None:
 
 def test_a_launcher_without_any_output_runs_the_job(run: Run) -> None:
     run.script("print('hello')\nprint('there', file=sys.stderr)")
-    command = shlex.join([sys.executable, "-m", "unisono", "run", "-n", "2", "--run-dir", "run", "train.py"])
+    options = ["-n", "2", "--run-dir", "run", "--no-warm-start"]
+    command = shlex.join([sys.executable, "-m", "unisono", "run", *options, "train.py"])
     closed = ["sh", "-c", f"{command} <&- >&- 2>&-"]
     assert subprocess.run(closed, cwd=run.folder, check=False, timeout=PATIENCE_S).returncode == 0
     assert run.log(1) == b"hello\nthere\n"
@@ -269,6 +271,7 @@ def test_a_failing_worker_ends_the_others_and_its_traceback_comes_last(run: Run)
     assert (error["rank"], error["type"], error["message"]) == (1, "ValueError", "boom")
 
 
+@pytest.mark.alone
 def test_the_others_are_gone_within_two_seconds_even_if_they_will_not_listen(run: Run) -> None:
     body = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -285,6 +288,7 @@ def test_the_others_are_gone_within_two_seconds_even_if_they_will_not_listen(run
     assert gone(run.lines)
 
 
+@pytest.mark.alone
 def test_a_failed_worker_that_cannot_end_does_not_keep_the_others(run: Run) -> None:
     body = """
         if rank == 0: forever()
@@ -356,7 +360,7 @@ def test_workers_that_cannot_be_started_are_an_error_and_leave_a_result(run: Run
     too_long = Script(str(run.folder / "train.py"), ("x" * 4_000_000,))
     folder = open_folder(run.run_dir, "train")
     with pytest.raises(LaunchError, match="the worker of rank 0 could not be started: .*too long"):
-        launch(LaunchSettings(too_long, workers=2), folder, SilentTerminal())
+        launch(LaunchSettings(too_long, workers=2, warm_start=False), folder, SilentTerminal())
     assert run.result["exit_code"] == 1
 
 

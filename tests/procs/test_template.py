@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -89,18 +89,29 @@ async def template(folder: Path, **further: str) -> AsyncIterator[Host]:
         await warm.close()
 
 
-Test = Callable[[Path], None]
+class Shared:
+    """A template that serves several tests, and the event loop that it is served in."""
+
+    def __init__(self, runner: asyncio.Runner, warm: WarmStart) -> None:
+        self.runner, self.warm = runner, warm
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    with asyncio.Runner() as runner:
+        warm = runner.run(WarmStart.open(environment(), tmp_path_factory.mktemp("template") / "template.log"))
+        yield Shared(runner, warm)
+        runner.run(warm.close())
+
+
+Test = Callable[[Path, Shared], None]
 
 
 def with_template(test: Callable[[Host], Coroutine[Any, Any, None]]) -> Test:
-    """Run a test in an event loop, with a template of its own."""
+    """Run a test in an event loop, with the template that it shares with others."""
 
-    def run(tmp_path: Path) -> None:
-        async def go() -> None:
-            async with template(tmp_path) as host:
-                await test(host)
-
-        asyncio.run(go())
+    def run(tmp_path: Path, shared: Shared) -> None:
+        shared.runner.run(test(Host(tmp_path, shared.warm)))
 
     run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
     return run
@@ -249,18 +260,21 @@ async def test_many_workers_run_at_once_and_each_end_is_told(host: Host) -> None
     assert [(await each.ended()).code for each in started] == list(range(12))
 
 
-@with_template
-async def test_a_template_that_is_killed_takes_its_workers_with_it(host: Host) -> None:
-    (host.folder / "wait.py").write_text("import signal; print('waiting', flush=True); signal.pause()")
-    started = [await host.start("wait.py") for _ in range(3)]
-    for each in started:
-        await each.wrote("waiting")
-    processes = [psutil.Process(each.worker.pid) for each in started]
-    os.kill(host.warm.pid, signal.SIGKILL)
-    assert [(await each.ended()).code for each in started] == [-signal.SIGKILL] * 3
-    assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1]
-    with pytest.raises(ColdStart, match="has ended"):
-        await host.start("wait.py")
+def test_a_template_that_is_killed_takes_its_workers_with_it(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with template(tmp_path) as host:
+            (host.folder / "wait.py").write_text("import signal; print('waiting', flush=True); signal.pause()")
+            started = [await host.start("wait.py") for _ in range(3)]
+            for each in started:
+                await each.wrote("waiting")
+            processes = [psutil.Process(each.worker.pid) for each in started]
+            os.kill(host.warm.pid, signal.SIGKILL)
+            assert [(await each.ended()).code for each in started] == [-signal.SIGKILL] * 3
+            assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1]
+            with pytest.raises(ColdStart, match="has ended"):
+                await host.start("wait.py")
+
+    asyncio.run(go())
 
 
 def test_a_template_ends_with_its_agent(tmp_path: Path) -> None:

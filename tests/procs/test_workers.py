@@ -140,6 +140,7 @@ def pids_of(process: subprocess.Popen[str], workers: int) -> dict[int, int]:
     raise AssertionError(f"the workers ended early: {pids}")
 
 
+@pytest.mark.alone
 def test_a_killed_worker_ends_the_job_within_two_seconds_and_is_named(tmp_path: Path) -> None:
     script = script_with(tmp_path, ENDLESS.replace("EPOCHS", "1000000"))
     with started(command(3, script, tmp_path / "run")) as process:

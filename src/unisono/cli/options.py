@@ -54,7 +54,7 @@ FailureTimeout = Annotated[float, typer.Option(help="Elastic: seconds of silence
 WarmStart = Annotated[
     bool,
     typer.Option(
-        "--warm-start/--no-warm-start", help="Elastic: fork workers from a process that has torch loaded already."
+        "--warm-start/--no-warm-start", help="Load torch once, and fork workers from the process that has it (Linux)."
     ),
 ]
 ListenAt = Annotated[

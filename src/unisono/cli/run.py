@@ -85,6 +85,7 @@ def run(
         allow_job_change=allow_job_change,
         grace_s=grace_s,
         tuning=Tuning.of_this_process(wanted=tuned),
+        warm_start=warm_start,
         extra_environment={} if faults is None else _rehearsal(faults),
     )
     elastic = ElasticSettings(

@@ -74,12 +74,18 @@ class WorkerCommand:
     """One worker as it is going to be started.
 
     Attributes:
-        argv: the command.
+        script: the script and its arguments, as ``unisono.launch.worker`` takes them.
         variables: what it gets on top of the launcher's own environment.
     """
 
-    argv: tuple[str, ...]
+    script: tuple[str, ...]
     variables: Mapping[str, str]
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The command."""
+        # -P keeps the current folder off the path until the bootstrap has put there what the script expects.
+        return (sys.executable, "-P", "-u", "-m", "unisono.launch.worker", *self.script)
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """The worker's whole environment."""
@@ -99,18 +105,15 @@ def worker_command(settings: LaunchSettings, run_dir: Path, rank: int, meeting: 
         "UNISONO_LOCAL_WORLD_SIZE": str(settings.workers),
     }
     where = _where(meeting, rank)
-    return WorkerCommand(_argv(settings), own | _common(settings, run_dir) | where | settings.extra_environment)
+    variables = own | _common(settings, run_dir) | where | settings.extra_environment
+    return WorkerCommand(tuple(settings.script.argv), variables)
 
 
 def elastic_command(settings: LaunchSettings, run_dir: Path, seat: ElasticSeat | None) -> WorkerCommand:
     """How to start a worker that joins through the coordinator; without a seat, what all of them have in common."""
     own = {} if seat is None else seat.variables
-    return WorkerCommand(_argv(settings), own | _common(settings, run_dir) | settings.extra_environment)
-
-
-def _argv(settings: LaunchSettings) -> tuple[str, ...]:
-    # -P keeps the current folder off the path until the bootstrap has put there what the script expects.
-    return (sys.executable, "-P", "-u", "-m", "unisono.launch.worker", *settings.script.argv)
+    variables = own | _common(settings, run_dir) | settings.extra_environment
+    return WorkerCommand(tuple(settings.script.argv), variables)
 
 
 def _common(settings: LaunchSettings, run_dir: Path) -> dict[str, str]:
@@ -150,7 +153,7 @@ def dry_run(settings: LaunchSettings, run_dir: Path) -> str:
     for rank in range(settings.workers):
         command = worker_command(settings, run_dir, rank, meeting)
         shown = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
-        lines += [f"# rank {rank}", str(WorkerCommand(command.argv, shown))]
+        lines += [f"# rank {rank}", str(WorkerCommand(command.script, shown))]
     return "\n".join(lines)
 
 
@@ -161,4 +164,4 @@ def elastic_dry_run(settings: LaunchSettings, run_dir: Path) -> str:
     shown = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
     lines = ["# PORT is the coordinator's, on loopback; workers are w1, w2 …, with a place of their own each"]
     lines += [f"# {line}" for line in settings.tuning.lines]
-    return "\n".join([*lines, str(WorkerCommand(command.argv, shown))])
+    return "\n".join([*lines, str(WorkerCommand(command.script, shown))])

@@ -7,14 +7,16 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Self
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
-from unisono.launch.command import Meeting, worker_command
+from unisono.launch.command import Meeting, elastic_command, worker_command
 from unisono.launch.failure import Failure
 from unisono.launch.guard import Guard, kill_group
 from unisono.launch.outcome import Blame, Outcome, WorkerExit
@@ -23,6 +25,8 @@ from unisono.launch.result import End, conclude
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.surroundings import guarding, hearing_signals
 from unisono.launch.terminal import Terminal
+from unisono.launch.warm_start import ColdStart, WarmStart
+from unisono.launch.worker_start import Process, Warm, WorkerStart
 
 SETTLE_S = 0.3
 """After an exit that is only a consequence: how long its cause may take to end by itself, with its own words."""
@@ -43,14 +47,59 @@ def launch(settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> O
     Raises:
         LaunchError: a worker could not be started; those that were are ended.
     """
-    started = time.monotonic()
-    try:
-        outcome = asyncio.run(_Crew(settings, folder, terminal).run())
-    except LaunchError as error:
-        conclude(folder, End(1, {"message": str(error)}, settings.workers, time.monotonic() - started), terminal)
-        raise
-    conclude(folder, End.of(outcome), terminal)
-    return outcome
+    with Launches() as launches:
+        return launches.launch(settings, folder, terminal)
+
+
+class Launches:
+    """Launches one after the other. A context. Main thread only.
+
+    Args:
+        share: a template for all of them, so that torch is loaded once. The settings may then differ in what each
+            worker is told, but in neither threads nor tuning.
+    """
+
+    def __init__(self, *, share: bool = False) -> None:
+        self._share = share
+        self._runner = asyncio.Runner()
+        self._shared: WarmStart | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        with self._runner:
+            if self._shared is not None:
+                self._runner.run(self._shared.close())
+
+    def launch(self, settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> Outcome:
+        """As the function of this name."""
+        started = time.monotonic()
+        try:
+            outcome = self._runner.run(self._run(settings, folder, terminal))
+        except LaunchError as error:
+            conclude(folder, End(1, {"message": str(error)}, settings.workers, time.monotonic() - started), terminal)
+            raise
+        conclude(folder, End.of(outcome), terminal)
+        return outcome
+
+    async def _run(self, settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> Outcome:
+        is_warm = settings.warm_start and sys.platform == "linux"
+        if self._share and is_warm and self._shared is None:
+            self._shared = await _template_for_all(settings, folder)
+        gains = is_warm and settings.workers > 1  # one worker alone would only begin later
+        log = folder.log_of("template") if gains else None
+        warm = Warm(elastic_command(settings, folder.path, None), log, self._shared if is_warm else None)
+        return await _Crew(settings, folder, terminal, warm).run()
+
+
+async def _template_for_all(settings: LaunchSettings, folder: RunFolder) -> WarmStart | None:
+    """A template that knows of a launch only what others after it have in common with it."""
+    common = LaunchSettings(settings.script, threads=settings.threads, tuning=settings.tuning)
+    environment = elastic_command(common, folder.path, None).environment(os.environ)
+    with suppress(ColdStart):  # then each tries for itself, and says why not
+        return await WarmStart.open(environment, folder.log_of("template"))
+    return None
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +107,7 @@ class _Worker:
     """A running worker. It leads a process group of its own, with its process id for number."""
 
     rank: int
-    process: asyncio.subprocess.Process
+    process: Process
     output: WorkerOutput
     told_at: float | None = None
 
@@ -66,31 +115,37 @@ class _Worker:
 class _Crew:
     """All workers of one launch."""
 
-    def __init__(self, settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> None:
+    def __init__(self, settings: LaunchSettings, folder: RunFolder, terminal: Terminal, warm: Warm) -> None:
         self._settings, self._folder, self._terminal = settings, folder, terminal
         self._running: dict[int, _Worker] = {}
         self._exits: list[WorkerExit] = []
         self._interrupted: int | None = None
+        self._told = asyncio.Event()
         self._ending = False
         self._said: set[asyncio.Task[None]] = set()
+        self._begins = WorkerStart(warm, self._say)
 
     async def run(self) -> Outcome:
         """From the first start to the last end."""
         started = time.monotonic()
         with hearing_signals(self._signalled), guarding() as guard:
-            try:
-                await self._start_all(guard)
-            except BaseException:
-                self._kill()
-                raise
-            finally:
-                await asyncio.gather(*(self._see_off(worker, guard) for worker in list(self._running.values())))
-                await asyncio.gather(*self._said)
+            async with AsyncExitStack() as opened:
+                opened.push_async_callback(self._all_said)
+                opened.push_async_callback(self._begins.close)
+                try:
+                    await self._start_all(guard)
+                except BaseException:
+                    self._kill()
+                    raise
+                finally:
+                    await asyncio.gather(*(self._see_off(worker, guard) for worker in list(self._running.values())))
         exits = tuple(sorted(self._exits, key=lambda each: each.rank))
         took = time.monotonic() - started
         return Outcome(exits, self._settings.workers, socket.gethostname(), took, self._interrupted)
 
     async def _start_all(self, guard: Guard) -> None:
+        await self._begins.open()
+        await self._loaded_or_interrupted()
         with _listening(self._settings.workers) as meeting:
             for rank in range(self._settings.workers):
                 if self._interrupted is None:
@@ -99,20 +154,22 @@ class _Crew:
                     except OSError as error:
                         raise LaunchError(f"the worker of rank {rank} could not be started: {error}") from error
                     guard.watch(self._running[rank].process.pid)
+                    if self._interrupted is not None:  # while it was being started
+                        self._pass_on(self._interrupted)
+
+    async def _loaded_or_interrupted(self) -> None:
+        loaded = asyncio.create_task(self._begins.loaded())
+        interrupted = asyncio.create_task(self._told.wait())
+        await asyncio.wait({loaded, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (loaded, interrupted):
+            task.cancel()
 
     async def _start(self, rank: int, meeting: Meeting | None) -> _Worker:
         command = worker_command(self._settings, self._folder.path, rank, meeting)
         output = WorkerOutput(rank, self._folder.log_of(rank), self._terminal, self._say)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command.argv,
-                env=command.environment(os.environ),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output.out.writing,
-                stderr=output.err.writing,
-                start_new_session=True,
-                pass_fds=[int(meeting.fd)] if meeting is not None and rank == 0 else [],
-            )
+            meets = int(meeting.fd) if meeting is not None and rank == 0 else None
+            process = await self._begins.start(command, output, meets)
         except OSError:
             output.abandon()
             raise
@@ -172,10 +229,17 @@ class _Crew:
             self._kill()
             return
         self._interrupted = number
+        self._told.set()
         grace = self._settings.grace_s
         self._say(f"{name}: passed on to the workers, which have {grace:g} s to leave (once more kills them)")
-        self._send(signal.SIGTERM if number == signal.SIGHUP else number)
+        self._pass_on(number)
         asyncio.get_running_loop().call_later(grace, self._kill)
+
+    def _pass_on(self, number: int) -> None:
+        self._send(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    async def _all_said(self) -> None:
+        await asyncio.gather(*self._said)
 
     def _say(self, words: str) -> None:
         task = asyncio.create_task(asyncio.to_thread(self._terminal.say, words))

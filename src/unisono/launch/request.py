@@ -1,13 +1,16 @@
-"""What the agent asks of the template: one worker."""
+"""What a launcher asks of the template: one worker."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+FIRST_KEPT = 3
+"""The number that a descriptor has in the worker, if one comes behind those of its output and its errors."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A worker that is asked for. The descriptors of its output travel beside it.
+    """A worker that is asked for. The descriptors of its output and errors travel beside it, and maybe a third.
 
     Attributes:
         argv: the script and its arguments, as ``unisono.launch.worker`` takes them.

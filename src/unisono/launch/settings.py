@@ -25,6 +25,8 @@ class LaunchSettings:
         allow_job_change: a resumed job may differ from the one of the checkpoint.
         grace_s: seconds that workers may take to leave after the first Ctrl-C or SIGTERM.
         tuning: how the workers' memory allocator is set.
+        warm_start: whether workers are forked from a process that has torch loaded already, where that can be and
+            there are several.
         extra_environment: further variables for every worker.
     """
 
@@ -37,6 +39,7 @@ class LaunchSettings:
     allow_job_change: bool = False
     grace_s: float = GRACE_S
     tuning: Tuning = field(default_factory=Tuning)
+    warm_start: bool = True
     extra_environment: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> None:

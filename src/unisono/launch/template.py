@@ -1,14 +1,15 @@
 """A process that has torch and unisono loaded, and forks workers, which therefore begin at once. Linux only.
 
-``python -P -u -m unisono.launch.template FD``, started by the agent in its workers' environment, so that what libraries
-read when they are loaded (``OMP_NUM_THREADS``, the allocator's variables) is what each worker would have found. ``FD``
-is an end of a socket pair (AF_UNIX, SEQPACKET) on which every message is one JSON object:
+``python -P -u -m unisono.launch.template FD``, started by the launcher in its workers' environment, so that what
+libraries read when they are loaded (``OMP_NUM_THREADS``, the allocator's variables) is what each worker would have
+found. ``FD`` is an end of a socket pair (AF_UNIX, SEQPACKET) on which every message is one JSON object:
 
-* from the agent: a :class:`~unisono.launch.request.Request`, with the descriptors of the worker's output and errors;
-* to the agent: ``{"ready": why}`` once, where ``why`` says why not, or nothing; for each request, in their order,
+* from the launcher: a :class:`~unisono.launch.request.Request`, with the descriptors of the worker's output and
+  errors, and maybe one more;
+* to the launcher: ``{"ready": why}`` once, where ``why`` says why not, or nothing; for each request, in their order,
   ``{"started": pid}`` or ``{"refused": why}``; and ``{"ended": pid, "code": code}``, the code negative for a signal.
 
-The end of the connection is the agent's end and the template's; the kernel ends the workers with it.
+The end of the connection is the launcher's end and the template's; the kernel ends the workers with it.
 """
 
 import gc
@@ -20,6 +21,7 @@ import signal
 import socket
 import stat
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +33,7 @@ import torch
 
 import unisono.train.start
 import unisono.train.trainer  # noqa: F401  (both are loaded here so that no worker has to)
-from unisono.launch.request import Request
+from unisono.launch.request import FIRST_KEPT, Request
 
 LARGEST = 2**20
 """Bytes of a request. The system's limit on one message is mostly lower; whoever needs more is not started here."""
@@ -48,16 +50,18 @@ class Birth:
         parent: the template's process id.
         out: the descriptor of its standard output.
         err: that of its standard error.
+        kept: one more that it gets, or None.
     """
 
     request: Request
     parent: int
     out: int
     err: int
+    kept: int | None = None
 
 
 class Template:
-    """Serves one agent.
+    """Serves one launcher.
 
     Args:
         channel: the socket that leads to it.
@@ -72,7 +76,7 @@ class Template:
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
 
     def serve(self) -> Birth | None:
-        """Fork as often as asked, until the agent hangs up: then None. In each fork, what it is to become."""
+        """Fork as often as asked, until the launcher hangs up: then None. In each fork, what it is to become."""
         self._tell(ready=self._obstacle())
         gc.collect()
         gc.freeze()  # a collection in a fork would write to, and so copy, every page of what was loaded here
@@ -91,18 +95,17 @@ class Template:
                     return birth
 
     def _receive(self) -> tuple[bytes, list[int]]:
-        """The next request, and the descriptors that came with it; nothing once the agent has hung up."""
+        """The next request, and the descriptors that came with it; nothing once the launcher has hung up."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._channel, LARGEST, 2)
+            data, descriptors, _, _ = socket.recv_fds(self._channel, LARGEST, 3)
         except ConnectionError:
             return b"", []
         return data, descriptors
 
     def _answer(self, data: bytes, descriptors: list[int]) -> Birth | None:
         """Fork. In the fork, what it is to become; here None."""
-        out, err = descriptors
-        birth = Birth(Request.from_json(data), os.getpid(), out, err)
-        why, child = self._obstacle(), None
+        birth = Birth(Request.from_json(data), os.getpid(), *descriptors)
+        why, child = self._obstacle(descriptors), None
         if not why:
             try:
                 child = os.fork()
@@ -116,14 +119,14 @@ class Template:
         self._tell(**({"refused": why} if why else {"started": child}))
         return None
 
-    def _obstacle(self) -> str:
+    def _obstacle(self, received: Sequence[int] = ()) -> str:
         """Why a fork of this process could not be trusted; empty if it can."""
-        threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 (counts names, opens nothing)
+        threads = _threads()
         if threads > 1:
             return f"{threads} threads run in the template, and a fork would have one of them only"
         if torch.cuda.is_initialized():
             return "CUDA is initialised in the template, and does not work in a fork"
-        if _sockets() - {self._channel.fileno()}:
+        if _sockets() - {self._channel.fileno(), *received}:
             return "a library has opened a socket in the template, and a fork would share it"
         return ""
 
@@ -146,7 +149,7 @@ class Template:
         os.close(self._woken)
 
     def _tell(self, **message: Any) -> None:
-        with suppress(ConnectionError):  # the agent is gone, as the next look at the connection tells
+        with suppress(ConnectionError):  # the launcher is gone, as the next look at the connection tells
             self._channel.send(json.dumps(message).encode())
 
 
@@ -155,7 +158,9 @@ def become(birth: Birth) -> None:
     os.setsid()
     os.dup2(birth.out, STANDARD_OUTPUT)
     os.dup2(birth.err, STANDARD_ERROR)
-    _close_all_but_standard()
+    if birth.kept is not None:
+        os.dup2(birth.kept, FIRST_KEPT)
+    _close_all_after(STANDARD_ERROR if birth.kept is None else FIRST_KEPT)
     request = birth.request
     # The kernel ends a worker with its parent, and that is the template.
     os.environ.update({**request.variables, "UNISONO_LAUNCHER_PID": str(birth.parent)})
@@ -169,9 +174,10 @@ def become(birth: Birth) -> None:
 
 
 def main() -> None:
-    """Serve the agent, or, in a fork, be the worker that it asked for."""
+    """Serve the launcher, or, in a fork, be the worker that it asked for."""
     worker.die_with(os.environ.get("UNISONO_LAUNCHER_PID"))
     _load_the_rest()
+    _end_threads_that_end_before_forks()
     birth = Template(socket.socket(fileno=int(sys.argv[1]))).serve()
     if birth is None:
         os._exit(0)  # nothing here is worth the time that taking torch apart needs
@@ -182,6 +188,19 @@ def main() -> None:
 def _load_the_rest() -> None:
     # The first optimizer of a process has torch load 800 modules more.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208 (counts names, opens nothing)
+
+
+def _end_threads_that_end_before_forks() -> None:
+    """Fork nothing, once: OpenBLAS ends its threads before any fork, and has new ones where it needs them."""
+    if _threads() > 1:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
 
 
 def _descriptors() -> set[int]:
@@ -198,9 +217,9 @@ def _sockets() -> set[int]:
     return found
 
 
-def _close_all_but_standard() -> None:
+def _close_all_after(last: int) -> None:
     for descriptor in _descriptors():
-        if descriptor > STANDARD_ERROR:
+        if descriptor > last:
             with suppress(OSError):  # it was that of the listing
                 os.close(descriptor)
 

@@ -15,7 +15,7 @@ from unisono.launch.cause import Case, Cause, explain, workers_text
 from unisono.launch.comparison import Finding, Moments, RunTrace, Stage, compare, compare_ranks, find_parting
 from unisono.launch.comparison import read_moments as moments_of
 from unisono.launch.hints import Hint, read_hints
-from unisono.launch.local import launch
+from unisono.launch.local import Launches, launch
 from unisono.launch.outcome import Outcome
 from unisono.launch.result import open_folder
 from unisono.launch.script import Script
@@ -144,34 +144,36 @@ def verify(request: Request, folder: Path, watch: Watch) -> Verification:
         LaunchError: a worker could not be started.
     """
     runs: list[TracedRun] = []
-    for number, workers in enumerate(request.workers, start=1):
-        place = folder / f"run-{number}-{workers_text(workers).replace(' ', '-')}"
-        label = f"run {number} of {len(request.workers)}: {workers_text(workers)}"
-        runs.append(_run(request, workers, place, watch, label))
-        if runs[-1].failed:
-            break
-        _require_steps(request, runs)
-    return _judge(request, runs, folder, watch)
+    with Launches(share=True) as launches:
+        runner = _Runner(request, watch, launches)
+        for number, workers in enumerate(request.workers, start=1):
+            place = folder / f"run-{number}-{workers_text(workers).replace(' ', '-')}"
+            label = f"run {number} of {len(request.workers)}: {workers_text(workers)}"
+            runs.append(runner.run(workers, place, label, fresh=number == 1))
+            if runs[-1].failed:
+                break
+            _require_steps(request, runs)
+        return _judge(runner, runs, folder)
 
 
-def _judge(request: Request, runs: Sequence[TracedRun], folder: Path, watch: Watch) -> Verification:
+def _judge(runner: _Runner, runs: Sequence[TracedRun], folder: Path) -> Verification:
     reference = runs[0].trace
     findings = (compare_ranks(reference), *(compare(reference, run.trace) for run in runs[1:]))
     finding = next((each for each in findings if each is not None), None)
     if finding is None:
         return Verification(tuple(runs), findings)
-    case = Case(finding, _repeats(request, reference, finding, folder, watch))
+    case = Case(finding, _repeats(runner, reference, finding, folder))
     cause = explain(case)
-    return Verification(tuple(runs), findings, case, cause, _hints(request.script, cause))
+    return Verification(tuple(runs), findings, case, cause, _hints(runner.request.script, cause))
 
 
-def _repeats(request: Request, reference: RunTrace, finding: Finding, folder: Path, watch: Watch) -> bool | None:
+def _repeats(runner: _Runner, reference: RunTrace, finding: Finding, folder: Path) -> bool | None:
     """Whether the first run, started again, does the same up to the step in question."""
     if not finding.needs_repetition:
         return None
     step = finding.began.step
     label = f"looking for the cause: {workers_text(reference.workers)} again"
-    again = _run(request, reference.workers, folder / "again", watch, label, steps=step + 1)
+    again = runner.run(reference.workers, folder / "again", label, steps=step + 1)
     if again.failed:
         return None
     return find_parting(reference.until(step).whole, again.trace.whole, whole=False) is None
@@ -184,18 +186,28 @@ def _hints(script: Script, cause: Cause) -> tuple[Hint, ...]:
     return tuple(sorted(hints, key=lambda hint: cause.topics.index(hint.topic)))
 
 
-def _run(
-    request: Request, workers: int, place: Path, watch: Watch, label: str, *, steps: int | None = None
-) -> TracedRun:
-    traces = place / "trace"
-    for part in (place / "run", traces):
-        part.mkdir(parents=True)
-    folder = open_folder(place / "run", request.script.stem)
-    with watch(label, traces):
-        outcome = launch(request.settings(workers, traces, steps or request.steps), folder, SilentTerminal())
-    complete = outcome.exit_code == 0
-    ranks = tuple(_read(traces / f"rank-{rank}.jsonl", whole=complete) for rank in range(workers))
-    return TracedRun(RunTrace(workers, ranks, folder.read_job() or {}, complete), outcome, folder)
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """Runs the script once for each number of workers that it is asked for."""
+
+    request: Request
+    watch: Watch
+    launches: Launches
+
+    def run(self, workers: int, place: Path, label: str, *, steps: int | None = None, fresh: bool = False) -> TracedRun:
+        """A run from its start to its end, traced."""
+        # Forks of one process go through a set of words in the same order, so the first run is no such fork.
+        start = launch if fresh else self.launches.launch
+        request, traces = self.request, place / "trace"
+        for part in (place / "run", traces):
+            part.mkdir(parents=True)
+        folder = open_folder(place / "run", request.script.stem)
+        settings = request.settings(workers, traces, steps or request.steps)
+        with self.watch(label, traces):
+            outcome = start(settings, folder, SilentTerminal())
+        complete = outcome.exit_code == 0
+        ranks = tuple(_read(traces / f"rank-{rank}.jsonl", whole=complete) for rank in range(workers))
+        return TracedRun(RunTrace(workers, ranks, folder.read_job() or {}, complete), outcome, folder)
 
 
 def _read(path: Path, *, whole: bool) -> Moments:

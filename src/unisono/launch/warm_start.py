@@ -1,4 +1,4 @@
-"""The agent's side of the template: workers that begin at once, instead of loading torch first."""
+"""The launcher's side of the template: workers that begin at once, instead of loading torch first."""
 
 import asyncio
 import json
@@ -18,12 +18,12 @@ LONGEST_ANSWER = 64 * 1024
 
 
 class ColdStart(Exception):
-    """The template cannot start a worker; says why. The agent starts it as a program of its own."""
+    """The template cannot start a worker; says why. The launcher starts it as a program of its own."""
 
 
 @dataclass(eq=False, slots=True)
 class WarmWorker:
-    """A forked worker; to its agent like an ``asyncio.subprocess.Process``.
+    """A forked worker; to its launcher like an ``asyncio.subprocess.Process``.
 
     Attributes:
         pid: its process id.
@@ -101,13 +101,14 @@ class WarmStart:
         if why := await asyncio.shield(self._ready):
             raise ColdStart(why)
 
-    async def start(self, request: Request, out: int, err: int) -> WarmWorker:
+    async def start(self, request: Request, out: int, err: int, *kept: int) -> WarmWorker:
         """Have a worker forked.
 
         Args:
             request: what it is.
             out: the descriptor that becomes its standard output; stays open here.
             err: that of its standard error.
+            kept: at most one more that it gets, as number ``FIRST_KEPT``.
 
         Raises:
             ColdStart: it was not.
@@ -116,7 +117,7 @@ class WarmStart:
         if self._gone:
             raise ColdStart(self._gone)
         try:
-            socket.send_fds(self._channel, [request.to_json()], [out, err])
+            socket.send_fds(self._channel, [request.to_json()], [out, err, *kept])
         except OSError as error:  # too long, or the template has just ended
             raise ColdStart(f"the template cannot be asked: {error}") from error
         answer: asyncio.Future[WarmWorker] = asyncio.get_running_loop().create_future()

@@ -1,0 +1,119 @@
+"""Starting workers on this host: forked from the template where that can be, else each as a program of its own."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from unisono.launch.command import WorkerCommand
+from unisono.launch.output import WorkerOutput
+from unisono.launch.request import FIRST_KEPT, Request
+from unisono.launch.warm_start import ColdStart, WarmStart
+
+
+class Process(Protocol):
+    """A worker that has been started."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id, and that of its group."""
+        ...
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended; negative for a signal."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Where warm workers would come from.
+
+    Attributes:
+        common: the command, with what all workers have in common.
+        log: where a template of their own may write what it has to say; None if they shall have none.
+        shared: a template that is there already, and stays; or None.
+    """
+
+    common: WorkerCommand
+    log: Path | None
+    shared: WarmStart | None = None
+
+
+class WorkerStart:
+    """Starts the workers of one launcher.
+
+    Args:
+        source: where warm workers would come from.
+        say: shows a line to the person at the terminal.
+    """
+
+    def __init__(self, source: Warm, say: Callable[[str], None]) -> None:
+        self._source, self._say = source, say
+        self._warm: WarmStart | None = source.shared
+        self._is_cold = source.shared is None and source.log is None
+        self._closed = False
+
+    async def open(self) -> None:
+        """Begin to load what warm workers have loaded, while the caller goes on."""
+        if self._source.log is None or self._warm is not None:
+            return
+        try:
+            self._warm = await WarmStart.open(self._source.common.environment(os.environ), self._source.log)
+        except ColdStart as why:
+            self._go_cold(why)
+
+    async def loaded(self) -> None:
+        """Wait until workers begin at once, or it is clear that they will not."""
+        if self._warm is not None:
+            with suppress(ColdStart):  # said when a worker is started
+                await self._warm.ready()
+
+    async def start(self, command: WorkerCommand, output: WorkerOutput, socket: int | None = None) -> Process:
+        """Start a worker, as the leader of a process group of its own.
+
+        Args:
+            command: the worker.
+            output: where its output goes.
+            socket: a descriptor that it gets, the one that ``UNISONO_STORE_FD`` names.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        if self._warm is not None and not self._is_cold:
+            try:
+                return await self._fork(self._warm, command, output, socket)
+            except ColdStart as why:
+                self._go_cold(why)
+        if self._closed:
+            raise OSError("the launcher ends")
+        return await asyncio.create_subprocess_exec(
+            *command.argv,
+            env=command.environment(os.environ),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output.out.writing,
+            stderr=output.err.writing,
+            start_new_session=True,
+            pass_fds=[] if socket is None else [socket],
+        )
+
+    async def close(self) -> None:
+        """End the template, unless it is shared, and with it the workers that it has forked. No more are started."""
+        self._closed = True
+        if self._warm is not None and self._source.shared is None:
+            await self._warm.close()
+
+    @staticmethod
+    async def _fork(warm: WarmStart, command: WorkerCommand, output: WorkerOutput, socket: int | None) -> Process:
+        further = () if socket is None else (socket,)
+        own = {} if socket is None else {"UNISONO_STORE_FD": str(FIRST_KEPT)}
+        request = Request(command.script, {**command.variables, **own}, os.getcwd())  # noqa: PTH109 (as text)
+        return await warm.start(request, output.out.writing, output.err.writing, *further)
+
+    def _go_cold(self, why: ColdStart) -> None:
+        # The template stays: the workers that it has forked would end with it.
+        if not self._is_cold and not self._closed:
+            self._is_cold = True
+            self._say(f"workers begin by loading torch from now on: {why}")

@@ -1,0 +1,168 @@
+"""`unisono run` whose workers are forked from one process: what is shown, and how it ends, is what it was without."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import psutil
+import pytest
+
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only"),
+]
+
+PATIENCE_S = 100.0
+
+PREAMBLE = """
+import os, signal, socket, subprocess, sys
+rank = int(os.environ["UNISONO_RANK"])
+
+def forever():
+    print("waiting", os.getpid(), os.getppid(), flush=True)
+    while True:
+        signal.pause()
+"""
+
+
+class Run:
+    """A launcher in a folder of its own, that somebody reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run_dir = folder, folder / "run"
+        self.lines: list[str] = []
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, body: str, *options: str, workers: int = 3) -> None:
+        (self.folder / "train.py").write_text(PREAMBLE + textwrap.dedent(body))
+        command = ["run", "-n", str(workers), "--run-dir", str(self.run_dir), *options, "train.py", "an argument"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "unisono", *command],
+            cwd=self.folder,
+            env={name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def output(self) -> IO[str]:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def until_waiting(self, workers: int) -> list[re.Match[str]]:
+        """Read on until so many workers wait; who they are, and who has started them."""
+        found: list[re.Match[str]] = []
+        while len(found) < workers:
+            self.lines.append(self.output.readline())
+            assert self.lines[-1], "".join(self.lines)
+            found += re.finditer(r"waiting (\d+) (\d+)", self.lines[-1])
+        return found
+
+    def end(self) -> int:
+        """Wait for the launcher's end; its exit code."""
+        rest, _ = self.process.communicate(timeout=PATIENCE_S)
+        self.lines += rest.splitlines(keepends=True)
+        return self.process.returncode
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(PATIENCE_S)
+            self.output.close()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    started = Run(tmp_path)
+    yield started
+    started.close()
+
+
+FAILS = """
+    store = os.environ.get("UNISONO_STORE_FD")
+    listens = store and socket.socket(fileno=int(store)).getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    threads = len(os.listdir("/proc/self/task"))
+    print("torch" in sys.modules, listens, sys.argv[1:], threads, os.environ["OMP_NUM_THREADS"], file=sys.stderr)
+    def train():
+        raise ValueError("boom")
+    if rank == 1:
+        train()
+    forever()
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_workers_have_what_they_need_and_a_failing_one_ends_the_others_and_is_told(run: Run, threads: int) -> None:
+    run.start(FAILS, "--threads", str(threads))
+    assert run.end() == 1
+    seen = {rank: re.search(rf"\[rank {rank}\] (True .*)", run.text) for rank in range(3)}
+    for rank, line in seen.items():
+        assert line is not None, run.text
+        assert line[1] == f"True {1 if rank == 0 else None} ['an argument'] 1 {threads}"
+    report = run.text[run.text.index("unisono: rank 1 on host") :].splitlines()
+    assert report[1] == "Traceback (most recent call last):"
+    assert report[-1] == "ValueError: boom"
+    assert not any("unisono/launch" in line for line in report[1:])
+    assert b"ValueError: boom" in (run.run_dir / "logs" / "rank-1.log").read_bytes()
+    assert json.loads((run.run_dir / "result.json").read_text())["error"]["rank"] == 1
+
+
+def test_a_signal_is_passed_on_and_the_job_ends_with_its_code(run: Run) -> None:
+    run.start("forever()")
+    started_by = {int(found[2]) for found in run.until_waiting(3)}
+    assert len(started_by) == 1
+    assert run.process.pid not in started_by  # they are forked
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 143
+    assert "ended by SIGTERM" in run.lines[-1]
+
+
+def test_a_signal_that_comes_while_torch_is_being_loaded_ends_the_job_at_once(run: Run) -> None:
+    run.start("print('began', flush=True)")
+    while not (loading := psutil.Process(run.process.pid).children()) or not any(map(_is_template, loading)):
+        assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130
+    assert "began" not in run.text
+    assert "ended by SIGINT" in run.lines[-1]
+
+
+def _is_template(process: psutil.Process) -> bool:
+    try:
+        return "unisono.launch.template" in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def test_a_launcher_that_is_killed_takes_everything_with_it(run: Run) -> None:
+    run.start("subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\nforever()")
+    run.until_waiting(3)
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    assert len(family) == 8  # three workers, what they started, the process that they are forked from, and the guard
+    run.process.kill()
+    run.process.wait(PATIENCE_S)
+    assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
+
+
+def test_workers_whose_template_is_killed_are_lost_and_the_job_says_so(run: Run) -> None:
+    run.start("forever()")
+    os.kill(int(run.until_waiting(3)[0][2]), signal.SIGKILL)
+    assert run.end() == 137
+    assert "was killed by SIGKILL" in run.lines[-1]
