@@ -2,7 +2,8 @@
 
 ``FAULTS`` is a list of ``{"rank", "step", "place", "signal"}``: whoever has that rank sends itself the signal, once;
 with ``"signal": "raise"`` it raises an exception, with ``"resize 3"`` it asks for 3 workers. With ``"size": 2`` it
-happens in the first step from ``step`` on in which 2 workers train. Outside of steps, ``step`` is how many there have been.
+happens in the first step from ``step`` on in which 2 workers train. Outside of steps, ``step`` says how many there
+have been.
 """
 
 import json
