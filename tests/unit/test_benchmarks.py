@@ -5,6 +5,7 @@ import os
 import platform
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
