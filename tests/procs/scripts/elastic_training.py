@@ -2,8 +2,8 @@
 
 ``FAULTS`` is a list of ``{"rank", "step", "place", "signal"}``: whoever has that rank sends itself the signal, once;
 with ``"signal": "raise"`` it raises an exception, with ``"resize 3"`` it asks for 3 workers. With ``"size": 2`` it
-happens in the first step from ``step`` on in which 2 workers train. Outside of steps, ``step`` says how many there
-have been.
+happens in the first step from ``step`` on in which 2 workers train. With ``"behind": 0`` it
+does not before the first of the list has. Outside of steps, ``step`` says how many there have been.
 """
 
 import json
@@ -83,6 +83,8 @@ def fault(place: str, step: int) -> None:
 
 
 def is_now(one: dict[str, Any], step: int) -> bool:
+    if "behind" in one and not (Path(run.dir) / f"fault-{one['behind']}").exists():
+        return False
     if "size" in one:
         return bool(step >= one["step"] and run.world_size == one["size"])
     return bool(step == one["step"])
@@ -148,5 +150,5 @@ for step in run.steps(data, epochs=1):
     step.run(loss_of, optimizer=optimizers[0])
     seen.steps += 1
     fault("after", step.number)
-print("after", run.evaluate(data, metrics), seen.steps, seen.average, schedulers[0].get_last_lr())
+run.print("after", run.evaluate(data, metrics), seen.steps, seen.average, schedulers[0].get_last_lr())
 run.finish()
