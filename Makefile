@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 
-.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-recovery format clean
+.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-recovery bench-growth bench-elastic soak format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -45,6 +45,15 @@ bench-shards: $(BENCH_READY)  ## more shards than workers, exact beside native, 
 
 bench-recovery: $(READY)  ## a worker is killed: how long the others stand still, how soon a new one takes part
 	@$(BIN)/python -m benchmarks recovery $(OPTIONS)
+
+bench-growth: $(READY)  ## workers come and go: how long the others stand still, what a start beside them costs
+	@$(BIN)/python -m benchmarks growth $(OPTIONS)
+
+bench-elastic: $(READY)  ## what it costs to be elastic while nobody comes or goes
+	@$(BIN)/python -m benchmarks elastic $(OPTIONS)
+
+soak: $(READY)  ## half an hour of faults: memory, files and threads stay as they are, and so do the bits
+	@$(BIN)/python -m benchmarks soak $(OPTIONS)
 
 bench-network: $(BENCH_READY)  ## how much of the communication is hidden over a slow network; needs root
 	@$(BIN)/python -m benchmarks network $(OPTIONS)

@@ -4,6 +4,10 @@
     python -m benchmarks allreduce    the all-reduce alone, beside Gloo and the bandwidth of the memory
     python -m benchmarks shards       what more shards than workers cost, and exact beside native
     python -m benchmarks network      how much of the communication is hidden, over a slow network
+    python -m benchmarks recovery     a worker is killed: how long the others stand still, how soon a new one takes part
+    python -m benchmarks growth       workers come and go: how long the others stand still, what a start costs them
+    python -m benchmarks elastic      what it costs to be elastic while nobody comes or goes
+    python -m benchmarks soak         half an hour of faults: what grows meanwhile, and whether the bits are right
 
 What is compared is interleaved in random order, in fresh processes, with the same threads and the same allocator, so
 that a machine that gets slower or faster meanwhile does so for all. Only ratios within one run mean something.

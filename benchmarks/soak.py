@@ -287,4 +287,5 @@ def summary(found: Found) -> Grid:
         "processes left": len(found.left),
         "weights": compared,
     }
-    return Grid("what happened", ("", ""), [(name, str(value)) for name, value in happened.items()])
+    rows = [(name, str(value)) for name, value in happened.items()]
+    return Grid("what happened", ("", ""), rows, tuple(f"WRONG: {failure}" for failure in found.failures))

@@ -69,3 +69,37 @@ def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(tmp_path: Pa
     (recovery,) = json.loads((tmp_path / "recovery.json").read_text())["models"]["tiny"]
     assert recovery["replaced"] > 0
     assert set(recovery["parts"]) == {"regroup", "form", "copy"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("growth", ["--quick"]),
+        ("elastic", ["--quick"]),
+        ("soak", ["--minutes=0.4", "--pause=2", "--rare=8"]),
+    ],
+)
+def test_the_benchmarks_of_elastic_jobs_find_something(name: str, options: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", name, *options, f"--output={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    if name == "growth":
+        changes = found["models"]["tiny"]["changes"]
+        assert changes[0]["before"] < changes[0]["after"]
+        assert changes[-1]["after"] == 1
+        assert set(changes[0]["parts"]) == {"regroup", "form", "copy", "first step"}
+        assert found["models"]["tiny"]["starting"].keys() == found["models"]["tiny"]["busy"].keys() == {"1", "2"}
+    elif name == "elastic":
+        assert [len(turns) for turns in found["seconds"].values()] == [1, 1]
+        assert all(seconds > 0 for turns in found["seconds"].values() for seconds in turns[0])
+    else:
+        assert found["found"]["digest"] == found["found"]["serial"]
+        assert found["found"]["left"] == []
+        assert found["found"]["done"]["kill oldest"] + found["found"]["done"]["kill coordinator"] >= 1

@@ -5,14 +5,17 @@ import os
 import platform
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import network, recovery, shards
+from benchmarks import elastic, growth, network, recovery, shards, soak
 from benchmarks.contenders import Contender, everybody
 from benchmarks.contenders.loop import batches
 from benchmarks.crew import Crew, Host, cleaned
+from benchmarks.elastic_job import seconds_of
+from benchmarks.family import growth_per_hour
 from benchmarks.figures import Ratio, bootstrap, difference, mean_of_workers, slowest, times_as_fast, times_as_long
 from benchmarks.harness import Measured, interleaved
 from benchmarks.link import Cable, End, joined, obstacle
@@ -291,3 +294,72 @@ def test_a_stall_is_what_the_survivors_lost_beyond_a_step_of_their_own(tmp_path:
     found = recovery.Watched(tmp_path).recovery(begun + 2.2, ["w1", "w2"], "w2", until=begun + 60)
     assert (found.stall, found.step, found.replaced) == pytest.approx((1.0, 1.5, 6.3))
     assert found.parts == {"regroup": 0.1}
+
+
+def test_the_way_of_a_replacement_is_told_part_by_part(tmp_path: Path) -> None:
+    events: list[tuple[str, dict[str, Any]]] = [
+        ("00.100", {"event": "lost"}),
+        ("00.200", {"event": "asked for"}),
+        ("00.300", {"event": "minted", "generation": 2, "joined": [], "seconds": 0.1}),
+        ("00.310", {"event": "formed", "generation": 2}),
+        ("01.000", {"event": "minted", "generation": 3, "joined": ["w3"], "seconds": 0.4}),
+        ("01.150", {"event": "formed", "generation": 3}),
+    ]
+    lines = [json.dumps({"time": f"2023-11-14T22:13:{at}+00:00", **fields}) + "\n" for at, fields in events]
+    (tmp_path / "journal.jsonl").write_text("".join(lines))
+    begun = seconds_of("2023-11-14T22:13:00+00:00")
+    assert recovery.Watched(tmp_path).way(begun, begun + 1.5) == pytest.approx(
+        {"asked": 0.2, "starts": 0.4, "boundary": 0.4, "state": 0.15, "first step": 0.35}
+    )
+
+
+# -- growing and shrinking, being elastic, the soak -------------------------------------------------------------------
+
+
+def test_parts_of_steps_count_where_a_time_is_compared_with_calm_steps() -> None:
+    times = [0.0, 1.0, 2.0, 4.0, 6.0, 7.0]
+    assert growth.progress(times, 3.0) == 2.5
+    assert growth.slowed(times, 2.0, 5.0, calm=1.0) == 2.0
+    assert growth.slowed(times, 0.5, 1.5, calm=1.0) == 1.0
+
+
+def test_a_calm_step_of_a_number_of_workers_that_never_was_calm_lies_between_its_neighbours() -> None:
+    spans = [growth.Span("calm", 0.0, 2.0, 2, 0), growth.Span("calm", 10.0, 16.0, 4, 0)]
+    assert growth.calm_steps([0.0, 1.0, 2.0, 10.0, 13.0, 16.0], spans) == {2: 1.0, 3: 2.0, 4: 3.0}
+
+
+def test_survivors_stall_as_long_as_the_one_that_stalls_longest() -> None:
+    old, new = ({"workers": names, "time": "2023-11-14T22:13:21+00:00"} for names in (["w1", "w2"], ["w1", "w2", "w3"]))
+    formed = {"time": "2023-11-14T22:13:21.500+00:00", "seconds": {"copy": 0.1}}
+    base = seconds_of("2023-11-14T22:13:20+00:00")
+    times = {"w1": [base, base + 3.0], "w2": [base + 0.5, base + 3.0], "w3": [base + 3.0]}
+    found = growth.change(old, new, formed, times, {3: 1.0})
+    assert (found.before, found.after, found.stall) == pytest.approx((2, 3, 2.0))
+    assert found.parts == pytest.approx({"copy": 0.1, "first step": 0.5})
+
+
+def test_the_steps_right_after_a_job_was_woken_do_not_count() -> None:
+    assert elastic.median_step([0.0, 5.0, 6.0, 7.0, 9.0, 10.0, 30.0], 4.0, 20.0) == 2.0 - 0.5
+
+
+def test_a_soak_repeats_itself_and_spares_what_is_to_live_long() -> None:
+    choice = soak.Choice(minutes=10, rare_s=100)
+    happens = list(soak.faults(choice))
+    assert happens == list(soak.faults(choice))
+    assert [fault.kind for fault in happens if fault.kind in ("kill coordinator", "kill oldest")] == [
+        "kill coordinator",
+        "kill oldest",
+    ] * 2 + ["kill coordinator"]
+    assert {fault.kind for fault in happens} == {"kill", "leave", "resize", "kill coordinator", "kill oldest"}
+    assert len(happens) == pytest.approx(200, rel=0.2)
+
+
+def test_growth_is_what_happens_within_the_life_of_a_process() -> None:
+    flat = [(float(at), pid, 100.0 * pid) for pid, begin in ((1, 0), (2, 500)) for at in range(begin, begin + 500, 5)]
+    grown = growth_per_hour(flat)
+    assert grown is not None
+    assert (grown.low, grown.value, grown.high) == pytest.approx((0, 0, 0), abs=1e-6)
+    leaks = growth_per_hour([(at, pid, value + at / 3600) for at, pid, value in flat])
+    assert leaks is not None
+    assert leaks.value == pytest.approx(1.0)
+    assert growth_per_hour(flat[:10]) is None

@@ -134,12 +134,12 @@ class StepEngine:
         if execution.shard_optimizer:
             self._update = ShardedUpdate(prepared, workers.transport, self._bucket_bytes)
 
-    def attempt(self, call: Call, flags: Flags = Flags()) -> Attempt:  # noqa: B008  frozen
+    def attempt(self, call: Call, flags: Callable[[], Flags] = Flags) -> Attempt:
         """Compute this worker's shards and reduce. Changes no weight: it can be done again.
 
         Args:
             call: what to compute.
-            flags: what this worker has to say; they ride with the control word.
+            flags: what this worker has to say when its shards are computed; they ride with the control word.
 
         Raises:
             LossError, ModelError, NondeterministicOperation: the user's loss function or model; names the shard.
@@ -223,7 +223,7 @@ class StepEngine:
         self._shard.metrics[name] = value
         return True
 
-    def _attempt(self, call: Call, flags: Flags) -> Attempt:
+    def _attempt(self, call: Call, flags: Callable[[], Flags]) -> Attempt:
         gradients = self._gradients_of(call.optimizers)
         started = perf_counter()
         gradients.begin()
@@ -236,7 +236,7 @@ class StepEngine:
         computed = perf_counter()
         totals, reducing = gradients.totals()
         reduced = perf_counter()
-        report, digests = self._exchange(gradients, [shard.read() for shard in shards], flags)
+        report, digests = self._exchange(gradients, [shard.read() for shard in shards], flags())
         done = perf_counter()
         seconds = {
             "compute": computed - started,

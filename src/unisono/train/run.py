@@ -470,13 +470,11 @@ class Run:
         engine = self._require_engine()
         shards = [to_device(shard, self.device) for shard in step.shards]
         call = Call(step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip)
-        leaves = self._around.leave.requested and not self._membership.leave()
         generation = workers.generation
         if self._samples is not None:
             self._samples.computed(step.number, step.calls, generation.number, step.batch, generation.shards)
         engine.computed = partial(self._computed, step)
-        flags = Flags(leave=leaves, regroup=self._membership.is_due, digest=self._weights_digest(step))
-        attempt = engine.attempt(call, flags)
+        attempt = engine.attempt(call, partial(self._flags, self._weights_digest(step)))
         if len(set(attempt.digests)) > 1:
             engine.discard()
             self._heal(healing(attempt.digests, step.number), step.number)
@@ -522,6 +520,11 @@ class Run:
                 stacklevel=2,
             )
         self._renew(healing)
+
+    def _flags(self, digest: int) -> Flags:
+        # Asked for as late as can be: whoever wants in or out meanwhile need not wait for one step more.
+        leaves = self._around.leave.requested and not self._membership.leave()
+        return Flags(leave=leaves, regroup=self._membership.is_due, digest=digest)
 
     @property
     def _newest_loop(self) -> Generator[Step, None, None] | None:

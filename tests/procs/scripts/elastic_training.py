@@ -1,7 +1,9 @@
 """A script with nearly everything: two loops, two updates per batch, a scheduler, state of its own, calls between.
 
 ``FAULTS`` is a list of ``{"rank", "step", "place", "signal"}``: whoever has that rank sends itself the signal, once;
-with ``"signal": "raise"`` it raises an exception. Outside of steps, ``step`` is how many there have been.
+with ``"signal": "raise"`` it raises an exception, with ``"resize 3"`` it asks for 3 workers. With ``"size": 2`` it
+happens in the first step from ``step`` on in which 2 workers train. With ``"behind": 0`` it
+does not before the first of the list has. Outside of steps, ``step`` says how many there have been.
 """
 
 import json
@@ -66,14 +68,26 @@ data = Noisy()
 
 def fault(place: str, step: int) -> None:
     for number, one in enumerate(FAULTS):
-        if (one["place"], one["step"], one["rank"]) != (place, step, run.rank):
+        if (one["place"], one["rank"]) != (place, run.rank) or not is_now(one, step):
             continue
         mark = Path(run.dir) / f"fault-{number}"
         if not mark.exists():
             mark.touch()
-            if one.get("signal") == "raise":
+            what = one.get("signal", "SIGKILL")
+            if what == "raise":
                 raise ValueError(f"boom in {place} of step {step}")
-            os.kill(os.getpid(), getattr(signal, one.get("signal", "SIGKILL")))
+            if what.startswith("resize "):
+                run.resize(int(what.removeprefix("resize ")))
+            else:
+                os.kill(os.getpid(), getattr(signal, what))
+
+
+def is_now(one: dict[str, Any], step: int) -> bool:
+    if "behind" in one and not (Path(run.dir) / f"fault-{one['behind']}").exists():
+        return False
+    if "size" in one:
+        return bool(step >= one["step"] and run.world_size == one["size"])
+    return bool(step == one["step"])
 
 
 def failing_sync(fd: Any) -> None:
@@ -136,5 +150,5 @@ for step in run.steps(data, epochs=1):
     step.run(loss_of, optimizer=optimizers[0])
     seen.steps += 1
     fault("after", step.number)
-print("after", run.evaluate(data, metrics), seen.steps, seen.average, schedulers[0].get_last_lr())
+run.print("after", run.evaluate(data, metrics), seen.steps, seen.average, schedulers[0].get_last_lr())
 run.finish()
