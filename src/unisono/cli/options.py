@@ -44,6 +44,9 @@ MaxRestarts = Annotated[
         help=f"Elastic: how often a place gets a new worker, on average; {MAX_RESTARTS} for A:B.", show_default=False
     ),
 ]
+WorkerRange = Annotated[
+    str, typer.Option("-n", "--workers", metavar="N|A:B", help="How many workers; A:B for an elastic job.")
+]
 FaultScript = Annotated[
     Path | None, typer.Option("--faults", help="A script of faults to strike the job with: a rehearsal of failures.")
 ]

@@ -24,6 +24,7 @@ from unisono.cli.options import (
     TlsKey,
     Tuned,
     WarmStart,
+    WorkerRange,
 )
 from unisono.launch.command import dry_run, elastic_dry_run
 from unisono.launch.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
@@ -44,9 +45,7 @@ def run(
     args: Annotated[
         list[str] | None, typer.Argument(help="Everything after the script belongs to the script.", metavar="ARGS")
     ] = None,
-    workers: Annotated[
-        str, typer.Option("-n", "--workers", metavar="N|A:B", help="How many workers; A:B for an elastic job.")
-    ] = "1",
+    workers: WorkerRange = "1",
     module: Module = False,
     run_dir: RunDir = None,
     shards: Shards = None,
