@@ -19,7 +19,7 @@ test: $(READY)  ## the whole test suite
 	@echo "==> unit tests"
 	@$(BIN)/python -m pytest -m unit -n auto
 	@echo "==> tests with processes of their own"
-	@$(BIN)/python -m pytest -m "not unit and not alone" -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -m "not unit and not alone" -n 3 --dist loadfile
 	@echo "==> tests of what is promised to happen in time"
 	@$(BIN)/python -m pytest -m alone
 

@@ -76,7 +76,7 @@ def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(tmp_path: Pa
     [
         ("growth", ["--quick"]),
         ("elastic", ["--quick"]),
-        ("soak", ["--minutes=0.4", "--pause=2", "--rare=8"]),
+        ("soak", ["--minutes=0.25", "--pause=2", "--rare=8"]),
     ],
 )
 def test_the_benchmarks_of_elastic_jobs_find_something(name: str, options: list[str], tmp_path: Path) -> None:

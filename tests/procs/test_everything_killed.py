@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 EVERY = 4
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 5), (5, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 5)])
 def test_a_job_whose_machine_went_down_goes_on_from_its_newest_checkpoint(
     before: int, after: int, serial: Training, started: list[Training], tmp_path: Path
 ) -> None:
