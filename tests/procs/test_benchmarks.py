@@ -76,7 +76,7 @@ def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(tmp_path: Pa
     [
         ("growth", ["--quick"]),
         ("elastic", ["--quick"]),
-        ("soak", ["--minutes=0.25", "--pause=2", "--rare=8"]),
+        ("soak", ["--minutes=0.3", "--pause=2", "--rare=4"]),
     ],
 )
 def test_the_benchmarks_of_elastic_jobs_find_something(name: str, options: list[str], tmp_path: Path) -> None:
@@ -102,4 +102,5 @@ def test_the_benchmarks_of_elastic_jobs_find_something(name: str, options: list[
     else:
         assert found["found"]["digest"] == found["found"]["serial"]
         assert found["found"]["left"] == []
-        assert found["found"]["done"]["kill oldest"] + found["found"]["done"]["kill coordinator"] >= 1
+        done_to_it = found["found"]["done"]
+        assert done_to_it.get("kill oldest", 0) + done_to_it.get("kill coordinator", 0) >= 1

@@ -32,7 +32,7 @@ def test_a_failure_is_read_as_it_was_written(folder: RunFolder) -> None:
 def test_a_failure_has_the_agreed_fields(folder: RunFolder) -> None:
     Failure.of(caught(ValueError("boom")), rank=0).write(folder)
     record = json.loads(folder.error_of(0).read_text())
-    assert set(record) == {"rank", "host", "pid", "type", "message", "traceback", "consequence", "time"}
+    assert set(record) == {"rank", "host", "pid", "type", "message", "traceback", "consequence", "time", "exit_code"}
     assert (record["type"], record["message"], record["consequence"]) == ("ValueError", "boom", False)
     assert record["traceback"].endswith("ValueError: boom\n")
 

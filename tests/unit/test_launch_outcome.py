@@ -1,5 +1,6 @@
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -66,6 +67,13 @@ def test_who_was_told_to_end_is_not_to_blame_however_it_ends() -> None:
 
 def test_an_exception_from_before_it_was_told_to_end_is_a_cause() -> None:
     assert raised(0, 1.0, told_at=2.0).blame() is Blame.CAUSE
+
+
+def test_a_worker_that_is_ended_on_its_way_out_has_the_code_of_its_own_error() -> None:
+    own = replace(failure(1, time=1.0), exit_code=2)
+    ended = WorkerExit(1, -signal.SIGTERM, 1.4, own, told_at=1.3)
+    assert outcome([WorkerExit(0, 2, 1.2, replace(failure(0, time=1.1), exit_code=2)), ended]).exit_code == 2
+    assert WorkerExit(1, -signal.SIGTERM, 1.4, own, told_at=0.9).shell_code == 143
 
 
 @pytest.mark.parametrize("code", [1, 3, 124])

@@ -26,6 +26,7 @@ class Failure:
         traceback: the whole traceback, frames of the user's script first.
         consequence: it only follows from the loss of another worker.
         time: when, in seconds since 1970.
+        exit_code: with which it ends its process.
     """
 
     rank: WorkerName
@@ -36,6 +37,7 @@ class Failure:
     traceback: str
     consequence: bool
     time: float
+    exit_code: int = 1
 
     @classmethod
     def of(cls, error: BaseException, rank: WorkerName) -> "Failure":
@@ -50,6 +52,7 @@ class Failure:
             traceback="".join(described.format()),
             consequence=any(isinstance(link, WorkerLost) for link in _chain(error)),
             time=time.time(),
+            exit_code=getattr(error, "exit_code", 1),
         )
 
     def write(self, folder: RunFolder) -> None:

@@ -60,7 +60,9 @@ class WorkerExit:
 
     @property
     def shell_code(self) -> int:
-        """The exit code as a shell gives it."""
+        """The exit code as a shell gives it; its own, if the launcher ended it while it was on its way out."""
+        if self.failure is not None and self.told_at is not None and self.failure.time < self.told_at:
+            return self.failure.exit_code
         return self.code if self.code >= 0 else FIRST_SIGNAL - self.code
 
     @property

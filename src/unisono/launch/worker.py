@@ -124,7 +124,7 @@ def fail(error: BaseException) -> None:
             failure.write(RunFolder(run_dir))
         except OSError as problem:
             print(f"unisono: the failure could not be recorded in {run_dir}: {problem}", file=sys.stderr)  # noqa: T201
-    failures.append(getattr(error, "exit_code", 1))
+    failures.append(failure.exit_code)
     faulthandler.dump_traceback_later(LINGER_S, exit=True)  # and says what keeps it
     sys.exit(failures[0])
 
