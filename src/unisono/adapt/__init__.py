@@ -1,0 +1,1 @@
+"""What is seen of training from inside, and what follows from it."""
