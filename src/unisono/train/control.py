@@ -18,7 +18,7 @@ MAX_METRICS = 16
 
 _FLAGS = 3
 _HEADER = _FLAGS + 1  # and the digest
-_FIXED = 3  # loss, weight, which metrics
+_FIXED = 4  # loss, weight, squared norm, which metrics
 
 _Words = npt.NDArray[np.float64]
 
@@ -31,11 +31,13 @@ class ShardReport:
         loss: the mean over the shard's samples (or tokens).
         weight: the number of its samples (or tokens); 0 for an empty shard.
         metrics: further means, weighted alike.
+        squared_norm: of the gradient of that mean; 0 if nobody wants to know.
     """
 
     loss: float = 0.0
     weight: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    squared_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +157,13 @@ _ROW = _FIXED + MAX_METRICS
 def _fill(row: _Words, report: ShardReport) -> None:
     if len(report.metrics) > MAX_METRICS:
         raise LossError(f"{len(report.metrics)} metrics logged in one loss function: at most {MAX_METRICS} fit")
-    row[:_FIXED] = report.loss, report.weight, _signature(report.metrics)
+    row[:_FIXED] = report.loss, report.weight, report.squared_norm, _signature(report.metrics)
     for number, name in enumerate(sorted(report.metrics)):
         row[_FIXED + number] = report.metrics[name]
 
 
 def _report(row: _Words, shard: int, names: Sequence[str]) -> ShardReport:
-    loss, weight, signature = row[:_FIXED].tolist()
+    loss, weight, squared_norm, signature = row[:_FIXED].tolist()
     if weight == 0:
         return ShardReport()
     if signature != _signature(dict.fromkeys(names, 0.0)):
@@ -171,7 +173,7 @@ def _report(row: _Words, shard: int, names: Sequence[str]) -> ShardReport:
             f"call run.log with the same names in every call of the loss function"
         )
     values = row[_FIXED : _FIXED + len(names)].tolist()
-    return ShardReport(loss, weight, dict(zip(sorted(names), values, strict=True)))
+    return ShardReport(loss, weight, dict(zip(sorted(names), values, strict=True)), squared_norm)
 
 
 def _signature(metrics: Mapping[str, float]) -> float:
