@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.adapt.monitoring import Monitoring
+from unisono.adapt.norms import GradientNorms
+from unisono.adapt.squared_norms import SquaredNorms
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import LossError, ModelError, NondeterministicOperation, NonFiniteLoss
 from unisono.job import Job
@@ -80,13 +83,14 @@ class Call:
 
 @dataclass(slots=True)
 class Attempt:
-    """A computed, not yet committed call."""
+    """A computed, not yet committed call. Norms of its gradients come with the commit, if they are wanted."""
 
     gradients: Gradients
     totals: tuple[Tensor, ...]
     report: StepReport
     digests: tuple[int, ...]
     seconds: dict[str, float]
+    norms: GradientNorms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +100,12 @@ class Execution:
     Attributes:
         overlap: gradients are reduced while the backward pass is under way; None where it pays.
         shard_optimizer: the workers of a host share their parameters, and each updates a part of them.
+        monitoring: which steps are watched, and how closely.
     """
 
     overlap: bool | None = None
     shard_optimizer: bool = False
+    monitoring: Monitoring = field(default_factory=Monitoring)
 
     def overlaps(self, transport: Transport, threads: int) -> bool:
         """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
@@ -128,6 +134,7 @@ class StepEngine:
         self._mine = workers.generation.shards
         self._buffers = Buffers(prepared.buffers, workers.generation.split, workers.rank)
         self._gradients: dict[tuple[int, ...], Gradients] = {}
+        self._monitoring = execution.monitoring
         self._shard: ShardReport | None = None
         self.computed: Callable[[float], None] = lambda seconds: None  # this worker's shards are, after so many
         self._update: Update | ShardedUpdate = Update()
@@ -179,6 +186,8 @@ class StepEngine:
         used, used_buffers = report.used[: len(gradients.names)], report.used[len(gradients.names) :]
         writable = call.clip.limits or any(map(may_change_gradients, call.optimizers))
         gradients.assign(attempt.totals, report.weight, used, writable=writable)
+        if gradients.is_watched:
+            attempt.norms = self._measured(call, gradients, report)
         norm = call.clip.apply(gradients.parameters)
         if not math.isfinite(norm):
             return self._refused(call, f"the norm of the gradient is {norm}")
@@ -225,6 +234,7 @@ class StepEngine:
 
     def _attempt(self, call: Call, flags: Callable[[], Flags]) -> Attempt:
         gradients = self._gradients_of(call.optimizers)
+        gradients.watch(call.step if self._monitoring.watches(call.step, call.number) else None)
         started = perf_counter()
         gradients.begin()
         shards = [_Shard(number, len(call.batch.shard(number))) for number in self._mine]
@@ -258,6 +268,8 @@ class StepEngine:
             else:
                 self._clear_gradients()
             gradients.close()
+            if shard.report.weight:
+                shard.report.squared_norm = gradients.squared_norm() / shard.report.weight**2
         except (LossError, ModelError) as error:
             raise type(error)(f"step {call.step}, shard {shard.number}, rank {self._workers.rank}: {error}") from error
 
@@ -300,6 +312,14 @@ class StepEngine:
             names = next((known for known in self._workers.gather_json(names) if known is not None), None)
         return word.read(words, names or []), word.digests(words)
 
+    def _measured(self, call: Call, gradients: Gradients, report: StepReport) -> GradientNorms:
+        seen = [(part, call.batch.shard(shard)) for shard, part in enumerate(report.shards) if part.weight]
+        return GradientNorms(
+            groups=[part.squared_norm for part, _ in seen],
+            sizes=[len(samples) for _, samples in seen],
+            mean=gradients.mean_squared_norm(),
+        )
+
     def _trouble(self, call: Call, report: StepReport) -> str:
         if report.weight == 0:
             raise LossError(f"step {call.step}: all shards returned the weight 0, so there is no mean to follow")
@@ -327,7 +347,9 @@ class StepEngine:
         if key not in self._gradients:
             compressed = torch.bfloat16 if self._job.compression == "bf16" else None
             fusion = Fusion(self._bucket_bytes, compressed)
-            self._gradients[key] = Gradients(self._prepared.trained_by(optimizers), self._reducer, fusion)
+            trained = self._prepared.trained_by(optimizers)
+            norms = SquaredNorms(len(trained), self._monitoring.blocks_of(trained.values()))
+            self._gradients[key] = Gradients(trained, self._reducer, fusion, norms)
         return self._gradients[key]
 
     def _clear_gradients(self) -> None:

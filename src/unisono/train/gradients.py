@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from unisono.adapt.squared_norms import SquaredNorms
 from unisono.errors import ModelError
 from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import PartialSums, Row, views_of
@@ -41,12 +42,17 @@ class Gradients:
         parameters: by name.
         reducer: to the other workers; making gradients is collective.
         fusion: how they are put together.
+        norms: takes each shard's gradient while :attr:`is_watched`.
+
+    Attributes:
+        is_watched: whether somebody wants to know each shard's squared norm.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], reducer: Reducer, fusion: Fusion) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], reducer: Reducer, fusion: Fusion, norms: SquaredNorms) -> None:
         self.names = tuple(parameters)
         self.parameters: Sequence[Tensor] = tuple(parameters.values())
-        self.came_twice = False
+        self.came_twice = self.is_watched = False
+        self._norms = norms
         self._reducer = reducer
         self._single = reducer.transport.tree.shards == 1
         self._buckets: tuple[Bucket, ...] = ()
@@ -82,6 +88,7 @@ class Gradients:
         Args:
             last: of this worker's; what it leaves is reduced. :meth:`send` comes before its backward pass.
         """
+        self._norms.begin()
         if self._single:
             return
         self._sends = last
@@ -121,6 +128,22 @@ class Gradients:
                 self._take(number, parameter.grad)
         if not self._single:
             self._sums.close()
+
+    def watch(self, step: int | None) -> None:
+        """Have the shards' squared norms taken from now on, of blocks that the step's number chooses; or not (None)."""
+        self.is_watched = step is not None
+        self._norms.offset = step or 0
+
+    def squared_norm(self) -> float:
+        """Of the shard that was computed last, times its weight; 0 if nobody watches."""
+        return self._norms.total() if self.is_watched and not self._single else 0.0
+
+    def mean_squared_norm(self) -> float:
+        """Of the mean gradient, which was assigned."""
+        self._norms.begin()
+        for number, parameter in enumerate(self.parameters):
+            self._norms.take(number, parameter.grad)
+        return self._norms.total()
 
     def totals(self) -> tuple[tuple[Tensor, ...], float]:
         """The sum over all shards of all workers, as soon as it is there; see :meth:`Reducer.totals`."""
@@ -165,6 +188,8 @@ class Gradients:
 
     def _take(self, number: int, gradient: Tensor | None) -> None:
         self._note(number, gradient)
+        if self.is_watched:
+            self._norms.take(number, gradient)
         self._arrived[number] = True
         self._sums.put(number, gradient)
         bucket = self._places[number]

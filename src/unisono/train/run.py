@@ -36,6 +36,7 @@ from unisono.train.feed import feed
 from unisono.train.loop import Hooks, Loop
 from unisono.train.majority import healing, weights_digest
 from unisono.train.membership import Arrival, Dismissed, Membership
+from unisono.train.monitors import NAMES
 from unisono.train.observers import Callback, Event, Observers
 from unisono.train.pace import Pace
 from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory, tensors_by_name
@@ -52,9 +53,12 @@ from unisono.train.trained import Trained
 from unisono.train.workers import Operation, Workers
 
 RESERVED = frozenset(
-    ("step", "epoch", "position", "loss", "losses", "lr", "generation", "world_size", "seconds", "samples_per_s")
+    (
+        *("step", "epoch", "position", "loss", "losses", "lr", "generation", "world_size", "seconds", "samples_per_s"),
+        *NAMES,
+    )
 )
-"""What every line of ``metrics.jsonl`` has."""
+"""What lines of ``metrics.jsonl`` have."""
 
 M = TypeVar("M")
 O = TypeVar("O")  # noqa: E741
@@ -457,16 +461,16 @@ class Run:
         optimizers = _chosen(prepared, optimizer)
         train = partial(self._train, step, loss_fn, optimizers, clip)
         self._seconds = {}
-        loss, metrics = self._acts.together(train, changes_state=True)
+        loss, metrics, figures = self._acts.together(train, changes_state=True)
         self._computing = False
         step.metrics |= metrics
-        self._note(optimizers, loss, metrics)
+        self._note(optimizers, loss, {**metrics, **figures})
         self._recorder.step_ran()
         return float(loss)
 
     def _train(
         self, step: Step, loss_fn: LossFunction, optimizers: tuple[Optimizer, ...], clip: Clip, workers: Workers
-    ) -> tuple[float, dict[str, float]]:
+    ) -> tuple[float, dict[str, float], dict[str, float]]:
         engine = self._require_engine()
         shards = [to_device(shard, self.device) for shard in step.shards]
         call = Call(step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip)
@@ -493,7 +497,9 @@ class Run:
         self._pace.note(attempt.seconds["compute"], len(workers.generation.shards))
         if not committed:
             self._tell_of_skip(step, attempt.report)
-        return attempt.report.loss if committed else math.nan, attempt.report.metrics
+            return math.nan, attempt.report.metrics, {}
+        figures = {} if attempt.norms is None else self._trained.monitors.see(attempt.norms)
+        return attempt.report.loss, attempt.report.metrics, figures
 
     def _computed(self, step: Step, seconds: float) -> None:
         step.computed_s = seconds

@@ -55,6 +55,7 @@ class Settings:
     shard_optimizer: bool | None = None
     checkpoint_every: int | None = None
     verify_every: int | None = None
+    monitor_every: int | None = None
     stop_after: int | None = None
     trace: Path | None = None
     coordinator: Coordination | None = None
@@ -79,6 +80,7 @@ class Settings:
             shard_optimizer=_switch(environ, "UNISONO_SHARD_OPTIMIZER"),
             checkpoint_every=_count(environ, "UNISONO_CHECKPOINT_EVERY"),
             verify_every=_count(environ, "UNISONO_VERIFY_EVERY"),
+            monitor_every=_count(environ, "UNISONO_MONITOR_EVERY"),
             stop_after=_count(environ, "UNISONO_STOP_AFTER"),
             trace=_path(environ, "UNISONO_TRACE"),
             coordinator=Coordination.from_environ(environ),

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 import torch
 
+from unisono.adapt.monitoring import Monitoring
 from unisono.checkpoint.folder import RunFolder, new_run_folder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
@@ -72,6 +73,8 @@ def init(
     failure_timeout_s: float = 300.0,
     verify_every: int | None = None,
     balance: Literal["even", "speed"] = "even",
+    monitor_every: int | None = None,
+    monitor_one_in: int = 0,
 ) -> Run:
     """Start a run, on however many workers the launcher started.
 
@@ -111,6 +114,9 @@ def init(
         verify_every: steps between comparisons of all workers' weights, which must be the same: who holds others than
             most gets theirs (default: 100; 0: never).
         balance: ``speed`` gives slower workers fewer shards, in an elastic job. Decides no bit.
+        monitor_every: steps from one whose gradients' noise is measured to the next (default: 0, none). Decides no bit.
+        monitor_one_in: of so many blocks of a gradient one is read for that, another one in each step; 1 for all, 0 for
+            as few as leave a million elements.
 
     Raises:
         JobError: a setting is out of range, or there are more workers than shards; says which to change.
@@ -136,7 +142,8 @@ def init(
     environment = recognise(os.environ)
     chosen = choose_device(device, environment.local_rank)
     allow = allow_job_change or settings.allow_job_change
-    execution = _execution(overlap, shard_optimizer, settings)
+    monitoring = Monitoring(_first(monitor_every, settings.monitor_every, 0) or 0, monitor_one_in)
+    execution = replace(_execution(overlap, shard_optimizer, settings), monitoring=monitoring)
     wanted = _folder(run_dir, settings, _number(settings))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)

@@ -58,16 +58,14 @@ class Progress:
         return cls(Position(**tree["position"]), tree["loop"], reading)
 
 
-def capture(
-    prepared: Prepared, progress: Progress, registered: Mapping[str, Any], about: Mapping[str, Any]
-) -> Snapshot:
+def capture(prepared: Prepared, progress: Progress, registered: Mapping[str, Any], own: Mapping[str, Any]) -> Snapshot:
     """The state of a run at a step boundary.
 
     Args:
         prepared: models and optimizers.
         progress: where the run stands.
         registered: objects with ``state_dict``, by name.
-        about: JSON values that say whose state this is.
+        own: JSON values by name: whose state this is, and what else is to be kept.
     """
     return Snapshot(
         step=progress.position.step,
@@ -77,7 +75,7 @@ def capture(
             "progress": progress.as_tree(),
             "registered": {name: thing.state_dict() for name, thing in registered.items()},
             "transient": _transient(prepared),
-            "about": dict(about),
+            **own,
         },
     )
 

@@ -10,6 +10,7 @@ from unisono.errors import JobMismatch
 from unisono.train.checkpoints import shared_snapshot
 from unisono.train.digest import checksum
 from unisono.train.membership import Arrival
+from unisono.train.monitors import Monitors
 from unisono.train.prepared import Prepared
 from unisono.train.registered import Registered
 from unisono.train.state import Progress, capture, restore_models, restore_optimizers, restore_update
@@ -26,6 +27,7 @@ class Trained:
         prepared: models and optimizers; None before ``run.prepare``.
         progress: where the run stands.
         registered: objects of the script.
+        monitors: what was measured in the steps so far.
         restored: what the script has yet to ask for of a state that models are restored from already.
     """
 
@@ -33,13 +35,15 @@ class Trained:
         self.prepared: Prepared | None = None
         self.progress = Progress()
         self.registered = Registered()
+        self.monitors = Monitors()
         self.restored: Snapshot | None = None
         self._about = about
 
     def capture(self) -> Snapshot:
         """All of it, at a step boundary."""
         assert self.prepared is not None, "there is something to train"
-        return capture(self.prepared, self.progress, self.registered, self._about)
+        own = {"about": dict(self._about), "monitors": self.monitors.state_dict()}
+        return capture(self.prepared, self.progress, self.registered, own)
 
     def resume_from(self, snapshot: Snapshot) -> None:
         """Set models and position; the rest follows when the script has made everything: see :meth:`settle`."""
@@ -47,6 +51,7 @@ class Trained:
         restore_models(self.prepared, snapshot)
         self.restored = snapshot
         self.progress = Progress.from_tree(snapshot.state["progress"])
+        self._recall(snapshot)
 
     def settle(self) -> bool:
         """Restore what a state holds besides the models, now that the script has made everything.
@@ -79,9 +84,14 @@ class Trained:
             self.resume_from(snapshot)
         elif rank in arrival.behind:
             restore_update(self.prepared, snapshot)
+            self._recall(snapshot)
         ours = checksum(self.prepared.tensors()) if gives or rank in arrival.behind else None
         if workers.broadcast(ours, arrival.source) != ours and rank in arrival.behind:
             raise JobMismatch(
                 f"rank {rank} has other weights than rank {arrival.source}, from which it was given them: a fault of "
                 f"this host's memory, or of Unisono's. This worker ends; the others go on"
             )
+
+    def _recall(self, snapshot: Snapshot) -> None:
+        if (state := snapshot.state.get("monitors")) is not None:
+            self.monitors.load_state_dict(state)
