@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.adapt.average import Average
+from unisono.adapt.losses import loss_variance
 from unisono.adapt.noise_average import NoiseAverage
 from unisono.adapt.norms import GradientNorms, Noise
 
@@ -98,3 +99,11 @@ def test_large_batches_are_efficient_while_they_are_below_the_noise_scale() -> N
     assert noise.efficiency(10, 10) == 1.0
     assert noise.efficiency(10, 100) == pytest.approx(1010 / 1100)
     assert noise.efficiency(10, 100_000) < 0.02
+
+
+@pytest.mark.parametrize("sizes", [[16] * 8, [16, 16, 16, 3]])
+def test_the_variance_of_a_samples_loss_is_found_from_means(sizes: list[int]) -> None:
+    draw = np.random.default_rng(2)
+    found = [loss_variance([draw.normal(1.0, 3.0, size).mean() for size in sizes], sizes) for _ in range(4000)]
+    assert np.mean([one for one in found if one is not None]) == pytest.approx(9.0, rel=0.05)
+    assert loss_variance([1.0], [16]) is None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from unisono.adapt.average import Average
+from unisono.adapt.losses import loss_variance
 from unisono.adapt.noise_average import NoiseAverage
 from unisono.adapt.norms import GradientNorms
 
-NAMES = ("gradient_norm", "gradient_variance", "noise_scale")
+NAMES = ("gradient_norm", "gradient_variance", "noise_scale", "loss_variance")
 """In ``metrics.jsonl``, in steps that are watched."""
 
 
@@ -25,8 +26,12 @@ class Monitors:
     def __init__(self) -> None:
         self.noise = NoiseAverage()
 
-    def see(self, norms: GradientNorms) -> dict[str, float]:
-        """A step was committed whose gradients had these norms.
+    def see(self, norms: GradientNorms, losses: Sequence[float]) -> dict[str, float]:
+        """A step was committed.
+
+        Args:
+            norms: of its gradients.
+            losses: of the same shards.
 
         Returns:
             what there is to say of it, by name, without what is not yet known.
@@ -37,6 +42,7 @@ class Monitors:
             "gradient_norm": math.sqrt(norms.mean),
             "gradient_variance": None if noise is None else noise.variance,
             "noise_scale": None if noise is None else noise.scale,
+            "loss_variance": loss_variance(losses, norms.sizes),
         }
         return {name: value for name, value in found.items() if value is not None}
 

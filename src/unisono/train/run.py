@@ -498,8 +498,11 @@ class Run:
         if not committed:
             self._tell_of_skip(step, attempt.report)
             return math.nan, attempt.report.metrics, {}
-        figures = {} if attempt.norms is None else self._trained.monitors.see(attempt.norms)
-        return attempt.report.loss, attempt.report.metrics, figures
+        report = attempt.report
+        if attempt.norms is None:
+            return report.loss, report.metrics, {}
+        losses = [part.loss for part in report.shards if part.weight]
+        return report.loss, report.metrics, self._trained.monitors.see(attempt.norms, losses)
 
     def _computed(self, step: Step, seconds: float) -> None:
         step.computed_s = seconds

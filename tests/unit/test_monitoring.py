@@ -1,0 +1,104 @@
+"""What a run measures of its gradients, beside an independent computation in float64."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import unisono
+from unisono.adapt.monitoring import Monitoring
+from unisono.errors import JobError
+
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
+
+SHARDS, BATCH = 4, 64
+
+
+def data() -> torch.utils.data.TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(torch.randn(192, 10, generator=draw), torch.arange(192) % 3)
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 3))
+
+
+Watch = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Watch:
+    def train(check: Callable[[nn.Module, list[Any]], None] = lambda model, shards: None, **settings: Any) -> Any:
+        folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        run = unisono.init(batch_size=BATCH, shards=SHARDS, seed=3, run_dir=folder, **settings)
+        model = network()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps(data(), epochs=2):
+            check(model, list(step.shards))
+            step.run(loss_of)
+        run.finish()
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    return train
+
+
+def squared_norm(model: nn.Module, loss: Tensor) -> float:
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return float(sum(gradient.square().sum() for gradient in gradients))
+
+
+def test_the_figures_are_those_of_an_independent_computation(watch: Watch) -> None:
+    expected: list[tuple[float, float, float]] = []
+
+    def check(model: nn.Module, shards: list[Any]) -> None:
+        wide = network().double()
+        wide.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+        losses = [F.cross_entropy(wide(inputs.double()), labels) for inputs, labels in shards]
+        groups = [squared_norm(wide, loss) for loss in losses]
+        losses = [F.cross_entropy(wide(inputs.double()), labels) for inputs, labels in shards]
+        mean = squared_norm(wide, torch.stack(losses).mean())
+        small, between = BATCH // SHARDS, sum(groups) / SHARDS
+        variance = (between - mean) / (1 / small - 1 / BATCH)
+        spread = float(torch.stack(losses).detach().var()) * small
+        expected.append((mean**0.5, variance, spread))
+
+    lines = watch(check, monitor_every=1, monitor_one_in=1)
+    assert len(lines) == len(expected) == 6
+    total = weight = 0.0
+    for line, (norm, variance, spread) in zip(lines, expected, strict=True):
+        total, weight = 0.99 * total + 0.01 * variance, 0.99 * weight + 0.01
+        assert line["gradient_norm"] == pytest.approx(norm, rel=1e-5)
+        assert line["gradient_variance"] == pytest.approx(total / weight, rel=1e-4)
+        assert line["loss_variance"] == pytest.approx(spread, rel=1e-4)
+
+
+def test_only_the_steps_that_are_watched_have_figures_and_no_weight_depends_on_it(watch: Watch) -> None:
+    watched, alone = watch(monitor_every=2), watch()
+    assert ["gradient_norm" in line for line in watched] == [True, False, True, False, True, False]
+    assert [line["loss"] for line in watched] == [line["loss"] for line in alone]
+
+
+def test_without_a_word_nothing_is_measured(watch: Watch) -> None:
+    assert not any("gradient_norm" in line for line in watch())
+
+
+@pytest.mark.parametrize("wrong", [{"monitor_every": -1}, {"monitor_one_in": -2}])
+def test_numbers_below_nothing_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(JobError, match="monitor_"):
+        unisono.init(batch_size=8, **wrong)  # type: ignore[arg-type]
+
+
+def test_large_gradients_are_sampled_and_small_ones_are_read_whole() -> None:
+    assert Monitoring(every=1).blocks_of([torch.empty(1000)]) == 1
+    assert Monitoring(every=1).blocks_of([torch.empty(2**22), torch.empty(2**22)]) == 8
+    assert Monitoring(every=1, one_in=3).blocks_of([torch.empty(2**22)]) == 3
