@@ -115,6 +115,26 @@ def test_a_script_asks_for_another_size(train: Train, serial: str) -> None:
     assert {len(line["workers"]) for line in ended.journal("minted")} >= {3, 1}
 
 
+def test_what_is_measured_of_the_gradients_goes_over_to_those_who_come(train: Train) -> None:
+    names = ("step", "loss", "gradient_norm", "gradient_variance", "noise_scale", "loss_variance")
+
+    def figures(ended: Ended) -> list[list[Any]]:
+        assert ended.code == 0, ended.output
+        lines = map(json.loads, (ended.folder / "metrics.jsonl").read_text().splitlines())
+        return [[line.get(name) for name in names] for line in lines]
+
+    alone = figures(train("-n", "1", PACE_S="0", UNISONO_MONITOR_EVERY="1"))
+    trouble = [
+        {"what": "resize", "rank": 0, "step": 2, "to": 3},
+        {"what": "kill", "rank": 0, "step": 20},
+        {"what": "kill", "rank": 0, "step": 24},
+    ]
+    ended = train("-n", "1:3", trouble=trouble, PACE_S="0.02", UNISONO_MONITOR_EVERY="1")
+    assert figures(ended) == alone
+    assert any("noise_scale" in line for line in (ended.folder / "metrics.jsonl").read_text().splitlines())
+    assert len(ended.journal("lost")) == 2
+
+
 def test_workers_that_stay_the_same_cannot_be_resized_and_say_what_to_do(train: Train) -> None:
     ended = train("-n", "1", trouble=[{"what": "resize", "rank": 0, "step": 2, "to": 3}])
     assert ended.code == 2

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 import unisono
 
 JOBS: dict[str, Callable[[], Any]] = {}
+WATCHED = ("gradient_norm", "gradient_variance", "loss_variance", "noise_scale")
 
 
 def job(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -284,6 +285,19 @@ def metrics_and_a_scheduler() -> Any:
         scheduler.step()
         seen.append({name: value.hex() for name, value in step.metrics.items()})
     return {"metrics": seen, "digest": run.finish()}
+
+
+@job
+def gradients_that_are_watched() -> Any:
+    run = unisono.init(batch_size=50, shards=8, seed=3, monitor_every=2, monitor_one_in=2)
+    model = Net()
+    run.prepare(model, adam(model))
+    figures = []
+    for step in run.steps(images(150), epochs=3):
+        step.run(cross_entropy)
+        figures.append([run.metrics.get(name, 0.0) for name in WATCHED])
+    figures.append([run.metrics.get(name, 0.0) for name in WATCHED])
+    return {"digest": run.finish(), "figures": [[float(value).hex() for value in line] for line in figures]}
 
 
 @job

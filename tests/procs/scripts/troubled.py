@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,8 @@ def loss_of(step: int, net: Any, batch: Any) -> torch.Tensor:
 for step in run.steps(data, epochs=int(os.environ.get("EPOCHS", "6"))):
     if strikes("hang between steps", step.number):
         hang_for_good()
+    if strikes("kill", step.number):
+        os.kill(os.getpid(), signal.SIGKILL)
     if strikes("bit flip", step.number):
         flip_a_bit()
     if any(one["what"] == "resize" and one["step"] == step.number for one in TROUBLE):
