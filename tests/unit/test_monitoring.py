@@ -102,3 +102,19 @@ def test_large_gradients_are_sampled_and_small_ones_are_read_whole() -> None:
     assert Monitoring(every=1).blocks_of([torch.empty(1000)]) == 1
     assert Monitoring(every=1).blocks_of([torch.empty(2**22), torch.empty(2**22)]) == 8
     assert Monitoring(every=1, one_in=3).blocks_of([torch.empty(2**22)]) == 3
+
+
+def test_the_noise_scale_of_a_problem_where_it_is_known_is_found(tmp_path: Path) -> None:
+    dimensions, signal, variance = 50, 0.5, 50.0  # the gradient of a sample is the sample
+    draw = torch.Generator().manual_seed(4)
+    samples = torch.randn(16384, dimensions, generator=draw) * (variance / dimensions) ** 0.5
+    samples += (signal / dimensions) ** 0.5
+    run = unisono.init(batch_size=64, shards=8, run_dir=tmp_path / "run", monitor_every=1)
+    model = nn.Linear(dimensions, 1, bias=False)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    for step in run.steps(torch.utils.data.TensorDataset(samples), epochs=2):
+        step.run(lambda model, batch: model(batch[0]).mean())
+    found = dict(run.metrics)
+    run.finish()
+    assert found["gradient_variance"] == pytest.approx(variance, rel=0.1)
+    assert found["noise_scale"] == pytest.approx(variance / signal, rel=0.1)
