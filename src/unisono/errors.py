@@ -9,6 +9,7 @@
     ├── ModelError (ValueError)        a model or optimizer that cannot be trained as it is
     ├── LossError (ValueError)         a loss that is no scalar
     │   └── NonFiniteLoss              a loss that is NaN or infinite: names step, shard and rank
+    ├── PolicyError                    a policy that failed, or decided differently on two workers: names it
     ├── NondeterministicOperation      an operation that has no deterministic version: names it
     ├── CheckpointError                a checkpoint that is damaged, missing or belongs elsewhere
     ├── LaunchError                    workers that could not be started
@@ -58,6 +59,10 @@ class LossError(UnisonoError, ValueError):
 
 class NonFiniteLoss(LossError):
     """A loss that is NaN or infinite."""
+
+
+class PolicyError(UnisonoError):
+    """A policy that failed, wants what makes no sense, or decided differently on two workers."""
 
 
 class NondeterministicOperation(UnisonoError, RuntimeError):

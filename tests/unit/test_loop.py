@@ -17,9 +17,11 @@ from unisono.train.step import Step
 pytestmark = pytest.mark.unit
 
 
-def loop(number: int = 0, samples: int = 70, epochs: int = 2, stop_after: int | None = None) -> Loop:
+def loop(
+    number: int = 0, samples: int = 70, epochs: int = 2, stop_after: int | None = None, *, drop_last: bool = False
+) -> Loop:
     """Three steps per epoch: of 32, 32 and 6 samples, in two shards each."""
-    return Loop(number, Reading(samples, True, False), Batches(samples, 32, 2), epochs, stop_after)
+    return Loop(number, Reading(samples, True, False), Batches(samples, 32, 2, drop_last), epochs, stop_after)
 
 
 class Requested:
@@ -46,6 +48,8 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     events: list[str] = field(default_factory=list)
     is_whole: bool = True
+    batch_size: int = 32
+    is_stopped: bool = False
     loaded: Requested | None = None
 
     def steps(self, loop: Loop) -> Generator[Step, None, None]:
@@ -71,6 +75,8 @@ class Run:
             end=end,
             boundary=lambda: self.events.append("boundary"),
             is_whole=lambda: self.is_whole,
+            batch_size=lambda: self.batch_size,
+            is_stopped=lambda: self.is_stopped,
         )
 
 
@@ -125,7 +131,7 @@ def test_a_loop_that_is_cut_short_stays_where_it_is_and_reads_no_further() -> No
     cut = loop(stop_after=4)
     assert [step.number for step in run.steps(cut)] == [0, 1, 2, 3]
     assert run.progress == Progress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False))
-    assert len(list(cut.requests(Position(), range(2)))) == 4
+    assert len(list(cut.requests(Position(), (range(2), 32)))) == 4
     assert [step.number for step in run.steps(loop())] == [4, 5]
 
 
@@ -159,5 +165,30 @@ def test_a_step_that_failed_leaves_the_run_before_it_in_the_same_loop() -> None:
 
 
 def test_each_request_names_the_places_of_all_the_shards_that_are_asked_for() -> None:
-    requests = list(loop(epochs=1).requests(Position(step=1, samples=32, offset=32), range(1, 2)))
+    requests = list(loop(epochs=1).requests(Position(step=1, samples=32, offset=32), (range(1, 2), 32)))
     assert [request.places for request in requests] == [(range(48, 64),), (range(67, 70),)]
+
+
+def test_a_batch_that_changes_between_steps_leaves_no_sample_out_and_uses_none_twice() -> None:
+    run = Run()
+    seen: list[tuple[int, int, int]] = []
+    for step in run.steps(loop(epochs=2)):
+        seen.append((step.epoch, step.batch.start, step.batch.stop))
+        run.batch_size = {0: 16, 1: 8, 3: 64}.get(step.number, run.batch_size)
+    assert seen == [(0, 0, 32), (0, 32, 48), (0, 48, 56), (0, 56, 64), (0, 64, 70), (1, 0, 64), (1, 64, 70)]
+
+
+def test_with_drop_last_an_epoch_ends_where_a_batch_that_has_grown_does_not_fit_any_more() -> None:
+    run = Run()
+    seen: list[tuple[int, int, int]] = []
+    for step in run.steps(loop(epochs=2, drop_last=True)):
+        seen.append((step.epoch, step.batch.start, step.batch.stop))
+        run.batch_size = 48
+    assert seen == [(0, 0, 32), (1, 0, 48)]
+
+
+def test_a_loop_that_is_stopped_ends_at_the_boundary() -> None:
+    run = Run()
+    for step in run.steps(loop()):
+        run.is_stopped = step.number == 1
+    assert run.progress == Progress(Position(step=2, samples=64), loop=1)

@@ -8,7 +8,7 @@ import torch
 
 from unisono.data.shards import ShardsRequest
 from unisono.plan.batches import Position
-from unisono.train.supply import Supply
+from unisono.train.supply import Part, Supply
 
 pytestmark = pytest.mark.unit
 
@@ -37,15 +37,18 @@ class Supplied:
     def __init__(self) -> None:
         self.shards = range(2)
         self.loaded: list[Drawn] = []
-        self.supply = Supply(self._load, self._requests, lambda: self.shards)
+        self.size = 20
+        self.supply = Supply(self._load, self._requests, lambda: (self.shards, self.size))
 
     def _load(self, requests: Iterator[ShardsRequest]) -> Drawn:
         self.loaded.append(Drawn(requests))
         return self.loaded[-1]
 
-    def _requests(self, position: Position, shards: range) -> Iterator[ShardsRequest]:
+    def _requests(self, position: Position, part: Part) -> Iterator[ShardsRequest]:
+        shards, size = part
         for step in range(position.step, 10):
-            yield ShardsRequest(0, tuple(range(step * 10 + shard, step * 10 + shard + 1) for shard in shards))
+            places = (size // 2 * step + shard for shard in shards)
+            yield ShardsRequest(0, tuple(range(place, place + 1) for place in places))
 
     def at(self, step: int) -> list[int]:
         ((*places,),) = self.supply.at(Position(step=step))
@@ -81,3 +84,11 @@ def test_closing_ends_what_loads() -> None:
     supplied.at(0)
     supplied.supply.close()
     assert supplied.loaded[0].closed
+
+
+def test_a_batch_that_grows_is_loaded_anew() -> None:
+    supplied = Supplied()
+    supplied.at(0)
+    supplied.size = 40
+    assert [supplied.at(1), supplied.at(2)] == [[20, 21], [40, 41]]
+    assert [one.closed for one in supplied.loaded] == [True, False]

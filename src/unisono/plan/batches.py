@@ -69,11 +69,12 @@ class Batches:
 
     def at(self, position: Position) -> Batch:
         """The batch that starts at ``position``, which must lie inside an epoch."""
-        stop = min(position.offset + self.batch_size, self.epoch_samples)
+        stop = min(position.offset + self.batch_size, self.samples)
         size = stop - position.offset
-        assert size > 0, f"position {position} lies outside an epoch of {self.epoch_samples} samples"
+        assert size > 0, f"position {position} lies outside an epoch of {self.samples} samples"
         bounds = tuple(even_bounds(size, self.shards))
-        return Batch(position.epoch, position.offset, stop, bounds, stop == self.epoch_samples)
+        least = self.batch_size if self.drop_last else 1  # samples that another batch would need
+        return Batch(position.epoch, position.offset, stop, bounds, self.samples - stop < least)
 
     def after(self, position: Position, batch: Batch) -> Position:
         """Where the job stands once ``batch`` is committed."""
@@ -82,9 +83,19 @@ class Batches:
             return replace(done, epoch=batch.epoch + 1, offset=0)
         return replace(done, offset=batch.stop)
 
+    def next_from(self, position: Position, epochs: int) -> Position | None:
+        """Where the next batch starts; None if there is none left.
+
+        With ``drop_last`` an epoch is over as soon as what is left of it is no whole batch, which may have grown.
+        """
+        if self.drop_last and position.offset > 0 and self.samples - position.offset < self.batch_size:
+            position = replace(position, epoch=position.epoch + 1, offset=0)
+        return position if position.epoch < epochs and self.per_epoch else None
+
     def remaining(self, position: Position, epochs: int) -> Iterator[tuple[Position, Batch]]:
         """Each batch from ``position`` to the end of the last epoch, with the position it starts at."""
-        while position.epoch < epochs and self.per_epoch:
-            batch = self.at(position)
-            yield position, batch
-            position = self.after(position, batch)
+        start = self.next_from(position, epochs)
+        while start is not None:
+            batch = self.at(start)
+            yield start, batch
+            start = self.next_from(self.after(start, batch), epochs)

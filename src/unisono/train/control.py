@@ -17,7 +17,8 @@ MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
 _FLAGS = 3
-_HEADER = _FLAGS + 1  # and the digest
+_DIGESTS = 2
+_HEADER = _FLAGS + _DIGESTS  # of the weights, and of what policies decided
 _FIXED = 4  # loss, weight, squared norm, which metrics
 
 _Words = npt.NDArray[np.float64]
@@ -74,12 +75,14 @@ class Flags:
         regroup: it knows that a new generation is due.
         again: one of its gradients came in several parts, so its sums are not to be used.
         digest: of the weights that it begins the step with, below 2**53; 0 if they are not to be compared.
+        decided: a digest of what its policies decided before the step, below 2**53; 0 if it has none.
     """
 
     leave: bool = False
     regroup: bool = False
     again: bool = False
     digest: int = 0
+    decided: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class ControlWord:
             LossError: more metrics than a control word has room for.
         """
         numbers = np.zeros(_HEADER + self.split.widest * _ROW)
-        numbers[:_HEADER] = flags.leave, flags.regroup, flags.again, flags.digest
+        numbers[:_HEADER] = flags.leave, flags.regroup, flags.again, flags.digest, flags.decided
         for row, report in zip(numbers[_HEADER:].reshape(-1, _ROW), reports, strict=False):
             _fill(row, report)
         bits = np.packbits(np.asarray(used, dtype=bool))
@@ -137,6 +140,10 @@ class ControlWord:
     def digests(self, words: torch.Tensor) -> tuple[int, ...]:
         """Of the weights that each worker began the step with, by rank; 0 if they are not to be compared."""
         return tuple(int(digest) for digest in self._numbers(words)[:, _FLAGS])
+
+    def decided(self, words: torch.Tensor) -> tuple[int, ...]:
+        """Digests of what each worker's policies decided before the step, by rank."""
+        return tuple(int(digest) for digest in self._numbers(words)[:, _FLAGS + 1])
 
     def has_silent_worker(self, words: torch.Tensor) -> bool:
         """Whether some worker had nothing but empty shards, and so cannot know which metrics were logged."""

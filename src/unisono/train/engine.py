@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -89,8 +90,13 @@ class Attempt:
     totals: tuple[Tensor, ...]
     report: StepReport
     digests: tuple[int, ...]
+    decided: tuple[int, ...]
     seconds: dict[str, float]
     norms: GradientNorms | None = None
+
+
+Scaled = Callable[[Any], AbstractContextManager[Any]]
+"""Given optimizers, changes their learning rates for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +107,13 @@ class Execution:
         overlap: gradients are reduced while the backward pass is under way; None where it pays.
         shard_optimizer: the workers of a host share their parameters, and each updates a part of them.
         monitoring: which steps are watched, and how closely.
+        scaled: what changes learning rates while the optimizers run.
     """
 
     overlap: bool | None = None
     shard_optimizer: bool = False
     monitoring: Monitoring = field(default_factory=Monitoring)
+    scaled: Scaled = nullcontext
 
     def overlaps(self, transport: Transport, threads: int) -> bool:
         """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
@@ -136,6 +144,7 @@ class StepEngine:
         self._gradients: dict[tuple[int, ...], Gradients] = {}
         self._monitoring = execution.monitoring
         self._shard: ShardReport | None = None
+        self._scaled = execution.scaled
         self.computed: Callable[[float], None] = lambda seconds: None  # this worker's shards are, after so many
         self._update: Update | ShardedUpdate = Update()
         if execution.shard_optimizer:
@@ -197,7 +206,8 @@ class StepEngine:
         except BaseException:
             self._buffers.rewind()
             raise
-        self._update.apply(call.optimizers)
+        with self._scaled(call.optimizers):
+            self._update.apply(call.optimizers)
         gradients.release(used)
         attempt.seconds["update"] = perf_counter() - started
         return True
@@ -246,14 +256,14 @@ class StepEngine:
         computed = perf_counter()
         totals, reducing = gradients.totals()
         reduced = perf_counter()
-        report, digests = self._exchange(gradients, [shard.read() for shard in shards], flags())
+        report, digests, decided = self._exchange(gradients, [shard.read() for shard in shards], flags())
         done = perf_counter()
         seconds = {
             "compute": computed - started,
             "exposed_communication": done - computed,
             "communication": reducing + done - reduced,
         }
-        return Attempt(gradients, totals, report, digests, seconds)
+        return Attempt(gradients, totals, report, digests, decided, seconds)
 
     def _compute(self, call: Call, shard: "_Shard", gradients: Gradients, shards: Sequence["_Shard"]) -> None:
         self._clear_gradients()
@@ -303,14 +313,14 @@ class StepEngine:
 
     def _exchange(
         self, gradients: Gradients, reports: Sequence[ShardReport], flags: Flags
-    ) -> tuple[StepReport, tuple[int, ...]]:
+    ) -> tuple[StepReport, tuple[int, ...], tuple[int, ...]]:
         used = [*gradients.used, *self._buffers.used]
         word = ControlWord(self._workers.generation.split, len(used))
         words = self._workers.transport.all_gather(word.pack(reports, used, replace(flags, again=gradients.came_twice)))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
         if word.has_silent_worker(words):
             names = next((known for known in self._workers.gather_json(names) if known is not None), None)
-        return word.read(words, names or []), word.digests(words)
+        return word.read(words, names or []), word.digests(words), word.decided(words)
 
     def _measured(self, call: Call, gradients: Gradients, report: StepReport) -> GradientNorms:
         seen = [(part, call.batch.shard(shard)) for shard, part in enumerate(report.shards) if part.weight]

@@ -13,7 +13,7 @@ from unisono.job import differences
 from unisono.plan.batches import Batch, Batches, Position
 from unisono.train.state import Progress, Reading
 from unisono.train.step import Compute, Step
-from unisono.train.supply import Load, Supply
+from unisono.train.supply import Load, Part, Supply
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class Hooks:
         end: the body is done, and the run stands here; or it was left, and nothing of the step counts (None).
         boundary: between two steps, where every worker stands with the same state.
         is_whole: whether what the step computed counts: no call of ``step.run`` has failed, the run is open.
+        batch_size: samples in the next global batch.
+        is_stopped: whether the loop is to end at this boundary.
     """
 
     shards: Callable[[], range]
@@ -37,6 +39,8 @@ class Hooks:
     end: Callable[[Progress | None], None]
     boundary: Callable[[], None]
     is_whole: Callable[[], bool]
+    batch_size: Callable[[], int]
+    is_stopped: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +76,9 @@ class Loop:
             return
         progress = self.entered(progress)
         hooks.move(progress)
-        with closing(Supply(load, self.requests, hooks.shards)) as supply:
-            for position, batch in self._remaining(progress.position):
+        with closing(Supply(load, self.requests, lambda: (hooks.shards(), hooks.batch_size()))) as supply:
+            while (found := self._next(progress.position, hooks)) is not None:
+                position, batch = found
                 step = Step(position, batch, partial(supply.at, position), hooks.compute)
                 after = replace(progress, position=self.batches.after(position, batch))
                 hooks.begin(step)
@@ -111,16 +116,20 @@ class Loop:
         position = progress.position
         return Progress(Position(step=position.step, samples=position.samples), self.number + 1)
 
-    def requests(self, start: Position, shards: range) -> Iterator[ShardsRequest]:
-        """What a worker with these shards reads in each step from ``start`` on."""
-        for _, batch in self._remaining(start):
-            yield ShardsRequest(batch.epoch, tuple(batch.shard(shard) for shard in shards))
-
-    def _remaining(self, start: Position) -> Iterator[tuple[Position, Batch]]:
-        for position, batch in self.batches.remaining(start, self.epochs):
+    def requests(self, start: Position, part: Part) -> Iterator[ShardsRequest]:
+        """What a worker with these shards of batches of this size reads in each step from ``start`` on."""
+        shards, size = part
+        for position, batch in replace(self.batches, batch_size=size).remaining(start, self.epochs):
             if self._is_cut(position):
                 return
-            yield position, batch
+            yield ShardsRequest(batch.epoch, tuple(batch.shard(shard) for shard in shards))
+
+    def _next(self, position: Position, hooks: Hooks) -> tuple[Position, Batch] | None:
+        if hooks.is_stopped():
+            return None
+        batches = replace(self.batches, batch_size=hooks.batch_size())
+        start = batches.next_from(position, self.epochs)
+        return None if start is None or self._is_cut(start) else (start, batches.at(start))
 
     def _is_cut(self, position: Position) -> bool:
         return self.stop_after is not None and position.step >= self.stop_after

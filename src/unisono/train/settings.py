@@ -60,6 +60,7 @@ class Settings:
     trace: Path | None = None
     coordinator: Coordination | None = None
     plugins: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
     samples: bool = False
 
     @classmethod
@@ -85,6 +86,7 @@ class Settings:
             trace=_path(environ, "UNISONO_TRACE"),
             coordinator=Coordination.from_environ(environ),
             plugins=_names(environ, "UNISONO_PLUGINS"),
+            policies=_names(environ, "UNISONO_POLICIES"),
             samples=_switch(environ, "UNISONO_SAMPLES") is True,
         )
 

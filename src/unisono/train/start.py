@@ -6,6 +6,7 @@ import atexit
 import itertools
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,8 @@ from typing import Literal, TypeVar
 import torch
 
 from unisono.adapt.monitoring import Monitoring
+from unisono.adapt.named import policies_named
+from unisono.adapt.policy import Policy
 from unisono.checkpoint.folder import RunFolder, new_run_folder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
@@ -25,6 +28,7 @@ from unisono.membership.generation import Generation
 from unisono.plan.split import Split
 from unisono.plan.streams import Stream, stream_seed
 from unisono.train.acts import Acts
+from unisono.train.adaptation import Adaptation
 from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.connect import Connection, TopologyName, TransportName, connect
 from unisono.train.device import choose_device
@@ -75,6 +79,7 @@ def init(
     balance: Literal["even", "speed"] = "even",
     monitor_every: int | None = None,
     monitor_one_in: int = 0,
+    policies: Sequence[Policy] = (),
 ) -> Run:
     """Start a run, on however many workers the launcher started.
 
@@ -117,6 +122,7 @@ def init(
         monitor_every: steps from one whose gradients' noise is measured to the next (default: 0, none). Decides no bit.
         monitor_one_in: of so many blocks of a gradient one is read for that, another one in each step; 1 for all, 0 for
             as few as leave a million elements.
+        policies: watch the training, and change batch, learning rate and workers while it runs.
 
     Raises:
         JobError: a setting is out of range, or there are more workers than shards; says which to change.
@@ -142,8 +148,10 @@ def init(
     environment = recognise(os.environ)
     chosen = choose_device(device, environment.local_rank)
     allow = allow_job_change or settings.allow_job_change
-    monitoring = Monitoring(_first(monitor_every, settings.monitor_every, 0) or 0, monitor_one_in)
-    execution = replace(_execution(overlap, shard_optimizer, settings), monitoring=monitoring)
+    adaptation = _adaptation(policies, settings, job)
+    every_step = int(adaptation.needs_monitor)
+    watch = Monitoring(_first(monitor_every, settings.monitor_every) or every_step, monitor_one_in)
+    execution = replace(_execution(overlap, shard_optimizer, settings), monitoring=watch, scaled=adaptation.scaled)
     wanted = _folder(run_dir, settings, _number(settings))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
@@ -157,7 +165,9 @@ def init(
         open_store = partial(CheckpointStore, folder.checkpoints, keep=keep, on_event=folder.journal)
         checkpoints = opened.enter_context(closing(Checkpoints(open_store, every=every)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        around = Surroundings(settings, folder, marks, acts, leave, allow, execution, care, opened.pop_all())
+        around = Surroundings(
+            settings, folder, marks, acts, leave, allow, execution, care, adaptation, opened.pop_all()
+        )
     return _begun(Run(job, membership, chosen, checkpoints, around), environment)
 
 
@@ -203,6 +213,11 @@ def _execution(overlap: bool | None, shard_optimizer: bool | None, settings: Set
             "workers that stay the same: unisono run -n N, without a range and without --max-restarts"
         )
     return Execution(overlap=_first(overlap, settings.overlap), shard_optimizer=splits)
+
+
+def _adaptation(policies: Sequence[Policy], settings: Settings, job: Job) -> Adaptation:
+    named = policies_named(settings.policies, job.batch_size)
+    return Adaptation([*policies, *named], job.batch_size, job.shards)
 
 
 def _number(settings: Settings) -> int:

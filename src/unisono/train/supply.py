@@ -13,23 +13,26 @@ from unisono.plan.batches import Position
 Load = Callable[[Iterator[ShardsRequest]], Loaded]
 """From what each step needs to what it gets."""
 
-Requests = Callable[[Position, range], Iterator[ShardsRequest]]
-"""What a worker with these shards reads in each step from a position on."""
+Part = tuple[range, int]
+"""Which shards a worker computes, and of batches of how many samples."""
+
+Requests = Callable[[Position, Part], Iterator[ShardsRequest]]
+"""What a worker with this part reads in each step from a position on."""
 
 
 class Supply:
-    """Loads step by step; starts again where it stands when this worker is given other shards.
+    """Loads step by step; starts again where it stands when this worker is given another part.
 
     Args:
         load: loads steps in their order.
         requests: what they need.
-        shards: which this worker computes now.
+        part: what this worker computes now.
     """
 
-    def __init__(self, load: Load, requests: Requests, shards: Callable[[], range]) -> None:
-        self._load, self._requests, self._shards = load, requests, shards
+    def __init__(self, load: Load, requests: Requests, part: Callable[[], Part]) -> None:
+        self._load, self._requests, self._part = load, requests, part
         self._loaded: Loaded | None = None
-        self._loaded_for = range(0)
+        self._loaded_for: Part | None = None
         self._position: Position | None = None
         self._batches: list[Any] = []
 
@@ -38,19 +41,19 @@ class Supply:
 
         Asked again for the same step it gives the same ones, or those of the shards that this worker has now.
         """
-        shards = self._shards()
+        part = self._part()
         if position != self._position:
-            self._batches = self._next(position, shards)
-        elif shards != self._loaded_for:
+            self._batches = self._next(position, part)
+        elif part != self._loaded_for:
             with generators_kept():  # whose draws the script goes on with
-                self._batches = self._next(position, shards)
+                self._batches = self._next(position, part)
         self._position = position
         return self._batches
 
-    def _next(self, position: Position, shards: range) -> list[Any]:
-        if self._loaded is None or shards != self._loaded_for:
+    def _next(self, position: Position, part: Part) -> list[Any]:
+        if self._loaded is None or part != self._loaded_for:
             self.close()
-            self._loaded, self._loaded_for = self._load(self._requests(position, shards)), shards
+            self._loaded, self._loaded_for = self._load(self._requests(position, part)), part
         return next(self._loaded)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.train.acts import Acts
+from unisono.train.adaptation import Adaptation
 from unisono.train.engine import Execution
 from unisono.train.settings import Settings
 from unisono.train.signals import LeaveRequest
@@ -59,6 +60,7 @@ class Surroundings:
         allow_job_change: resume although settings differ.
         execution: how steps are carried out.
         care: how workers look after each other.
+        adaptation: policies, and what they have changed.
         opened: all that is to be closed.
     """
 
@@ -70,4 +72,5 @@ class Surroundings:
     allow_job_change: bool
     execution: Execution
     care: Care
+    adaptation: Adaptation
     opened: ExitStack

@@ -7,6 +7,7 @@ from typing import Any
 
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import JobMismatch
+from unisono.train.adaptation import Adaptation
 from unisono.train.checkpoints import shared_snapshot
 from unisono.train.digest import checksum
 from unisono.train.membership import Arrival
@@ -22,6 +23,7 @@ class Trained:
 
     Args:
         about: JSON values that say whose state this is.
+        adaptation: policies, and what they have changed.
 
     Attributes:
         prepared: models and optimizers; None before ``run.prepare``.
@@ -31,7 +33,8 @@ class Trained:
         restored: what the script has yet to ask for of a state that models are restored from already.
     """
 
-    def __init__(self, about: Mapping[str, Any]) -> None:
+    def __init__(self, about: Mapping[str, Any], adaptation: Adaptation) -> None:
+        self.adaptation = adaptation
         self.prepared: Prepared | None = None
         self.progress = Progress()
         self.registered = Registered()
@@ -42,7 +45,11 @@ class Trained:
     def capture(self) -> Snapshot:
         """All of it, at a step boundary."""
         assert self.prepared is not None, "there is something to train"
-        own = {"about": dict(self._about), "monitors": self.monitors.state_dict()}
+        own = {
+            "about": dict(self._about),
+            "monitors": self.monitors.state_dict(),
+            "adaptation": self.adaptation.state_dict(),
+        }
         return capture(self.prepared, self.progress, self.registered, own)
 
     def resume_from(self, snapshot: Snapshot) -> None:
@@ -52,6 +59,8 @@ class Trained:
         self.restored = snapshot
         self.progress = Progress.from_tree(snapshot.state["progress"])
         self._recall(snapshot)
+        if (state := snapshot.state.get("adaptation")) is not None:
+            self.adaptation.load_state_dict(state)
 
     def settle(self) -> bool:
         """Restore what a state holds besides the models, now that the script has made everything.

@@ -1,0 +1,45 @@
+"""Policies by name, as the command line and the environment give them."""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from unisono.adapt.batch_size_schedule import BatchSizeSchedule
+from unisono.adapt.noise_scale_policy import NoiseScalePolicy
+from unisono.adapt.policy import Policy
+from unisono.errors import JobError
+
+NAMED: dict[str, Callable[[int], Policy]] = {
+    "noise-scale": lambda batch_size: NoiseScalePolicy(largest=16 * batch_size),
+    "batch-size-schedule": lambda batch_size: BatchSizeSchedule(),
+}
+"""What needs no further words, made for a job's batch size."""
+
+
+def policies_named(names: Sequence[str], batch_size: int) -> list[Policy]:
+    """Make policies.
+
+    Args:
+        names: of our own, or ``module:Class`` of somebody else's, which is called without arguments.
+        batch_size: of the job.
+
+    Raises:
+        JobError: there is no such policy; says which there are, or what failed.
+    """
+    return [_made(name, batch_size) for name in names]
+
+
+def _made(name: str, batch_size: int) -> Policy:
+    if name in NAMED:
+        return NAMED[name](batch_size)
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise JobError(f"there is no policy {name!r}: choose of {', '.join(NAMED)}, or write module:Class")
+    try:
+        found: Any = getattr(import_module(module), attribute)
+        policy = found()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise JobError(f"the policy {name} cannot be made: {error}") from error
+    if not isinstance(policy, Policy):
+        raise JobError(f"the policy {name} is a {type(policy).__name__}, and no unisono.Policy")
+    return policy

@@ -1,0 +1,88 @@
+"""Policies: what watches training from inside and changes it while it runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from unisono.adapt.decision import Decision, Figure, Verb
+from unisono.adapt.view import View
+
+
+class Policy:
+    """Base of all policies. Override the hooks that matter, and call the verbs in them.
+
+    Every worker has its own copy of each policy and asks it at the same steps; all have to decide alike, which is
+    checked. What a hook asks for takes effect before the next step, on every worker, and is journalled with the figures
+    that the verb was given. A policy's public attributes (numbers, text, lists and dicts of them) are part of every
+    checkpoint.
+
+    Attributes:
+        needs_monitor: whether it reads ``view.noise``, which then is measured in every step.
+    """
+
+    needs_monitor: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """In the journal, and on the command line: ``NoiseScalePolicy`` is ``noise-scale``."""
+        words = re.findall(r"[A-Z][a-z0-9]*", type(self).__name__.removesuffix("Policy"))
+        return "-".join(words).lower()
+
+    # -- hooks
+
+    def before_train(self, view: View) -> None:
+        """The first step is about to be computed."""
+
+    def after_step(self, view: View) -> None:
+        """A step is committed, and the loop's body is done."""
+
+    def after_epoch(self, view: View) -> None:
+        """It was the last one of an epoch; comes after :meth:`after_step`."""
+
+    def after_train(self, view: View) -> None:
+        """The script finishes the run. Verbs do nothing any more."""
+
+    # -- verbs
+
+    def resize(self, workers: int, **why: Figure) -> None:
+        """Ask for another number of workers; only elastic jobs have one."""
+        self._decide("resize", workers, why)
+
+    def set_batch_size(self, samples: int, **why: Figure) -> None:
+        """Change the global batch. The number of shards stays, so shards become larger or smaller."""
+        self._decide("set_batch_size", samples, why)
+
+    def set_learning_rate(self, rate: float, **why: Figure) -> None:
+        """Change the learning rate of the first parameter group; all others change by the same factor.
+
+        What the script does to the rates itself (a scheduler) goes on: the factor is applied on top.
+        """
+        self._decide("set_learning_rate", rate, why)
+
+    def checkpoint(self, **why: Figure) -> None:
+        """Write one."""
+        self._decide("checkpoint", None, why)
+
+    def stop(self, **why: Figure) -> None:
+        """End the loop."""
+        self._decide("stop", None, why)
+
+    # -- what carries it
+
+    def state_dict(self) -> dict[str, Any]:
+        """The public attributes."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        vars(self).update(state)
+
+    def decided(self) -> list[Decision]:
+        """What was asked for since the last time; forgets it."""
+        found = vars(self).pop("_decisions", [])
+        return list(found)
+
+    def _decide(self, verb: Verb, value: float | int | None, why: Mapping[str, Figure]) -> None:
+        vars(self).setdefault("_decisions", []).append(Decision(self.name, verb, value, dict(why)))

@@ -1,0 +1,131 @@
+"""Policies at work: who is asked when, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from unisono.adapt.decision import Decision, decisions_digest
+from unisono.adapt.policy import Policy
+from unisono.adapt.view import View
+from unisono.errors import JobError, PolicyError
+
+Hook = Literal["before_train", "after_step", "after_epoch", "after_train"]
+
+
+class Adaptation:
+    """What policies have changed so far, and their next decisions.
+
+    Args:
+        policies: of the run, in the order in which they are asked.
+        batch_size: that the job begins with.
+        shards: of the job.
+
+    Attributes:
+        batch_size: of the next step.
+        rate: by which the script's learning rates are multiplied.
+        has_begun: whether the policies know that training has.
+        decided: what was decided at the newest boundary.
+        digest: of that; 0 if there are no policies.
+
+    Raises:
+        JobError: two policies have one name.
+    """
+
+    def __init__(self, policies: Sequence[Policy], batch_size: int, shards: int) -> None:
+        self.batch_size, self.rate = batch_size, 1.0
+        self.has_begun = False
+        self.decided: tuple[Decision, ...] = ()
+        self.digest = 0
+        self._shards = shards
+        self._policies = {policy.name: policy for policy in policies}
+        if len(self._policies) < len(policies):
+            names = ", ".join(policy.name for policy in policies)
+            raise JobError(f"policies={names}: each name once; give one of them another name")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no policies."""
+        return not self._policies
+
+    @property
+    def needs_monitor(self) -> bool:
+        """Whether a policy reads what is measured of the gradients."""
+        return any(policy.needs_monitor for policy in self._policies.values())
+
+    def ask(self, hook: Hook, view: View) -> list[Decision]:
+        """Ask all policies.
+
+        Raises:
+            PolicyError: one failed, or wants something that makes no sense; names it.
+        """
+        found: list[Decision] = []
+        for policy in self._policies.values():
+            try:
+                getattr(policy, hook)(view)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise PolicyError(f"the policy {policy.name} failed in {hook}: {what}") from error
+            found += policy.decided()
+        for decision in found:
+            self._check(decision)
+        return found
+
+    def take(self, decisions: Sequence[Decision], view: View) -> None:
+        """Have decisions take effect, all together."""
+        self.decided, self.digest = tuple(decisions), decisions_digest(decisions)
+        for decision in decisions:
+            if decision.verb == "set_batch_size":
+                self.batch_size = int(decision.value or 0)
+            elif decision.verb == "set_learning_rate" and view.learning_rate:
+                self.rate *= float(decision.value or 0.0) / view.learning_rate
+
+    @contextmanager
+    def scaled(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """The optimizers' learning rates are what the policies made of them; the script finds its own again."""
+        if self.rate == 1.0:
+            yield
+            return
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+        own = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * self.rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, own, strict=True):
+                group["lr"] = rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as numbers and text by name."""
+        return {
+            "batch_size": self.batch_size,
+            "rate": self.rate,
+            "has_begun": self.has_begun,
+            "digest": self.digest,
+            "policies": {name: policy.state_dict() for name, policy in self._policies.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`. A policy that is new begins anew; of one that is gone its effects stay."""
+        self.batch_size, self.rate = state["batch_size"], state["rate"]
+        self.has_begun, self.digest = state["has_begun"], state["digest"]
+        for name, policy in self._policies.items():
+            if name in state["policies"]:
+                policy.load_state_dict(state["policies"][name])
+
+    def _check(self, decision: Decision) -> None:
+        value = decision.value
+        wrong = {
+            "set_batch_size": not isinstance(value, int) or value < self._shards,
+            "resize": not isinstance(value, int) or value < 1,
+            "set_learning_rate": not isinstance(value, int | float) or not 0 < value < float("inf"),
+        }
+        if wrong.get(decision.verb):
+            raise PolicyError(
+                f"the policy {decision.policy} wants {decision.verb}({value!r}): a batch has at least as many samples "
+                f"as the job has shards ({self._shards}), there is at least 1 worker, and a rate is above 0"
+            )
