@@ -28,9 +28,11 @@ class Monitoring:
 
     def __post_init__(self) -> None:
         if self.every < 0:
-            raise JobError(f"monitor_every={self.every!r}: use a number of steps, or 0 to watch none")
+            raise JobError(f"monitor={self.every!r}: use a number of steps, or 0 to watch none")
         if self.one_in < 0:
-            raise JobError(f"monitor_one_in={self.one_in!r}: use 1 to read all of a gradient, or 0 to leave it to us")
+            raise JobError(
+                f"Monitoring(one_in={self.one_in!r}): use 1 to read all of a gradient, or 0 to leave it to us"
+            )
 
     def watches(self, step: int, call: int) -> bool:
         """Whether a call of ``step.run`` is watched: the first of the step, if any."""

@@ -107,13 +107,11 @@ class Execution:
         overlap: gradients are reduced while the backward pass is under way; None where it pays.
         shard_optimizer: the workers of a host share their parameters, and each updates a part of them.
         monitoring: which steps are watched, and how closely.
-        scaled: what changes learning rates while the optimizers run.
     """
 
     overlap: bool | None = None
     shard_optimizer: bool = False
     monitoring: Monitoring = field(default_factory=Monitoring)
-    scaled: Scaled = nullcontext
 
     def overlaps(self, transport: Transport, threads: int) -> bool:
         """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
@@ -144,7 +142,7 @@ class StepEngine:
         self._gradients: dict[tuple[int, ...], Gradients] = {}
         self._monitoring = execution.monitoring
         self._shard: ShardReport | None = None
-        self._scaled = execution.scaled
+        self.scaled: Scaled = nullcontext
         self.computed: Callable[[float], None] = lambda seconds: None  # this worker's shards are, after so many
         self._update: Update | ShardedUpdate = Update()
         if execution.shard_optimizer:
@@ -206,7 +204,7 @@ class StepEngine:
         except BaseException:
             self._buffers.rewind()
             raise
-        with self._scaled(call.optimizers):
+        with self.scaled(call.optimizers):
             self._update.apply(call.optimizers)
         gradients.release(used)
         attempt.seconds["update"] = perf_counter() - started

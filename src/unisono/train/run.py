@@ -579,6 +579,7 @@ class Run:
         prepared = self._trained.prepared
         if not self._membership.joins and prepared is not None:
             self._engine = StepEngine(self.job, self._workers, prepared, self.device, self._around.execution)
+            self._engine.scaled = self._adaptation.scaled
 
     def _drop_engine(self) -> None:
         if self._engine is not None:
@@ -598,7 +599,7 @@ class Run:
             return
         where = f"the checkpoint of step {found.step} in {self.dir}"
         theirs = found.state["about"]["fingerprint"]
-        require_same_job(self._around.fingerprint, theirs, where, allow=self._around.allow_job_change)
+        require_same_job(self._around.fingerprint, theirs, where, allow=self._around.settings.allow_job_change)
         self._trained.resume_from(found)
         step = self._trained.progress.position.step
         if self.is_main:

@@ -1,7 +1,7 @@
 """What the launcher tells a worker through the environment, read once."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unisono.errors import JobError
@@ -89,6 +89,10 @@ class Settings:
             policies=_names(environ, "UNISONO_POLICIES"),
             samples=_switch(environ, "UNISONO_SAMPLES") is True,
         )
+
+    def allowing(self, job_change: bool) -> "Settings":
+        """The settings of a script that may say so as well."""
+        return replace(self, allow_job_change=self.allow_job_change or job_change)
 
 
 def _path(environ: Mapping[str, str], name: str) -> Path | None:

@@ -77,8 +77,7 @@ def init(
     failure_timeout_s: float = 300.0,
     verify_every: int | None = None,
     balance: Literal["even", "speed"] = "even",
-    monitor_every: int | None = None,
-    monitor_one_in: int = 0,
+    monitor: int | Monitoring = 0,
     policies: Sequence[Policy] = (),
 ) -> Run:
     """Start a run, on however many workers the launcher started.
@@ -119,9 +118,7 @@ def init(
         verify_every: steps between comparisons of all workers' weights, which must be the same: who holds others than
             most gets theirs (default: 100; 0: never).
         balance: ``speed`` gives slower workers fewer shards, in an elastic job. Decides no bit.
-        monitor_every: steps from one whose gradients' noise is measured to the next (default: 0, none). Decides no bit.
-        monitor_one_in: of so many blocks of a gradient one is read for that, another one in each step; 1 for all, 0 for
-            as few as leave a million elements.
+        monitor: steps from one whose gradients' noise is measured to the next; 0 for none. Decides no bit.
         policies: watch the training, and change batch, learning rate and workers while it runs.
 
     Raises:
@@ -129,7 +126,7 @@ def init(
         JobMismatch: the workers, or the run folder, hold another job; lists the differences.
         LaunchError: the other workers cannot be reached.
     """
-    settings = Settings.from_environ(os.environ)
+    settings = Settings.from_environ(os.environ).allowing(allow_job_change)
     job = Job.create(
         batch_size=batch_size,
         seed=seed,
@@ -142,32 +139,25 @@ def init(
         deterministic=deterministic,
         on_nan=on_nan,
     )
-    every = _first(checkpoint_every, settings.checkpoint_every)
+    every = _checkpoint_every(checkpoint_every, keep, settings)
     care = Care.of(failure_timeout_s, _first(verify_every, settings.verify_every), balance)
-    _check_counts(checkpoint_every=every, keep=keep)
     environment = recognise(os.environ)
     chosen = choose_device(device, environment.local_rank)
-    allow = allow_job_change or settings.allow_job_change
     adaptation = _adaptation(policies, settings, job)
-    every_step = int(adaptation.needs_monitor)
-    watch = Monitoring(_first(monitor_every, settings.monitor_every) or every_step, monitor_one_in)
-    execution = replace(_execution(overlap, shard_optimizer, settings), monitoring=watch, scaled=adaptation.scaled)
+    execution = _execution(overlap, shard_optimizer, settings, _monitoring(monitor, settings, adaptation))
     wanted = _folder(run_dir, settings, _number(settings))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
         membership = opened.enter_context(closing(_membership(job, environment, how, settings)))
         acts = Acts(membership)
-        marks = fingerprint(job, chosen)
-        acts.agree("job or machine", marks | {"script": script_digest()})
-        folder = _own_folder(acts.together(partial(_open_folder, wanted, job, allow)), wanted, membership, job, allow)
+        acts.agree("job or machine", (marks := fingerprint(job, chosen)) | {"script": script_digest()})
+        folder = _agreed_folder(acts, membership, wanted, job, settings)
         opened.callback(folder.close)
-        open_store = partial(CheckpointStore, folder.checkpoints, keep=keep, on_event=folder.journal)
-        checkpoints = opened.enter_context(closing(Checkpoints(open_store, every=every)))
+        checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        around = Surroundings(
-            settings, folder, marks, acts, leave, allow, execution, care, adaptation, opened.pop_all()
-        )
+        how_to = (leave, execution, care, adaptation)
+        around = Surroundings(settings, folder, marks, acts, *how_to, opened.pop_all())
     return _begun(Run(job, membership, chosen, checkpoints, around), environment)
 
 
@@ -204,7 +194,9 @@ def _first(*given: G | None) -> G | None:
     return next((value for value in given if value is not None), None)
 
 
-def _execution(overlap: bool | None, shard_optimizer: bool | None, settings: Settings) -> Execution:
+def _execution(
+    overlap: bool | None, shard_optimizer: bool | None, settings: Settings, monitoring: Monitoring
+) -> Execution:
     # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
     splits = _first(shard_optimizer, settings.shard_optimizer) is True and settings.trace is None
     if splits and settings.coordinator is not None:
@@ -212,7 +204,7 @@ def _execution(overlap: bool | None, shard_optimizer: bool | None, settings: Set
             "shard_optimizer=True leaves half updated weights behind when a worker is lost in an update, so it needs "
             "workers that stay the same: unisono run -n N, without a range and without --max-restarts"
         )
-    return Execution(overlap=_first(overlap, settings.overlap), shard_optimizer=splits)
+    return Execution(_first(overlap, settings.overlap), splits, monitoring)
 
 
 def _adaptation(policies: Sequence[Policy], settings: Settings, job: Job) -> Adaptation:
@@ -240,20 +232,32 @@ def _folder(argument: str | Path | None, settings: Settings, number: int) -> Pat
     return settings.run_dir / f"run-{number}"
 
 
-def _check_counts(**counts: float | None) -> None:
-    for name, value in counts.items():
+def _checkpoints(folder: RunFolder, keep: int, every: int | None) -> Checkpoints:
+    return Checkpoints(partial(CheckpointStore, folder.checkpoints, keep=keep, on_event=folder.journal), every=every)
+
+
+def _checkpoint_every(argument: int | None, keep: int, settings: Settings) -> int | None:
+    every = _first(argument, settings.checkpoint_every)
+    for name, value in {"checkpoint_every": every, "keep": keep}.items():
         if value is not None and not value > 0:
             raise JobError(f"{name}={value!r}: needs to be positive")
+    return every
 
 
-def _open_folder(wanted: str | Path | None, job: Job, allow: bool, workers: Workers) -> str:
+def _monitoring(argument: int | Monitoring, settings: Settings, adaptation: Adaptation) -> Monitoring:
+    if isinstance(argument, Monitoring):
+        return argument
+    return Monitoring(argument or settings.monitor_every or int(adaptation.needs_monitor))
+
+
+def _open_folder(wanted: str | Path | None, job: Job, settings: Settings, workers: Workers) -> str:
     if workers.rank != 0:
         return str(workers.broadcast(None))
     path = Path(wanted) if wanted is not None else new_run_folder(Path("runs"), _script_stem())
     folder = RunFolder(path)
     ours, theirs = job.model_dump(mode="json"), folder.read_job()
     if theirs is not None:
-        changed = require_same_job(ours, theirs, f"the run folder {path}", allow=allow)
+        changed = require_same_job(ours, theirs, f"the run folder {path}", allow=settings.allow_job_change)
         if changed:
             folder.journal("job changed", differences=changed)
     folder.write_job(ours)
@@ -261,8 +265,9 @@ def _open_folder(wanted: str | Path | None, job: Job, allow: bool, workers: Work
     return str(workers.broadcast(str(folder.path)))
 
 
-def _own_folder(shared: str, wanted: Path | None, membership: Membership, job: Job, allow: bool) -> RunFolder:
+def _agreed_folder(acts: Acts, membership: Membership, wanted: Path | None, job: Job, settings: Settings) -> RunFolder:
     """This host's run folder. The others' may be another one: hosts of an elastic job need to share no files."""
+    shared = acts.together(partial(_open_folder, wanted, job, settings))
     if wanted is None or not membership.is_elastic:
         return RunFolder(shared)
     folder = RunFolder(wanted)
@@ -271,7 +276,7 @@ def _own_folder(shared: str, wanted: Path | None, membership: Membership, job: J
         if theirs is None:
             folder.write_job(ours)
         else:
-            require_same_job(ours, theirs, f"the run folder {folder.path}", allow=allow)
+            require_same_job(ours, theirs, f"the run folder {folder.path}", allow=settings.allow_job_change)
     return folder
 
 

@@ -57,7 +57,6 @@ class Surroundings:
         fingerprint: of the job and the machine.
         acts: the collective calls.
         leave: whether this worker was asked to leave.
-        allow_job_change: resume although settings differ.
         execution: how steps are carried out.
         care: how workers look after each other.
         adaptation: policies, and what they have changed.
@@ -69,7 +68,6 @@ class Surroundings:
     fingerprint: dict[str, Any]
     acts: Acts
     leave: LeaveRequest
-    allow_job_change: bool
     execution: Execution
     care: Care
     adaptation: Adaptation

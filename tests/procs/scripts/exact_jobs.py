@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import unisono
+from unisono.adapt.monitoring import Monitoring
 
 JOBS: dict[str, Callable[[], Any]] = {}
 WATCHED = ("gradient_norm", "gradient_variance", "loss_variance", "noise_scale")
@@ -289,7 +290,7 @@ def metrics_and_a_scheduler() -> Any:
 
 @job
 def gradients_that_are_watched() -> Any:
-    run = unisono.init(batch_size=50, shards=8, seed=3, monitor_every=2, monitor_one_in=2)
+    run = unisono.init(batch_size=50, shards=8, seed=3, monitor=Monitoring(every=2, one_in=2))
     model = Net()
     run.prepare(model, adam(model))
     figures = []

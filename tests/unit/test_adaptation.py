@@ -1,0 +1,136 @@
+"""Runs whose policies change them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import unisono
+from unisono.adapt.policy import Policy
+from unisono.adapt.view import View
+from unisono.errors import PolicyError
+
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
+
+
+class Restless(Policy):
+    """Changes something at every third step."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.heard: list[str] = []
+
+    def before_train(self, view: View) -> None:
+        self.heard.append("before_train")
+        self.set_batch_size(32)
+
+    def after_step(self, view: View) -> None:
+        if view.step % 3 == 0:
+            self.changes += 1
+            self.set_batch_size(16 + 8 * (self.changes % 5))
+            self.set_learning_rate(view.learning_rate * (1.1 if self.changes % 2 else 0.95), changes=self.changes)
+
+    def after_epoch(self, view: View) -> None:
+        self.heard.append(f"after_epoch {view.epoch}")
+
+    def after_train(self, view: View) -> None:
+        self.heard.append("after_train")
+
+
+def data() -> torch.utils.data.TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(torch.randn(200, 10, generator=draw), torch.arange(200) % 3)
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+Train = Callable[..., tuple[str, list[dict[str, Any]]]]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    def run_it(*policies: Policy, folder: str = "run", **settings: Any) -> tuple[str, list[dict[str, Any]]]:
+        path = tmp_path / folder
+        with unisono.init(batch_size=64, shards=8, seed=3, run_dir=path, policies=policies, **settings) as run:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(10, 20), nn.LayerNorm(20), nn.ReLU(), nn.Linear(20, 3))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            run.prepare(model, optimizer)
+            scheduler = run.register("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9))
+            for step in run.steps(data(), epochs=3):
+                step.run(loss_of)
+                scheduler.step()
+            digest = run.finish()
+        return digest, [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+    return run_it
+
+
+def test_batches_change_between_steps_and_every_epoch_uses_every_sample_once(train: Train) -> None:
+    policy = Restless()
+    _, lines = train(policy)
+    sizes = [line["batch_size"] for line in lines]
+    assert sizes[:8] == [32, 32, 32, 24, 24, 24, 32, 32]
+    for epoch in range(3):
+        assert sum(line["batch_size"] for line in lines if line["epoch"] == epoch) == 200
+    assert [line["position"] for line in lines] == [sum(sizes[:number]) for number in range(len(sizes))]
+    assert policy.heard == ["before_train", "after_epoch 0", "after_epoch 1", "after_epoch 2", "after_train"]
+
+
+@pytest.mark.parametrize("steps", [1, 7, 11])
+def test_a_run_that_was_cut_off_goes_on_with_what_its_policies_had_changed(
+    steps: int, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, lines = train(Restless())
+    monkeypatch.setenv("UNISONO_STOP_AFTER", f"{steps}")
+    cut, _ = train(Restless(), folder="cut", checkpoint_every=1)
+    monkeypatch.delenv("UNISONO_STOP_AFTER")
+    again, found = train(Restless(), folder="cut")
+    assert cut != whole
+    assert again == whole
+    assert [line["batch_size"] for line in found] == [line["batch_size"] for line in lines]
+
+
+class Stops(Policy):
+    def after_step(self, view: View) -> None:
+        if view.step == 2:
+            self.checkpoint()
+            self.stop(loss=view.metrics["loss"])
+
+
+def test_a_policy_ends_the_loop_and_asks_for_a_checkpoint_and_the_journal_says_why(
+    train: Train, tmp_path: Path
+) -> None:
+    _, lines = train(Stops())
+    assert len(lines) == 2
+    journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    decided = [line for line in journal if line["event"] == "decided"]
+    assert [(line["step"], line["policy"], line["verb"]) for line in decided] == [
+        (2, "stops", "checkpoint"),
+        (2, "stops", "stop"),
+    ]
+    assert decided[1]["why"] == {"loss": lines[-1]["loss"]}
+    assert any(line["event"] == "checkpoint" and line["step"] == 2 for line in journal)
+
+
+class Greedy(Policy):
+    def after_step(self, view: View) -> None:
+        self.set_batch_size(10 * view.batch_size)
+
+
+def test_a_batch_that_the_data_set_cannot_fill_is_refused(train: Train) -> None:
+    with pytest.raises(PolicyError, match="the policy greedy wants batches of 640 samples, and the data set has 200"):
+        train(Greedy())
+
+
+def test_policies_come_from_the_environment_too(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_POLICIES", "noise-scale")
+    _, lines = train()
+    assert all("gradient_variance" in line and line["batch_size"] for line in lines)

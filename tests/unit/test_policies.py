@@ -1,0 +1,196 @@
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from unisono.adapt.batch_size_schedule import BatchSizeSchedule
+from unisono.adapt.decision import Decision, decisions_digest
+from unisono.adapt.linear_scaling import LinearScaling
+from unisono.adapt.named import NAMED, policies_named
+from unisono.adapt.noise_scale_policy import NoiseScalePolicy
+from unisono.adapt.norms import Noise
+from unisono.adapt.policy import Policy
+from unisono.adapt.view import View
+from unisono.errors import JobError, PolicyError
+from unisono.train.adaptation import Adaptation
+
+pytestmark = pytest.mark.unit
+
+VIEW = View(
+    step=50, epoch=0, samples=3200, batch_size=64, base_batch_size=64, shards=8, world_size=2, learning_rate=0.1
+)
+
+
+def verbs(policy: Policy) -> list[tuple[str, float | int | None]]:
+    return [(one.verb, one.value) for one in policy.decided()]
+
+
+def noisy(scale: float, **more: Any) -> View:
+    return replace(VIEW, noise=Noise(variance=scale, signal=1.0), **more)
+
+
+def test_the_batch_is_doubled_once_the_noise_scale_is_twice_as_large_and_the_rate_follows_over_a_ramp() -> None:
+    policy = NoiseScalePolicy(largest=256, every=50, ramp=2)
+    policy.after_step(noisy(127.0))
+    assert verbs(policy) == []
+    policy.after_step(noisy(128.0))
+    assert verbs(policy) == [("set_batch_size", 128)]
+    policy.after_step(noisy(500.0, step=51, batch_size=128))
+    policy.after_step(noisy(500.0, step=52, batch_size=128, learning_rate=0.1 * 2**0.5))
+    assert [value for _, value in verbs(policy)] == pytest.approx([0.1 * 2**0.5, 0.2])
+    policy.after_step(noisy(500.0, step=53, batch_size=128))
+    assert verbs(policy) == []
+
+
+def test_the_batch_is_halved_when_it_is_far_above_the_noise_but_not_below_where_it_began() -> None:
+    policy = NoiseScalePolicy(largest=256, rule="none")
+    policy.after_step(noisy(60.0, batch_size=128))
+    assert verbs(policy) == [("set_batch_size", 64)]
+    policy.after_step(noisy(10.0))
+    assert verbs(policy) == []
+
+
+@pytest.mark.parametrize("view", [VIEW, noisy(-1.0), noisy(500.0, step=51), noisy(500.0, batch_size=256)])
+def test_the_batch_stays_while_nothing_is_known_between_two_looks_and_at_its_limit(view: View) -> None:
+    policy = NoiseScalePolicy(largest=256)
+    policy.after_step(view)
+    assert verbs(policy) == []
+
+
+def test_adams_rate_follows_by_the_square_root() -> None:
+    policy = NoiseScalePolicy(largest=256, rule="sqrt", ramp=1)
+    policy.after_step(noisy(200.0))
+    policy.after_step(noisy(200.0, step=51))
+    assert verbs(policy)[1][1] == pytest.approx(0.1 * 2**0.5)
+
+
+def test_a_schedule_multiplies_the_batch_at_the_beginning_of_its_epochs() -> None:
+    policy = BatchSizeSchedule({30: 5, 60: 2})
+    for epoch in (28, 29, 30, 59):
+        policy.after_epoch(replace(VIEW, epoch=epoch))
+    assert verbs(policy) == [("set_batch_size", 320), ("set_batch_size", 128)]
+
+
+def test_linear_scaling_brings_the_rate_to_its_goal_evenly() -> None:
+    policy, rate, seen = LinearScaling(factor=4, samples=640), 0.1, []
+    for step in range(1, 13):
+        policy.after_step(replace(VIEW, samples=64 * step, learning_rate=rate))
+        rate = next((value for _, value in verbs(policy) if value), rate)
+        seen.append(rate)
+    assert seen[:10] == pytest.approx([0.1 * (1 + 0.3 * step) for step in range(1, 11)])
+    assert seen[10:] == [seen[9]] * 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: NoiseScalePolicy(largest=0),
+        lambda: NoiseScalePolicy(largest=9, rule="cubic"),  # type: ignore[arg-type]
+        lambda: BatchSizeSchedule({0: 2}),
+        lambda: BatchSizeSchedule({3: 0}),
+        lambda: LinearScaling(0, 5),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(wrong: Any) -> None:
+    with pytest.raises(JobError):
+        wrong()
+
+
+# -- at work
+
+
+class Says(Policy):
+    """Decides what it is told to."""
+
+    def __init__(self, *decisions: tuple[str, Any]) -> None:
+        self._says = decisions
+        self.asked: list[str] = []
+
+    def after_step(self, view: View) -> None:
+        self.asked.append("after_step")
+        for verb, value in self._says:
+            getattr(self, verb)(*([] if value is None else [value]), seen=view.step)
+
+
+class Fails(Policy):
+    def after_epoch(self, view: View) -> None:
+        raise ZeroDivisionError("no")
+
+
+def adaptation(*policies: Policy) -> Adaptation:
+    return Adaptation(policies, batch_size=64, shards=8)
+
+
+def decide(at_work: Adaptation) -> Sequence[Decision]:
+    decisions = at_work.ask("after_step", VIEW)
+    at_work.take(decisions, VIEW)
+    return decisions
+
+
+def test_all_that_was_decided_takes_effect_together_and_says_why() -> None:
+    at_work = adaptation(Says(("set_batch_size", 128), ("set_learning_rate", 0.3), ("checkpoint", None)))
+    decisions = decide(at_work)
+    assert at_work.batch_size == 128
+    assert at_work.rate == pytest.approx(3.0)
+    assert [str(one) for one in decisions][::2] == ["says: set_batch_size(128)", "says: checkpoint()"]
+    assert all(one.why == {"seen": 50} for one in decisions)
+
+
+def test_rates_are_others_only_while_the_optimizers_run() -> None:
+    at_work = adaptation(Says(("set_learning_rate", 0.3)))
+    decide(at_work)
+    weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "lr": 1.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with at_work.scaled([optimizer]):
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.3, 3.0])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.0]
+
+
+def test_state_comes_back_with_effects_policies_and_what_was_decided() -> None:
+    policy = Says(("set_batch_size", 128))
+    at_work = adaptation(policy)
+    decide(at_work)
+    again = adaptation(back := Says())
+    again.load_state_dict(at_work.state_dict())
+    assert (again.batch_size, again.digest) == (128, at_work.digest)
+    assert back.asked == ["after_step"]
+
+
+def test_a_digest_tells_other_decisions_and_not_other_reasons() -> None:
+    one, other = Decision("p", "resize", 2, {"x": 1}), Decision("p", "resize", 2, {"x": 2})
+    assert decisions_digest([one]) == decisions_digest([other]) > 0
+    assert decisions_digest([one]) != decisions_digest([Decision("p", "resize", 3)])
+    assert decisions_digest([]) == int(float(decisions_digest([]))) > 0
+
+
+def test_a_policy_that_fails_is_named() -> None:
+    with pytest.raises(PolicyError, match="the policy fails failed in after_epoch: ZeroDivisionError: no"):
+        adaptation(Fails()).ask("after_epoch", VIEW)
+
+
+@pytest.mark.parametrize(
+    "wish", [("set_batch_size", 4), ("set_batch_size", 6.5), ("resize", 0), ("set_learning_rate", float("nan"))]
+)
+def test_what_makes_no_sense_is_refused_and_the_policy_named(wish: tuple[str, Any]) -> None:
+    with pytest.raises(PolicyError, match=f"the policy says wants {wish[0]}"):
+        adaptation(Says(wish)).ask("after_step", VIEW)
+
+
+def test_two_policies_of_one_name_are_refused() -> None:
+    with pytest.raises(JobError, match="each name once"):
+        adaptation(Says(), Says())
+
+
+def test_policies_have_the_names_of_the_command_line() -> None:
+    found = policies_named([*NAMED, "unisono.adapt.policy:Policy"], batch_size=64)
+    assert [policy.name for policy in found[:-1]] == list(NAMED)
+    assert any(adaptation(policy).needs_monitor for policy in found)
+
+
+@pytest.mark.parametrize("name", ["greedy", "unisono.nowhere:Policy", "unisono.adapt.policy:None_", "math:sqrt"])
+def test_a_policy_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(JobError, match="polic"):
+        policies_named([name], batch_size=64)
