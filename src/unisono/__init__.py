@@ -8,6 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.adapt.batch_size_schedule import BatchSizeSchedule
+    from unisono.adapt.linear_scaling import LinearScaling
+    from unisono.adapt.monitoring import Monitoring
+    from unisono.adapt.noise_scale_policy import NoiseScalePolicy
+    from unisono.adapt.policy import Policy
+    from unisono.adapt.view import View
     from unisono.train.digest import digest
     from unisono.train.load import load
     from unisono.train.run import Run
@@ -17,9 +23,30 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Callback", "Run", "Step", "Trainer", "__version__", "digest", "init", "load"]
+__all__ = [
+    "BatchSizeSchedule",
+    "Callback",
+    "LinearScaling",
+    "Monitoring",
+    "NoiseScalePolicy",
+    "Policy",
+    "Run",
+    "Step",
+    "Trainer",
+    "View",
+    "__version__",
+    "digest",
+    "init",
+    "load",
+]
 
 _HOMES = {
+    "BatchSizeSchedule": "unisono.adapt.batch_size_schedule",
+    "LinearScaling": "unisono.adapt.linear_scaling",
+    "Monitoring": "unisono.adapt.monitoring",
+    "NoiseScalePolicy": "unisono.adapt.noise_scale_policy",
+    "Policy": "unisono.adapt.policy",
+    "View": "unisono.adapt.view",
     "Run": "unisono.train.run",
     "Step": "unisono.train.step",
     "Trainer": "unisono.train.trainer",

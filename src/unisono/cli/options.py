@@ -44,6 +44,10 @@ MaxRestarts = Annotated[
         help=f"Elastic: how often a place gets a new worker, on average; {MAX_RESTARTS} for A:B.", show_default=False
     ),
 ]
+PolicyNames = Annotated[
+    list[str] | None,
+    typer.Option("--policy", help="Watches and changes the training: noise-scale, or module:Class; repeat for more."),
+]
 WorkerRange = Annotated[
     str, typer.Option("-n", "--workers", metavar="N|A:B", help="How many workers; A:B for an elastic job.")
 ]

@@ -16,6 +16,7 @@ from unisono.cli.options import (
     ListenAt,
     MaxRestarts,
     Module,
+    PolicyNames,
     RestartOnError,
     RunDir,
     Shards,
@@ -63,6 +64,7 @@ def run(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     faults: FaultScript = None,
+    policy: PolicyNames = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print what each worker would be started with.")] = False,
 ) -> None:
     """Start workers that train together: unisono run -n 4 train.py --its-own flags.
@@ -85,7 +87,7 @@ def run(
         grace_s=grace_s,
         tuning=Tuning.of_this_process(wanted=tuned),
         warm_start=warm_start,
-        extra_environment={} if faults is None else _rehearsal(faults),
+        extra_environment={**_adapted(policy), **({} if faults is None else _rehearsal(faults))},
     )
     elastic = ElasticSettings(
         settings,
@@ -104,6 +106,11 @@ def run(
         typer.echo(show(settings, run_dir or RUNS / f"TIME-{settings.script.stem}"))
         return
     raise typer.Exit(start_elastic(elastic) if is_elastic else start(settings))
+
+
+def _adapted(policies: list[str] | None) -> dict[str, str]:
+    """What workers are told of policies. Whether there are such, they find out: it takes torch."""
+    return {"UNISONO_POLICIES": ",".join(policies)} if policies else {}
 
 
 def _rehearsal(script: Path) -> dict[str, str]:

@@ -52,6 +52,11 @@ class Adaptation:
         return not self._policies
 
     @property
+    def names(self) -> list[str]:
+        """Of the policies, in order."""
+        return list(self._policies)
+
+    @property
     def needs_monitor(self) -> bool:
         """Whether a policy reads what is measured of the gradients."""
         return any(policy.needs_monitor for policy in self._policies.values())

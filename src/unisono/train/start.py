@@ -151,7 +151,8 @@ def init(
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
         membership = opened.enter_context(closing(_membership(job, environment, how, settings)))
         acts = Acts(membership)
-        acts.agree("job or machine", (marks := fingerprint(job, chosen)) | {"script": script_digest()})
+        same = {"script": script_digest(), "policies": adaptation.names}
+        acts.agree("job or machine", (marks := fingerprint(job, chosen)) | same)
         folder = _agreed_folder(acts, membership, wanted, job, settings)
         opened.callback(folder.close)
         checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))

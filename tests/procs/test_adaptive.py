@@ -1,0 +1,113 @@
+"""Policies decide the same, at the same steps, on any number of workers and whatever happens to them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "adaptive.py"
+PATIENCE_S = 150.0
+
+
+def train(folder: Path, *options: str, script: Path = SCRIPT, **settings: str) -> subprocess.CompletedProcess[str]:
+    epochs = ["--epochs", "6"] if script is SCRIPT else []
+    command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(folder), str(script), *epochs]
+    return subprocess.run(
+        command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+
+
+def outcome(folder: Path, ended: subprocess.CompletedProcess[str]) -> tuple[str, list[Any]]:
+    """The digest of the weights, and what was decided when."""
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    journal = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    decided = [line for line in journal if line["event"] == "decided"]
+    digest = json.loads((folder / "result.json").read_text())["weights_sha256"]
+    seen = {json.dumps([one["step"], one["policy"], one["verb"], one["value"], one["why"]]) for one in decided}
+    return digest, sorted(map(json.loads, seen))  # a main worker that takes over may say again what the one before said
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
+    folder = tmp_path_factory.mktemp("serial") / "run"
+    return outcome(folder, train(folder, "-n", "1"))
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_decisions_and_weights_are_the_same_on_any_number_of_workers(
+    workers: int, serial: tuple[str, list[Any]], tmp_path: Path
+) -> None:
+    found = outcome(tmp_path / "run", train(tmp_path / "run", "-n", f"{workers}"))
+    verbs = {verb for _, _, verb, _, _ in serial[1]}
+    assert verbs == {"set_batch_size", "set_learning_rate", "resize"}
+    assert found == serial
+
+
+def test_decisions_and_weights_are_the_same_while_workers_come_and_die(
+    serial: tuple[str, list[Any]], tmp_path: Path
+) -> None:
+    faults = tmp_path / "faults.toml"
+    kills = [(12, 0), (35, 1), (41, 0), (60, 2), (80, 0)]
+    faults.write_text(
+        "".join(f"[[fault]]\nkind = 'kill'\nrank = {r}\nat_step = {s}\nafter_s = 0.002\n" for s, r in kills)
+    )
+    options = ("-n", "1:4", "--max-restarts", "20", "--faults", str(faults))
+    found = outcome(tmp_path / "run", train(tmp_path / "run", *options))
+    assert found == serial
+    journal = (tmp_path / "run" / "journal.jsonl").read_text()
+    assert journal.count('"event": "lost"') >= 3
+    assert '"event": "resized"' in journal
+
+
+LOCAL = """
+import os
+
+import torch
+from torch import nn
+
+import unisono
+
+
+class ByRank(unisono.Policy):
+    def after_step(self, view):
+        if view.step == 3:
+            self.set_batch_size(32 if run.rank == 0 else 64)
+
+
+run = unisono.init(batch_size=16, shards=4, policies=[ByRank()])
+model = nn.Linear(4, 2)
+run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.randn(256, 4))
+for step in run.steps(data, epochs=2):
+    step.run(lambda model, batch: model(batch[0]).square().mean())
+run.finish()
+"""
+
+
+def test_a_policy_that_decides_differently_on_two_workers_is_caught_and_named(tmp_path: Path) -> None:
+    script = tmp_path / "local.py"
+    script.write_text(LOCAL)
+    ended = train(tmp_path / "run", "-n", "2", script=script)
+    assert ended.returncode == 1
+    said = ended.stdout + ended.stderr
+    assert "the policies decided differently before step 3" in said
+    assert "rank 0: by-rank: set_batch_size(32)" in said
+    assert "rank 1: by-rank: set_batch_size(64)" in said
+
+
+def test_policies_come_from_the_command_line_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(LOCAL.replace("policies=[ByRank()]", ""))
+    ended = train(tmp_path / "run", "-n", "2", "--policy", "noise-scale", script=script)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "gradient_norm" in (tmp_path / "run" / "metrics.jsonl").read_text()
+    ended = train(tmp_path / "other", "-n", "1", "--policy", "greedy", script=script)
+    assert ended.returncode == 2
+    assert "there is no policy 'greedy': choose of noise-scale" in ended.stdout + ended.stderr
