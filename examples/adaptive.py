@@ -23,13 +23,14 @@ options = parser.parse_args()
 class MoreWorkersForLargerBatches(unisono.Policy):
     """One worker for each 64 samples of a batch."""
 
+    asked_for = 1
+
     def after_step(self, view: unisono.View) -> None:
+        """Ask for as many as the batch calls for, if that is news."""
         wanted = max(1, min(4, view.batch_size // 64))
         if wanted != self.asked_for:
             self.asked_for = wanted
             self.resize(wanted, batch_size=view.batch_size)
-
-    asked_for = 1
 
 
 # A policy sees the training after each step, and what it decides holds from the next step on.
