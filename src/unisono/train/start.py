@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -151,8 +151,7 @@ def init(
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
         membership = opened.enter_context(closing(_membership(job, environment, how, settings)))
         acts = Acts(membership)
-        same = {"script": script_digest(), "policies": adaptation.names}
-        acts.agree("job or machine", (marks := fingerprint(job, chosen)) | same)
+        acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(adaptation))
         folder = _agreed_folder(acts, membership, wanted, job, settings)
         opened.callback(folder.close)
         checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))
@@ -206,6 +205,10 @@ def _execution(
             "workers that stay the same: unisono run -n N, without a range and without --max-restarts"
         )
     return Execution(_first(overlap, settings.overlap), splits, monitoring)
+
+
+def _besides(adaptation: Adaptation) -> dict[str, Any]:
+    return {"script": script_digest(), "policies": adaptation.names}
 
 
 def _adaptation(policies: Sequence[Policy], settings: Settings, job: Job) -> Adaptation:
