@@ -3,12 +3,13 @@
 import signal
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks import allreduce, elastic, growth, network, recovery, shards, soak, step
+from benchmarks import allreduce, growth, network, pairs, recovery, shards, soak, step
 from benchmarks.contenders import everybody
 from benchmarks.crew import Allocator, CrewFailed
 from benchmarks.link import Cable, NoLink
@@ -185,27 +186,50 @@ def growth_command(
     _publish(growth.run(choice), output)
 
 
+StepMs = Annotated[float, typer.Option(help="of a step, about: decides the batch")]
+Turns = Annotated[int | None, typer.Option(help="of each job in a round")]
+
+
 @app.command("elastic")
 def elastic_command(
     model: Annotated[str, typer.Option(help=f"one of {', '.join(WORKLOADS)}")] = "narrow",
     workers: Workers = 2,
-    step_ms: Annotated[float, typer.Option(help="of a step, about: decides the batch")] = 50.0,
+    step_ms: StepMs = 50.0,
     rounds: Rounds = None,
-    turns: Annotated[int | None, typer.Option(help="of each job in a round")] = None,
+    turns: Turns = None,
     seed: Seed = 0,
     quick: Quick = False,
     output: Output = RESULTS,
 ) -> None:
     """What it costs to be elastic while nothing happens: beside a job whose workers stay the same."""
-    choice = elastic.Choice(
-        model=_models([model], ())[0],
-        workers=workers,
-        step_ms=step_ms,
-        rounds=rounds or (1 if quick else 5),
-        turns=turns or (2 if quick else 20),
-        seed=seed,
-    )
-    _publish(elastic.run(choice), output)
+    choice = _side_by_side("elastic", model, workers, step_ms, quick=quick)
+    _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
+
+
+@app.command("monitor")
+def monitor_command(
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(WORKLOADS)}")] = "mlp",
+    workers: Workers = 2,
+    step_ms: StepMs = 150.0,
+    rounds: Rounds = None,
+    turns: Turns = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """What it costs to measure the gradients' noise in every step: beside a job that does not."""
+    choice = _side_by_side("monitor", model, workers, step_ms, quick=quick)
+    _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
+
+
+def _side_by_side(pair: str, model: str, workers: int, step_ms: float, *, quick: bool) -> pairs.Choice:
+    rounds, turns = (1, 2) if quick else (5, 20)
+    known = _models([model], ())[0]
+    return pairs.Choice(pair, known, workers=workers, step_ms=step_ms, rounds=rounds, turns=turns)
+
+
+def _often(choice: pairs.Choice, rounds: int | None, turns: int | None, seed: int) -> pairs.Choice:
+    return replace(choice, rounds=rounds or choice.rounds, turns=turns or choice.turns, seed=seed)
 
 
 @app.command("soak")

@@ -75,7 +75,7 @@ def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(tmp_path: Pa
     ("name", "options"),
     [
         ("growth", ["--quick"]),
-        ("elastic", ["--quick"]),
+        ("monitor", ["--quick", "--model=tiny", "--step-ms=20"]),
         ("soak", ["--minutes=0.3", "--pause=2", "--rare=4"]),
     ],
 )
@@ -96,7 +96,7 @@ def test_the_benchmarks_of_elastic_jobs_find_something(name: str, options: list[
         assert changes[-1]["after"] == 1
         assert set(changes[0]["parts"]) == {"regroup", "form", "copy", "first step"}
         assert found["models"]["tiny"]["starting"].keys() == found["models"]["tiny"]["busy"].keys() == {"1", "2"}
-    elif name == "elastic":
+    elif name == "monitor":
         assert [len(turns) for turns in found["seconds"].values()] == [1, 1]
         assert all(seconds > 0 for turns in found["seconds"].values() for seconds in turns[0])
     else:

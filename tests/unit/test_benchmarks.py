@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import elastic, growth, network, recovery, shards, soak
+from benchmarks import growth, network, pairs, recovery, shards, soak
 from benchmarks.contenders import Contender, everybody
 from benchmarks.contenders.loop import batches
 from benchmarks.crew import Crew, Host, cleaned
@@ -339,7 +339,7 @@ def test_survivors_stall_as_long_as_the_one_that_stalls_longest() -> None:
 
 
 def test_the_steps_right_after_a_job_was_woken_do_not_count() -> None:
-    assert elastic.median_step([0.0, 5.0, 6.0, 7.0, 9.0, 10.0, 30.0], 4.0, 20.0) == 2.0 - 0.5
+    assert pairs.median_step([0.0, 5.0, 6.0, 7.0, 9.0, 10.0, 30.0], 4.0, 20.0) == 2.0 - 0.5
 
 
 def test_a_soak_repeats_itself_and_spares_what_is_to_live_long() -> None:

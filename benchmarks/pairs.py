@@ -1,12 +1,12 @@
-"""What it costs to be elastic while nobody comes or goes: an elastic job beside one whose workers stay the same."""
+"""What something costs: a job that does it beside one that does not, both alive at once, in turns."""
 
 import random
 import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,26 @@ from benchmarks.report import Grid, Report
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-KINDS = {"fixed": (), "elastic": ("--max-restarts", "3")}
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a job is started.
+
+    Attributes:
+        options: of ``unisono run``.
+        variables: in its environment.
+    """
+
+    options: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+PAIRS = {
+    "elastic": {"fixed": Kind(), "elastic": Kind(("--max-restarts", "3"))},
+    "monitor": {"alone": Kind(), "watched": Kind(variables={"UNISONO_MONITOR_EVERY": "1"})},
+}
+"""What is compared; of each pair the second beside the first."""
+
 WARM_UP_STEPS = 20
 SETTLING = 2
 """Steps that are not counted after a job was woken."""
@@ -33,6 +52,7 @@ class Choice:
     """How the benchmark is run.
 
     Attributes:
+        pair: a name in ``PAIRS``.
         model: a name in ``WORKLOADS``.
         workers: of each job.
         step_ms: how long a step is to take, about; decides the batch.
@@ -42,6 +62,7 @@ class Choice:
         seed: of who comes first.
     """
 
+    pair: str = "elastic"
     model: str = "narrow"
     workers: int = 2
     step_ms: float = 50.0
@@ -50,18 +71,23 @@ class Choice:
     turn_s: float = 1.5
     seed: int = 0
 
+    @property
+    def kinds(self) -> list[str]:
+        """What is compared, the baseline first."""
+        return list(PAIRS[self.pair])
+
 
 def run(choice: Choice) -> Report:
     """Both jobs are there at once, and one of them sleeps."""
     meter, order = NoiseMeter(), random.Random(choice.seed)  # noqa: S311  the order is to be repeatable
     batch = batch_for(choice)
-    found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[list[float]]] = {kind: [] for kind in choice.kinds}
     for _ in range(choice.rounds):
         meter.calibrate()
         for kind, seconds in one_round(choice, batch, order).items():
             found[kind].append(seconds)
     return Report(
-        name="elastic",
+        name=choice.pair,
         settings=asdict(choice) | {"batch": batch},
         noise=meter.read(),
         grids=[grid(choice, batch, found)],
@@ -71,7 +97,7 @@ def run(choice: Choice) -> Report:
 
 def batch_for(choice: Choice) -> int:
     """The batch with which a step takes about as long as it is to take: as many times the first one."""
-    with starting(choice, "fixed", FIRST_BATCH) as job:
+    with starting(choice, choice.kinds[0], FIRST_BATCH) as job:
         await_steps(job, WARM_UP_STEPS)
         took = slowest_median(job, 0.0, time.time())
     whole = 2 * choice.workers
@@ -80,16 +106,16 @@ def batch_for(choice: Choice) -> int:
 
 def one_round(choice: Choice, batch: int, order: random.Random) -> dict[str, list[float]]:
     """Fresh jobs; a step's seconds in each turn."""
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    seconds: dict[str, list[float]] = {kind: [] for kind in choice.kinds}
     with ExitStack() as stack:
         jobs: dict[str, Job] = {}
-        for kind in order.sample(list(KINDS), len(KINDS)):
+        for kind in order.sample(choice.kinds, len(choice.kinds)):
             jobs[kind] = stack.enter_context(starting(choice, kind, batch))
             await_steps(jobs[kind], WARM_UP_STEPS)
             stack.callback(send, jobs[kind], signal.SIGCONT)  # before it is ended
             send(jobs[kind], signal.SIGSTOP)
         for _ in range(choice.turns):
-            for kind in order.sample(list(KINDS), len(KINDS)):
+            for kind in order.sample(choice.kinds, len(choice.kinds)):
                 send(jobs[kind], signal.SIGCONT)
                 begin = time.time()
                 time.sleep(choice.turn_s)
@@ -102,7 +128,8 @@ def one_round(choice: Choice, batch: int, order: random.Random) -> dict[str, lis
 def starting(choice: Choice, kind: str, batch: int) -> "Iterator[Job]":
     """A job of this kind."""
     script = [*PROGRAM, choice.model, str(2 * choice.workers), "sgd", str(batch)]
-    with running(["-n", str(choice.workers), *KINDS[kind]], script) as job:
+    one = PAIRS[choice.pair][kind]
+    with running(["-n", str(choice.workers), *one.options], script, one.variables) as job:
         job.until(lambda: len(names(job)) == choice.workers, "all workers train")
         yield job
 
@@ -140,12 +167,13 @@ def median_step(times: Sequence[float], begin: float, end: float) -> float:
 def grid(choice: Choice, batch: int, found: dict[str, list[list[float]]]) -> Grid:
     """For the screen."""
     middle = {kind: statistics.median(each for turns in runs for each in turns) for kind, runs in found.items()}
-    ratio = times_as_long(found["elastic"], found["fixed"])
-    row = (choice.model, str(batch), *(f"{1000 * middle[kind]:.1f} ms" for kind in KINDS), f"{ratio:.4f}")
+    baseline, other = choice.kinds
+    ratio = times_as_long(found[other], found[baseline])
+    row = (choice.model, str(batch), *(f"{1000 * middle[kind]:.1f} ms" for kind in choice.kinds), f"{ratio:.4f}")
     return Grid(
         f"a step of {choice.workers} workers; the two kinds in turns of {choice.turn_s:g} s, {choice.turns} in each of "
         f"{choice.rounds} rounds",
-        ("", "batch", *KINDS, "elastic / fixed"),
+        ("", "batch", *choice.kinds, f"{other} / {baseline}"),
         [row],
         ("Ratio: the median over turns side by side, with the interval of drawing rounds again.",),
     )
