@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,9 @@ WARM_UP_STEPS = 20
 SETTLING = 2
 """Steps that are not counted after a job was woken."""
 
+STEPS_IN_A_TURN = 20
+"""At least: so that enough are left of it when the machine stands still for a while."""
+
 FIRST_BATCH = 64
 
 
@@ -79,6 +82,7 @@ class Choice:
 
 def run(choice: Choice) -> Report:
     """Both jobs are there at once, and one of them sleeps."""
+    choice = replace(choice, turn_s=max(choice.turn_s, STEPS_IN_A_TURN * choice.step_ms / 1000))
     meter, order = NoiseMeter(), random.Random(choice.seed)  # noqa: S311  the order is to be repeatable
     batch = batch_for(choice)
     found: dict[str, list[list[float]]] = {kind: [] for kind in choice.kinds}
