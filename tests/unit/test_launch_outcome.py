@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from unisono.launch.failure import Failure
-from unisono.launch.outcome import Blame, Outcome, WorkerExit, find_cause
+from unisono.launch.outcome import Blame, Outcome, WorkerExit, describe, find_cause
 
 pytestmark = pytest.mark.unit
 
@@ -74,6 +74,8 @@ def test_a_worker_that_is_ended_on_its_way_out_has_the_code_of_its_own_error() -
     ended = WorkerExit(1, -signal.SIGTERM, 1.4, own, told_at=1.3)
     assert outcome([WorkerExit(0, 2, 1.2, replace(failure(0, time=1.1), exit_code=2)), ended]).exit_code == 2
     assert WorkerExit(1, -signal.SIGTERM, 1.4, own, told_at=0.9).shell_code == 143
+    assert "boom" in describe(ended, "h")
+    assert "SIGTERM" not in describe(ended, "h")
 
 
 @pytest.mark.parametrize("code", [1, 3, 124])

@@ -59,9 +59,14 @@ class WorkerExit:
         return min(self.time, self.failure.time) if self.failure else self.time
 
     @property
+    def had_failed(self) -> bool:
+        """Whether its script had failed already when the launcher told it to end, and it was on its way out."""
+        return self.failure is not None and self.told_at is not None and self.failure.time < self.told_at
+
+    @property
     def shell_code(self) -> int:
         """The exit code as a shell gives it; its own, if the launcher ended it while it was on its way out."""
-        if self.failure is not None and self.told_at is not None and self.failure.time < self.told_at:
+        if self.had_failed and self.failure is not None:
             return self.failure.exit_code
         return self.code if self.code >= 0 else FIRST_SIGNAL - self.code
 
@@ -79,7 +84,7 @@ class WorkerExit:
         """How likely this exit began it all, in a job that was or was not interrupted by a signal."""
         if self.code in (0, PREEMPTED):
             return Blame.NONE
-        if self.told_at is not None and not (self.failure and self.failure.time < self.told_at):
+        if self.told_at is not None and not self.had_failed:
             return Blame.ENDED_BY_LAUNCHER
         if self.failure is not None:
             return Blame.CONSEQUENCE if self.failure.consequence else Blame.CAUSE
@@ -199,9 +204,9 @@ def find_cause(exits: Sequence[WorkerExit], interrupted: int | None = None) -> W
 def describe(worker: WorkerExit, host: str) -> str:
     """One exit in words: ``rank 1 on host a was killed by SIGKILL: likely the memory ran out …``."""
     who = f"{called(worker.rank)} on host {host}"
-    if worker.code < 0:
+    if worker.code < 0 and not worker.had_failed:
         hint = HINTS.get(worker.signal_name)
         return f"{who} was killed by {worker.signal_name}" + (f": {hint}" if hint else "")
     if worker.failure is not None:
-        return f"{who} failed with exit code {worker.code}: {worker.failure.type}: {worker.failure.message}"
+        return f"{who} failed with exit code {worker.shell_code}: {worker.failure.type}: {worker.failure.message}"
     return f"{who} ended with exit code {worker.code}"
