@@ -30,9 +30,9 @@ class Heartbeat:
         now = perf_counter()
         waits = self.forms or workers.transport.waits
         seen = (workers.generation.number, workers.ticks, workers.is_called)
+        if seen != self._seen and self._was_called:
+            self._longest_s = max(self._longest_s, now - self._since)
         if waits or seen != self._seen:
-            if self._was_called:
-                self._longest_s = max(self._longest_s, now - self._since)
             self._seen, self._since = seen, now
         self._was_called = workers.is_called and not waits
         return Pulse(
