@@ -120,6 +120,32 @@ def test_a_policy_ends_the_loop_and_asks_for_a_checkpoint_and_the_journal_says_w
     assert any(line["event"] == "checkpoint" and line["step"] == 2 for line in journal)
 
 
+def test_a_run_that_goes_on_from_where_a_policy_has_stopped_a_loop_does_not_go_on_with_it(tmp_path: Path) -> None:
+    def begin() -> tuple[unisono.Run, int]:
+        run = unisono.init(batch_size=64, shards=8, seed=3, run_dir=tmp_path / "run", policies=[Stops()])
+        model = nn.Linear(10, 3)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return run, sum(step.run(loss_of) is not None for step in run.steps(data(), epochs=3))
+
+    run, steps = begin()  # it leaves a checkpoint at the boundary where it stops, and is lost right after
+    run.close()
+    assert steps == 2
+    again, more = begin()
+    assert more == 0
+    assert again.result()["steps"] == 2
+    again.close()
+
+
+class Late(Policy):
+    def after_train(self, view: View) -> None:
+        self.set_batch_size(8)
+
+
+def test_what_a_policy_asks_for_after_the_training_changes_nothing(train: Train, tmp_path: Path) -> None:
+    train(Late())
+    assert '"decided"' not in (tmp_path / "run" / "journal.jsonl").read_text()
+
+
 class Greedy(Policy):
     def after_step(self, view: View) -> None:
         self.set_batch_size(10 * view.batch_size)

@@ -125,7 +125,7 @@ def adaptation(*policies: Policy) -> Adaptation:
 
 def decide(at_work: Adaptation) -> Sequence[Decision]:
     decisions = at_work.ask("after_step", VIEW)
-    at_work.take(decisions, VIEW)
+    at_work.take(decisions, VIEW, loop=0)
     return decisions
 
 

@@ -28,6 +28,7 @@ class Adaptation:
         batch_size: of the next step.
         rate: by which the script's learning rates are multiplied.
         has_begun: whether the policies know that training has.
+        stopped: the number of the loop that is to end where the run stands; None for none.
         decided: what was decided at the newest boundary.
         digest: of that; 0 if there are no policies.
 
@@ -38,6 +39,7 @@ class Adaptation:
     def __init__(self, policies: Sequence[Policy], batch_size: int, shards: int) -> None:
         self.batch_size, self.rate = batch_size, 1.0
         self.has_begun = False
+        self.stopped: int | None = None
         self.decided: tuple[Decision, ...] = ()
         self.digest = 0
         self._shards = shards
@@ -79,14 +81,22 @@ class Adaptation:
             self._check(decision)
         return found
 
-    def take(self, decisions: Sequence[Decision], view: View) -> None:
-        """Have decisions take effect, all together."""
+    def take(self, decisions: Sequence[Decision], view: View, loop: int) -> None:
+        """Have decisions take effect, all together.
+
+        Args:
+            decisions: of all policies.
+            view: that they were taken on.
+            loop: the number of the loop that is under way.
+        """
         self.decided, self.digest = tuple(decisions), decisions_digest(decisions)
         for decision in decisions:
             if decision.verb == "set_batch_size":
                 self.batch_size = int(decision.value or 0)
             elif decision.verb == "set_learning_rate" and view.learning_rate:
                 self.rate *= float(decision.value or 0.0) / view.learning_rate
+            elif decision.verb == "stop":
+                self.stopped = loop
 
     @contextmanager
     def scaled(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -111,13 +121,14 @@ class Adaptation:
             "rate": self.rate,
             "has_begun": self.has_begun,
             "digest": self.digest,
+            "stopped": self.stopped,
             "policies": {name: policy.state_dict() for name, policy in self._policies.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`. A policy that is new begins anew; of one that is gone its effects stay."""
         self.batch_size, self.rate = state["batch_size"], state["rate"]
-        self.has_begun, self.digest = state["has_begun"], state["digest"]
+        self.has_begun, self.digest, self.stopped = state["has_begun"], state["digest"], state["stopped"]
         for name, policy in self._policies.items():
             if name in state["policies"]:
                 policy.load_state_dict(state["policies"][name])

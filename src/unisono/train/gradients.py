@@ -88,9 +88,10 @@ class Gradients:
         Args:
             last: of this worker's; what it leaves is reduced. :meth:`send` comes before its backward pass.
         """
-        self._norms.begin()
         if self._single:
             return
+        if self.is_watched:
+            self._norms.begin()
         self._sends = last
         self._arrived = [False] * len(self.parameters)
         self._missing = [len(bucket.slots) for bucket in self._buckets]

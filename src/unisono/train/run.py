@@ -58,6 +58,7 @@ from unisono.train.workers import Operation, Workers
 RESERVED = frozenset(
     (
         *("step", "epoch", "position", "loss", "losses", "lr", "generation", "world_size", "seconds", "samples_per_s"),
+        "batch_size",
         *NAMES,
     )
 )
@@ -89,7 +90,6 @@ class Run:
         self._adaptation = around.adaptation
         about = {"job": job.model_dump(mode="json"), "fingerprint": around.fingerprint}
         self._trained = Trained(about, self._adaptation)
-        self._is_stopped = False
         self._engine: StepEngine | None = None
         self._loops = 0
         self._step_line: dict[str, Any] = {}
@@ -396,7 +396,8 @@ class Run:
         if self._membership.joins:
             self._membership.await_end()
         self._require_engine().require_whole()
-        self._adapt(("after_train",), self._trained.progress.position.epoch)
+        if not self._adaptation.is_empty:
+            self._adaptation.ask("after_train", self._view(self._trained.progress.position.epoch))
         weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))
         self._acts.agree("set of weights", {"sha256": weights})
         # What follows on any worker may read what the main worker wrote: if that one is lost in it, the next one does.
@@ -668,9 +669,9 @@ class Run:
             boundary=self._at_boundary,
             is_whole=lambda: not (self._computing or self._closed),
             batch_size=lambda: self._adaptation.batch_size,
-            is_stopped=lambda: self._is_stopped,
+            is_stopped=lambda: self._adaptation.stopped == number,
         )
-        self._computing = self._is_stopped = False
+        self._computing = False
         self._recorder.next_step()
         if self._samples is not None:
             self._samples.loop_begins(number, batches.samples, batches.epoch_samples, source.samples_at)
@@ -712,7 +713,7 @@ class Run:
             return
         view = self._view(epoch)
         decisions = [decision for hook in hooks for decision in self._adaptation.ask(hook, view)]
-        self._adaptation.take(decisions, view)
+        self._adaptation.take(decisions, view, self._trained.progress.loop)
         for decision in decisions:
             self._carry_out(decision, view)
 
@@ -731,9 +732,7 @@ class Run:
                 f"the policy {decision.policy} wants batches of {decision.value} samples, and the data set has "
                 f"{reading.samples}: give it a limit"
             )
-        if decision.verb == "stop":
-            self._is_stopped = True
-        elif decision.verb == "checkpoint":
+        if decision.verb == "checkpoint":
             self._checkpoints.requested = True
         elif decision.verb == "resize" and self._membership.is_elastic:
             self._membership.resize(int(decision.value or 1))
