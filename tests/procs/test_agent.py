@@ -118,8 +118,8 @@ class Host:
     ) -> None:
         path = self.folder / "train.py"
         path.write_text(PREAMBLE + textwrap.dedent(body))
-        launch = LaunchSettings(Script(str(path), args), workers=3, grace_s=grace_s)
-        settings = ElasticSettings(launch, Range(1, 3), warm_start=False, failure_timeout_s=failure_timeout_s)
+        launch = LaunchSettings(Script(str(path), args), workers=3, grace_s=grace_s, warm_start=False)
+        settings = ElasticSettings(launch, Range(1, 3), failure_timeout_s=failure_timeout_s)
         joined = Joined(Address(self.address.url, token), self.folder / "token")
         agent = Agent(settings, self.run_folder, Terminal(self.out, self.err), joined)
         self._agent = asyncio.create_task(agent.run())

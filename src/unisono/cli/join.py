@@ -12,6 +12,7 @@ from unisono.cli.options import (
     FailureTimeout,
     Grace,
     Module,
+    PolicyNames,
     Shards,
     Threads,
     Tuned,
@@ -47,6 +48,7 @@ def join(
     shards: Shards = None,
     threads: Threads = None,
     checkpoint_every: CheckpointEvery = None,
+    policy: PolicyNames = None,
     allow_job_change: AllowJobChange = False,
     grace_s: Grace = GRACE_S,
     failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
@@ -67,11 +69,13 @@ def join(
         shards=shards,
         threads=threads,
         checkpoint_every=checkpoint_every,
+        policies=tuple(policy or ()),
         allow_job_change=allow_job_change,
         grace_s=grace_s,
         tuning=Tuning.of_this_process(wanted=tuned),
+        warm_start=warm_start,
     )
-    settings = ElasticSettings(launch, Range(1, workers), failure_timeout_s=failure_timeout_s, warm_start=warm_start)
+    settings = ElasticSettings(launch, Range(1, workers), failure_timeout_s=failure_timeout_s)
     settings.check()
     raise typer.Exit(start(settings, Whereabouts(url, token_file, certificate, run_dir)))
 

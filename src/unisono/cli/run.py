@@ -87,7 +87,8 @@ def run(
         grace_s=grace_s,
         tuning=Tuning.of_this_process(wanted=tuned),
         warm_start=warm_start,
-        extra_environment={**_adapted(policy), **({} if faults is None else _rehearsal(faults))},
+        policies=tuple(policy or ()),
+        extra_environment={} if faults is None else _rehearsal(faults),
     )
     elastic = ElasticSettings(
         settings,
@@ -96,7 +97,6 @@ def run(
         max_restarts=MAX_RESTARTS if max_restarts is None else max_restarts,
         restart_on_error=restart_on_error,
         failure_timeout_s=failure_timeout_s,
-        warm_start=warm_start,
         entrance=entrance,
     )
     elastic.check()
@@ -106,11 +106,6 @@ def run(
         typer.echo(show(settings, run_dir or RUNS / f"TIME-{settings.script.stem}"))
         return
     raise typer.Exit(start_elastic(elastic) if is_elastic else start(settings))
-
-
-def _adapted(policies: list[str] | None) -> dict[str, str]:
-    """What workers are told of policies. Whether there are such, they find out: it takes torch."""
-    return {"UNISONO_POLICIES": ",".join(policies)} if policies else {}
 
 
 def _rehearsal(script: Path) -> dict[str, str]:

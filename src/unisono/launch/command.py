@@ -131,6 +131,7 @@ def _common(settings: LaunchSettings, run_dir: Path) -> dict[str, str]:
 def _wishes(settings: LaunchSettings) -> dict[str, str]:
     wishes = {
         "UNISONO_SHARDS": settings.shards,
+        "UNISONO_POLICIES": ",".join(settings.policies) or None,
         "UNISONO_THREADS": settings.threads,
         "UNISONO_CHECKPOINT_EVERY": settings.checkpoint_every,
     }

@@ -71,7 +71,6 @@ class ElasticSettings:
         max_restarts: how often each of its places may get a new worker, on average.
         restart_on_error: whether also after an exception in the script.
         failure_timeout_s: seconds of silence after which a worker, an agent or the coordinator is taken to be lost.
-        warm_start: whether workers are forked from a process that has torch loaded already, where that can be.
         entrance: where the coordinator listens.
     """
 
@@ -81,7 +80,6 @@ class ElasticSettings:
     max_restarts: int = MAX_RESTARTS
     restart_on_error: bool = False
     failure_timeout_s: float = FAILURE_TIMEOUT_S
-    warm_start: bool = True
     entrance: Entrance = field(default_factory=Entrance)
 
     @property

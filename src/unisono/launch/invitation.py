@@ -46,6 +46,7 @@ def _wishes(settings: ElasticSettings) -> list[str]:
     wishes = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     return [
         *wishes,
+        *(word for name in launch.policies for word in ("--policy", name)),
         *(["--allow-job-change"] if launch.allow_job_change else []),
         *(["--failure-timeout-s", f"{settings.failure_timeout_s:g}"] if not settings.has_default_timeout else []),
     ]

@@ -22,11 +22,12 @@ class LaunchSettings:
         shards: the job's shards, if the person sets them here.
         threads: torch threads of each worker, if the person sets them here.
         checkpoint_every: steps between checkpoints, if the person sets them here.
+        policies: by name, besides the script's; whether there are such, the workers find out.
         allow_job_change: a resumed job may differ from the one of the checkpoint.
         grace_s: seconds that workers may take to leave after the first Ctrl-C or SIGTERM.
         tuning: how the workers' memory allocator is set.
-        warm_start: whether workers are forked from a process that has torch loaded already, where that can be and
-            there are several.
+        warm_start: whether workers are forked from a process that has torch loaded already, where that can be, and
+            where there are several or may be.
         extra_environment: further variables for every worker.
     """
 
@@ -36,6 +37,7 @@ class LaunchSettings:
     shards: int | None = None
     threads: int | None = None
     checkpoint_every: int | None = None
+    policies: tuple[str, ...] = ()
     allow_job_change: bool = False
     grace_s: float = GRACE_S
     tuning: Tuning = field(default_factory=Tuning)

@@ -45,7 +45,7 @@ class Starter:
 
     def __init__(self, around: Surroundings, say: Callable[[str], None]) -> None:
         self._around = around
-        log = around.run_dir / "logs" / "template.log" if around.settings.warm_start else None
+        log = around.run_dir / "logs" / "template.log" if around.settings.launch.warm_start else None
         common = elastic_command(around.settings.launch, around.run_dir, None)
         self._start = WorkerStart(Warm(common, log), say)
 
