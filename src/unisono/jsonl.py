@@ -35,6 +35,24 @@ def append_line(descriptor: int, value: Mapping[str, Any]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file that somebody may be writing just now; none if there is no such file.
+
+    Lines that are damaged or not yet whole are left out.
+    """
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    found: list[dict[str, Any]] = []
+    for line in lines:
+        with suppress(ValueError):
+            value = json.loads(line) if line.endswith(b"\n") else None
+            if isinstance(value, dict):
+                found.append(value)
+    return found
+
+
 def to_json(value: Any, indent: int | None = None) -> bytes:
     """A value as JSON with a newline behind it. NaN and infinities, which JSON does not have, become null."""
     try:

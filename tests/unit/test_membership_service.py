@@ -6,7 +6,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from unisono.errors import JobError, UnisonoWarning
+from unisono.jsonl import read_lines
 from unisono.membership import listener, parser, service
 from unisono.membership.client import Line
 from unisono.membership.coordinator import Coordinator
@@ -562,6 +563,41 @@ def test_a_coordinator_takes_up_what_an_earlier_one_left(serve: Serve) -> None:
         assert [member["id"] for member in status["members"]] == [name]
 
 
+class Killed(BaseException):
+    """The process is gone in the middle of something."""
+
+
+class Nobody:
+    """At the other end of a connection."""
+
+    def send(self, text: str) -> None:
+        """It is not heard."""
+
+    def hang_up(self) -> None:
+        """Nothing to end."""
+
+
+@pytest.mark.parametrize("lines_written", [0, 1])
+def test_what_a_coordinator_was_killed_before_it_could_journal_is_journalled_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines_written: int
+) -> None:
+    hello = AgentHello(agent="a1", host="here", workers=2)
+
+    def cut_short(journal: Journal, lines: Iterable[Mapping[str, Any]]) -> None:
+        append(journal, list(lines)[:lines_written])
+        raise Killed
+
+    append = Journal.append
+    with closing(Coordinator(tmp_path, SETTINGS)) as one, monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Journal, "append", cut_short)
+        one.greet_agent("a1", Nobody(), hello)
+    for _ in range(2):
+        Coordinator(tmp_path, SETTINGS).close()
+
+    events = [line["event"] for line in read_lines(tmp_path / "journal.jsonl")]
+    assert (events.count("agent joined"), events.count("asked for")) == (1, 1)
+
+
 def _listening_on(port: int) -> int:
     return socket.create_server(("127.0.0.1", port)).detach()
 
@@ -626,7 +662,8 @@ def test_a_journal_is_read_line_by_line_even_after_one_that_was_cut_off(tmp_path
     path = tmp_path / "journal.jsonl"
     path.write_bytes(b'{"event": "cut')
 
-    Journal(path)("joined", {"worker": "w1"})
+    journal = Journal(path)
+    journal.append([journal.line("joined", {"worker": "w1"})])
 
     line = json.loads(path.read_text().splitlines()[1])
     assert line.pop("time")
@@ -635,7 +672,7 @@ def test_a_journal_is_read_line_by_line_even_after_one_that_was_cut_off(tmp_path
 
 def test_a_journal_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
     with pytest.warns(UnisonoWarning, match="is incomplete"):
-        Journal(tmp_path / "none" / "journal.jsonl")("joined", {})
+        Journal(tmp_path / "none" / "journal.jsonl").append([{"event": "joined"}])
 
 
 # -- people

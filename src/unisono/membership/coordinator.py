@@ -79,6 +79,7 @@ class Coordinator:
         self._workers: dict[str, Peer] = {}
         self._agents: dict[str, Peer] = {}
         self._journal = Journal(run_folder / "journal.jsonl")
+        self._unwritten: list[dict[str, Any]] = []
         self._clock = clock
         self._ledger = Ledger(run_folder / LEDGER, self._entries)
         self._began, self._stood_at = clock(), 0.0
@@ -112,9 +113,13 @@ class Coordinator:
     def handle(self, event: machine.Event) -> None:
         """Let something happen: decide, write down, act; in this order, so that nothing is done that is forgotten."""
         self.state, actions = machine.step(self.state, event, self.now())
-        is_structural = any(isinstance(action, machine.Note) for action in actions)
-        if is_structural or not _is_said_again(event):
-            self._keep(self._state_entry(), durable=is_structural)
+        notes = (action for action in actions if isinstance(action, machine.Note))
+        self._unwritten = [self._journal.line(note.event, note.fields) for note in notes]
+        if self._unwritten or not _is_said_again(event):
+            self._keep(self._state_entry(), durable=bool(self._unwritten))
+        if self._unwritten:
+            self._journal.append(self._unwritten)
+            self._unwritten = []
         texts: dict[int, str] = {}  # one message often goes to many
         for action in actions:
             self._act(action, texts)
@@ -172,8 +177,6 @@ class Coordinator:
             case machine.Hangup(worker):
                 if (peer := self._workers.get(worker)) is not None:
                     peer.hang_up()
-            case machine.Note(event, fields):
-                self._journal(event, fields)
             case machine.Forget(below):
                 self._answer(self.values.forget(below))
 
@@ -199,7 +202,8 @@ class Coordinator:
         yield from self.values.entries()
 
     def _state_entry(self) -> dict[str, Any]:
-        return {"now": self.now(), "state": _STATE.dump_python(self.state, mode="json")}
+        # Lines of the journal are kept with the decision that they tell of, for who is killed before they are written.
+        return {"now": self.now(), "state": _STATE.dump_python(self.state, mode="json"), "journal": self._unwritten}
 
     def _take_up(self, fresh: bool) -> None:
         newest = None
@@ -220,6 +224,7 @@ class Coordinator:
         except ValidationError as error:
             raise JobError("another version of Unisono wrote it; remove it to begin anew") from error
         self._stood_at = float(newest["now"])
+        self._journal.complete(newest.get("journal", ()))
         self.handle(machine.Restarted())
 
 
