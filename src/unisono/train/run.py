@@ -19,16 +19,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.adapt.decision import Decision
-from unisono.adapt.view import View
 from unisono.checkpoint.store import Snapshot
 from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.data.streams import seed_generators
-from unisono.errors import DataError, JobError, ModelError, PolicyError, UnisonoWarning
+from unisono.errors import DataError, JobError, ModelError, UnisonoWarning
 from unisono.job import SAMPLES_PER_SHARD, Job
 from unisono.plan.batches import Batches
 from unisono.plan.streams import Stream, stream_seed
-from unisono.train.adaptation import Hook
 from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.control import Flags, StepReport
 from unisono.train.device import to_device
@@ -48,6 +45,7 @@ from unisono.train.sample_log import SampleLog
 from unisono.train.sharing import share_weights
 from unisono.train.signals import PREEMPTED
 from unisono.train.state import Progress, Reading
+from unisono.train.steering import Steering
 from unisono.train.step import Step
 from unisono.train.supply import Load
 from unisono.train.surroundings import Surroundings
@@ -90,6 +88,7 @@ class Run:
         self._adaptation = around.adaptation
         about = {"job": job.model_dump(mode="json"), "fingerprint": around.fingerprint}
         self._trained = Trained(about, self._adaptation)
+        self._steering = Steering(job, self._trained, membership, checkpoints, self._recorder, around.folder)
         self._engine: StepEngine | None = None
         self._loops = 0
         self._step_line: dict[str, Any] = {}
@@ -396,8 +395,7 @@ class Run:
         if self._membership.joins:
             self._membership.await_end()
         self._require_engine().require_whole()
-        if not self._adaptation.is_empty:
-            self._adaptation.ask("after_train", self._view(self._trained.progress.position.epoch))
+        self._steering.end()
         weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))
         self._acts.agree("set of weights", {"sha256": weights})
         # What follows on any worker may read what the main worker wrote: if that one is lost in it, the next one does.
@@ -493,7 +491,7 @@ class Run:
             return self._train(step, loss_fn, optimizers, clip, workers)
         if len(set(attempt.decided)) > 1:
             engine.discard()
-            self._refuse_policies(step)
+            self._steering.refuse(step.number)
         while self.is_main and workers.transport.measured:
             self._around.folder.journal("topology", **workers.transport.measured.pop(0))
         if self._trace is not None:
@@ -677,9 +675,7 @@ class Run:
             self._samples.loop_begins(number, batches.samples, batches.epoch_samples, source.samples_at)
         if not self._acts.enter(number):
             return
-        if not self._adaptation.has_begun:
-            self._adaptation.has_begun = True
-            self._adapt(("before_train",), 0)
+        self._steering.begin()
         try:
             yield from loop.steps(self._trained.progress, load, hooks)
         except GeneratorExit:  # a break; or the end of a run that is closed in the middle of the loop
@@ -687,58 +683,6 @@ class Run:
                 self._acts.leave(number)
             raise
         self._acts.leave(number)
-
-    # -- policies
-
-    def _view(self, epoch: int) -> View:
-        position = self._trained.progress.position
-        groups = [group for one in self._require_prepared().optimizers for group in one.param_groups]
-        rates = [group["lr"] for group in groups if "lr" in group]
-        return View(
-            step=position.step,
-            epoch=epoch,
-            samples=position.samples,
-            batch_size=self._adaptation.batch_size,
-            base_batch_size=self.job.batch_size,
-            shards=self.job.shards,
-            world_size=self.world_size,
-            learning_rate=float(rates[0]) * self._adaptation.rate if rates else 0.0,
-            metrics=self.metrics,
-            noise=self._trained.monitors.noise.noise,
-        )
-
-    def _adapt(self, hooks: Sequence[Hook], epoch: int) -> None:
-        """Ask the policies; what they decide takes effect at once, between two steps."""
-        if self._adaptation.is_empty:
-            return
-        view = self._view(epoch)
-        decisions = [decision for hook in hooks for decision in self._adaptation.ask(hook, view)]
-        self._adaptation.take(decisions, view, self._trained.progress.loop)
-        for decision in decisions:
-            self._carry_out(decision, view)
-
-    def _refuse_policies(self, step: Step) -> NoReturn:
-        everybody = self._workers.gather_json([str(one) for one in self._adaptation.decided])
-        listed = "".join(f"\n  rank {rank}: {', '.join(words) or 'nothing'}" for rank, words in enumerate(everybody))
-        raise PolicyError(
-            f"the policies decided differently before step {step.number}; a policy must not go by its own clock, its "
-            f"rank or chance:{listed}"
-        )
-
-    def _carry_out(self, decision: Decision, view: View) -> None:
-        reading = self._trained.progress.reading
-        if decision.verb == "set_batch_size" and reading is not None and self._adaptation.batch_size > reading.samples:
-            raise PolicyError(
-                f"the policy {decision.policy} wants batches of {decision.value} samples, and the data set has "
-                f"{reading.samples}: give it a limit"
-            )
-        if decision.verb == "checkpoint":
-            self._checkpoints.requested = True
-        elif decision.verb == "resize" and self._membership.is_elastic:
-            self._membership.resize(int(decision.value or 1))
-        if self.is_main:
-            about = {"step": view.step, "policy": decision.policy, "verb": decision.verb, "value": decision.value}
-            self._around.folder.journal("decided", **about, why=dict(decision.why))
 
     def _move(self, progress: Progress) -> None:
         self._trained.progress = progress
@@ -766,7 +710,7 @@ class Run:
         if self._trace is not None:
             self._trace.step(after.position.step, self._require_prepared().tensors())
         self._observers.tell("step_ends", self, step)
-        self._adapt(("after_step", "after_epoch") if step.is_last_in_epoch else ("after_step",), step.epoch)
+        self._steering.step_ends(step)
 
     def _at_boundary(self) -> None:
         """The loop's body is done, and every worker stands here with the same state."""

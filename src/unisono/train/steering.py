@@ -1,0 +1,118 @@
+"""Policies at the wheel: they are asked between two steps, and what they decide is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from unisono.adapt.decision import Decision
+from unisono.adapt.view import View
+from unisono.checkpoint.folder import RunFolder
+from unisono.errors import PolicyError
+from unisono.job import Job
+from unisono.train.adaptation import Hook
+from unisono.train.checkpoints import Checkpoints
+from unisono.train.membership import Membership
+from unisono.train.recorder import Recorder
+from unisono.train.step import Step
+from unisono.train.trained import Trained
+
+
+class Steering:
+    """Asks a run's policies at its step boundaries.
+
+    Args:
+        job: that is trained.
+        trained: where it stands, with the policies.
+        membership: which a policy may want to be another one.
+        checkpoints: that a policy may ask for.
+        recorder: has the newest line of metrics.
+        folder: of the run, for the journal.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        trained: Trained,
+        membership: Membership,
+        checkpoints: Checkpoints,
+        recorder: Recorder,
+        folder: RunFolder,
+    ) -> None:
+        self._job = job
+        self._trained = trained
+        self._adaptation = trained.adaptation
+        self._membership = membership
+        self._checkpoints = checkpoints
+        self._recorder = recorder
+        self._folder = folder
+
+    def begin(self) -> None:
+        """A loop begins: if it is the first, so does the training."""
+        if not self._adaptation.has_begun:
+            self._adaptation.has_begun = True
+            self._ask(("before_train",), 0)
+
+    def step_ends(self, step: Step) -> None:
+        """A step is committed and its body done. What is decided takes effect at once, between two steps."""
+        self._ask(("after_step", "after_epoch") if step.is_last_in_epoch else ("after_step",), step.epoch)
+
+    def end(self) -> None:
+        """Training is over. What is decided now has no effect."""
+        if not self._adaptation.is_empty:
+            self._adaptation.ask("after_train", self._view(self._trained.progress.position.epoch))
+
+    def refuse(self, step: int) -> NoReturn:
+        """The workers' decisions before this step differ. Collective.
+
+        Raises:
+            PolicyError: says which worker decided what.
+        """
+        everybody = self._membership.workers.gather_json([str(one) for one in self._adaptation.decided])
+        listed = "".join(f"\n  rank {rank}: {', '.join(words) or 'nothing'}" for rank, words in enumerate(everybody))
+        raise PolicyError(
+            f"the policies decided differently before step {step}; a policy must not go by its own clock, its "
+            f"rank or chance:{listed}"
+        )
+
+    def _view(self, epoch: int) -> View:
+        position, prepared = self._trained.progress.position, self._trained.prepared
+        assert prepared is not None, "there is something to train"
+        groups = [group for one in prepared.optimizers for group in one.param_groups]
+        rates = [group["lr"] for group in groups if "lr" in group]
+        return View(
+            step=position.step,
+            epoch=epoch,
+            samples=position.samples,
+            batch_size=self._adaptation.batch_size,
+            base_batch_size=self._job.batch_size,
+            shards=self._job.shards,
+            world_size=self._membership.workers.world_size,
+            learning_rate=float(rates[0]) * self._adaptation.rate if rates else 0.0,
+            metrics=self._recorder.latest,
+            noise=self._trained.monitors.noise.noise,
+        )
+
+    def _ask(self, hooks: Sequence[Hook], epoch: int) -> None:
+        if self._adaptation.is_empty:
+            return
+        view = self._view(epoch)
+        decisions = [decision for hook in hooks for decision in self._adaptation.ask(hook, view)]
+        self._adaptation.take(decisions, view, self._trained.progress.loop)
+        for decision in decisions:
+            self._carry_out(decision, view)
+
+    def _carry_out(self, decision: Decision, view: View) -> None:
+        reading = self._trained.progress.reading
+        if decision.verb == "set_batch_size" and reading is not None and self._adaptation.batch_size > reading.samples:
+            raise PolicyError(
+                f"the policy {decision.policy} wants batches of {decision.value} samples, and the data set has "
+                f"{reading.samples}: give it a limit"
+            )
+        if decision.verb == "checkpoint":
+            self._checkpoints.requested = True
+        elif decision.verb == "resize" and self._membership.is_elastic:
+            self._membership.resize(int(decision.value or 1))
+        if self._membership.workers.rank == 0:
+            about = {"step": view.step, "policy": decision.policy, "verb": decision.verb, "value": decision.value}
+            self._folder.journal("decided", **about, why=dict(decision.why))
