@@ -20,9 +20,11 @@ class Policy:
 
     Attributes:
         needs_monitor: whether it reads ``view.noise``, which then is measured in every step.
+        observe_every: steps from one call of :meth:`observe` to the next; 0 for never.
     """
 
     needs_monitor: ClassVar[bool] = False
+    observe_every: ClassVar[int] = 0
 
     @property
     def name(self) -> str:
@@ -43,6 +45,14 @@ class Policy:
 
     def after_train(self, view: View) -> None:
         """The script finishes the run. Verbs do nothing any more."""
+
+    def observe(self, view: View) -> Mapping[str, Figure]:
+        """Look at the world outside: clocks, prices, notices. Called on the main worker alone, before the other hooks.
+
+        Returns:
+            figures, which all workers find in ``view.observed[self.name]`` until the next call.
+        """
+        return {}
 
     # -- verbs
 

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.adapt.decision import Figure
 from unisono.adapt.norms import Noise
+from unisono.adapt.timings import Timings
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """A run as it stands at a step boundary.
 
-    All but ``world_size`` and the times among the metrics is the same on any number of workers. A policy whose
-    decisions are to be so as well leaves those aside.
+    All workers see the same view. On another number of workers, and in another run, all is the same but what depends
+    on workers and on time: a policy whose decisions are to be so as well leaves these aside.
 
     Attributes:
         step: steps committed so far.
@@ -23,10 +25,18 @@ class View:
         batch_size: samples in a global batch, now.
         base_batch_size: the one that the job began with.
         shards: of the job.
-        world_size: workers that take part.
+        world_size: workers that computed the step.
         learning_rate: of the first parameter group, now.
-        metrics: the newest line of ``metrics.jsonl``.
+        metrics: the newest line of ``metrics.jsonl``, without what each worker measures by itself.
         noise: of the gradients, averaged; None as long as nothing is known.
+        workers: what each worker measured, by rank.
+        steady: steps in a row, with this one, that these workers computed with this batch and these shards. Timings of
+            the step before belong to the present setting from 2 on; below 3, memory was still made anew.
+        seconds: of training so far: the slowest worker's step times, added up.
+        generation: of the workers.
+        departures: workers that were lost or left on notice so far, in the whole job.
+        topology: the way of the partial sums over a process group; empty where there is none.
+        observed: what policies' :meth:`~unisono.Policy.observe` said last, by the policy's name.
     """
 
     step: int
@@ -39,3 +49,15 @@ class View:
     learning_rate: float
     metrics: Mapping[str, Any] = field(default_factory=dict)
     noise: Noise | None = None
+    workers: tuple[Timings, ...] = ()
+    steady: int = 0
+    seconds: float = 0.0
+    generation: int = 0
+    departures: int = 0
+    topology: str = ""
+    observed: Mapping[str, Mapping[str, Figure]] = field(default_factory=dict)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the slowest worker took for the step before; 0 if that is not known."""
+        return max((each.step_s for each in self.workers), default=0.0)

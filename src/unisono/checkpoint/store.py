@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from time import perf_counter
 from typing import Any, TypeVar
 
 import psutil
@@ -36,6 +37,9 @@ class CheckpointStore:
         folder: where they are.
         keep: how many stay; older ones are removed.
         on_event: told what happened, for the journal; also from the thread that writes.
+
+    Attributes:
+        seconds: that the newest one took, from :meth:`save` until it was on disk; 0 before the first.
     """
 
     def __init__(self, folder: Path, *, keep: int = 3, on_event: Callable[..., None] | None = None) -> None:
@@ -44,6 +48,7 @@ class CheckpointStore:
         self._tell = on_event or (lambda event, **fields: None)
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[str | None] | None = None
+        self.seconds = 0.0
         self._remove_stale()
 
     def steps(self) -> list[int]:
@@ -61,9 +66,10 @@ class CheckpointStore:
             CheckpointError: the state holds something that cannot be kept; names it.
         """
         self.wait()
+        begun = perf_counter()
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="unisono-checkpoint")
-        self._pending = self._writer.submit(self._write, FrozenSnapshot.of(snapshot))
+        self._pending = self._writer.submit(self._write, FrozenSnapshot.of(snapshot), begun)
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written; warn of what went wrong."""
@@ -92,7 +98,7 @@ class CheckpointStore:
                 self._writer.shutdown()
                 self._writer = None
 
-    def _write(self, frozen: FrozenSnapshot) -> str | None:
+    def _write(self, frozen: FrozenSnapshot, begun: float) -> str | None:
         """Write one, and remove what is too old; returns what went wrong, in words."""
         try:
             written = self._place(frozen)
@@ -102,7 +108,8 @@ class CheckpointStore:
                 f"the checkpoint of step {frozen.step} could not be written: {error}. Training goes on, and the "
                 f"checkpoints before it are as they were; make room, or lower keep="
             )
-        self._tell("checkpoint", step=frozen.step, bytes=written)
+        self.seconds = perf_counter() - begun
+        self._tell("checkpoint", step=frozen.step, bytes=written, seconds=round(self.seconds, 6))
         return self._remove_older(frozen.step)
 
     def _place(self, frozen: FrozenSnapshot) -> int:

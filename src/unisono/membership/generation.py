@@ -13,11 +13,13 @@ class Generation:
         number: 1, 2, 3 …, never reused within a run.
         rank: this worker's place in the roster.
         split: which shards each worker computes.
+        departures: workers that were lost or left on notice before it, in the whole job.
     """
 
     number: int
     rank: int
     split: Split
+    departures: int = 0
 
     @property
     def world_size(self) -> int:

@@ -284,6 +284,7 @@ class Minted(Message):
         bounds: which shards each computes: rank r those from ``bounds[r]`` to ``bounds[r + 1]``.
         source: the rank whose state is the newest; all that are behind take it.
         loop: that its members are in; None before the first.
+        departures: members that were lost or left on notice so far, in the whole job.
     """
 
     kind: Literal["minted"] = "minted"
@@ -292,6 +293,7 @@ class Minted(Message):
     bounds: tuple[Count, ...]
     source: Count
     loop: Count | None = None
+    departures: Count = 0
 
 
 class Removed(Message):

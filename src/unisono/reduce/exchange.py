@@ -24,7 +24,15 @@ Place = tuple[int, Node]
 
 
 class Exchange(ABC):
-    """Reduces buckets of one length and dtype between the workers of a process group."""
+    """Reduces buckets of one length and dtype between the workers of a process group.
+
+    Attributes:
+        sent_bytes: by this worker, for each bucket.
+        sent_messages: by this worker, for each bucket.
+    """
+
+    sent_bytes: int
+    sent_messages: int
 
     @abstractmethod
     def reduce(self, partials: Sequence[Tensor], divisor: float | None) -> Tensor:
@@ -66,6 +74,9 @@ class Messages(Exchange):
             for node in message.nodes:
                 self._slots[message.piece, node] = torch.empty_like(self._total[self._parts[message.piece]])
         self._slots |= {(piece, self._root): self._total[part] for piece, part in enumerate(self._parts)}
+        sent = [message for turn in self._turns for message in turn.sends for _ in message.nodes]
+        self.sent_messages = len(sent)
+        self.sent_bytes = sum(self._total[self._parts[message.piece]].nbytes for message in sent)
 
     def reduce(self, partials: Sequence[Tensor], divisor: float | None) -> Tensor:
         """Take this worker's turns, one after the other."""
@@ -132,6 +143,9 @@ class Collectives(Exchange):
         self._part = like.new_zeros(length)
         self._gathered = like.new_empty(split.workers * length)
         self._total = self._gathered[: like.numel()]
+        others = split.workers - 1
+        self.sent_messages = 2 * others
+        self.sent_bytes = (sum(self._send_sizes) - self._send_sizes[rank] + others * length) * like.itemsize
 
     def reduce(self, partials: Sequence[Tensor], divisor: float | None) -> Tensor:
         """All-to-all, finish the tree on this worker's piece, all-gather."""

@@ -29,9 +29,15 @@ class HierarchicalTransport(HostTransport):
     def __init__(self, peers: Peers, rank: int, split: Split, across: Transport, everyone: Transport) -> None:
         super().__init__(peers, rank, split)
         self._across, self._everyone = across, everyone
-        self.measured = across.measured
+        self.measured, self.traffic = across.measured, across.traffic
+        everyone.traffic = across.traffic
         here = across.split.of(across.rank)
         self._cover = self.tree.cover(here.start, here.stop)
+
+    @property
+    def topology(self) -> str:
+        """Between hosts."""
+        return self._across.topology
 
     @property
     def waits(self) -> bool:
@@ -55,6 +61,7 @@ class HierarchicalTransport(HostTransport):
             sums = [self.tree.finish(own, lambda left, right: left.add_(right), node) for node in self._cover]
             result[part].copy_(self._across.reduce(bucket, sums, divisor))
         self._memory.meet()
+        self._count_reduction(result, len(partials))
         return result
 
     def all_gather(self, row: Tensor) -> Tensor:

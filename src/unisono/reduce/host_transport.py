@@ -49,6 +49,15 @@ class HostTransport(Transport, ABC):
         """A copy that costs nothing until it is written to."""
         return self._memory.private(total)
 
+    def _count_reduction(self, total: Tensor, partials: int) -> None:
+        """Others of this host read their parts of this worker's partial sums, and its part of the total."""
+        others, mine = len(self._peers.ranks), len(self.part(total.numel()))
+        self.traffic.count((partials * (total.numel() - mine) + others * mine) * total.itemsize, 2 * others)
+
+    def _count_copies(self, tensor: Tensor) -> None:
+        others = len(self._peers.ranks)
+        self.traffic.count(others * tensor.nbytes, others)
+
     def reduce_native(self, total: Tensor) -> Tensor:
         """Not this transport's: a native reduction is a backend's own."""
         raise NotImplementedError("a native reduction goes over the process group")

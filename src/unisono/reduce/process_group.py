@@ -22,6 +22,9 @@ from unisono.reduce.transport import Transport
 NEVER_SENT = 2**31 - 1
 """A tag that no message has."""
 
+LARGEST = 2**40
+"""Bytes that no bucket has."""
+
 
 class ProcessGroupTransport(Transport):
     """Partial sums travel between workers, and whoever holds two siblings adds them.
@@ -45,6 +48,11 @@ class ProcessGroupTransport(Transport):
         self._waits = False
 
     @property
+    def topology(self) -> str:
+        """Of the largest buckets."""
+        return "direct" if self._by_collectives else self._choice.topology(LARGEST)
+
+    @property
     def waits(self) -> bool:
         """In the group."""
         return self._waits
@@ -65,12 +73,16 @@ class ProcessGroupTransport(Transport):
         key = (bucket, first.numel(), first.dtype)
         if key not in self._exchanges:
             self._exchanges[key] = self._exchange(first, self._choice.topology(first.nbytes))
+        exchange = self._exchanges[key]
+        self.traffic.count(exchange.sent_bytes, exchange.sent_messages)
         with self._named_errors():
-            return self._exchanges[key].reduce(partials, divisor)
+            return exchange.reduce(partials, divisor)
 
     def reduce_native(self, total: Tensor) -> Tensor:
-        """The backend's all-reduce."""
+        """The backend's all-reduce, counted as what a ring sends."""
         staged = total.to(self._device)
+        others = self.world_size - 1
+        self.traffic.count(2 * others * staged.nbytes // self.world_size, 2 * others)
         with self._named_errors():
             self._group.allreduce([staged]).wait()
         return total if staged is total else total.copy_(staged)
@@ -79,6 +91,7 @@ class ProcessGroupTransport(Transport):
         """One all-gather of rows of equal length."""
         staged = row.to(self._device).contiguous()
         rows = torch.empty((self.world_size, row.numel()), dtype=row.dtype, device=self._device)
+        self._count_copies(row)
         with self._named_errors():
             self._group._allgather_base(rows.view(-1), staged).wait()
         return rows.to(row.device)
@@ -86,6 +99,8 @@ class ProcessGroupTransport(Transport):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """One broadcast."""
         staged = tensor.detach().to(self._device).contiguous()
+        if self.rank == source:
+            self._count_copies(tensor)
         with self._named_errors():
             self._group.broadcast(staged, source).wait()
         with torch.no_grad():
@@ -102,6 +117,9 @@ class ProcessGroupTransport(Transport):
         if self._group is not None:
             self._hang_up(self._group)
         self._group = None
+
+    def _count_copies(self, tensor: Tensor) -> None:
+        self.traffic.count((self.world_size - 1) * tensor.nbytes, self.world_size - 1)
 
     def _exchange(self, like: Tensor, topology: str) -> Exchange:
         if self._by_collectives:

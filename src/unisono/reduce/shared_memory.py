@@ -49,6 +49,7 @@ class SharedMemoryTransport(HostTransport):
             if divisor is not None:
                 additions[-1].out.div_(divisor)
         self._memory.meet()
+        self._count_reduction(gathered.result, len(partials))
         return gathered.result
 
     def all_gather(self, row: Tensor) -> Tensor:
@@ -56,6 +57,7 @@ class SharedMemoryTransport(HostTransport):
         data = row.contiguous().view(-1).view(torch.uint8)
         if data.numel() == 0:
             return row.new_empty((self.world_size, 0))
+        self._count_copies(data)
         if data.numel() <= LARGEST_MESSAGE:
             told = self._peers.exchange(data.numpy().tobytes())
             joined = bytearray().join(told[rank] for rank in range(self.world_size))
@@ -69,6 +71,8 @@ class SharedMemoryTransport(HostTransport):
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if data.numel() == 0:
             return
+        if self.rank == source:
+            self._count_copies(data)
         if data.numel() <= LARGEST_MESSAGE:
             message = data.numpy().tobytes() if self.rank == source else b""
             received = torch.frombuffer(bytearray(self._peers.exchange(message)[source]), dtype=torch.uint8)

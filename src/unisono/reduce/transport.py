@@ -10,6 +10,7 @@ from unisono.errors import JobError
 from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
 from unisono.reduce.buckets import Bucket
+from unisono.reduce.traffic import Traffic
 
 
 class Transport(ABC):
@@ -22,6 +23,7 @@ class Transport(ABC):
         measured: what was measured to choose a way for the sums, until somebody writes it down: for each size of
             buckets its ``bytes``, the ``seconds`` of every topology, and the ``fastest`` one.
         needs_core: whether reducing keeps a core busy. Else it is mostly waiting.
+        traffic: what this worker gave the others.
 
     Raises:
         WorkerLost: from every verb, when another worker is gone.
@@ -34,11 +36,17 @@ class Transport(ABC):
         self.split = split
         self.tree = SummationTree(split.shards)
         self.measured: list[dict[str, Any]] = []
+        self.traffic = Traffic()
 
     @property
     def world_size(self) -> int:
         """The number of workers."""
         return self.split.workers
+
+    @property
+    def topology(self) -> str:
+        """The way of the partial sums over a process group; empty where there is none."""
+        return ""
 
     @property
     def waits(self) -> bool:

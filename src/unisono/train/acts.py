@@ -30,6 +30,7 @@ class Acts:
     Attributes:
         done: how many this worker has completed.
         step: that it has committed last.
+        formed_s: seconds that connecting and catching up took in the present generation; 0 in the first.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -37,6 +38,7 @@ class Acts:
         self.hand_over: HandOver = lambda arrival, changed: None
         self.depart: Callable[[Dismissed], NoReturn] = _leave
         self.step = 0
+        self.formed_s = 0.0
         self._membership = membership
         self._loop = 0
         self._in_loop = False
@@ -180,7 +182,9 @@ class Acts:
             self._overtake(done, changed, value, joins=workers.rank in arrival.joiners)
         if self._newest is not None:  # perhaps the one before was lost before it could
             self._publish(*self._newest)
-        self._membership.formed({**arrival.seconds, "copy": perf_counter() - begun})
+        seconds = {**arrival.seconds, "copy": perf_counter() - begun}
+        self.formed_s = seconds.get("form", 0.0) + seconds["copy"]
+        self._membership.formed(seconds)
 
     def _overtake(self, done: int, changed: bool, value: Any, *, joins: bool) -> None:
         if joins:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from unisono.adapt.decision import Decision, decisions_digest
+from unisono.adapt.decision import Decision, Figure, decisions_digest
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
 from unisono.errors import JobError, PolicyError
@@ -31,6 +31,7 @@ class Adaptation:
         stopped: the number of the loop that is to end where the run stands; None for none.
         decided: what was decided at the newest boundary.
         digest: of that; 0 if there are no policies.
+        observed: what policies saw last of the world outside, by name.
 
     Raises:
         JobError: two policies have one name.
@@ -42,6 +43,7 @@ class Adaptation:
         self.stopped: int | None = None
         self.decided: tuple[Decision, ...] = ()
         self.digest = 0
+        self.observed: dict[str, dict[str, Figure]] = {}
         self._shards = shards
         self._policies = {policy.name: policy for policy in policies}
         if len(self._policies) < len(policies):
@@ -62,6 +64,10 @@ class Adaptation:
     def needs_monitor(self) -> bool:
         """Whether a policy reads what is measured of the gradients."""
         return any(policy.needs_monitor for policy in self._policies.values())
+
+    def observers(self, step: int) -> list[Policy]:
+        """The policies that look at the world outside after ``step`` steps."""
+        return [each for each in self._policies.values() if each.observe_every and step % each.observe_every == 0]
 
     def ask(self, hook: Hook, view: View) -> list[Decision]:
         """Ask all policies.
@@ -122,6 +128,7 @@ class Adaptation:
             "has_begun": self.has_begun,
             "digest": self.digest,
             "stopped": self.stopped,
+            "observed": self.observed,
             "policies": {name: policy.state_dict() for name, policy in self._policies.items()},
         }
 
@@ -129,6 +136,7 @@ class Adaptation:
         """The inverse of :meth:`state_dict`. A policy that is new begins anew; of one that is gone its effects stay."""
         self.batch_size, self.rate = state["batch_size"], state["rate"]
         self.has_begun, self.digest, self.stopped = state["has_begun"], state["digest"], state["stopped"]
+        self.observed = {name: dict(figures) for name, figures in state["observed"].items()}
         for name, policy in self._policies.items():
             if name in state["policies"]:
                 policy.load_state_dict(state["policies"][name])
@@ -145,3 +153,19 @@ class Adaptation:
                 f"the policy {decision.policy} wants {decision.verb}({value!r}): a batch has at least as many samples "
                 f"as the job has shards ({self._shards}), there is at least 1 worker, and a rate is above 0"
             )
+
+
+def observed(policy: Policy, view: View) -> dict[str, Figure]:
+    """What a policy sees of the world outside.
+
+    Raises:
+        PolicyError: it failed, or saw something else than figures; names it.
+    """
+    try:
+        found: dict[Any, Any] = dict(policy.observe(view))
+    except Exception as error:
+        raise PolicyError(f"the policy {policy.name} failed in observe: {type(error).__name__}: {error}") from error
+    wrong = [name for name, value in found.items() if not isinstance(value, Figure | None)]
+    if wrong or not all(isinstance(name, str) for name in found):
+        raise PolicyError(f"the policy {policy.name} observed {found!r}: return numbers, text or None, by name")
+    return found

@@ -32,6 +32,11 @@ class Checkpoints:
         """Whether this run writes checkpoints at all, and so one at its end."""
         return self.requested or self.written or self.every is not None
 
+    @property
+    def seconds(self) -> float:
+        """That this worker's newest one took; 0 if it has written none."""
+        return 0.0 if self.store is None else self.store.seconds
+
     def due(self, step: int) -> bool:
         """Whether one is to be written now that ``step`` steps are committed."""
         return self.requested or (self.every is not None and step > 0 and step % self.every == 0)

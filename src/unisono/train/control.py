@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from unisono.adapt.timings import Timings
 from unisono.errors import LossError
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
@@ -17,8 +18,9 @@ MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
 _FLAGS = 3
-_DIGESTS = 2
-_HEADER = _FLAGS + _DIGESTS  # of the weights, and of what policies decided
+_DIGESTS = 2  # of the weights, and of what policies decided
+_TOLD = _FLAGS + _DIGESTS
+_HEADER = _TOLD + len(fields(Timings))
 _FIXED = 4  # loss, weight, squared norm, which metrics
 
 _Words = npt.NDArray[np.float64]
@@ -76,6 +78,7 @@ class Flags:
         again: one of its gradients came in several parts, so its sums are not to be used.
         digest: of the weights that it begins the step with, below 2**53; 0 if they are not to be compared.
         decided: a digest of what its policies decided before the step, below 2**53; 0 if it has none.
+        timings: that it measured.
     """
 
     leave: bool = False
@@ -83,6 +86,7 @@ class Flags:
     again: bool = False
     digest: int = 0
     decided: int = 0
+    timings: Timings = field(default_factory=Timings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,8 @@ class ControlWord:
             LossError: more metrics than a control word has room for.
         """
         numbers = np.zeros(_HEADER + self.split.widest * _ROW)
-        numbers[:_HEADER] = flags.leave, flags.regroup, flags.again, flags.digest, flags.decided
+        numbers[:_TOLD] = flags.leave, flags.regroup, flags.again, flags.digest, flags.decided
+        numbers[_TOLD:_HEADER] = astuple(flags.timings)
         for row, report in zip(numbers[_HEADER:].reshape(-1, _ROW), reports, strict=False):
             _fill(row, report)
         bits = np.packbits(np.asarray(used, dtype=bool))
@@ -137,13 +142,9 @@ class ControlWord:
         leave, regroup, again = (bool(numbers[:, flag].any()) for flag in range(_FLAGS))
         return StepReport(shards, loss, weight, metrics, tuple(used.tolist()), leave, regroup, again)
 
-    def digests(self, words: torch.Tensor) -> tuple[int, ...]:
-        """Of the weights that each worker began the step with, by rank; 0 if they are not to be compared."""
-        return tuple(int(digest) for digest in self._numbers(words)[:, _FLAGS])
-
-    def decided(self, words: torch.Tensor) -> tuple[int, ...]:
-        """Digests of what each worker's policies decided before the step, by rank."""
-        return tuple(int(digest) for digest in self._numbers(words)[:, _FLAGS + 1])
+    def flags(self, words: torch.Tensor) -> tuple[Flags, ...]:
+        """What each worker said, by rank."""
+        return tuple(_flags(row) for row in self._numbers(words)[:, :_HEADER].tolist())
 
     def has_silent_worker(self, words: torch.Tensor) -> bool:
         """Whether some worker had nothing but empty shards, and so cannot know which metrics were logged."""
@@ -159,6 +160,12 @@ class ControlWord:
 
 
 _ROW = _FIXED + MAX_METRICS
+
+
+def _flags(header: Sequence[float]) -> Flags:
+    leave, regroup, again = (bool(flag) for flag in header[:_FLAGS])
+    digest, decided = (int(digest) for digest in header[_FLAGS:_TOLD])
+    return Flags(leave, regroup, again, digest, decided, Timings(*header[_TOLD:]))
 
 
 def _fill(row: _Words, report: ShardReport) -> None:

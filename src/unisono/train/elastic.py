@@ -246,7 +246,7 @@ class Elastic(Membership):
         waited = perf_counter()
         rank = next(rank for rank, seat in enumerate(minted.roster) if seat.worker == self._hello.worker)
         self._forming = Future()
-        self._generation = Generation(minted.generation, rank, Split(minted.bounds))
+        self._generation = Generation(minted.generation, rank, Split(minted.bounds), minted.departures)
         self._line.generation = minted.generation
         self._hang_up_if_lost()
         meeting = MintedMeeting(minted, rank, self._door, self._store)

@@ -89,8 +89,7 @@ class Attempt:
     gradients: Gradients
     totals: tuple[Tensor, ...]
     report: StepReport
-    digests: tuple[int, ...]
-    decided: tuple[int, ...]
+    flags: tuple[Flags, ...]
     seconds: dict[str, float]
     norms: GradientNorms | None = None
 
@@ -254,14 +253,14 @@ class StepEngine:
         computed = perf_counter()
         totals, reducing = gradients.totals()
         reduced = perf_counter()
-        report, digests, decided = self._exchange(gradients, [shard.read() for shard in shards], flags())
+        report, told = self._exchange(gradients, [shard.read() for shard in shards], flags())
         done = perf_counter()
         seconds = {
             "compute": computed - started,
             "exposed_communication": done - computed,
             "communication": reducing + done - reduced,
         }
-        return Attempt(gradients, totals, report, digests, decided, seconds)
+        return Attempt(gradients, totals, report, told, seconds)
 
     def _compute(self, call: Call, shard: "_Shard", gradients: Gradients, shards: Sequence["_Shard"]) -> None:
         self._clear_gradients()
@@ -311,14 +310,14 @@ class StepEngine:
 
     def _exchange(
         self, gradients: Gradients, reports: Sequence[ShardReport], flags: Flags
-    ) -> tuple[StepReport, tuple[int, ...], tuple[int, ...]]:
+    ) -> tuple[StepReport, tuple[Flags, ...]]:
         used = [*gradients.used, *self._buffers.used]
         word = ControlWord(self._workers.generation.split, len(used))
         words = self._workers.transport.all_gather(word.pack(reports, used, replace(flags, again=gradients.came_twice)))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
         if word.has_silent_worker(words):
             names = next((known for known in self._workers.gather_json(names) if known is not None), None)
-        return word.read(words, names or []), word.digests(words), word.decided(words)
+        return word.read(words, names or []), word.flags(words)
 
     def _measured(self, call: Call, gradients: Gradients, report: StepReport) -> GradientNorms:
         seen = [(part, call.batch.shard(shard)) for shard, part in enumerate(report.shards) if part.weight]

@@ -11,20 +11,41 @@ from unisono.adapt.average import Average
 from unisono.adapt.losses import loss_variance
 from unisono.adapt.noise_average import NoiseAverage
 from unisono.adapt.norms import GradientNorms
+from unisono.adapt.setting import Setting
+from unisono.adapt.timings import Timings
 
 NAMES = ("gradient_norm", "gradient_variance", "noise_scale", "loss_variance")
 """In ``metrics.jsonl``, in steps that are watched."""
 
 
 class Monitors:
-    """Averages over the steps so far. They are the same on every worker, and for every number of workers.
+    """What is known of the steps so far. It is the same on every worker; but for times, for every number of workers.
 
     Attributes:
-        noise: of the gradients.
+        noise: of the gradients, averaged.
+        setting: how the newest step was computed.
+        steady: steps in a row that were computed so.
+        timings: of the newest step, by rank.
+        seconds: of training: the slowest worker's step times, added up.
     """
 
     def __init__(self) -> None:
         self.noise = NoiseAverage()
+        self.setting = Setting()
+        self.steady = 0
+        self.timings: tuple[Timings, ...] = ()
+        self.seconds = 0.0
+
+    def time(self, setting: Setting, timings: Sequence[Timings]) -> None:
+        """A step was committed.
+
+        Args:
+            setting: how it was computed.
+            timings: by rank.
+        """
+        self.steady = self.steady + 1 if setting == self.setting else 1
+        self.setting, self.timings = setting, tuple(timings)
+        self.seconds += max(each.step_s for each in timings)
 
     def see(self, norms: GradientNorms, losses: Sequence[float]) -> dict[str, float]:
         """A step was committed.
@@ -47,9 +68,18 @@ class Monitors:
         return {name: value for name, value in found.items() if value is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, as numbers by name."""
-        return asdict(self.noise)
+        """All of it, as numbers by name."""
+        return {
+            "noise": asdict(self.noise),
+            "setting": asdict(self.setting),
+            "steady": self.steady,
+            "timings": [asdict(each) for each in self.timings],
+            "seconds": self.seconds,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self.noise = NoiseAverage(**{name: Average(**parts) for name, parts in state.items()})
+        self.noise = NoiseAverage(**{name: Average(**parts) for name, parts in state["noise"].items()})
+        self.setting, self.steady = Setting(**state["setting"]), state["steady"]
+        self.timings = tuple(Timings(**each) for each in state["timings"])
+        self.seconds = state["seconds"]

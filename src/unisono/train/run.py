@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.adapt.setting import Setting
 from unisono.checkpoint.store import Snapshot
 from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.data.streams import seed_generators
@@ -30,7 +32,7 @@ from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.control import Flags, StepReport
 from unisono.train.device import to_device
 from unisono.train.digest import digest_tensors
-from unisono.train.engine import Call, Clip, LossFunction, StepEngine
+from unisono.train.engine import Attempt, Call, Clip, LossFunction, StepEngine
 from unisono.train.evaluation import Evaluation, Metrics, Predict
 from unisono.train.feed import feed
 from unisono.train.loop import Hooks, Loop
@@ -47,6 +49,7 @@ from unisono.train.signals import PREEMPTED
 from unisono.train.state import Progress, Reading
 from unisono.train.steering import Steering
 from unisono.train.step import Step
+from unisono.train.stopwatch import Stopwatch
 from unisono.train.supply import Load
 from unisono.train.surroundings import Surroundings
 from unisono.train.trace import Trace
@@ -56,7 +59,7 @@ from unisono.train.workers import Operation, Workers
 RESERVED = frozenset(
     (
         *("step", "epoch", "position", "loss", "losses", "lr", "generation", "world_size", "seconds", "samples_per_s"),
-        "batch_size",
+        *("batch_size", "workers"),
         *NAMES,
     )
 )
@@ -88,7 +91,7 @@ class Run:
         self._adaptation = around.adaptation
         about = {"job": job.model_dump(mode="json"), "fingerprint": around.fingerprint}
         self._trained = Trained(about, self._adaptation)
-        self._steering = Steering(job, self._trained, membership, checkpoints, self._recorder, around.folder)
+        self._steering = Steering(job, self._trained, membership, checkpoints, self._recorder, around)
         self._engine: StepEngine | None = None
         self._loops = 0
         self._step_line: dict[str, Any] = {}
@@ -100,6 +103,7 @@ class Run:
         self._regroups = False
         self._seconds: dict[str, float] = {}
         self._pace = Pace()
+        self._stopwatch = Stopwatch()
         self._warned_of_scheduler = False
         self._bytes_shared = 0
         self._started = perf_counter()
@@ -476,7 +480,7 @@ class Run:
 
     def _train(
         self, step: Step, loss_fn: LossFunction, optimizers: tuple[Optimizer, ...], clip: Clip, workers: Workers
-    ) -> tuple[float, dict[str, float], dict[str, float]]:
+    ) -> tuple[float, dict[str, float], dict[str, Any]]:
         engine = self._require_engine()
         shards = [to_device(shard, self.device) for shard in step.shards]
         call = Call(step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip)
@@ -485,11 +489,12 @@ class Run:
             self._samples.computed(step.number, step.calls, generation.number, step.batch, generation.shards)
         engine.computed = partial(self._computed, step)
         attempt = engine.attempt(call, partial(self._flags, self._weights_digest(step)))
-        if len(set(attempt.digests)) > 1:
+        digests = [flags.digest for flags in attempt.flags]
+        if len(set(digests)) > 1:
             engine.discard()
-            self._heal(healing(attempt.digests, step.number), step.number)
+            self._heal(healing(digests, step.number), step.number)
             return self._train(step, loss_fn, optimizers, clip, workers)
-        if len(set(attempt.decided)) > 1:
+        if len({flags.decided for flags in attempt.flags}) > 1:
             engine.discard()
             self._steering.refuse(step.number)
         while self.is_main and workers.transport.measured:
@@ -500,6 +505,9 @@ class Run:
         if self._samples is not None:
             self._samples.committed(step.number, step.calls, generation.number)
         self._tell_of_memory(engine)
+        if not step.calls:
+            timings = [flags.timings for flags in attempt.flags]
+            self._trained.monitors.time(self._setting(workers), timings)
         self._leaving = self._leaving or attempt.report.leave
         self._regroups = self._regroups or attempt.report.regroup
         self._seconds = attempt.seconds
@@ -507,14 +515,32 @@ class Run:
         if not committed:
             self._tell_of_skip(step, attempt.report)
             return math.nan, attempt.report.metrics, {}
-        report = attempt.report
-        if attempt.norms is None:
-            return report.loss, report.metrics, {}
-        losses = [part.loss for part in report.shards if part.weight]
-        return report.loss, report.metrics, self._trained.monitors.see(attempt.norms, losses)
+        return attempt.report.loss, attempt.report.metrics, self._figures(step, attempt)
+
+    def _figures(self, step: Step, attempt: Attempt) -> dict[str, Any]:
+        """What is measured of a call, besides its loss."""
+        found: dict[str, Any] = {}
+        if attempt.norms is not None:
+            losses = [part.loss for part in attempt.report.shards if part.weight]
+            found |= self._trained.monitors.see(attempt.norms, losses)
+        if not step.calls and (attempt.norms is not None or not self._adaptation.is_empty):
+            found["workers"] = [asdict(timings) for timings in self._trained.monitors.timings]
+        return found
+
+    def _setting(self, workers: Workers) -> Setting:
+        return Setting(
+            generation=workers.generation.number,
+            world_size=workers.world_size,
+            batch_size=self._adaptation.batch_size,
+            shards=self.job.shards,
+            topology=workers.transport.topology,
+            departures=workers.generation.departures,
+        )
 
     def _computed(self, step: Step, seconds: float) -> None:
         step.computed_s = seconds
+        self._stopwatch.shard_s = seconds / len(self._workers.generation.shards)
+        self._stopwatch.formed_s, self._stopwatch.checkpoint_s = self._acts.formed_s, self._checkpoints.seconds
         self._observers.tell("step_computed", self, step)
 
     def _weights_digest(self, step: Step) -> int:
@@ -542,7 +568,8 @@ class Run:
     def _flags(self, digest: int) -> Flags:
         # Asked for as late as can be: whoever wants in or out meanwhile need not wait for one step more.
         leaves = self._around.leave.requested and not self._membership.leave()
-        return Flags(leaves, self._membership.is_due, digest=digest, decided=self._adaptation.digest)
+        decided, timings = self._adaptation.digest, self._stopwatch.timings
+        return Flags(leaves, self._membership.is_due, digest=digest, decided=decided, timings=timings)
 
     @property
     def _newest_loop(self) -> Generator[Step, None, None] | None:
@@ -705,6 +732,7 @@ class Run:
         self._acts.step = after.position.step
         if "loss" in self._step_line:
             self._recorder.step_ends(self._step_line, step.size)
+            self._stopwatch.step_ends(self.metrics["seconds"], self._workers.transport.traffic.take())
         shard_s = self._pace.shard_s if self._around.care.balances else 0.0
         self._membership.tell(self._acts.standing, float(self.metrics.get("samples_per_s", 0.0)), shard_s)
         if self._trace is not None:
@@ -774,7 +802,7 @@ class Run:
             self._engine.require_whole()
         return self._trained.capture()
 
-    def _note(self, optimizers: Sequence[Optimizer], loss: float, metrics: Mapping[str, float]) -> None:
+    def _note(self, optimizers: Sequence[Optimizer], loss: float, metrics: Mapping[str, Any]) -> None:
         line, seconds = self._step_line, self._seconds
         if "loss" in line:
             line.setdefault("losses", [line["loss"]]).append(loss)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from unisono.adapt.decision import Decision
+from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
-from unisono.checkpoint.folder import RunFolder
 from unisono.errors import PolicyError
 from unisono.job import Job
-from unisono.train.adaptation import Hook
+from unisono.train.adaptation import Hook, observed
 from unisono.train.checkpoints import Checkpoints
 from unisono.train.membership import Membership
 from unisono.train.recorder import Recorder
 from unisono.train.step import Step
+from unisono.train.surroundings import Surroundings
 from unisono.train.trained import Trained
+from unisono.train.workers import Workers
+
+LOCAL = ("seconds", "samples_per_s", "generation", "world_size")
+"""What workers may find different in a line of metrics. It has its places in the view, where it is the same on all."""
 
 
 class Steering:
@@ -27,7 +32,7 @@ class Steering:
         membership: which a policy may want to be another one.
         checkpoints: that a policy may ask for.
         recorder: has the newest line of metrics.
-        folder: of the run, for the journal.
+        around: the run: its folder, for the journal; its collective calls.
     """
 
     def __init__(
@@ -37,7 +42,7 @@ class Steering:
         membership: Membership,
         checkpoints: Checkpoints,
         recorder: Recorder,
-        folder: RunFolder,
+        around: Surroundings,
     ) -> None:
         self._job = job
         self._trained = trained
@@ -45,7 +50,7 @@ class Steering:
         self._membership = membership
         self._checkpoints = checkpoints
         self._recorder = recorder
-        self._folder = folder
+        self._folder, self._acts = around.folder, around.acts
 
     def begin(self) -> None:
         """A loop begins: if it is the first, so does the training."""
@@ -80,6 +85,8 @@ class Steering:
         assert prepared is not None, "there is something to train"
         groups = [group for one in prepared.optimizers for group in one.param_groups]
         rates = [group["lr"] for group in groups if "lr" in group]
+        monitors = self._trained.monitors
+        setting = monitors.setting
         return View(
             step=position.step,
             epoch=epoch,
@@ -87,20 +94,50 @@ class Steering:
             batch_size=self._adaptation.batch_size,
             base_batch_size=self._job.batch_size,
             shards=self._job.shards,
-            world_size=self._membership.workers.world_size,
+            world_size=setting.world_size or self._membership.workers.world_size,
             learning_rate=float(rates[0]) * self._adaptation.rate if rates else 0.0,
-            metrics=self._recorder.latest,
-            noise=self._trained.monitors.noise.noise,
+            metrics={name: value for name, value in self._recorder.latest.items() if name not in LOCAL},
+            noise=monitors.noise.noise,
+            workers=monitors.timings,
+            steady=monitors.steady,
+            seconds=monitors.seconds,
+            generation=setting.generation,
+            departures=setting.departures,
+            topology=setting.topology,
+            observed=self._adaptation.observed,
         )
 
     def _ask(self, hooks: Sequence[Hook], epoch: int) -> None:
         if self._adaptation.is_empty:
             return
         view = self._view(epoch)
+        if due := self._adaptation.observers(view.step):
+            self._observe(due, view)
+            view = self._view(epoch)
         decisions = [decision for hook in hooks for decision in self._adaptation.ask(hook, view)]
         self._adaptation.take(decisions, view, self._trained.progress.loop)
         for decision in decisions:
             self._carry_out(decision, view)
+
+    def _observe(self, policies: Sequence[Policy], view: View) -> None:
+        """What the main worker sees of the world outside, every worker hears of. Collective."""
+
+        def look(workers: Workers) -> dict[str, Any]:
+            seen: dict[str, Any] = {"error": ""}
+            if workers.rank == 0:
+                try:
+                    seen |= {"figures": {policy.name: dict(observed(policy, view)) for policy in policies}}
+                except PolicyError as error:
+                    seen["error"] = str(error)
+            return dict(workers.broadcast(seen))
+
+        seen = self._acts.together(look)
+        if seen["error"]:
+            raise PolicyError(seen["error"])
+        self._adaptation.observed |= seen["figures"]
+        if self._membership.workers.rank == 0:
+            for name, figures in seen["figures"].items():
+                self._folder.journal("observed", step=view.step, policy=name, figures=figures)
 
     def _carry_out(self, decision: Decision, view: View) -> None:
         reading = self._trained.progress.reading

@@ -59,8 +59,7 @@ class Trained:
         self.restored = snapshot
         self.progress = Progress.from_tree(snapshot.state["progress"])
         self._recall(snapshot)
-        if (state := snapshot.state.get("adaptation")) is not None:
-            self.adaptation.load_state_dict(state)
+        self.adaptation.load_state_dict(snapshot.state["adaptation"])
 
     def settle(self) -> bool:
         """Restore what a state holds besides the models, now that the script has made everything.
@@ -102,5 +101,4 @@ class Trained:
             )
 
     def _recall(self, snapshot: Snapshot) -> None:
-        if (state := snapshot.state.get("monitors")) is not None:
-            self.monitors.load_state_dict(state)
+        self.monitors.load_state_dict(snapshot.state["monitors"])

@@ -116,7 +116,13 @@ class Change:
         if worker.signs.connected:
             self.actions.append(Hangup(worker.id))
         if worker.phase in MEMBER:
+            self.depart(worker)
             self.break_up(worker)
+
+    def depart(self, worker: Worker) -> None:
+        """A member is lost, or is about to leave on notice."""
+        if not worker.leaving:  # else it has been counted
+            self.set(departures=self.state.departures + 1)
 
     def kill(self, worker: Worker, why: str) -> None:
         """Have a worker killed."""

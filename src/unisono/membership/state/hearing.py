@@ -177,6 +177,8 @@ def _formed(change: Change, worker: Worker, message: Formed) -> None:
 def _leave(change: Change, worker: Worker) -> None:
     if worker.leaving:
         return
+    if worker.phase in MEMBER:
+        change.depart(worker)
     change.put(worker, leaving=True)
     agent = change.state.agents[worker.agent]
     change.put_agent(agent, given_up=agent.given_up + 1)
@@ -253,6 +255,8 @@ def _agent_leaves(change: Change, name: str) -> None:
         return
     change.put_agent(agent, leaving=True)
     for worker in change.workers_of(name):
+        if worker.phase in MEMBER:
+            change.depart(worker)
         change.put(worker, leaving=True)
     change.note("agent asked to leave", agent=agent.id, host=agent.host)
 

@@ -157,7 +157,14 @@ def _form(change: Change) -> None:
 def _mint(change: Change, seats: list[Seat], source: int, loop: int | None) -> None:
     before, number = change.state, change.state.generation + 1
     split = split_for(before.shards, [before.workers[seat.worker] for seat in seats])
-    minted = Minted(generation=number, roster=tuple(seats), bounds=split.bounds, source=source, loop=loop)
+    minted = Minted(
+        generation=number,
+        roster=tuple(seats),
+        bounds=split.bounds,
+        source=source,
+        loop=loop,
+        departures=before.departures,
+    )
     change.actions.append(Forget(number))
     for seat in seats:
         worker = before.workers[seat.worker]

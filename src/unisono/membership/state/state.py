@@ -142,6 +142,7 @@ class State:
         restarts: how many lost workers were replaced.
         unreplaced: how many were not, for want of restarts.
         quick: how many in a row failed soon after their start.
+        departures: members that were lost or left on notice.
         blame: the newest loss, for people.
         stopping: whether the job was asked to stop.
         preempting: whether all its members have been removed, so that it goes on later.
@@ -169,6 +170,7 @@ class State:
     restarts: int = 0
     unreplaced: int = 0
     quick: int = 0
+    departures: int = 0
     blame: str = ""
     stopping: bool = False
     preempting: bool = False
