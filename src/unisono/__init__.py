@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from unisono.adapt.monitoring import Monitoring
     from unisono.adapt.noise_scale_policy import NoiseScalePolicy
     from unisono.adapt.policy import Policy
+    from unisono.adapt.straggler_policy import StragglerPolicy
+    from unisono.adapt.topology_policy import TopologyPolicy
     from unisono.adapt.view import View
     from unisono.train.digest import digest
     from unisono.train.load import load
@@ -30,6 +32,8 @@ __all__ = [
     "Monitoring",
     "NoiseScalePolicy",
     "Policy",
+    "StragglerPolicy",
+    "TopologyPolicy",
     "Run",
     "Step",
     "Trainer",
@@ -46,6 +50,8 @@ _HOMES = {
     "Monitoring": "unisono.adapt.monitoring",
     "NoiseScalePolicy": "unisono.adapt.noise_scale_policy",
     "Policy": "unisono.adapt.policy",
+    "StragglerPolicy": "unisono.adapt.straggler_policy",
+    "TopologyPolicy": "unisono.adapt.topology_policy",
     "View": "unisono.adapt.view",
     "Run": "unisono.train.run",
     "Step": "unisono.train.step",

@@ -68,6 +68,8 @@ class FakeMembership(Membership):
     def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None:
         pass
 
+    def replace(self, generation: int, rank: int) -> None: ...
+
     def resize(self, workers: int) -> None:
         pass
 

@@ -27,6 +27,7 @@ from unisono.membership.messages import (
     Refused,
     RegroupDue,
     Removed,
+    Replace,
     Resize,
     Start,
     Welcome,
@@ -445,6 +446,31 @@ def test_what_a_script_asks_for_on_every_worker_is_noted_once() -> None:
     for worker in ("w1", "w2", "w3"):
         job.hear(worker, Resize(workers=2))
     assert [note.fields["workers"] for note in job.notes if note.event == "resized"] == [2]
+
+
+def test_a_member_is_replaced_once_all_ask_for_it_and_only_in_the_generation_that_is_meant() -> None:
+    job = training(3)
+    for worker in ("w1", "w2", "w3"):
+        job.hear(worker, Replace(generation=1, rank=1))
+    assert [note.fields["worker"] for note in job.notes if note.event == "replaced"] == ["w2"]
+    job.arrive("w1", "w2", "w3")
+    assert ("w2", "Removed") in [(name, type(message).__name__) for name, message in job.told]
+    job.agent(WorkerEnded(worker="w2", code=0))
+    assert job.state.size == 3
+    assert [worker.id for worker in job.state.candidates] == ["w4"]
+    job.hear("w1", Replace(generation=1, rank=0))
+    assert [note.fields["worker"] for note in job.notes if note.event == "replaced"] == ["w2"]
+
+
+def test_a_generation_knows_how_many_were_lost_or_left_on_notice_before_it() -> None:
+    job = training(4)
+    job.agent(WorkerEnded(worker="w1", code=-9))
+    job.hear("w2", Leaving()).hear("w2", Leaving())
+    job.arrive("w2", "w3", "w4", at_boundary=False)
+    assert job.state.minted is not None
+    assert job.state.minted.departures == 2
+    job.happen(Resized(1)).arrive("w2", "w3", "w4")
+    assert job.state.minted.departures == 2
 
 
 def test_a_lost_worker_takes_its_room_until_it_has_ended() -> None:

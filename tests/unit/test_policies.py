@@ -12,9 +12,13 @@ from unisono.adapt.named import NAMED, policies_named
 from unisono.adapt.noise_scale_policy import NoiseScalePolicy
 from unisono.adapt.norms import Noise
 from unisono.adapt.policy import Policy
+from unisono.adapt.straggler_policy import StragglerPolicy
+from unisono.adapt.timings import Timings
+from unisono.adapt.topology_policy import TopologyPolicy
 from unisono.adapt.view import View
 from unisono.errors import JobError, PolicyError
-from unisono.train.adaptation import Adaptation
+from unisono.plan.links import Links
+from unisono.train.adaptation import Adaptation, observed
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +27,7 @@ VIEW = View(
 )
 
 
-def verbs(policy: Policy) -> list[tuple[str, float | int | None]]:
+def verbs(policy: Policy) -> list[tuple[str, Any]]:
     return [(one.verb, one.value) for one in policy.decided()]
 
 
@@ -83,6 +87,70 @@ def test_linear_scaling_brings_the_rate_to_its_goal_evenly() -> None:
     assert seen[10:] == [seen[9]] * 2
 
 
+def timed(policy: Policy, view: View, *timings: Timings, **more: Any) -> list[tuple[str, Any]]:
+    policy.after_step(replace(view, workers=timings, world_size=len(timings), steady=9, topology="direct", **more))
+    return verbs(policy)
+
+
+def test_a_slow_worker_gets_fewer_shards_first_and_is_replaced_if_that_does_not_help() -> None:
+    policy = StragglerPolicy(factor=1.5, replace_at=3.0, patience=3)
+    slow = [Timings(shard_s=0.01), Timings(shard_s=0.04), Timings(shard_s=0.011)]
+    assert [timed(policy, VIEW, *slow, generation=1) for _ in range(3)] == [[], [], [("set_balance", "speed")]]
+    assert [timed(policy, VIEW, *slow, generation=2) for _ in range(3)] == [[], [], [("replace", 1)]]
+    alike = [Timings(shard_s=0.01)] * 3
+    assert [timed(policy, VIEW, *alike, generation=3) for _ in range(9)] == [[]] * 9
+
+
+def test_a_worker_for_which_fewer_shards_make_up_stays() -> None:
+    policy = StragglerPolicy(factor=1.5, replace_at=3.0, patience=2)
+    slow = [Timings(shard_s=0.02), Timings(shard_s=0.01)]
+    said = [timed(policy, VIEW, *slow, generation=1) for _ in range(9)]
+    assert said == [[], [("set_balance", "speed")], *[[]] * 7]
+
+
+def test_one_slow_step_is_no_straggler_and_one_worker_has_none() -> None:
+    policy = StragglerPolicy(patience=2)
+    for seconds in (0.05, 0.01, 0.05, 0.01):
+        assert timed(policy, VIEW, Timings(shard_s=seconds), Timings(shard_s=0.01)) == []
+        assert timed(policy, VIEW, Timings(shard_s=seconds)) == []
+
+
+def waits(*exposed_s: float) -> list[Timings]:
+    return [Timings(exposed_s=each, step_s=0.1) for each in exposed_s]
+
+
+def test_when_communication_has_become_slow_connections_are_measured_and_then_topologies() -> None:
+    policy, links = TopologyPolicy(factor=1.5, patience=3), Links.of({(0, 1): (0.001, 5e6)}, 2)
+    assert [timed(policy, VIEW, *waits(0.01, 0.02)) for _ in range(8)] == [[]] * 8
+    assert [timed(policy, VIEW, *waits(0.03, 0.04)) for _ in range(3)] == [[], [], [("measure_links", None)]]
+    policy.after_step(replace(VIEW, workers=tuple(waits(0.03, 0.04)), steady=9, topology="ring", links=links))
+    (decision,) = policy.decided()
+    assert (decision.verb, decision.value) == ("set_topology", "auto")
+    assert dict(decision.why) == {
+        "before": "ring",
+        "exposed_s": 0.03,
+        "usual_s": 0.01,
+        "slowest_link": "0-1",
+        "bytes_per_s": 5e6,
+    }
+    assert [timed(policy, VIEW, *waits(0.03, 0.04)) for _ in range(9)] == [[]] * 9  # which is usual now
+
+
+@pytest.mark.parametrize("exposed_s", [(0.01, 0.09), (0.03, 0.012)])
+def test_a_worker_that_the_others_wait_for_is_no_matter_of_topology(exposed_s: tuple[float, float]) -> None:
+    policy = TopologyPolicy(patience=2)
+    for _ in range(5):
+        timed(policy, VIEW, *waits(0.01, 0.01))
+    assert [timed(policy, VIEW, *waits(*exposed_s)) for _ in range(5)] == [[]] * 5
+
+
+def test_what_is_usual_is_learnt_anew_when_workers_change() -> None:
+    policy = TopologyPolicy(patience=2)
+    for generation, exposed_s in enumerate((0.01, 0.03, 0.02), 1):
+        said = [timed(policy, VIEW, *waits(exposed_s, exposed_s), generation=generation) for _ in range(5)]
+        assert said == [[]] * 5
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -91,6 +159,10 @@ def test_linear_scaling_brings_the_rate_to_its_goal_evenly() -> None:
         lambda: BatchSizeSchedule({0: 2}),
         lambda: BatchSizeSchedule({3: 0}),
         lambda: LinearScaling(0, 5),
+        lambda: StragglerPolicy(factor=1.0),
+        lambda: StragglerPolicy(factor=2.0, replace_at=1.5),
+        lambda: TopologyPolicy(factor=0.9),
+        lambda: TopologyPolicy(patience=0),
     ],
 )
 def test_words_that_make_no_sense_are_refused(wrong: Any) -> None:
@@ -171,8 +243,30 @@ def test_a_policy_that_fails_is_named() -> None:
         adaptation(Fails()).ask("after_epoch", VIEW)
 
 
+NAMELESS = [("set_topology", "spiral"), ("set_strategy", "hope"), ("set_balance", "taste"), ("replace", -1)]
+
+
+def test_what_was_chosen_of_connections_and_shards_comes_back_with_the_state() -> None:
+    at_work = adaptation(Says(("set_topology", "ring"), ("set_balance", "speed"), ("measure_links", None)))
+    decide(at_work)
+    at_work.observed["spot"] = {"price": 0.5}
+    again = adaptation(Says())
+    again.load_state_dict(at_work.state_dict())
+    assert (again.topology, again.balances, again.measures_links) == ("ring", True, True)
+    assert again.observed == {"spot": {"price": 0.5}}
+
+
+@pytest.mark.parametrize("seen", [{"price": [1]}, {3: 4}])
+def test_what_a_policy_observes_has_to_be_figures(seen: Any) -> None:
+    policy = Policy()
+    policy.observe = lambda view: seen  # type: ignore[method-assign]
+    with pytest.raises(PolicyError, match="observed"):
+        observed(policy, VIEW)
+
+
 @pytest.mark.parametrize(
-    "wish", [("set_batch_size", 4), ("set_batch_size", 6.5), ("resize", 0), ("set_learning_rate", float("nan"))]
+    "wish",
+    [("set_batch_size", 4), ("set_batch_size", 6.5), ("resize", 0), ("set_learning_rate", float("nan")), *NAMELESS],
 )
 def test_what_makes_no_sense_is_refused_and_the_policy_named(wish: tuple[str, Any]) -> None:
     with pytest.raises(PolicyError, match=f"the policy says wants {wish[0]}"):

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,22 +92,23 @@ over_any_kind = pytest.mark.parametrize(
 @pytest.fixture(params=list(TRANSPORTS.values()), ids=list(TRANSPORTS))
 def with_workers(request: pytest.FixtureRequest) -> WithWorkers:
     """Run some work on every worker of a real transport, and return what each returned."""
+    return partial(run_over, request.param)
 
-    def run(split: Split, work: Callable[[Transport], Any], timeout_s: float = 20) -> list[Any]:
-        store, board = dist.HashStore(), Noticeboard()
 
-        def worker(rank: int) -> Any:
-            alone = split.workers == 1
-            transport = Solo(split.shards) if alone else request.param(rank, split, store, board, timeout_s)
-            try:
-                return work(transport)
-            finally:
-                transport.close()
+def run_over(connect: Connect, split: Split, work: Callable[[Transport], Any], timeout_s: float = 20) -> list[Any]:
+    """Run some work on every worker of a transport, and return what each returned."""
+    store, board = dist.HashStore(), Noticeboard()
 
-        with ThreadPoolExecutor(split.workers) as pool:
-            return list(pool.map(worker, range(split.workers)))
+    def worker(rank: int) -> Any:
+        alone = split.workers == 1
+        transport = Solo(split.shards) if alone else connect(rank, split, store, board, timeout_s)
+        try:
+            return work(transport)
+        finally:
+            transport.close()
 
-    return run
+    with ThreadPoolExecutor(split.workers) as pool:
+        return list(pool.map(worker, range(split.workers)))
 
 
 def partials_of(values: list[Tensor], shards: range) -> list[Tensor]:
@@ -203,8 +205,8 @@ def test_partial_sums_that_lie_where_the_transport_wants_them_give_the_bits_of_t
         for number in range(len(sizes)):
             partials = partials_of([value[number] for value in values], mine)
             places = [row[number] for row, _ in zip(rows, partials, strict=False)]
-            for place, partial in zip(places, partials, strict=True):
-                place.copy_(partial)
+            for place, each in zip(places, partials, strict=True):
+                place.copy_(each)
             totals.append(transport.reduce(number, places))
         return [total.clone() for total in totals]
 
@@ -390,3 +392,69 @@ def test_the_slowest_workers_time_counts(with_workers: WithWorkers, monkeypatch:
         return list(transport.measured[0]["seconds"].values())
 
     assert with_workers(Split.even(8, 3), allocate) == [[7.0, 7.0, 7.0]] * 3
+
+
+# -- what is measured, and changed between two steps
+
+
+@pytest.mark.parametrize("split", [Split.even(8, 2), Split.even(8, 3), Split.even(8, 5)])
+def test_whatever_way_the_sums_take_between_two_steps_the_bits_stay(split: Split) -> None:
+    values = [torch.randn(1000 * 64, generator=torch.Generator().manual_seed(shard)) for shard in range(8)]
+    bucket = Bucket((), values[0].numel(), torch.float32, torch.device("cpu"))
+
+    def work(transport: Transport) -> list[Any]:
+        found = []
+        transport.allocate([bucket], 1)
+        for name in ("ring", "auto", "tree", "star", "direct", "auto"):
+            transport.use_topology(name)
+            partials = partials_of(values, split.of(transport.rank))
+            found.append((transport.topology, transport.reduce("b", partials).clone()))
+        return found
+
+    everybody = run_over(OverProcessGroup("direct"), split, work)
+    for found in everybody:
+        assert [name for name, _ in found][::2] == ["ring", "tree", "direct"]
+        assert [name for name, _ in found] == [name for name, _ in everybody[0]]
+        assert all(torch.equal(total, tree_sum(values)) for _, total in found)
+
+
+@pytest.mark.parametrize("topology", [*TOPOLOGIES, None])
+@pytest.mark.parametrize("split", [Split.even(8, 2), Split.even(8, 3), Split.even(8, 5)])
+def test_what_workers_send_in_a_reduction_is_what_they_receive(split: Split, topology: str | None) -> None:
+    def work(transport: Transport) -> tuple[int, int]:
+        values = [torch.ones(64 * 120) for _ in range(8)]
+        transport.reduce("b", partials_of(values, split.of(transport.rank)))
+        return transport.traffic.take()
+
+    sent = sum(sent_bytes for sent_bytes, _ in run_over(OverProcessGroup(topology), split, work))
+    tree, size, others = SummationTree(8), 64 * 120 * 4, split.workers - 1
+    covers = sum(len(tree.cover(split.of(rank).start, split.of(rank).stop)) for rank in range(split.workers))
+    if topology in ("direct", None):  # each worker adds a part of the bucket, and all others send theirs of it
+        assert sent * split.workers == size * others * (covers + split.workers)
+    else:  # whoever holds two siblings sends their sum
+        assert size * others * 2 <= sent <= size * others * (covers + split.workers)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_links_are_measured_between_each_two_workers_and_known_to_all(workers: int) -> None:
+    split = Split.even(8, workers)
+    links, *others = run_over(OverProcessGroup("direct"), split, lambda transport: transport.measure_links())
+    assert all(other == links for other in others)
+    for a in range(workers):
+        for b in range(workers):
+            assert links.latency_s[a][b] == links.latency_s[b][a]
+            assert (links.latency_s[a][b] > 0) == (a != b)
+            assert (links.bytes_per_s[a][b] > 0) == (a != b)
+
+
+def test_workers_that_share_memory_have_no_links() -> None:
+    assert run_over(over_shared_memory, Split.even(8, 2), lambda transport: transport.measure_links()) == [None, None]
+
+
+def test_what_others_read_of_a_workers_memory_counts_as_sent() -> None:
+    def work(transport: Transport) -> tuple[int, int]:
+        transport.reduce("b", [torch.ones(64 * 100)])
+        return transport.traffic.take()
+
+    half = 64 * 50 * 4
+    assert run_over(over_shared_memory, Split.even(2, 2), work) == [(half + half, 2)] * 2

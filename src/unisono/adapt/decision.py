@@ -8,7 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Verb = Literal["resize", "set_batch_size", "set_learning_rate", "checkpoint", "stop"]
+Verb = Literal[
+    "resize",
+    "set_batch_size",
+    "set_learning_rate",
+    "set_topology",
+    "set_strategy",
+    "set_balance",
+    "replace",
+    "measure_links",
+    "checkpoint",
+    "stop",
+]
 
 Figure = float | int | str | None
 
@@ -26,7 +37,7 @@ class Decision:
 
     policy: str
     verb: Verb
-    value: float | int | None = None
+    value: float | int | str | None = None
     why: Mapping[str, Figure] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -7,11 +7,15 @@ from typing import Any
 from unisono.adapt.batch_size_schedule import BatchSizeSchedule
 from unisono.adapt.noise_scale_policy import NoiseScalePolicy
 from unisono.adapt.policy import Policy
+from unisono.adapt.straggler_policy import StragglerPolicy
+from unisono.adapt.topology_policy import TopologyPolicy
 from unisono.errors import JobError
 
 NAMED: dict[str, Callable[[int], Policy]] = {
     "noise-scale": lambda batch_size: NoiseScalePolicy(largest=16 * batch_size),
     "batch-size-schedule": lambda batch_size: BatchSizeSchedule(),
+    "straggler": lambda batch_size: StragglerPolicy(),
+    "topology": lambda batch_size: TopologyPolicy(),
 }
 """What needs no further words, made for a job's batch size."""
 

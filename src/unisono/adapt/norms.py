@@ -76,7 +76,7 @@ class Noise:
         if self.variance <= 0:
             return 1.0
         signal = max(0.0, self.signal)
-        gain = (self.variance / base + signal) / (self.variance / batch + signal)
+        gain = batch / base * (self.variance + base * signal) / (self.variance + batch * signal)
         return min(max(gain, 1.0), max(batch / base, 1.0))
 
     def efficiency(self, base: float, batch: float) -> float:

@@ -71,6 +71,29 @@ class Policy:
         """
         self._decide("set_learning_rate", rate, why)
 
+    def set_topology(self, name: str, **why: Figure) -> None:
+        """Change the way of the partial sums: one of ``direct``, ``ring``, ``tree``, ``star``; ``auto`` measures anew.
+
+        Where there is no process group (workers share memory, or there is one) it makes no difference.
+        """
+        self._decide("set_topology", name, why)
+
+    def set_strategy(self, name: str, **why: Figure) -> None:
+        """Change how workers synchronise: ``all-reduce``, so far."""
+        self._decide("set_strategy", name, why)
+
+    def set_balance(self, balance: str, **why: Figure) -> None:
+        """Split shards evenly (``even``), or by the workers' speed (``speed``); only elastic jobs do the latter."""
+        self._decide("set_balance", balance, why)
+
+    def replace(self, rank: int, **why: Figure) -> None:
+        """Have a worker leave, and another one started instead of it; only in elastic jobs."""
+        self._decide("replace", rank, why)
+
+    def measure_links(self, **why: Figure) -> None:
+        """Measure latency and bandwidth between each two workers after the next step: ``view.links`` has them."""
+        self._decide("measure_links", None, why)
+
     def checkpoint(self, **why: Figure) -> None:
         """Write one."""
         self._decide("checkpoint", None, why)
@@ -94,5 +117,5 @@ class Policy:
         found = vars(self).pop("_decisions", [])
         return list(found)
 
-    def _decide(self, verb: Verb, value: float | int | None, why: Mapping[str, Figure]) -> None:
+    def _decide(self, verb: Verb, value: float | int | str | None, why: Mapping[str, Figure]) -> None:
         vars(self).setdefault("_decisions", []).append(Decision(self.name, verb, value, dict(why)))

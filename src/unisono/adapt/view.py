@@ -9,6 +9,7 @@ from typing import Any
 from unisono.adapt.decision import Figure
 from unisono.adapt.norms import Noise
 from unisono.adapt.timings import Timings
+from unisono.plan.links import Links
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class View:
         generation: of the workers.
         departures: workers that were lost or left on notice so far, in the whole job.
         topology: the way of the partial sums over a process group; empty where there is none.
+        links: between the workers, as measured last; None as long as nobody has, or where workers share memory.
         observed: what policies' :meth:`~unisono.Policy.observe` said last, by the policy's name.
     """
 
@@ -55,6 +57,7 @@ class View:
     generation: int = 0
     departures: int = 0
     topology: str = ""
+    links: Links | None = None
     observed: Mapping[str, Mapping[str, Figure]] = field(default_factory=dict)
 
     @property

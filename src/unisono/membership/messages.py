@@ -156,6 +156,19 @@ class Resize(Message):
     workers: Annotated[int, Field(ge=1, le=65536)]
 
 
+class Replace(Message):
+    """A policy wants another worker instead of one that is too slow.
+
+    Attributes:
+        generation: that the worker is in.
+        rank: that it has there.
+    """
+
+    kind: Literal["replace"] = "replace"
+    generation: Count
+    rank: Count
+
+
 class StoreRequest(Message):
     """One operation of the key-value store over which process groups form.
 
@@ -380,7 +393,7 @@ class End(Message):
 
 
 FromWorker = Annotated[
-    WorkerHello | Ready | Arrived | Formed | Leaving | Progress | Finished | Resize | StoreRequest,
+    WorkerHello | Ready | Arrived | Formed | Leaving | Progress | Finished | Resize | Replace | StoreRequest,
     Field(discriminator="kind"),
 ]
 FromAgent = Annotated[AgentHello | WorkerEnded | AgentLeaving, Field(discriminator="kind")]

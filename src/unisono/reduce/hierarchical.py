@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from unisono.plan.links import Links
 from unisono.plan.split import Split
 from unisono.reduce.buckets import Bucket
 from unisono.reduce.host_transport import HostTransport
@@ -38,6 +39,14 @@ class HierarchicalTransport(HostTransport):
     def topology(self) -> str:
         """Between hosts."""
         return self._across.topology
+
+    def use_topology(self, name: str) -> None:
+        """Between hosts."""
+        self._across.use_topology(name)
+
+    def measure_links(self) -> Links | None:
+        """Between all workers, also those of one host."""
+        return self._everyone.measure_links()
 
     @property
     def waits(self) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.errors import NoProgress, WorkerLost
+from unisono.plan.links import Links
 from unisono.plan.split import Split
 from unisono.plan.topology import distinct
 from unisono.reduce.buckets import Bucket
@@ -24,6 +25,15 @@ NEVER_SENT = 2**31 - 1
 
 LARGEST = 2**40
 """Bytes that no bucket has."""
+
+LINKS = 2**31 - 2
+"""The tag of what is sent to measure a connection."""
+
+PROBE = 2**20
+"""Bytes that are sent to measure a bandwidth."""
+
+ROUNDS = 3
+"""Of which the shortest counts."""
 
 
 class ProcessGroupTransport(Transport):
@@ -43,7 +53,8 @@ class ProcessGroupTransport(Transport):
         self._group = group
         self._device = device
         self._by_collectives = topology is None
-        self._choice = Choice(distinct(split.workers) if topology == "auto" else [topology or "direct"])
+        self._choice = _choice(topology, split.workers)
+        self._buckets: list[Bucket] = []
         self._exchanges: dict[tuple[Hashable, int, torch.dtype], Exchange] = {}
         self._waits = False
 
@@ -59,11 +70,55 @@ class ProcessGroupTransport(Transport):
 
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Rows anywhere. With ``auto``, topologies are compared on buckets of these sizes."""
+        self._buckets += buckets
+        self._compare(buckets)
+        return super().allocate(buckets, rows)
+
+    def use_topology(self, name: str) -> None:
+        """Another way; with ``auto``, the fastest on buckets of the sizes that there are."""
+        if self._by_collectives:
+            return
+        self._choice = _choice(name, self.world_size)
+        self._exchanges.clear()
+        self._compare(self._buckets)
+
+    def measure_links(self) -> Links:
+        """One pair after the other, while all others wait: the shortest of some round trips."""
+        seconds = {
+            (a, b): self._round_trips(a, b) for a in range(self.world_size) for b in range(a + 1, self.world_size)
+        }
+        mine = torch.tensor([seconds[pair] for pair in seconds], dtype=torch.float64).flatten()
+        rows = self.all_gather(mine).view(self.world_size, len(seconds), 2).tolist()
+        measured = {pair: rows[pair[0]][number] for number, pair in enumerate(seconds)}
+        pairs = {
+            pair: (small / 2, PROBE / max(large / 2 - small / 2, 1e-9)) for pair, (small, large) in measured.items()
+        }
+        return Links.of(pairs, self.world_size)
+
+    def _round_trips(self, a: int, b: int) -> tuple[float, float]:
+        """Seconds of a small one and of a large one between two workers; 0 on the others. Collective."""
+        self.all_gather(torch.zeros(1, dtype=torch.uint8))  # all are here
+        if self.rank not in (a, b):
+            return 0.0, 0.0
+        probes = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in (8, PROBE)]
+        small, large = (min(self._round_trip(a, b, probe) for _ in range(ROUNDS)) for probe in probes)
+        return small, large
+
+    def _round_trip(self, a: int, b: int, data: Tensor) -> float:
+        begun = perf_counter()
+        with self._named_errors():
+            for sender, receiver in ((a, b), (b, a)):
+                if self.rank == sender:
+                    self._group.send([data], receiver, LINKS).wait()
+                else:
+                    self._group.recv([data], sender, LINKS).wait()
+        return perf_counter() - begun
+
+    def _compare(self, buckets: Sequence[Bucket]) -> None:
         for bucket in self._choice.open(buckets):
             seconds = self._choice.measure(bucket, partial(self._trial, bucket))
             size = bucket.numel * bucket.dtype.itemsize
             self.measured.append({"bytes": size, "fastest": self._choice.topology(size), "seconds": seconds})
-        return super().allocate(buckets, rows)
 
     def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
         """By messages, or by collectives."""
@@ -174,3 +229,7 @@ class ProcessGroupTransport(Transport):
             f"rank {self.rank} lost its connection to another worker: {first_line}. Look for the first error of the "
             f"others"
         )
+
+
+def _choice(topology: str | None, workers: int) -> Choice:
+    return Choice(distinct(workers) if topology == "auto" else [topology or "direct"])

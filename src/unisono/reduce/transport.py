@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from unisono.errors import JobError
+from unisono.plan.links import Links
 from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
 from unisono.reduce.buckets import Bucket
@@ -47,6 +48,17 @@ class Transport(ABC):
     def topology(self) -> str:
         """The way of the partial sums over a process group; empty where there is none."""
         return ""
+
+    def use_topology(self, name: str) -> None:  # noqa: B027 (most have but one way)
+        """Take another way for the partial sums, where there are several. Collective.
+
+        Args:
+            name: of :data:`unisono.plan.topology.TOPOLOGIES`, or ``auto``, which measures them anew.
+        """
+
+    def measure_links(self) -> Links | None:
+        """Measure latency and bandwidth between each two workers; None where nothing lies between them. Collective."""
+        return None
 
     @property
     def waits(self) -> bool:

@@ -8,10 +8,18 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from unisono.adapt.decision import Decision, Figure, decisions_digest
+from unisono.adapt.decision import Decision, Figure, Verb, decisions_digest
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
 from unisono.errors import JobError, PolicyError
+from unisono.plan.topology import TOPOLOGIES
+
+NAMES: dict[Verb, tuple[str, ...]] = {
+    "set_topology": ("auto", *TOPOLOGIES),
+    "set_strategy": ("all-reduce",),
+    "set_balance": ("even", "speed"),
+}
+"""What verbs can be given that take a name."""
 
 Hook = Literal["before_train", "after_step", "after_epoch", "after_train"]
 
@@ -23,10 +31,14 @@ class Adaptation:
         policies: of the run, in the order in which they are asked.
         batch_size: that the job begins with.
         shards: of the job.
+        balances: whether shards are split by speed to begin with.
 
     Attributes:
         batch_size: of the next step.
         rate: by which the script's learning rates are multiplied.
+        topology: of the process group, if policies have chosen one.
+        balances: whether shards are split by speed.
+        measures_links: whether a policy wants to know how fast connections are.
         has_begun: whether the policies know that training has.
         stopped: the number of the loop that is to end where the run stands; None for none.
         decided: what was decided at the newest boundary.
@@ -37,8 +49,10 @@ class Adaptation:
         JobError: two policies have one name.
     """
 
-    def __init__(self, policies: Sequence[Policy], batch_size: int, shards: int) -> None:
+    def __init__(self, policies: Sequence[Policy], batch_size: int, shards: int, *, balances: bool = False) -> None:
         self.batch_size, self.rate = batch_size, 1.0
+        self.topology: str | None = None
+        self.balances, self.measures_links = balances, False
         self.has_begun = False
         self.stopped: int | None = None
         self.decided: tuple[Decision, ...] = ()
@@ -97,12 +111,19 @@ class Adaptation:
         """
         self.decided, self.digest = tuple(decisions), decisions_digest(decisions)
         for decision in decisions:
-            if decision.verb == "set_batch_size":
-                self.batch_size = int(decision.value or 0)
-            elif decision.verb == "set_learning_rate" and view.learning_rate:
-                self.rate *= float(decision.value or 0.0) / view.learning_rate
-            elif decision.verb == "stop":
-                self.stopped = loop
+            match decision.verb:
+                case "set_batch_size":
+                    self.batch_size = int(decision.value or 0)
+                case "set_learning_rate" if view.learning_rate:
+                    self.rate *= float(decision.value or 0.0) / view.learning_rate
+                case "set_topology":
+                    self.topology = str(decision.value)
+                case "set_balance":
+                    self.balances = decision.value == "speed"
+                case "measure_links":
+                    self.measures_links = True
+                case "stop":
+                    self.stopped = loop
 
     @contextmanager
     def scaled(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -125,6 +146,9 @@ class Adaptation:
         return {
             "batch_size": self.batch_size,
             "rate": self.rate,
+            "topology": self.topology,
+            "balances": self.balances,
+            "measures_links": self.measures_links,
             "has_begun": self.has_begun,
             "digest": self.digest,
             "stopped": self.stopped,
@@ -136,6 +160,8 @@ class Adaptation:
         """The inverse of :meth:`state_dict`. A policy that is new begins anew; of one that is gone its effects stay."""
         self.batch_size, self.rate = state["batch_size"], state["rate"]
         self.has_begun, self.digest, self.stopped = state["has_begun"], state["digest"], state["stopped"]
+        self.topology, self.balances = state["topology"], state["balances"]
+        self.measures_links = state["measures_links"]
         self.observed = {name: dict(figures) for name, figures in state["observed"].items()}
         for name, policy in self._policies.items():
             if name in state["policies"]:
@@ -146,12 +172,19 @@ class Adaptation:
         wrong = {
             "set_batch_size": not isinstance(value, int) or value < self._shards,
             "resize": not isinstance(value, int) or value < 1,
+            "replace": not isinstance(value, int) or value < 0,
             "set_learning_rate": not isinstance(value, int | float) or not 0 < value < float("inf"),
         }
         if wrong.get(decision.verb):
             raise PolicyError(
                 f"the policy {decision.policy} wants {decision.verb}({value!r}): a batch has at least as many samples "
-                f"as the job has shards ({self._shards}), there is at least 1 worker, and a rate is above 0"
+                f"as the job has shards ({self._shards}), there is at least 1 worker, ranks count from 0, and a rate "
+                f"is above 0"
+            )
+        known = NAMES.get(decision.verb)
+        if known is not None and value not in known:
+            raise PolicyError(
+                f"the policy {decision.policy} wants {decision.verb}({value!r}): use one of {', '.join(known)}"
             )
 
 

@@ -31,6 +31,7 @@ from unisono.membership.messages import (
     Refused,
     RegroupDue,
     Removed,
+    Replace,
     Resize,
     Seat,
     StoreRequest,
@@ -174,6 +175,10 @@ class Elastic(Membership):
     def resize(self, workers: int) -> None:
         """Ask the coordinator."""
         self._line.send(Resize(workers=workers))
+
+    def replace(self, generation: int, rank: int) -> None:
+        """Ask the coordinator."""
+        self._line.send(Replace(generation=generation, rank=rank))
 
     def finished(self, digest: str) -> None:
         """Tell the coordinator, and wait until it knows that of all members: until then it may be told again."""

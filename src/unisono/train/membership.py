@@ -124,6 +124,14 @@ class Membership(ABC):
         """
 
     @abstractmethod
+    def replace(self, generation: int, rank: int) -> None:
+        """Have a worker of a generation leave, and another one come instead. All members ask for it.
+
+        Raises:
+            JobError: these workers stay the same.
+        """
+
+    @abstractmethod
     def finished(self, digest: str) -> None:
         """The job is done."""
 
@@ -205,6 +213,10 @@ class Fixed(Membership):
             f"run.resize({workers}): the {self._workers.world_size} workers of this job stay the same. Start it with "
             f"a range, such as unisono run -n 1:{max(workers, self._workers.world_size)}"
         )
+
+    def replace(self, generation: int, rank: int) -> None:
+        """There is no way."""
+        raise JobError(f"rank {rank} cannot be replaced: the workers of this job stay the same")
 
     def finished(self, digest: str) -> None:
         """Nobody asks."""

@@ -13,6 +13,7 @@ from unisono.adapt.noise_average import NoiseAverage
 from unisono.adapt.norms import GradientNorms
 from unisono.adapt.setting import Setting
 from unisono.adapt.timings import Timings
+from unisono.plan.links import Links
 
 NAMES = ("gradient_norm", "gradient_variance", "noise_scale", "loss_variance")
 """In ``metrics.jsonl``, in steps that are watched."""
@@ -27,6 +28,7 @@ class Monitors:
         steady: steps in a row that were computed so.
         timings: of the newest step, by rank.
         seconds: of training: the slowest worker's step times, added up.
+        links: between the workers, as measured last; None as long as nobody has.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,7 @@ class Monitors:
         self.steady = 0
         self.timings: tuple[Timings, ...] = ()
         self.seconds = 0.0
+        self.links: Links | None = None
 
     def time(self, setting: Setting, timings: Sequence[Timings]) -> None:
         """A step was committed.
@@ -75,6 +78,7 @@ class Monitors:
             "steady": self.steady,
             "timings": [asdict(each) for each in self.timings],
             "seconds": self.seconds,
+            "links": None if self.links is None else self.links.figures(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -83,3 +87,4 @@ class Monitors:
         self.setting, self.steady = Setting(**state["setting"]), state["steady"]
         self.timings = tuple(Timings(**each) for each in state["timings"])
         self.seconds = state["seconds"]
+        self.links = None if state["links"] is None else Links.from_json(state["links"])

@@ -27,6 +27,7 @@ from unisono.data.streams import seed_generators
 from unisono.errors import DataError, JobError, ModelError, UnisonoWarning
 from unisono.job import SAMPLES_PER_SHARD, Job
 from unisono.plan.batches import Batches
+from unisono.plan.links import Links
 from unisono.plan.streams import Stream, stream_seed
 from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.control import Flags, StepReport
@@ -59,7 +60,7 @@ from unisono.train.workers import Operation, Workers
 RESERVED = frozenset(
     (
         *("step", "epoch", "position", "loss", "losses", "lr", "generation", "world_size", "seconds", "samples_per_s"),
-        *("batch_size", "workers"),
+        *("batch_size", "workers", "links"),
         *NAMES,
     )
 )
@@ -604,6 +605,8 @@ class Run:
         self._drop_engine()
         prepared = self._trained.prepared
         if not self._membership.joins and prepared is not None:
+            if (chosen := self._adaptation.topology) is not None:
+                self._workers.transport.use_topology(chosen)
             self._engine = StepEngine(self.job, self._workers, prepared, self.device, self._around.execution)
             self._engine.scaled = self._adaptation.scaled
 
@@ -730,15 +733,23 @@ class Run:
             return
         self._trained.progress = after
         self._acts.step = after.position.step
+        if self._steering.links_are_due() or self._around.execution.monitoring.measures_links(self._acts.step):
+            self._measure_links()
         if "loss" in self._step_line:
             self._recorder.step_ends(self._step_line, step.size)
             self._stopwatch.step_ends(self.metrics["seconds"], self._workers.transport.traffic.take())
-        shard_s = self._pace.shard_s if self._around.care.balances else 0.0
+        shard_s = self._pace.shard_s if self._adaptation.balances else 0.0
         self._membership.tell(self._acts.standing, float(self.metrics.get("samples_per_s", 0.0)), shard_s)
         if self._trace is not None:
             self._trace.step(after.position.step, self._require_prepared().tensors())
         self._observers.tell("step_ends", self, step)
         self._steering.step_ends(step)
+
+    def _measure_links(self) -> None:
+        measured = self._acts.together(_measured_links)
+        if measured is not None:
+            self._trained.monitors.links = Links.from_json(measured)
+            self._step_line["links"] = measured
 
     def _at_boundary(self) -> None:
         """The loop's body is done, and every worker stands here with the same state."""
@@ -821,6 +832,11 @@ class Run:
         size = batch_size or -(-self.job.batch_size // self.job.shards)
         source = ShardSource(dataset, self.job.seed, collate)
         return lambda workers: Evaluation(self.job, workers, prepared, self.device, source, size, step)
+
+
+def _measured_links(workers: Workers) -> dict[str, Any] | None:
+    links = workers.transport.measure_links()
+    return None if links is None else links.figures()
 
 
 def _chosen(prepared: Prepared, optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:

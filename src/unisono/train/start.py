@@ -143,7 +143,7 @@ def init(
     care = Care.of(failure_timeout_s, _first(verify_every, settings.verify_every), balance)
     environment = recognise(os.environ)
     chosen = choose_device(device, environment.local_rank)
-    adaptation = _adaptation(policies, settings, job)
+    adaptation = _adaptation(policies, settings, job, balances=care.balances)
     execution = _execution(overlap, shard_optimizer, settings, _monitoring(monitor, settings, adaptation))
     wanted = _folder(run_dir, settings, _number(settings))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
@@ -211,9 +211,9 @@ def _besides(adaptation: Adaptation) -> dict[str, Any]:
     return {"script": script_digest(), "policies": adaptation.names}
 
 
-def _adaptation(policies: Sequence[Policy], settings: Settings, job: Job) -> Adaptation:
+def _adaptation(policies: Sequence[Policy], settings: Settings, job: Job, *, balances: bool) -> Adaptation:
     named = policies_named(settings.policies, job.batch_size)
-    return Adaptation([*policies, *named], job.batch_size, job.shards)
+    return Adaptation([*policies, *named], job.batch_size, job.shards, balances=balances)
 
 
 def _number(settings: Settings) -> int:

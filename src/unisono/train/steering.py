@@ -62,6 +62,11 @@ class Steering:
         """A step is committed and its body done. What is decided takes effect at once, between two steps."""
         self._ask(("after_step", "after_epoch") if step.is_last_in_epoch else ("after_step",), step.epoch)
 
+    def links_are_due(self) -> bool:
+        """Whether the connections between workers are to be measured now that a step is committed."""
+        is_due, self._adaptation.measures_links = self._adaptation.measures_links, False
+        return is_due
+
     def end(self) -> None:
         """Training is over. What is decided now has no effect."""
         if not self._adaptation.is_empty:
@@ -104,6 +109,7 @@ class Steering:
             generation=setting.generation,
             departures=setting.departures,
             topology=setting.topology,
+            links=monitors.links,
             observed=self._adaptation.observed,
         )
 
@@ -146,10 +152,16 @@ class Steering:
                 f"the policy {decision.policy} wants batches of {decision.value} samples, and the data set has "
                 f"{reading.samples}: give it a limit"
             )
-        if decision.verb == "checkpoint":
-            self._checkpoints.requested = True
-        elif decision.verb == "resize" and self._membership.is_elastic:
-            self._membership.resize(int(decision.value or 1))
+        match decision.verb:
+            case "checkpoint":
+                self._checkpoints.requested = True
+            case "resize" if self._membership.is_elastic:
+                self._membership.resize(int(decision.value or 1))
+            case "replace" if self._membership.is_elastic:
+                self._membership.replace(view.generation, int(decision.value or 0))
+            case "set_topology":
+                name = str(decision.value)
+                self._acts.together(lambda workers: workers.transport.use_topology(name))
         if self._membership.workers.rank == 0:
             about = {"step": view.step, "policy": decision.policy, "verb": decision.verb, "value": decision.value}
             self._folder.journal("decided", **about, why=dict(decision.why))

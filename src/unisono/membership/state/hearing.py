@@ -15,6 +15,7 @@ from unisono.membership.messages import (
     Progress,
     Ready,
     RegroupDue,
+    Replace,
     Resize,
     Welcome,
     WorkerEnded,
@@ -145,6 +146,8 @@ def _hear(change: Change, name: str, message: FromWorker) -> None:
             _progress(change, worker, message)
         case Finished(digest=digest) if worker.phase in MEMBER:
             change.put(worker, phase="finished", digest=digest)
+        case Replace() if worker.phase in MEMBER:
+            _replace(change, message)
         case Resize(workers=workers) if worker.phase in MEMBER:
             _resize(change, workers, worker.id)
 
@@ -183,6 +186,16 @@ def _leave(change: Change, worker: Worker) -> None:
     agent = change.state.agents[worker.agent]
     change.put_agent(agent, given_up=agent.given_up + 1)
     change.note("asked to leave", worker=worker.id, host=worker.host)
+
+
+def _replace(change: Change, message: Replace) -> None:
+    """A member leaves, and its place is filled again. All members say so, that it may outlive any of them."""
+    if message.generation != change.state.generation:
+        return  # the worker that was meant may have another rank by now
+    for worker in change.state.members:
+        if change.state.ranks.get(worker.id) == message.rank and not worker.leaving:
+            change.put(worker, leaving=True)
+            change.note("replaced", worker=worker.id, host=worker.host, rank=message.rank)
 
 
 def _progress(change: Change, worker: Worker, message: Progress) -> None:

@@ -1,0 +1,55 @@
+"""Policies change everything that can be changed, over and over, while workers come and die."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_adaptive import outcome, train
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+
+SCRIPT = Path(__file__).parent / "scripts" / "steered.py"
+OVER_MESSAGES = {"UNISONO_TRANSPORT": "process_group"}
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
+    folder = tmp_path_factory.mktemp("serial") / "run"
+    digest, decided = outcome(folder, train(folder, "-n", "1", script=SCRIPT))
+    assert len([verb for _, _, verb, _, _ in decided if verb == "set_topology"]) >= 20
+    return digest, decided
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_topology_and_batch_change_twenty_times_and_the_bits_stay(
+    workers: int, serial: tuple[str, list[Any]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    assert outcome(folder, train(folder, "-n", f"{workers}", script=SCRIPT, **OVER_MESSAGES)) == serial
+    measured = [line["links"] for line in lines(folder) if "links" in line]
+    assert len(measured) > 5
+    assert all(len(links["latency_s"]) == workers for links in measured)
+    assert all(len(line["workers"]) == workers for line in lines(folder))
+    assert all(each["sent_bytes"] > 0 for line in lines(folder)[1:] for each in line["workers"])
+
+
+@pytest.mark.parametrize("settings", [OVER_MESSAGES, {}], ids=["process group", "shared memory"])
+def test_workers_topology_and_batch_change_twenty_times_with_kills_between_and_the_bits_stay(
+    settings: dict[str, str], serial: tuple[str, list[Any]], tmp_path: Path
+) -> None:
+    faults = tmp_path / "faults.toml"
+    kills = [(9, 0), (22, 1), (33, 0), (47, 1), (70, 0)]
+    faults.write_text(
+        "".join(f"[[fault]]\nkind = 'kill'\nrank = {r}\nat_step = {s}\nafter_s = 0.002\n" for s, r in kills)
+    )
+    options = ("-n", "1:5", "--max-restarts", "20", "--faults", str(faults))
+    folder = tmp_path / "run"
+    assert outcome(folder, train(folder, *options, script=SCRIPT, **settings)) == serial
+    journal = (folder / "journal.jsonl").read_text()
+    assert journal.count('"event": "lost"') >= 3
+    assert journal.count('"event": "resized"') >= 20
