@@ -1,37 +1,22 @@
 """Policies decide the same, at the same steps, on any number of workers and whatever happens to them."""
 
-import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import outcomes
+from outcomes import outcome
+
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "adaptive.py"
-PATIENCE_S = 150.0
+SCRIPT = Path(__file__).parents[2] / "examples" / "adaptive.py"
 
 
 def train(folder: Path, *options: str, script: Path = SCRIPT, **settings: str) -> subprocess.CompletedProcess[str]:
-    epochs = ["--epochs", "6"] if script is SCRIPT else []
-    command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(folder), str(script), *epochs]
-    return subprocess.run(
-        command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-
-
-def outcome(folder: Path, ended: subprocess.CompletedProcess[str]) -> tuple[str, list[Any]]:
-    """The digest of the weights, and what was decided when."""
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    journal = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
-    decided = [line for line in journal if line["event"] == "decided"]
-    digest = json.loads((folder / "result.json").read_text())["weights_sha256"]
-    seen = {json.dumps([one["step"], one["policy"], one["verb"], one["value"], one["why"]]) for one in decided}
-    return digest, sorted(map(json.loads, seen))  # a main worker that takes over may say again what the one before said
+    epochs = ("--epochs", "6") if script is SCRIPT else ()
+    return outcomes.train(folder, *options, script=script, arguments=epochs, settings=settings)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_adaptive import outcome, train
+
+from outcomes import outcome, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
@@ -30,7 +31,7 @@ def test_topology_and_batch_change_twenty_times_and_the_bits_stay(
     workers: int, serial: tuple[str, list[Any]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    assert outcome(folder, train(folder, "-n", f"{workers}", script=SCRIPT, **OVER_MESSAGES)) == serial
+    assert outcome(folder, train(folder, "-n", f"{workers}", script=SCRIPT, settings=OVER_MESSAGES)) == serial
     measured = [line["links"] for line in lines(folder) if "links" in line]
     assert len(measured) > 5
     assert all(len(links["latency_s"]) == workers for links in measured)
@@ -49,7 +50,7 @@ def test_workers_topology_and_batch_change_twenty_times_with_kills_between_and_t
     )
     options = ("-n", "1:5", "--max-restarts", "20", "--faults", str(faults))
     folder = tmp_path / "run"
-    assert outcome(folder, train(folder, *options, script=SCRIPT, **settings)) == serial
+    assert outcome(folder, train(folder, *options, script=SCRIPT, settings=settings)) == serial
     journal = (folder / "journal.jsonl").read_text()
     assert journal.count('"event": "lost"') >= 3
     assert journal.count('"event": "resized"') >= 20

@@ -1,0 +1,31 @@
+"""Jobs that run to their end, and what they come to: for tests that compare jobs."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PATIENCE_S = 150.0
+
+
+def train(
+    folder: Path, *options: str, script: Path, arguments: Sequence[str] = (), settings: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script, with options of ``unisono run`` and environment variables."""
+    command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(folder), str(script), *arguments]
+    return subprocess.run(
+        command, env={**os.environ, **(settings or {})}, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+
+
+def outcome(folder: Path, ended: subprocess.CompletedProcess[str]) -> tuple[str, list[Any]]:
+    """The digest of the weights, and what was decided when."""
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    journal = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    decided = [line for line in journal if line["event"] == "decided"]
+    digest = json.loads((folder / "result.json").read_text())["weights_sha256"]
+    seen = {json.dumps([one["step"], one["policy"], one["verb"], one["value"], one["why"]]) for one in decided}
+    return digest, sorted(map(json.loads, seen))  # a main worker that takes over may say again what the one before said
