@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 
-.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-recovery bench-growth bench-elastic bench-monitor soak format clean
+.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-recovery bench-growth bench-elastic bench-monitor bench-disturbed soak format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -51,6 +51,9 @@ bench-growth: $(READY)  ## workers come and go: how long the others stand still,
 
 bench-elastic: $(READY)  ## what it costs to be elastic while nobody comes or goes
 	@$(BIN)/python -m benchmarks elastic $(OPTIONS)
+
+bench-disturbed: $(READY)  ## a worker or a connection becomes slow: what policies get back of what that costs; needs root
+	@$(BIN)/python -m benchmarks disturbed $(OPTIONS)
 
 bench-monitor: $(READY)  ## what it costs to measure the gradients' noise in every step
 	@$(BIN)/python -m benchmarks monitor $(OPTIONS)

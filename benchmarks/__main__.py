@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import allreduce, growth, network, pairs, recovery, shards, soak, step
+from benchmarks import allreduce, disturbed, growth, network, pairs, recovery, shards, soak, step
 from benchmarks.contenders import everybody
 from benchmarks.crew import Allocator, CrewFailed
 from benchmarks.link import Cable, NoLink
@@ -184,6 +184,20 @@ def growth_command(
         _models(model, ("tiny",) if quick else growth.Choice().models), rounds or (1 if quick else 10)
     )
     _publish(growth.run(choice), output)
+
+
+@app.command("disturbed")
+def disturbed_command(
+    rounds: Rounds = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """A worker or a connection becomes slow: what a policy gets back of what that costs."""
+    choice = disturbed.Choice(rounds=rounds or (1 if quick else 5), seed=seed)
+    if quick:
+        choice = replace(choice, steps=60, counted=10, at_step=20, shard_ms=2.0, elements=2**12)
+    _publish(disturbed.run(choice), output)
 
 
 StepMs = Annotated[float, typer.Option(help="of a step, about: decides the batch")]

@@ -1,4 +1,4 @@
-"""Two hosts of our own on this machine, joined by a slow cable: network namespaces, a veth pair, ``tc``."""
+"""Hosts of our own on this machine, joined by slow cables: network namespaces, veth pairs, ``tc``."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ class Cable:
 
     def queues(self, interface: str) -> dict[str, list[str]]:
         """The commands that slow an interface down, best first, by what they bring about."""
-        queue = ["tc", "qdisc", "add", "dev", interface, "root"]
+        queue = ["tc", "qdisc", "replace", "dev", interface, "root"]
         return {
             f"{self.rate}, {self.delay} (netem)": [
                 *queue, "netem", "rate", self.rate, "delay", self.delay, "limit", str(PACKETS)
@@ -66,8 +66,64 @@ def slow_link(cable: Cable) -> Iterator[Link]:
         for end in ends:
             for command in end.brought_up():
                 _do(command)
-        speeds = {_slowed(end, cable) for end in ends}
+        speeds = {_slowed(end.host.enter, end.interface, cable) for end in ends}
         yield Link((ends[0].host, ends[1].host), " / ".join(sorted(speeds)))
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Hosts that have a cable to each other one.
+
+    Attributes:
+        hosts: by number.
+        speed: of all cables, in words.
+        cables: by the numbers of the host and of its neighbour, the host's interface.
+    """
+
+    hosts: tuple[Host, ...]
+    speed: str
+    cables: dict[tuple[int, int], str]
+
+    def slowed(self, a: int, b: int, cable: Cable) -> dict[int, list[str]]:
+        """The commands with which two hosts make the cable between them another one; each gives its own."""
+        kind = 0 if "(netem)" in self.speed else 1
+        return {host: list(cable.queues(self.cables[host, peer]).values())[kind] for host, peer in ((a, b), (b, a))}
+
+
+@contextmanager
+def mesh(count: int, cable: Cable) -> Iterator[Mesh]:
+    """So many hosts, as long as the context lasts. A host has one address, over whichever cable it is reached.
+
+    Raises:
+        NoLink: not root, a tool is missing, or the kernel cannot do it.
+    """
+    if reason := obstacle():
+        raise NoLink(reason)
+    numbers = range(count)
+    with ExitStack() as opened:
+        pids = [opened.enter_context(_namespace()) for _ in numbers]
+        enter = [("nsenter", f"--net=/proc/{pid}/ns/net") for pid in pids]
+        cables = {(a, b): f"to{b}" for a in numbers for b in numbers if a != b}
+        for a, b in ((a, b) for a, b in cables if a < b):
+            peer = ["peer", "name", cables[b, a], "netns", str(pids[b])]
+            _do(["ip", "link", "add", cables[a, b], "netns", str(pids[a]), "type", "veth", *peer])
+        speeds = set()
+        for a in numbers:
+            first = next(interface for (host, _), interface in cables.items() if host == a)
+            _do([*enter[a], "ip", "link", "set", "lo", "up"])
+            _do([*enter[a], "ip", "address", "add", f"{_address(a)}/32", "dev", first])
+            for (host, peer_number), interface in cables.items():
+                if host == a:
+                    _do([*enter[a], "ip", "link", "set", interface, "up"])
+                    way = ["dev", interface, "src", _address(a)]
+                    _do([*enter[a], "ip", "route", "add", f"{_address(peer_number)}/32", *way])
+                    speeds.add(_slowed(enter[a], interface, cable))
+        hosts = tuple(Host(_address(a), f"to{0 if a else 1}", enter[a]) for a in numbers)
+        yield Mesh(hosts, " / ".join(sorted(speeds)), cables)
+
+
+def _address(number: int) -> str:
+    return f"10.79.0.{number + 1}"
 
 
 def obstacle() -> str:
@@ -136,11 +192,11 @@ def _namespace() -> Iterator[int]:
         yield holder.pid
 
 
-def _slowed(end: End, cable: Cable) -> str:
+def _slowed(enter: Sequence[str], interface: str, cable: Cable) -> str:
     refused = []
-    for speed, command in cable.queues(end.interface).items():
+    for speed, command in cable.queues(interface).items():
         try:
-            _do([*end.host.enter, *command])
+            _do([*enter, *command])
         except NoLink as error:
             refused.append(str(error))
         else:

@@ -540,9 +540,11 @@ class Run:
 
     def _computed(self, step: Step, seconds: float) -> None:
         step.computed_s = seconds
-        self._stopwatch.shard_s = seconds / len(self._workers.generation.shards)
+        begun = perf_counter()
         self._stopwatch.formed_s, self._stopwatch.checkpoint_s = self._acts.formed_s, self._checkpoints.seconds
         self._observers.tell("step_computed", self, step)
+        seconds += perf_counter() - begun
+        self._stopwatch.shard_s = seconds / len(self._workers.generation.shards)
 
     def _weights_digest(self, step: Step) -> int:
         every = self._around.care.verify_every

@@ -1,0 +1,35 @@
+"""A worker becomes slow in the middle of a job, and a policy does something about it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outcomes import outcome, train
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+
+SCRIPT = Path(__file__).parent / "scripts" / "slept.py"
+
+
+def test_a_slow_worker_gets_fewer_shards_and_then_is_replaced_and_the_bits_stay(tmp_path: Path) -> None:
+    serial, nothing = outcome(tmp_path / "serial", train(tmp_path / "serial", "-n", "1", script=SCRIPT))
+    assert nothing == []
+    faults, folder = tmp_path / "faults.toml", tmp_path / "run"
+    faults.write_text("[[fault]]\nkind = 'slow'\nrank = 1\nat_step = 5\nfactor = 8\n")
+    options = ("-n", "3", "--max-restarts", "3", "--faults", str(faults))
+    digest, decided = outcome(folder, train(folder, *options, script=SCRIPT, settings={"PACE_S": "0.02"}))
+    assert digest == serial
+    assert [(policy, verb) for _, policy, verb, _, _ in decided[:2]] == [
+        ("straggler", "set_balance"),
+        ("straggler", "replace"),
+    ]
+    assert all(why["times_slower"] > 3 for _, _, _, _, why in decided[:2])
+    assert decided[0][4]["rank"] == decided[1][3] == 1
+    journal = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    (replaced, *_) = [line for line in journal if line["event"] == "replaced"]
+    minted = [line for line in journal if line["event"] == "minted"]
+    assert replaced["worker"] in minted[0]["workers"]
+    assert any(line["shards"][1] == 1 for line in minted if replaced["worker"] in line["workers"])
+    assert len(minted[-1]["workers"]) == 3
+    assert replaced["worker"] not in minted[-1]["workers"]
