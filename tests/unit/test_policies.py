@@ -96,9 +96,17 @@ def test_a_slow_worker_gets_fewer_shards_first_and_is_replaced_if_that_does_not_
     policy = StragglerPolicy(factor=1.5, replace_at=3.0, patience=3)
     slow = [Timings(shard_s=0.01), Timings(shard_s=0.04), Timings(shard_s=0.011)]
     assert [timed(policy, VIEW, *slow, generation=1) for _ in range(3)] == [[], [], [("set_balance", "speed")]]
+    assert [timed(policy, VIEW, *slow, generation=1, seconds=19.0) for _ in range(9)] == [[]] * 9  # not split yet
     assert [timed(policy, VIEW, *slow, generation=2) for _ in range(3)] == [[], [], [("replace", 1)]]
     alike = [Timings(shard_s=0.01)] * 3
     assert [timed(policy, VIEW, *alike, generation=3) for _ in range(9)] == [[]] * 9
+
+
+def test_where_shards_cannot_be_split_better_a_slow_worker_is_replaced_after_a_while() -> None:
+    policy = StragglerPolicy(patience=1)
+    slow = [Timings(shard_s=0.01), Timings(shard_s=0.04)]
+    said = [timed(policy, VIEW, *slow, seconds=seconds) for seconds in (1.0, 20.0, 22.0)]
+    assert said == [[("set_balance", "speed")], [], [("replace", 1)]]
 
 
 def test_a_worker_for_which_fewer_shards_make_up_stays() -> None:

@@ -6,6 +6,9 @@ from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
 from unisono.errors import JobError
 
+UNEVEN_S = 20.0
+"""Seconds of training after which shards that could be split better have been: from then on they stay as they are."""
+
 
 class StragglerPolicy(Policy):
     """Gives a slow worker fewer shards, and has it replaced if it is so slow that even this does not help.
@@ -32,7 +35,7 @@ class StragglerPolicy(Policy):
         self._factor, self._replace_at, self._patience = factor, replace_at, patience
         self.generation = 0
         self.slow: dict[str, list[float]] = {}
-        self.balances = False
+        self.balanced: list[float] = []  # in which generation that was asked for, and after how many seconds
 
     def after_step(self, view: View) -> None:
         """Compare the workers' times for a shard."""
@@ -48,14 +51,18 @@ class StragglerPolicy(Policy):
         if len(ratios) < self._patience:
             return
         rank, ratio = int(slowest), median(ratios)
-        if not self.balances:
-            self.balances = True
+        if not self.balanced:
+            self.balanced = [view.generation, view.seconds]
             self.set_balance("speed", rank=rank, times_slower=ratio, shard_s=view.workers[rank].shard_s)
-        elif ratio > self._replace_at:
+        elif ratio > self._replace_at and self._is_split_anew(view):
             self.replace(rank, times_slower=ratio, shard_s=view.workers[rank].shard_s)
         else:
             return
         self.slow = {}
+
+    def _is_split_anew(self, view: View) -> bool:
+        generation, seconds = self.balanced
+        return view.generation > generation or view.seconds > seconds + UNEVEN_S
 
 
 def _ratios(seconds: list[float]) -> list[float]:
