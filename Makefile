@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 
-.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-recovery bench-growth bench-elastic bench-monitor bench-disturbed soak format clean
+.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-recovery bench-growth bench-elastic bench-monitor bench-sampling bench-disturbed soak format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -57,6 +57,9 @@ bench-disturbed: $(READY)  ## a worker or a connection becomes slow: what polici
 
 bench-monitor: $(READY)  ## what it costs to measure the gradients' noise in every step
 	@$(BIN)/python -m benchmarks monitor $(OPTIONS)
+
+bench-sampling: $(READY)  ## what reading only some blocks of the gradients does to the figures
+	@$(BIN)/python -m benchmarks sampling $(OPTIONS)
 
 soak: $(READY)  ## half an hour of faults: memory, files and threads stay as they are, and so do the bits
 	@$(BIN)/python -m benchmarks soak $(OPTIONS)

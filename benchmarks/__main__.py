@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import allreduce, disturbed, growth, network, pairs, recovery, shards, soak, step
+from benchmarks import allreduce, disturbed, growth, network, pairs, recovery, sampling, shards, soak, step
 from benchmarks.contenders import everybody
 from benchmarks.crew import Allocator, CrewFailed
 from benchmarks.link import Cable, NoLink
@@ -227,13 +227,26 @@ def monitor_command(
     step_ms: StepMs = 150.0,
     rounds: Rounds = None,
     turns: Turns = None,
+    all_read: Annotated[bool, typer.Option("--all", help="read all of large gradients, and not some blocks")] = False,
     seed: Seed = 0,
     quick: Quick = False,
     output: Output = RESULTS,
 ) -> None:
     """What it costs to measure the gradients' noise in every step: beside a job that does not."""
-    choice = _side_by_side("monitor", model, workers, step_ms, quick=quick)
+    choice = _side_by_side("monitor-all" if all_read else "monitor", model, workers, step_ms, quick=quick)
     _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
+
+
+@app.command("sampling")
+def sampling_command(
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(WORKLOADS)}")] = "mlp",
+    steps: Annotated[int, typer.Option(help="to train, twice")] = 60,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """What reading only some blocks of a gradient does to the figures."""
+    known = _models([model], ())[0]
+    _publish(sampling.run(sampling.Choice(known, 8 if quick else steps)), output)
 
 
 def _side_by_side(pair: str, model: str, workers: int, step_ms: float, *, quick: bool) -> pairs.Choice:

@@ -37,6 +37,7 @@ class Kind:
 PAIRS = {
     "elastic": {"fixed": Kind(), "elastic": Kind(("--max-restarts", "3"))},
     "monitor": {"alone": Kind(), "watched": Kind(variables={"UNISONO_MONITOR_EVERY": "1"})},
+    "monitor-all": {"alone": Kind(), "all read": Kind(variables={"BENCHMARK_ONE_IN": "1"})},
 }
 """What is compared; of each pair the second beside the first."""
 

@@ -12,13 +12,16 @@ import torch
 
 import unisono
 from benchmarks.workloads import BATCHES, WORKLOADS
+from unisono.adapt.monitoring import Monitoring
 
 ENDLESS = 10**6
 
 workload = WORKLOADS[sys.argv[1]]
 adam = "adam" in sys.argv
 batch_size = int(sys.argv[4]) if len(sys.argv) > 4 else workload.batch_size
-run = unisono.init(batch_size=batch_size, shards=int(sys.argv[2]), seed=0)
+one_in = os.environ.get("BENCHMARK_ONE_IN")
+monitor = Monitoring(every=1, one_in=int(one_in)) if one_in else 0
+run = unisono.init(batch_size=batch_size, shards=int(sys.argv[2]), seed=0, monitor=monitor)
 model = workload.build()
 sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 run.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-4) if adam else sgd)
