@@ -23,9 +23,7 @@ class BatchSizeSchedule(Policy):
         JobError: an epoch or a size below 1, or a factor that is not above 0.
     """
 
-    def __init__(
-        self, factors: Mapping[int, float] = {30: 5, 60: 5, 90: 5}, largest_shard: int | None = None
-    ) -> None:
+    def __init__(self, factors: Mapping[int, float] = {30: 5, 60: 5, 90: 5}, largest_shard: int | None = None) -> None:
         if any(epoch < 1 or not factor > 0 for epoch, factor in factors.items()):
             raise JobError(f"BatchSizeSchedule({dict(factors)}): epochs from 1 on, and factors above 0")
         self._factors, self._limit = dict(factors), ShardLimit(largest_shard)

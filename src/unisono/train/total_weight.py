@@ -30,8 +30,8 @@ def total_weight(transport: Transport, weights: Sequence[float]) -> float:
     leaves = {Node(shard, shard + 1): weight for shard, weight in zip(split.of(transport.rank), weights, strict=True)}
     partials = [tree.finish(leaves, _add, node) for node in covers[transport.rank]]
     rows = _exchanged(transport, partials)
-    sums = {node: value for cover, row in zip(covers, rows, strict=True) for node, value in zip(cover, row, strict=False)}
-    return tree.finish(sums, _add)
+    told = (zip(cover, row, strict=False) for cover, row in zip(covers, rows, strict=True))
+    return tree.finish({node: value for one in told for node, value in one}, _add)
 
 
 def require_equal_shards(transport: Transport) -> None:
