@@ -18,7 +18,7 @@ PATIENCE_S = 150.0
 SHARDS = 6
 """Of the job."""
 
-OF_THIS_RUN = ("generation", "world_size", "seconds", "samples_per_s")
+OF_THIS_RUN = ("generation", "world_size", "seconds", "samples_per_s", "workers")
 """What lines of metrics say of the workers, and not of the job."""
 
 Outcome = tuple[str, dict[int, Any], list[Any]]
