@@ -258,10 +258,13 @@ def test_memory_that_was_planned_for_other_shards_is_let_go_of() -> None:
         transport = over_shared_memory(rank, Split.even(4, 2), dist.HashStore(), board, 20)
         (row,) = transport.allocate([Bucket((), 640, torch.float32, torch.device("cpu"))], 1)
         transport.reduce("bucket", row)
-        memory = weakref.ref(transport._memory._places[row[0].data_ptr()].pool.segment)  # type: ignore[attr-defined]
+        pool = transport._memory._places[row[0].data_ptr()].pool  # type: ignore[attr-defined]
+        memory = weakref.ref(pool.segment._map)
+        del row, pool
         transport.resplit(Split.even(8, 2))
+        is_gone = memory() is None
         transport.close()
-        return memory() is None
+        return is_gone
 
     board = Noticeboard()
     with ThreadPoolExecutor(2) as pool:
