@@ -1,12 +1,12 @@
 """A policy cuts batches finer and coarser: the same bits on any number of workers and whatever happens to them."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import outcomes
 import pytest
 
 from unisono.testing.samples import Samples, problems
@@ -14,20 +14,17 @@ from unisono.testing.samples import Samples, problems
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "finer.py"
-PATIENCE_S = 150.0
 SHARDS = 6
 """Of the job."""
 
-OF_THIS_RUN = ("generation", "world_size", "seconds", "samples_per_s", "workers")
+OF_THIS_RUN = ("generation", "world_size", "seconds", "samples_per_s", "workers", "links")
 """What lines of metrics say of the workers, and not of the job."""
 
 Outcome = tuple[str, dict[int, Any], list[Any]]
 
 
 def start(folder: Path, *options: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(folder), str(SCRIPT)]
-    environment = {**os.environ, "UNISONO_SAMPLES": "1", **settings}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return outcomes.train(folder, *options, script=SCRIPT, settings={"UNISONO_SAMPLES": "1", **settings})
 
 
 def train(folder: Path, *options: str, **settings: str) -> Outcome:
@@ -119,7 +116,9 @@ def test_a_run_that_is_cut_off_goes_on_with_as_many_shards_on_another_number_of_
 
 def test_verify_finds_the_same_bits(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "unisono", "verify", "--workers", "1,3", "--steps", "10", str(SCRIPT)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=tmp_path)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=outcomes.PATIENCE_S, check=False, cwd=tmp_path
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "identical" in ended.stdout
 

@@ -72,6 +72,7 @@ class ProcessGroupTransport(Transport):
         """With new exchanges, by the topologies that were measured."""
         super().resplit(split)
         self._exchanges.clear()
+        self._buckets.clear()
 
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Rows anywhere. With ``auto``, topologies are compared on buckets of these sizes."""

@@ -24,7 +24,7 @@ SHAPES = [(96, 12), (192, 24), (96, 6), (240, 36), (120, 30), (96, None), (48, 6
 
 
 class Finer(unisono.Policy):
-    """Goes through the shapes, and asks for other numbers of workers on the way."""
+    """Goes through the shapes, and asks for other workers and topologies on the way."""
 
     def before_train(self, view: unisono.View) -> None:
         self.set_batch_size(*SHAPES[0])
@@ -37,6 +37,8 @@ class Finer(unisono.Policy):
             self.set_batch_size(samples, shards, seen=view.shards)
         if view.step in (9, 21):
             self.resize(3 if view.step == 9 else 2)
+        if view.step in (6, 12):
+            self.set_topology("tree" if view.step == 6 else "auto")
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
