@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import outcomes
 import pytest
 
+import outcomes
 from unisono.testing.samples import Samples, problems
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
