@@ -101,6 +101,24 @@ def test_every_worker_of_every_host_gets_the_bits_of_the_tree(hosts: int, local:
             assert torch.equal(total, tree_sum(value) / 3)
 
 
+@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 1), (2, 3)])
+def test_hosts_that_are_given_other_shards_get_the_bits_of_their_tree(hosts: int, local: int) -> None:
+    torch.manual_seed(0)
+    split, cuts = Split.even(7, hosts * local), [7, 14, 42, 7]
+    values = {cut: [torch.randn(64 * 101) * 10.0 ** (shard % 5) for shard in range(cut)] for cut in cuts}
+
+    def reduce(transport: Transport) -> list[Tensor]:
+        totals = []
+        for cut in cuts:
+            transport.resplit(split.refined(cut))
+            partials = partials_of(values[cut], transport.split.of(transport.rank))
+            totals.append(transport.reduce("bucket", partials).clone())
+        return totals
+
+    for totals in on_hosts(hosts, local, split, reduce):
+        assert all(torch.equal(total, tree_sum(values[cut])) for total, cut in zip(totals, cuts, strict=True))
+
+
 def test_small_rows_are_gathered_and_broadcast_between_all_hosts() -> None:
     def work(transport: Transport) -> tuple[list[list[int]], int]:
         word = torch.tensor(transport.rank)

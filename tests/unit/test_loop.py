@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from unisono.adapt.batch_shape import BatchShape
 from unisono.data.shards import ShardsRequest
 from unisono.errors import JobMismatch
 from unisono.plan.batches import Batches, Position
@@ -49,6 +50,7 @@ class Run:
     events: list[str] = field(default_factory=list)
     is_whole: bool = True
     batch_size: int = 32
+    shards: int = 2
     is_stopped: bool = False
     loaded: Requested | None = None
 
@@ -68,14 +70,14 @@ class Run:
             self.progress = progress
 
         return Hooks(
-            shards=lambda: range(1, 2),
+            shards=lambda: range(self.shards // 2, self.shards),
             compute=lambda *arguments: 0.0,
             move=move,
             begin=lambda step: self.events.append(f"begin {step.number}"),
             end=end,
             boundary=lambda: self.events.append("boundary"),
             is_whole=lambda: self.is_whole,
-            batch_size=lambda: self.batch_size,
+            shape=lambda: BatchShape(self.batch_size, self.shards),
             is_stopped=lambda: self.is_stopped,
         )
 
@@ -131,7 +133,7 @@ def test_a_loop_that_is_cut_short_stays_where_it_is_and_reads_no_further() -> No
     cut = loop(stop_after=4)
     assert [step.number for step in run.steps(cut)] == [0, 1, 2, 3]
     assert run.progress == Progress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False))
-    assert len(list(cut.requests(Position(), (range(2), 32)))) == 4
+    assert len(list(cut.requests(Position(), (range(2), BatchShape(32, 2))))) == 4
     assert [step.number for step in run.steps(loop())] == [4, 5]
 
 
@@ -165,7 +167,7 @@ def test_a_step_that_failed_leaves_the_run_before_it_in_the_same_loop() -> None:
 
 
 def test_each_request_names_the_places_of_all_the_shards_that_are_asked_for() -> None:
-    requests = list(loop(epochs=1).requests(Position(step=1, samples=32, offset=32), (range(1, 2), 32)))
+    requests = list(loop(epochs=1).requests(Position(step=1, samples=32, offset=32), (range(1, 2), BatchShape(32, 2))))
     assert [request.places for request in requests] == [(range(48, 64),), (range(67, 70),)]
 
 
@@ -192,3 +194,16 @@ def test_a_loop_that_is_stopped_ends_at_the_boundary() -> None:
     for step in run.steps(loop()):
         run.is_stopped = step.number == 1
     assert run.progress == Progress(Position(step=2, samples=64), loop=1)
+
+
+def test_a_batch_that_is_cut_finer_between_steps_is_loaded_in_the_shards_that_there_are_then() -> None:
+    run = Run()
+    seen: list[Any] = []
+    for step in run.steps(loop(epochs=1)):
+        seen.append((step.batch.shards, step.shards[0].places))
+        run.batch_size, run.shards = (30, 6) if step.number == 0 else (32, 2)
+    assert seen == [
+        (2, (range(16, 32),)),
+        (6, (range(47, 52), range(52, 57), range(57, 62))),
+        (2, (range(66, 70),)),
+    ]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from unisono.adapt.batch_shape import BatchShape, shards_for
 from unisono.adapt.batch_size_schedule import BatchSizeSchedule
 from unisono.adapt.decision import Decision, decisions_digest
 from unisono.adapt.linear_scaling import LinearScaling
@@ -23,7 +24,15 @@ from unisono.train.adaptation import Adaptation, observed
 pytestmark = pytest.mark.unit
 
 VIEW = View(
-    step=50, epoch=0, samples=3200, batch_size=64, base_batch_size=64, shards=8, world_size=2, learning_rate=0.1
+    step=50,
+    epoch=0,
+    samples=3200,
+    batch_size=64,
+    base_batch_size=64,
+    shards=8,
+    base_shards=8,
+    world_size=2,
+    learning_rate=0.1,
 )
 
 
@@ -160,8 +169,52 @@ def test_what_is_usual_is_learnt_anew_when_workers_change() -> None:
 
 
 @pytest.mark.parametrize(
+    ("batch", "base", "limit", "shards"),
+    [(64, 8, 8, 8), (64, 8, 7, 16), (65, 8, 8, 16), (512, 8, 8, 64), (100, 3, 5, 24), (4, 8, 1, 8), (7, 1, 1, 8)],
+)
+def test_a_batch_is_cut_into_the_fewest_shards_that_keep_the_limit(
+    batch: int, base: int, limit: int, shards: int
+) -> None:
+    assert shards_for(batch, base, limit) == shards
+    assert BatchShape(batch, shards).largest_shard <= limit
+    assert shards == base or BatchShape(batch, shards // 2).largest_shard > limit
+
+
+@pytest.mark.parametrize("numbers", [(0, 8, 8), (64, 0, 8), (64, 8, 0)])
+def test_numbers_that_cannot_be_of_a_batch_are_refused(numbers: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="need to be above 0"):
+        shards_for(*numbers)
+
+
+def test_with_a_limit_for_a_shard_the_number_of_shards_follows_the_batch_up_and_down() -> None:
+    policy = NoiseScalePolicy(largest=1024, rule="none", largest_shard=8)
+    for view in (noisy(500.0), noisy(500.0, batch_size=128, shards=16), noisy(60.0, batch_size=256, shards=32)):
+        policy.after_step(view)
+    decided = [(one.value, one.shards) for one in policy.decided()]
+    assert decided == [(128, 16), (256, 32), (128, 16)]
+
+
+@pytest.mark.parametrize(
+    "policy", [NoiseScalePolicy(largest=256, largest_shard=4), BatchSizeSchedule({3: 5}, largest_shard=4)]
+)
+def test_a_limit_for_a_shard_is_kept_from_the_first_step_on(policy: Policy) -> None:
+    policy.before_train(VIEW)
+    policy.before_train(replace(VIEW, shards=16))
+    assert [(one.value, one.shards) for one in policy.decided()] == [(64, 16)]
+
+
+def test_a_schedule_with_a_limit_for_a_shard_cuts_larger_batches_finer() -> None:
+    policy = BatchSizeSchedule({1: 5, 2: 0.5}, largest_shard=10)
+    policy.after_epoch(VIEW)
+    policy.after_epoch(replace(VIEW, epoch=1, batch_size=320, shards=32))
+    assert [(one.value, one.shards) for one in policy.decided()] == [(320, 32), (160, 16)]
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
+        lambda: NoiseScalePolicy(largest=9, largest_shard=0),
+        lambda: BatchSizeSchedule(largest_shard=0),
         lambda: NoiseScalePolicy(largest=0),
         lambda: NoiseScalePolicy(largest=9, rule="cubic"),  # type: ignore[arg-type]
         lambda: BatchSizeSchedule({0: 2}),
@@ -191,7 +244,8 @@ class Says(Policy):
     def after_step(self, view: View) -> None:
         self.asked.append("after_step")
         for verb, value in self._says:
-            getattr(self, verb)(*([] if value is None else [value]), seen=view.step)
+            values = value if isinstance(value, tuple) else () if value is None else (value,)
+            getattr(self, verb)(*values, seen=view.step)
 
 
 class Fails(Policy):
@@ -218,6 +272,18 @@ def test_all_that_was_decided_takes_effect_together_and_says_why() -> None:
     assert all(one.why == {"seen": 50} for one in decisions)
 
 
+def test_the_number_of_shards_stays_until_a_policy_says_another() -> None:
+    at_work = adaptation(Says(("set_batch_size", (128, 16))))
+    decisions = decide(at_work)
+    assert at_work.shape == BatchShape(128, 16)
+    assert [str(one) for one in decisions] == ["says: set_batch_size(128, shards=16)"]
+    then = Decision("other", "set_batch_size", 160)
+    at_work.take([then], VIEW, loop=0)
+    assert at_work.shape == BatchShape(160, 16)
+    at_work.take([Decision("p", "set_batch_size", 640, shards=64), then], VIEW, loop=0)  # all say it of what there was
+    assert at_work.shape == BatchShape(160, 16)
+
+
 def test_rates_are_others_only_while_the_optimizers_run() -> None:
     at_work = adaptation(Says(("set_learning_rate", 0.3)))
     decide(at_work)
@@ -239,10 +305,22 @@ def test_state_comes_back_with_effects_policies_and_what_was_decided() -> None:
     assert back.asked == ["after_step"]
 
 
+def test_the_number_of_shards_comes_back_unless_the_job_is_another_one() -> None:
+    at_work = adaptation(Says(("set_batch_size", (128, 16))))
+    decide(at_work)
+    again, other = adaptation(), Adaptation([], batch_size=96, shards=12)
+    again.load_state_dict(at_work.state_dict())
+    other.load_state_dict(at_work.state_dict())
+    assert again.shape == BatchShape(128, 16)
+    assert other.shape == BatchShape(96, 12)
+
+
 def test_a_digest_tells_other_decisions_and_not_other_reasons() -> None:
     one, other = Decision("p", "resize", 2, {"x": 1}), Decision("p", "resize", 2, {"x": 2})
     assert decisions_digest([one]) == decisions_digest([other]) > 0
     assert decisions_digest([one]) != decisions_digest([Decision("p", "resize", 3)])
+    cuts = {decisions_digest([Decision("p", "set_batch_size", 64, shards=shards)]) for shards in (None, 8, 16)}
+    assert len(cuts) == 3
     assert decisions_digest([]) == int(float(decisions_digest([]))) > 0
 
 
@@ -279,6 +357,29 @@ def test_what_a_policy_observes_has_to_be_figures(seen: Any) -> None:
 def test_what_makes_no_sense_is_refused_and_the_policy_named(wish: tuple[str, Any]) -> None:
     with pytest.raises(PolicyError, match=f"the policy says wants {wish[0]}"):
         adaptation(Says(wish)).ask("after_step", VIEW)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((128, 12), r"\(128, shards=12\): .*a multiple of the job's 8 shards, such as 16"),
+        ((128, 0), "a multiple of the job's 8 shards"),
+        ((128, -8), "a multiple of the job's 8 shards"),
+        ((128, 4), "a multiple of the job's 8 shards"),
+        ((128, 16.0), "a multiple of the job's 8 shards"),
+        ((64, 128), r"\(64, shards=128\): a batch has at least as many samples as shards \(128\)"),
+    ],
+)
+def test_shards_that_make_no_sense_are_refused(shape: tuple[int, Any], words: str) -> None:
+    with pytest.raises(PolicyError, match=f"^the policy says wants set_batch_size.*{words}"):
+        adaptation(Says(("set_batch_size", shape))).ask("after_step", VIEW)
+
+
+def test_fewer_samples_than_the_shards_that_there_are_by_now_are_refused() -> None:
+    at_work = adaptation(Says(("set_batch_size", 12)))
+    at_work.take([Decision("p", "set_batch_size", 64, shards=16)], VIEW, loop=0)
+    with pytest.raises(PolicyError, match=r"at least as many samples as shards \(16\)"):
+        at_work.ask("after_step", VIEW)
 
 
 def test_two_policies_of_one_name_are_refused() -> None:

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.unit
 SHARDS, PER_SHARD, STEPS = 2, 3, 4  # two steps make an epoch of twelve samples
 
 
-def computed(step: int, generation: int = 1, call: int = 0, shards: Any = None) -> dict[str, Any]:
+def computed(step: int, generation: int = 1, call: int = 0, shards: Any = None, cut: int = SHARDS) -> dict[str, Any]:
     epoch, first = step // 2, (step % 2) * SHARDS * PER_SHARD
     own = {shard: [first + shard * PER_SHARD + place for place in range(PER_SHARD)] for shard in range(SHARDS)}
     line = {"computed": step, "call": call, "generation": generation, "loop": 0, "samples": 12, "per_epoch": 12}
-    return {**line, "epoch": epoch, "shards": {str(shard): used for shard, used in (shards or own).items()}}
+    return {**line, "epoch": epoch, "cut": cut, "shards": {str(shard): used for shard, used in (shards or own).items()}}
 
 
 def committed(step: int, generation: int = 1, call: int = 0) -> dict[str, Any]:
@@ -50,6 +50,24 @@ def test_two_workers_share_the_shards_of_a_step() -> None:
     lines = whole()
     lines[0:1] = [computed(0, shards={0: [0, 1, 2]}), computed(0, shards={1: [3, 4, 5]})]
     assert found(lines) == []
+
+
+def test_a_batch_that_is_cut_finer_has_all_of_its_shards() -> None:
+    lines, finer = whole(), {0: [0, 1], 1: [2, 3], 2: [4], 3: [5]}
+    lines[0] = computed(0, shards=finer, cut=4)
+    assert found(lines) == []
+    lines[0] = computed(0, shards={**finer, 2: [4, 5], 3: []}, cut=6)
+    assert found(lines) == ["step 0 in generation 1: shards 4, 5 computed by nobody"]
+
+
+@pytest.mark.parametrize("cuts", [(3, 3), (4, 2), (2, 4)])
+def test_workers_that_cut_a_batch_differently_or_not_into_a_multiple_are_found(cuts: tuple[int, int]) -> None:
+    lines = whole()
+    lines[0:1] = [
+        computed(0, shards={0: [0, 1, 2]}, cut=cuts[0]),
+        computed(0, shards={1: [3, 4, 5]}, cut=cuts[1]),
+    ]
+    assert f"cut into {' and '.join(map(str, sorted({*cuts})))} shards, and the job has 2" in found(lines)[0]
 
 
 def test_a_step_that_nobody_committed_is_missing() -> None:

@@ -36,3 +36,18 @@ def test_workers_of_equal_speed_are_never_more_than_one_shard_apart(workers: int
 def test_more_workers_than_shards_cannot_be_split_by_speed() -> None:
     with pytest.raises(ValueError, match="2 shards cannot be split among 3 workers"):
         Split.by_speed(2, [1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("split", [Split.even(8, 3), Split((0, 5, 8)), Split((0, 8))])
+def test_a_finer_split_gives_every_worker_the_pieces_of_its_shards(split: Split) -> None:
+    finer = split.refined(24)
+    for rank in range(split.workers):
+        assert {shard // 3 for shard in finer.of(rank)} == set(split.of(rank))
+        assert len(finer.of(rank)) == 3 * len(split.of(rank))
+    assert split.refined(8) == split
+
+
+@pytest.mark.parametrize("shards", [0, 4, 12, -8])
+def test_shards_that_are_no_multiple_are_refused(shards: int) -> None:
+    with pytest.raises(ValueError, match=f"{shards} shards are no multiple of 8"):
+        Split.even(8, 3).refined(shards)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from unisono.adapt.batch_shape import BatchShape
 from unisono.data.shards import ShardsRequest
 from unisono.plan.batches import Position
 from unisono.train.supply import Part, Supply
@@ -38,16 +39,18 @@ class Supplied:
         self.shards = range(2)
         self.loaded: list[Drawn] = []
         self.size = 20
-        self.supply = Supply(self._load, self._requests, lambda: (self.shards, self.size))
+        self.cut = 4
+        part = lambda: (self.shards, BatchShape(self.size, self.cut))  # noqa: E731
+        self.supply = Supply(self._load, self._requests, part)
 
     def _load(self, requests: Iterator[ShardsRequest]) -> Drawn:
         self.loaded.append(Drawn(requests))
         return self.loaded[-1]
 
     def _requests(self, position: Position, part: Part) -> Iterator[ShardsRequest]:
-        shards, size = part
+        shards, shape = part
         for step in range(position.step, 10):
-            places = (size // 2 * step + shard for shard in shards)
+            places = (shape.samples // 2 * step + shard for shard in shards)
             yield ShardsRequest(0, tuple(range(place, place + 1) for place in places))
 
     def at(self, step: int) -> list[int]:
@@ -91,4 +94,12 @@ def test_a_batch_that_grows_is_loaded_anew() -> None:
     supplied.at(0)
     supplied.size = 40
     assert [supplied.at(1), supplied.at(2)] == [[20, 21], [40, 41]]
+    assert [one.closed for one in supplied.loaded] == [True, False]
+
+
+def test_a_batch_that_is_cut_finer_is_loaded_anew_though_its_size_and_this_workers_numbers_stay() -> None:
+    supplied = Supplied()
+    supplied.at(0)
+    supplied.cut = 8
+    supplied.at(1)
     assert [one.closed for one in supplied.loaded] == [True, False]

@@ -1,6 +1,7 @@
 """Every transport gives the bits of the tree, for any number of workers; workers are threads here."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -213,6 +214,61 @@ def test_partial_sums_that_lie_where_the_transport_wants_them_give_the_bits_of_t
     for totals in with_workers(split, reduce):
         for number, total in enumerate(totals):
             assert torch.equal(total, tree_sum([value[number] for value in values]))
+
+
+@pytest.mark.parametrize("split", [Split.even(8, 1), Split.even(8, 3), Split((0, 3, 8)), Split.even(5, 5)])
+def test_workers_that_are_given_other_shards_get_the_bits_of_their_tree(
+    split: Split, with_workers: WithWorkers
+) -> None:
+    torch.manual_seed(0)
+    cuts = [split.shards, 2 * split.shards, 6 * split.shards, split.shards]
+    sizes = [64 * 7, 64 * 700]
+    values = {
+        cut: [[torch.randn(size) * 10.0 ** (shard % 5) for shard in range(cut)] for size in sizes] for cut in cuts
+    }
+    buckets = [Bucket((), size, torch.float32, torch.device("cpu")) for size in sizes]
+
+    def reduce(transport: Transport) -> list[tuple[int, Tensor, Tensor]]:
+        found = []
+        for cut in cuts:
+            transport.resplit(split.refined(cut))
+            mine = transport.split.of(transport.rank)
+            rows = transport.allocate(buckets, cut)
+            for number in range(len(sizes)):
+                partials = partials_of(values[cut][number], mine)
+                placed = [row[number].copy_(partial) for row, partial in zip(rows, partials, strict=False)]
+                total = transport.reduce(number, placed, 3.0).clone()
+                found.append((number, total, tree_sum(values[cut][number]).div_(3.0)))
+                copied = transport.reduce("copied", partials).clone()  # from anywhere
+                found.append((number, copied, tree_sum(values[cut][number])))
+        return found
+
+    for totals in with_workers(split, reduce):
+        assert len(totals) == 16
+        assert all(torch.equal(total, expected) for _, total, expected in totals)
+
+
+def test_a_split_for_other_workers_is_refused() -> None:
+    with pytest.raises(ValueError, match="a split among 2 workers, and there are 1"):
+        Solo(8).resplit(Split.even(8, 2))
+
+
+def test_memory_that_was_planned_for_other_shards_is_let_go_of() -> None:
+    def work(rank: int) -> bool:
+        transport = over_shared_memory(rank, Split.even(4, 2), dist.HashStore(), board, 20)
+        (row,) = transport.allocate([Bucket((), 640, torch.float32, torch.device("cpu"))], 1)
+        transport.reduce("bucket", row)
+        pool = transport._memory._places[row[0].data_ptr()].pool  # type: ignore[attr-defined]
+        memory = weakref.ref(pool.segment._map)
+        del row, pool
+        transport.resplit(Split.even(8, 2))
+        is_gone = memory() is None
+        transport.close()
+        return is_gone
+
+    board = Noticeboard()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [True, True]
 
 
 @over_any_kind

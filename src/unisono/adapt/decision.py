@@ -33,18 +33,21 @@ class Decision:
         verb: what is to be done.
         value: of what, if the verb takes one.
         why: the figures behind it, by name.
+        shards: that batches are cut into from then on, if the verb says so.
     """
 
     policy: str
     verb: Verb
     value: float | int | str | None = None
     why: Mapping[str, Figure] = field(default_factory=dict)
+    shards: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.policy}: {self.verb}({'' if self.value is None else self.value})"
+        cut = "" if self.shards is None else f", shards={self.shards}"
+        return f"{self.policy}: {self.verb}({'' if self.value is None else self.value}{cut})"
 
 
 def decisions_digest(decisions: Sequence[Decision]) -> int:
     """A number above 0 and below 2**49 that differs where decisions do; the figures behind them do not count."""
-    told = json.dumps([[one.policy, one.verb, one.value] for one in decisions])
+    told = json.dumps([[one.policy, one.verb, one.value, one.shards] for one in decisions])
     return 1 + int.from_bytes(hashlib.blake2b(told.encode(), digest_size=6).digest(), "little")

@@ -3,6 +3,7 @@
 from typing import ClassVar, Literal
 
 from unisono.adapt.policy import Policy
+from unisono.adapt.shard_limit import ShardLimit
 from unisono.adapt.view import View
 from unisono.errors import JobError
 
@@ -19,11 +20,13 @@ class NoiseScalePolicy(Policy):
     al., arXiv 1904.12043).
 
     Args:
-        largest: samples in a batch at most: what the workers' memory allows.
+        largest: samples in a batch at most: what the workers' memory allows, unless ``largest_shard`` says that.
         rule: for the learning rate.
         every: steps between two looks, and at least as many before the first one.
         ramp: steps over which the learning rate follows.
         share: of the noise scale that the batch is to have.
+        largest_shard: samples in one shard at most: what a worker's memory allows. The number of shards grows and
+            shrinks with the batch; by default it stays.
 
     Raises:
         JobError: a number is out of range.
@@ -32,7 +35,13 @@ class NoiseScalePolicy(Policy):
     needs_monitor: ClassVar[bool] = True
 
     def __init__(
-        self, largest: int, rule: Rule = "linear", every: int = 50, ramp: int = 20, share: float = 1.0
+        self,
+        largest: int,
+        rule: Rule = "linear",
+        every: int = 50,
+        ramp: int = 20,
+        share: float = 1.0,
+        largest_shard: int | None = None,
     ) -> None:
         if largest < 1 or every < 1 or ramp < 1 or not share > 0:
             given = f"largest={largest}, every={every}, ramp={ramp}, share={share}"
@@ -40,8 +49,15 @@ class NoiseScalePolicy(Policy):
         if rule not in ("linear", "sqrt", "none"):
             raise JobError(f"NoiseScalePolicy(rule={rule!r}): use 'linear', 'sqrt' or 'none'")
         self._largest, self._rule, self._every, self._ramp, self._share = largest, rule, every, ramp, share
+        self._limit = ShardLimit(largest_shard)
         self.steps_left = 0
         self.factor_left = 1.0
+
+    def before_train(self, view: View) -> None:
+        """The first batch may be too much at once for a worker."""
+        if not self._limit.is_kept(view):
+            shards = self._limit.shards(view.batch_size, view)
+            self.set_batch_size(view.batch_size, shards, largest_shard=self._limit.samples)
 
     def after_step(self, view: View) -> None:
         """Go on with the ramp, or look."""
@@ -60,7 +76,7 @@ class NoiseScalePolicy(Policy):
             batch = view.batch_size // 2
         else:
             return
-        self.set_batch_size(batch, noise_scale=scale, before=view.batch_size)
+        self.set_batch_size(batch, self._limit.shards(batch, view), noise_scale=scale, before=view.batch_size)
         power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[self._rule]
         if power:
             self.steps_left, self.factor_left = self._ramp, (batch / view.batch_size) ** power

@@ -60,9 +60,17 @@ class Policy:
         """Ask for another number of workers; only elastic jobs have one."""
         self._decide("resize", workers, why)
 
-    def set_batch_size(self, samples: int, **why: Figure) -> None:
-        """Change the global batch. The number of shards stays, so shards become larger or smaller."""
-        self._decide("set_batch_size", samples, why)
+    def set_batch_size(self, samples: int, shards: int | None = None, **why: Figure) -> None:
+        """Change the global batch.
+
+        Args:
+            samples: in it.
+            shards: that it is cut into, a multiple of the job's (``view.base_shards``). A worker computes its shards
+                one after the other, so its memory is that of the largest. By default the number that there is stays,
+                and shards become larger or smaller.
+            why: the figures behind it.
+        """
+        self._decide("set_batch_size", samples, why, shards)
 
     def set_learning_rate(self, rate: float, **why: Figure) -> None:
         """Change the learning rate of the first parameter group; all others change by the same factor.
@@ -117,5 +125,7 @@ class Policy:
         found = vars(self).pop("_decisions", [])
         return list(found)
 
-    def _decide(self, verb: Verb, value: float | int | str | None, why: Mapping[str, Figure]) -> None:
-        vars(self).setdefault("_decisions", []).append(Decision(self.name, verb, value, dict(why)))
+    def _decide(
+        self, verb: Verb, value: float | int | str | None, why: Mapping[str, Figure], shards: int | None = None
+    ) -> None:
+        vars(self).setdefault("_decisions", []).append(Decision(self.name, verb, value, dict(why), shards))

@@ -25,7 +25,8 @@ class View:
         samples: used so far.
         batch_size: samples in a global batch, now.
         base_batch_size: the one that the job began with.
-        shards: of the job.
+        shards: that a global batch is cut into, now.
+        base_shards: that the job began with; there are always a multiple of these.
         world_size: workers that computed the step.
         learning_rate: of the first parameter group, now.
         metrics: the newest line of ``metrics.jsonl``, without what each worker measures by itself.
@@ -47,6 +48,7 @@ class View:
     batch_size: int
     base_batch_size: int
     shards: int
+    base_shards: int
     world_size: int
     learning_rate: float
     metrics: Mapping[str, Any] = field(default_factory=dict)

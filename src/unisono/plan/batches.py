@@ -38,6 +38,11 @@ class Batch:
         """The number of samples."""
         return self.stop - self.start
 
+    @property
+    def shards(self) -> int:
+        """The number of shards, of which some may be empty."""
+        return len(self.bounds) - 1
+
     def shard(self, number: int) -> range:
         """The positions in the shuffled epoch that belong to a shard; may be empty."""
         return range(self.start + self.bounds[number], self.start + self.bounds[number + 1])

@@ -49,6 +49,20 @@ class Split:
             counts[first] += 1
         return cls((0, *accumulate(counts)))
 
+    def refined(self, shards: int) -> "Split":
+        """The same parts of a batch that is cut finer: each shard into equally many, which are neighbours.
+
+        Args:
+            shards: that there are then.
+
+        Raises:
+            ValueError: no multiple of those that there are.
+        """
+        pieces, rest = divmod(shards, self.shards)
+        if rest or pieces < 1:
+            raise ValueError(f"{shards} shards are no multiple of {self.shards}")
+        return Split(tuple(bound * pieces for bound in self.bounds))
+
     def seconds(self, seconds: Sequence[float]) -> float:
         """What the slowest worker takes for its shards.
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unisono.plan.links import Links
 from unisono.plan.split import Split
+from unisono.plan.tree import Node
 from unisono.reduce.buckets import Bucket
 from unisono.reduce.host_transport import HostTransport
 from unisono.reduce.peers import Peers
@@ -32,8 +33,7 @@ class HierarchicalTransport(HostTransport):
         self._across, self._everyone = across, everyone
         self.measured, self.traffic = across.measured, across.traffic
         everyone.traffic = across.traffic
-        here = across.split.of(across.rank)
-        self._cover = self.tree.cover(here.start, here.stop)
+        self._cover = self._host_cover()
 
     @property
     def topology(self) -> str:
@@ -52,6 +52,13 @@ class HierarchicalTransport(HostTransport):
     def waits(self) -> bool:
         """For another worker, wherever it is."""
         return super().waits or self._across.waits or self._everyone.waits
+
+    def resplit(self, split: Split) -> None:
+        """On this host, and between hosts."""
+        super().resplit(split)
+        self._across.resplit(host_split(split, len(self._peers.ranks) + 1))
+        self._everyone.resplit(split)
+        self._cover = self._host_cover()
 
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Rows in this host's shared memory."""
@@ -92,6 +99,10 @@ class HierarchicalTransport(HostTransport):
         super().close()
         self._across.close()
         self._everyone.close()
+
+    def _host_cover(self) -> tuple[Node, ...]:
+        here = self._across.split.of(self._across.rank)
+        return self.tree.cover(here.start, here.stop)
 
 
 def host_split(split: Split, workers: int) -> Split:

@@ -24,14 +24,18 @@ class HostTransport(Transport, ABC):
     def __init__(self, peers: Peers, rank: int, split: Split) -> None:
         super().__init__(rank, split)
         self._peers = peers
-        local = len(peers.ranks) + 1
-        first = rank - peers.rank
-        self._memory = HostMemory(peers, self.tree, [split.of(first + each) for each in range(local)])
+        self._memory = self._host_memory()
 
     @property
     def waits(self) -> bool:
         """For another worker of this host."""
         return self._peers.waits
+
+    def resplit(self, split: Split) -> None:
+        """With new memory. What is shared once per host stays."""
+        super().resplit(split)
+        self._memory.forget()
+        self._memory = self._host_memory()
 
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Rows in this host's shared memory."""
@@ -70,3 +74,8 @@ class HostTransport(Transport, ABC):
         """Hang up on this host, and let go of the memory."""
         self._peers.close()
         self._memory.forget()
+
+    def _host_memory(self) -> HostMemory:
+        first = self.rank - self._peers.rank
+        here = range(first, first + len(self._peers.ranks) + 1)
+        return HostMemory(self._peers, self.tree, [self.split.of(rank) for rank in here])

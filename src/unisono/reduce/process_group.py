@@ -68,6 +68,12 @@ class ProcessGroupTransport(Transport):
         """In the group."""
         return self._waits
 
+    def resplit(self, split: Split) -> None:
+        """With new exchanges, by the topologies that were measured."""
+        super().resplit(split)
+        self._exchanges.clear()
+        self._buckets.clear()
+
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Rows anywhere. With ``auto``, topologies are compared on buckets of these sizes."""
         self._buckets += buckets

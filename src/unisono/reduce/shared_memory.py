@@ -38,6 +38,11 @@ class SharedMemoryTransport(HostTransport):
         super().__init__(peers, rank, split)
         self._additions: dict[tuple[int, int, bytes], list[list[_Addition]]] = {}
 
+    def resplit(self, split: Split) -> None:
+        """What was planned lies in memory that is let go of."""
+        self._additions.clear()
+        super().resplit(split)
+
     def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
         """Meet, add this worker's part of the tree over everybody's partial sums, meet."""
         gathered = self._memory.gather(bucket, partials)

@@ -65,6 +65,19 @@ class Transport(ABC):
         """Whether a thread of this worker waits for another worker in a verb."""
         return False
 
+    def resplit(self, split: Split) -> None:
+        """The same workers have other shards from now on. Collective.
+
+        Connections stay. What was planned for the shards before is let go of: buffers that were allocated, and totals.
+
+        Raises:
+            ValueError: a split for another number of workers.
+        """
+        if split.workers != self.world_size:
+            raise ValueError(f"a split among {split.workers} workers, and there are {self.world_size}")
+        self.split = split
+        self.tree = SummationTree(split.shards)
+
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Flat buffers for so many rows of partial sums, where this transport need not copy them. Collective.
 

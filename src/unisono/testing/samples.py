@@ -38,6 +38,7 @@ class Computed:
         epoch: of the loop.
         samples: in the data set.
         per_epoch: how many of them an epoch uses.
+        cut: how many shards the batch has.
         shards: the samples of each shard, by its number.
     """
 
@@ -47,6 +48,7 @@ class Computed:
     epoch: int
     samples: int
     per_epoch: int
+    cut: int
     shards: Mapping[int, tuple[int, ...]]
 
 
@@ -109,11 +111,11 @@ def problems(samples: Samples, steps: int, shards: int, serial: Samples | None =
     Args:
         samples: of the run.
         steps: that the job has.
-        shards: that the job has.
+        shards: that the job has; a batch may be cut finer.
         serial: of a run that nobody disturbed, to compare with; without one every epoch has to be whole.
     """
     counted = _Counted.of(samples)
-    found = [*_steps(counted, steps), *_shards(counted, range(shards))]
+    found = [*_steps(counted, steps), *_shards(counted, shards)]
     found += _epochs(counted) if serial is None else _unlike(counted, _Counted.of(serial))
     return found + _doubled(counted)
 
@@ -156,12 +158,16 @@ def _steps(counted: _Counted, steps: int) -> list[str]:
     return found
 
 
-def _shards(counted: _Counted, wanted: range) -> list[str]:
+def _shards(counted: _Counted, base: int) -> list[str]:
     found = []
     for place, generation in counted.lineage.items():
-        shards = counted.shards(place)
+        cuts = {one.cut for one in counted.tries[place]}
+        shards, wanted = counted.shards(place), range(max(cuts, default=base))
+        where = f"{place} in generation {generation}"
+        if len(cuts) > 1 or len(wanted) % base:
+            cut = " and ".join(map(str, sorted(cuts)))
+            found.append(f"{where}: cut into {cut} shards, and the job has {base}")
         if shards != list(wanted):
-            where = f"{place} in generation {generation}"
             often = [shard for shard, times in Counter(shards).items() if times > 1]
             missing = sorted(set(wanted) - set(shards))
             wrong = {"more than once": often, "by nobody": missing, "that do not exist": sorted({*shards} - {*wanted})}
@@ -238,5 +244,6 @@ def _computed(line: Mapping[str, Any]) -> Computed:
         line["epoch"],
         line["samples"],
         line["per_epoch"],
+        line["cut"],
         {int(shard): tuple(used) for shard, used in line["shards"].items()},
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, Literal
 
 from torch.optim import Optimizer
 
+from unisono.adapt.batch_shape import BatchShape
 from unisono.adapt.decision import Decision, Figure, Verb, decisions_digest
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
@@ -35,6 +37,7 @@ class Adaptation:
 
     Attributes:
         batch_size: of the next step.
+        shards: that its batch is cut into: a multiple of the job's.
         rate: by which the script's learning rates are multiplied.
         topology: of the process group, if policies have chosen one.
         balances: whether shards are split by speed.
@@ -50,7 +53,7 @@ class Adaptation:
     """
 
     def __init__(self, policies: Sequence[Policy], batch_size: int, shards: int, *, balances: bool = False) -> None:
-        self.batch_size, self.rate = batch_size, 1.0
+        self.batch_size, self.shards, self.rate = batch_size, shards, 1.0
         self.topology: str | None = None
         self.balances, self.measures_links = balances, False
         self.has_begun = False
@@ -58,7 +61,7 @@ class Adaptation:
         self.decided: tuple[Decision, ...] = ()
         self.digest = 0
         self.observed: dict[str, dict[str, Figure]] = {}
-        self._shards = shards
+        self._base = BatchShape(batch_size, shards)
         self._policies = {policy.name: policy for policy in policies}
         if len(self._policies) < len(policies):
             names = ", ".join(policy.name for policy in policies)
@@ -68,6 +71,11 @@ class Adaptation:
     def is_empty(self) -> bool:
         """Whether there are no policies."""
         return not self._policies
+
+    @property
+    def shape(self) -> BatchShape:
+        """Of the next step's batch."""
+        return BatchShape(self.batch_size, self.shards)
 
     @property
     def names(self) -> list[str]:
@@ -110,10 +118,11 @@ class Adaptation:
             loop: the number of the loop that is under way.
         """
         self.decided, self.digest = tuple(decisions), decisions_digest(decisions)
+        before = self.shards
         for decision in decisions:
             match decision.verb:
                 case "set_batch_size":
-                    self.batch_size = int(decision.value or 0)
+                    self.batch_size, self.shards = int(decision.value or 0), decision.shards or before
                 case "set_learning_rate" if view.learning_rate:
                     self.rate *= float(decision.value or 0.0) / view.learning_rate
                 case "set_topology":
@@ -145,6 +154,8 @@ class Adaptation:
         """All of it, as numbers and text by name."""
         return {
             "batch_size": self.batch_size,
+            "shards": self.shards,
+            "base": asdict(self._base),
             "rate": self.rate,
             "topology": self.topology,
             "balances": self.balances,
@@ -157,8 +168,13 @@ class Adaptation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`. A policy that is new begins anew; of one that is gone its effects stay."""
-        self.batch_size, self.rate = state["batch_size"], state["rate"]
+        """The inverse of :meth:`state_dict`. A policy that is new begins anew; of one that is gone its effects stay.
+
+        A job that was changed on purpose, to another batch or number of shards, begins with its own.
+        """
+        if state["base"] == asdict(self._base):
+            self.batch_size, self.shards = state["batch_size"], state["shards"]
+        self.rate = state["rate"]
         self.has_begun, self.digest, self.stopped = state["has_begun"], state["digest"], state["stopped"]
         self.topology, self.balances = state["topology"], state["balances"]
         self.measures_links = state["measures_links"]
@@ -170,21 +186,37 @@ class Adaptation:
     def _check(self, decision: Decision) -> None:
         value = decision.value
         wrong = {
-            "set_batch_size": not isinstance(value, int) or value < self._shards,
             "resize": not isinstance(value, int) or value < 1,
             "replace": not isinstance(value, int) or value < 0,
             "set_learning_rate": not isinstance(value, int | float) or not 0 < value < float("inf"),
         }
         if wrong.get(decision.verb):
             raise PolicyError(
-                f"the policy {decision.policy} wants {decision.verb}({value!r}): a batch has at least as many samples "
-                f"as the job has shards ({self._shards}), there is at least 1 worker, ranks count from 0, and a rate "
-                f"is above 0"
+                f"the policy {decision.policy} wants {decision.verb}({value!r}): there is at least 1 worker, ranks "
+                f"count from 0, and a rate is above 0"
             )
         known = NAMES.get(decision.verb)
         if known is not None and value not in known:
             raise PolicyError(
                 f"the policy {decision.policy} wants {decision.verb}({value!r}): use one of {', '.join(known)}"
+            )
+        if decision.verb == "set_batch_size":
+            self._check_batch(decision)
+
+    def _check_batch(self, decision: Decision) -> None:
+        samples, base = decision.value, self._base.shards
+        shards: Any = decision.shards  # whatever the policy gave
+        cut = "" if shards is None else f", shards={shards!r}"
+        wants = f"the policy {decision.policy} wants set_batch_size({samples!r}{cut})"
+        if shards is not None and (not isinstance(shards, int) or shards < 1 or shards % base):
+            raise PolicyError(
+                f"{wants}: shards can only be cut finer, into a multiple of the job's {base} shards, such as {2 * base}"
+            )
+        least = shards or self.shards
+        if not isinstance(samples, int) or samples < least:
+            raise PolicyError(
+                f"{wants}: a batch has at least as many samples as shards ({least}); the number of shards can be "
+                f"{base}, which the job has, or a multiple of it"
             )
 
 

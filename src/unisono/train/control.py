@@ -12,7 +12,6 @@ from unisono.adapt.timings import Timings
 from unisono.errors import LossError
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
-from unisono.reduce.transport import Transport
 
 MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
@@ -193,19 +192,6 @@ def _report(row: _Words, shard: int, names: Sequence[str]) -> ShardReport:
 def _signature(metrics: Mapping[str, float]) -> float:
     digest = hashlib.blake2b("\n".join(sorted(metrics)).encode(), digest_size=6).digest()
     return float(int.from_bytes(digest, "little"))
-
-
-def total_weight(transport: Transport, weights: Sequence[float]) -> float:
-    """The sum of the weights of all shards, along the summation tree. Collective.
-
-    Args:
-        transport: to the other workers.
-        weights: of this worker's shards, in order.
-    """
-    row = torch.zeros(transport.split.widest, dtype=torch.float64)
-    row[: len(weights)] = torch.tensor(weights, dtype=torch.float64)
-    rows = transport.all_gather(row).tolist()
-    return _total([weight for rank, one in enumerate(rows) for weight in one[: len(transport.split.of(rank))]])
 
 
 def _total(values: Sequence[float]) -> float:

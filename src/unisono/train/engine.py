@@ -20,16 +20,18 @@ from unisono.errors import LossError, ModelError, NondeterministicOperation, Non
 from unisono.job import Job
 from unisono.membership.cores import usable_cores
 from unisono.plan.batches import Batch
+from unisono.plan.split import Split
 from unisono.plan.streams import Stream, stream_seed
 from unisono.reduce.reducer import Reducer
 from unisono.reduce.reduction import REDUCTIONS
 from unisono.reduce.transport import Transport
 from unisono.train.buffers import Buffers
-from unisono.train.control import ControlWord, Flags, ShardReport, StepReport, total_weight
+from unisono.train.control import ControlWord, Flags, ShardReport, StepReport
 from unisono.train.gradients import Fusion, Gradients
 from unisono.train.loss import WeightedLoss
 from unisono.train.prepared import Prepared
 from unisono.train.sharded_update import ShardedUpdate
+from unisono.train.total_weight import require_equal_shards, total_weight
 from unisono.train.update import Update, may_change_gradients
 from unisono.train.workers import Workers
 
@@ -125,7 +127,7 @@ class Execution:
 
 
 class StepEngine:
-    """Computes and commits the calls of one generation."""
+    """Computes and commits the calls of one generation, whatever number of shards their batches are cut into."""
 
     def __init__(
         self, job: Job, workers: Workers, prepared: Prepared, device: torch.device, execution: Execution
@@ -136,8 +138,7 @@ class StepEngine:
         self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap)
         self._prepared = prepared
         self._device = device
-        self._mine = workers.generation.shards
-        self._buffers = Buffers(prepared.buffers, workers.generation.split, workers.rank)
+        self._buffers = Buffers(prepared.buffers, workers.transport.split, workers.rank)
         self._gradients: dict[tuple[int, ...], Gradients] = {}
         self._monitoring = execution.monitoring
         self._shard: ShardReport | None = None
@@ -156,8 +157,11 @@ class StepEngine:
 
         Raises:
             LossError, ModelError, NondeterministicOperation: the user's loss function or model; names the shard.
+            PolicyError: the workers cut the batch into different numbers of shards.
             WorkerLost: another worker is gone.
         """
+        if call.batch.shards != self._split.shards:
+            self._resplit(call.batch.shards)
         self._update.begin()
         self._buffers.begin()
         try:
@@ -197,7 +201,7 @@ class StepEngine:
         norm = call.clip.apply(gradients.parameters)
         if not math.isfinite(norm):
             return self._refused(call, f"the norm of the gradient is {norm}")
-        counts = [len(call.batch.shard(shard)) for shard in range(self._job.shards)]
+        counts = [len(call.batch.shard(shard)) for shard in range(call.batch.shards)]
         try:
             self._buffers.finish(self._workers.transport, used_buffers, counts)
         except BaseException:
@@ -238,6 +242,23 @@ class StepEngine:
             return False
         self._shard.metrics[name] = value
         return True
+
+    @property
+    def _split(self) -> Split:
+        return self._workers.transport.split
+
+    @property
+    def _mine(self) -> range:
+        return self._split.of(self._workers.rank)
+
+    def _resplit(self, shards: int) -> None:
+        """Batches are cut into another number of shards: let go of all that was made for the number before."""
+        self._clear_gradients()
+        for gradients in self._gradients.values():
+            gradients.remove()
+        self._gradients.clear()
+        self._workers.transport.resplit(self._workers.generation.split.refined(shards))
+        self._buffers = Buffers(self._prepared.buffers, self._split, self._workers.rank)
 
     def _attempt(self, call: Call, flags: Callable[[], Flags]) -> Attempt:
         gradients = self._gradients_of(call.optimizers)
@@ -293,7 +314,7 @@ class StepEngine:
         weighted = WeightedLoss.of(returned, shard.samples)
         shard.loss = weighted.loss
         # With one shard the weight cancels out, and without it the bits are those of the plain loop.
-        shard.report.weight = 1.0 if self._job.shards == 1 and weighted.weight else weighted.weight
+        shard.report.weight = 1.0 if call.batch.shards == 1 and weighted.weight else weighted.weight
         self._buffers.take(shard.number)
 
     def _backward(self, shard: "_Shard", gradients: Gradients) -> None:
@@ -312,7 +333,7 @@ class StepEngine:
         self, gradients: Gradients, reports: Sequence[ShardReport], flags: Flags
     ) -> tuple[StepReport, tuple[Flags, ...]]:
         used = [*gradients.used, *self._buffers.used]
-        word = ControlWord(self._workers.generation.split, len(used))
+        word = ControlWord(self._split, len(used))
         words = self._workers.transport.all_gather(word.pack(reports, used, replace(flags, again=gradients.came_twice)))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
         if word.has_silent_worker(words):
@@ -332,7 +353,7 @@ class StepEngine:
             raise LossError(f"step {call.step}: all shards returned the weight 0, so there is no mean to follow")
         for shard, part in enumerate(report.shards):
             if part.weight and not math.isfinite(part.loss):
-                return f"the loss is {part.loss} in shard {shard} (rank {self._workers.generation.split.owner(shard)})"
+                return f"the loss is {part.loss} in shard {shard} (rank {self._split.owner(shard)})"
         return ""
 
     def _refused(self, call: Call, trouble: str) -> bool:
@@ -352,6 +373,7 @@ class StepEngine:
     def _gradients_of(self, optimizers: Sequence[Optimizer]) -> Gradients:
         key = tuple(map(id, optimizers))
         if key not in self._gradients:
+            require_equal_shards(self._workers.transport)  # what follows is made together
             compressed = torch.bfloat16 if self._job.compression == "bf16" else None
             fusion = Fusion(self._bucket_bytes, compressed)
             trained = self._prepared.trained_by(optimizers)

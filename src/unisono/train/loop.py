@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+from unisono.adapt.batch_shape import BatchShape
 from unisono.data.shards import ShardsRequest
 from unisono.errors import JobMismatch
 from unisono.job import differences
@@ -28,7 +29,7 @@ class Hooks:
         end: the body is done, and the run stands here; or it was left, and nothing of the step counts (None).
         boundary: between two steps, where every worker stands with the same state.
         is_whole: whether what the step computed counts: no call of ``step.run`` has failed, the run is open.
-        batch_size: samples in the next global batch.
+        shape: of the next global batch.
         is_stopped: whether the loop is to end at this boundary.
     """
 
@@ -39,7 +40,7 @@ class Hooks:
     end: Callable[[Progress | None], None]
     boundary: Callable[[], None]
     is_whole: Callable[[], bool]
-    batch_size: Callable[[], int]
+    shape: Callable[[], BatchShape]
     is_stopped: Callable[[], bool]
 
 
@@ -76,7 +77,7 @@ class Loop:
             return
         progress = self.entered(progress)
         hooks.move(progress)
-        with closing(Supply(load, self.requests, lambda: (hooks.shards(), hooks.batch_size()))) as supply:
+        with closing(Supply(load, self.requests, lambda: (hooks.shards(), hooks.shape()))) as supply:
             while (found := self._next(progress.position, hooks)) is not None:
                 position, batch = found
                 step = Step(position, batch, partial(supply.at, position), hooks.compute)
@@ -117,9 +118,9 @@ class Loop:
         return Progress(Position(step=position.step, samples=position.samples), self.number + 1)
 
     def requests(self, start: Position, part: Part) -> Iterator[ShardsRequest]:
-        """What a worker with these shards of batches of this size reads in each step from ``start`` on."""
-        shards, size = part
-        for position, batch in replace(self.batches, batch_size=size).remaining(start, self.epochs):
+        """What a worker with these shards of batches of this shape reads in each step from ``start`` on."""
+        shards, shape = part
+        for position, batch in self._shaped(shape).remaining(start, self.epochs):
             if self._is_cut(position):
                 return
             yield ShardsRequest(batch.epoch, tuple(batch.shard(shard) for shard in shards))
@@ -127,9 +128,12 @@ class Loop:
     def _next(self, position: Position, hooks: Hooks) -> tuple[Position, Batch] | None:
         if hooks.is_stopped():
             return None
-        batches = replace(self.batches, batch_size=hooks.batch_size())
+        batches = self._shaped(hooks.shape())
         start = batches.next_from(position, self.epochs)
         return None if start is None or self._is_cut(start) else (start, batches.at(start))
+
+    def _shaped(self, shape: BatchShape) -> Batches:
+        return replace(self.batches, batch_size=shape.samples, shards=shape.shards)
 
     def _is_cut(self, position: Position) -> bool:
         return self.stop_after is not None and position.step >= self.stop_after

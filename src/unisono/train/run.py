@@ -24,7 +24,7 @@ from unisono.adapt.setting import Setting
 from unisono.checkpoint.store import Snapshot
 from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.data.streams import seed_generators
-from unisono.errors import DataError, JobError, ModelError, UnisonoWarning
+from unisono.errors import DataError, JobError, ModelError, PolicyError, UnisonoWarning
 from unisono.job import SAMPLES_PER_SHARD, Job
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
@@ -60,7 +60,7 @@ from unisono.train.workers import Operation, Workers
 RESERVED = frozenset(
     (
         *("step", "epoch", "position", "loss", "losses", "lr", "generation", "world_size", "seconds", "samples_per_s"),
-        *("batch_size", "workers", "links"),
+        *("batch_size", "shards", "workers", "links"),
         *NAMES,
     )
 )
@@ -485,11 +485,14 @@ class Run:
         engine = self._require_engine()
         shards = [to_device(shard, self.device) for shard in step.shards]
         call = Call(step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip)
-        generation = workers.generation
+        generation, mine = workers.generation, self._shards_of(step.batch.shards)
         if self._samples is not None:
-            self._samples.computed(step.number, step.calls, generation.number, step.batch, generation.shards)
+            self._samples.computed(step.number, step.calls, generation.number, step.batch, mine)
         engine.computed = partial(self._computed, step)
-        attempt = engine.attempt(call, partial(self._flags, self._weights_digest(step)))
+        try:
+            attempt = engine.attempt(call, partial(self._flags, self._weights_digest(step)))
+        except PolicyError:  # it knows of numbers of shards alone
+            self._steering.refuse(step.number)
         digests = [flags.digest for flags in attempt.flags]
         if len(set(digests)) > 1:
             engine.discard()
@@ -501,7 +504,7 @@ class Run:
         while self.is_main and workers.transport.measured:
             self._around.folder.journal("topology", **workers.transport.measured.pop(0))
         if self._trace is not None:
-            self._trace.call(call, workers.generation.shards, attempt.report)
+            self._trace.call(call, mine, attempt.report)
         committed = engine.commit(call, attempt)
         if self._samples is not None:
             self._samples.committed(step.number, step.calls, generation.number)
@@ -533,10 +536,15 @@ class Run:
             generation=workers.generation.number,
             world_size=workers.world_size,
             batch_size=self._adaptation.batch_size,
-            shards=self.job.shards,
+            shards=self._adaptation.shards,
             topology=workers.transport.topology,
             departures=workers.generation.departures,
         )
+
+    def _shards_of(self, shards: int) -> range:
+        """Which of so many shards this worker computes."""
+        generation = self._workers.generation
+        return generation.split.refined(shards).of(generation.rank)
 
     def _computed(self, step: Step, seconds: float) -> None:
         step.computed_s = seconds
@@ -544,7 +552,7 @@ class Run:
         self._stopwatch.formed_s, self._stopwatch.checkpoint_s = self._acts.formed_s, self._checkpoints.seconds
         self._observers.tell("step_computed", self, step)
         seconds += perf_counter() - begun
-        self._stopwatch.shard_s = seconds / len(self._workers.generation.shards)
+        self._stopwatch.shard_s = seconds / len(self._shards_of(step.batch.shards))
 
     def _weights_digest(self, step: Step) -> int:
         every = self._around.care.verify_every
@@ -691,14 +699,14 @@ class Run:
         number, self._loops = self._loops, self._loops + 1
         loop = Loop(number, reading, batches, epochs, self._around.settings.stop_after)
         hooks = Hooks(
-            shards=lambda: self._workers.generation.shards,
+            shards=lambda: self._shards_of(self._adaptation.shards),
             compute=self._compute,
             move=self._move,
             begin=self._begin,
             end=self._end,
             boundary=self._at_boundary,
             is_whole=lambda: not (self._computing or self._closed),
-            batch_size=lambda: self._adaptation.batch_size,
+            shape=lambda: self._adaptation.shape,
             is_stopped=lambda: self._adaptation.stopped == number,
         )
         self._computing = False
@@ -726,7 +734,7 @@ class Run:
         seed_generators(stream_seed(self.job.seed, Stream.SCRIPT, step.number))
         self._step_line = {"step": step.number, "epoch": step.epoch, "position": step.position}
         if not self._adaptation.is_empty:
-            self._step_line["batch_size"] = step.size
+            self._step_line |= {"batch_size": step.size, "shards": step.batch.shards}
         self._observers.tell("step_begins", self, step)
 
     def _end(self, after: Progress | None) -> None:

@@ -57,7 +57,7 @@ class SampleLog:
         self._newest = step, call, generation
         used = {shard: self._order(batch.epoch, batch.shard(shard)).tolist() for shard in shards}
         line = {"computed": step, "call": call, "generation": generation, **self._about}
-        self._write({**line, "epoch": batch.epoch, "shards": used})
+        self._write({**line, "epoch": batch.epoch, "cut": batch.shards, "shards": used})
 
     def committed(self, step: int, call: int, generation: int) -> None:
         """The step's update is done here."""

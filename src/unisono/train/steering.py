@@ -98,7 +98,8 @@ class Steering:
             samples=position.samples,
             batch_size=self._adaptation.batch_size,
             base_batch_size=self._job.batch_size,
-            shards=self._job.shards,
+            shards=self._adaptation.shards,
+            base_shards=self._job.shards,
             world_size=setting.world_size or self._membership.workers.world_size,
             learning_rate=float(rates[0]) * self._adaptation.rate if rates else 0.0,
             metrics={name: value for name, value in self._recorder.latest.items() if name not in LOCAL},
@@ -164,4 +165,5 @@ class Steering:
                 self._acts.together(lambda workers: workers.transport.use_topology(name))
         if self._membership.workers.rank == 0:
             about = {"step": view.step, "policy": decision.policy, "verb": decision.verb, "value": decision.value}
+            about |= {} if decision.shards is None else {"shards": decision.shards}
             self._folder.journal("decided", **about, why=dict(decision.why))

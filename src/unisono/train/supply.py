@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from unisono.adapt.batch_shape import BatchShape
 from unisono.data.loader import Loaded
 from unisono.data.shards import ShardsRequest
 from unisono.data.streams import generators_kept
@@ -13,8 +14,8 @@ from unisono.plan.batches import Position
 Load = Callable[[Iterator[ShardsRequest]], Loaded]
 """From what each step needs to what it gets."""
 
-Part = tuple[range, int]
-"""Which shards a worker computes, and of batches of how many samples."""
+Part = tuple[range, BatchShape]
+"""Which shards a worker computes, and of what batches."""
 
 Requests = Callable[[Position, Part], Iterator[ShardsRequest]]
 """What a worker with this part reads in each step from a position on."""

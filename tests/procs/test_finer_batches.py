@@ -1,0 +1,134 @@
+"""A policy cuts batches finer and coarser: the same bits on any number of workers and whatever happens to them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outcomes
+from unisono.testing.samples import Samples, problems
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+
+SCRIPT = Path(__file__).parent / "scripts" / "finer.py"
+SHARDS = 6
+"""Of the job."""
+
+OF_THIS_RUN = ("generation", "world_size", "seconds", "samples_per_s", "workers", "links")
+"""What lines of metrics say of the workers, and not of the job."""
+
+Outcome = tuple[str, dict[int, Any], list[Any]]
+
+
+def start(folder: Path, *options: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return outcomes.train(folder, *options, script=SCRIPT, settings={"UNISONO_SAMPLES": "1", **settings})
+
+
+def train(folder: Path, *options: str, **settings: str) -> Outcome:
+    """The digest of the weights, the metrics of each step, and what was decided when."""
+    ended = start(folder, *options, **settings)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    digest = json.loads((folder / "result.json").read_text())["weights_sha256"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = {line["step"]: {name: line[name] for name in line if name not in OF_THIS_RUN} for line in lines}
+    decided = {json.dumps({**one, "time": 0}) for one in journal(folder, "decided")}
+    return digest, metrics, sorted(map(json.loads, decided), key=lambda one: (one["step"], one["verb"]))
+
+
+def journal(folder: Path, event: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == event]
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Samples]:
+    folder = tmp_path_factory.mktemp("serial") / "run"
+    return train(folder, "-n", "1"), Samples.read(folder)
+
+
+def test_alone_the_batches_have_the_shapes_that_were_decided_and_every_sample_is_used_once(
+    serial: tuple[Outcome, Samples],
+) -> None:
+    (_, metrics, decided), samples = serial
+    seen = [(line["batch_size"], line["shards"]) for line in metrics.values()]
+    assert seen[0] == (96, 12)
+    assert {shards for _, shards in seen} == {6, 12, 24, 30, 36}
+    assert [line["shards"] for line in decided if line["step"] == 4] == [24]
+    assert [line["position"] for line in metrics.values()] == [
+        sum(size for size, _ in seen[:step]) for step in range(len(seen))
+    ]
+    assert problems(samples, len(metrics), SHARDS) == []
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_weights_metrics_and_decisions_are_the_same_on_any_number_of_workers(
+    workers: int, transport: str, serial: tuple[Outcome, Samples], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    assert train(folder, "-n", f"{workers}", OPTIONS=json.dumps({"transport": transport})) == serial[0]
+    assert problems(Samples.read(folder), len(serial[0][1]), SHARDS, serial[1]) == []
+
+
+@pytest.mark.parametrize(
+    ("workers", "settings"),
+    [
+        (3, {"OPTIONS": '{"shard_optimizer": true}'}),
+        (3, {"OPTIONS": '{"verify_every": 3, "overlap": true}', "LOADERS": "1"}),
+        (2, {"OPTIONS": '{"transport": "process_group", "topology": "ring", "overlap": true}'}),
+    ],
+)
+def test_what_decides_no_bit_decides_none_while_the_number_of_shards_changes(
+    workers: int, settings: dict[str, str], serial: tuple[Outcome, Samples], tmp_path: Path
+) -> None:
+    assert train(tmp_path / "run", "-n", f"{workers}", **settings) == serial[0]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_weights_metrics_and_decisions_are_the_same_while_workers_come_and_die(
+    transport: str, serial: tuple[Outcome, Samples], tmp_path: Path
+) -> None:
+    faults, folder = tmp_path / "faults.toml", tmp_path / "run"
+    kills = [(4, 0), (8, 1), (13, 0), (16, 1), (20, 0), (25, 1)]  # at boundaries where the shards change, and others
+    faults.write_text(
+        "".join(f"[[fault]]\nkind = 'kill'\nrank = {r}\nat_step = {s}\nafter_s = 0.002\n" for s, r in kills)
+    )
+    options = ("-n", "1:4", "--max-restarts", "20", "--faults", str(faults))
+    assert train(folder, *options, OPTIONS=json.dumps({"transport": transport, "balance": "speed"})) == serial[0]
+    assert len(journal(folder, "lost")) >= 3
+    assert len({len(one["shards"]) for one in journal(folder, "minted")}) > 1  # some joined
+    assert problems(Samples.read(folder), len(serial[0][1]), SHARDS, serial[1]) == []
+
+
+@pytest.mark.parametrize("steps", [6, 16])
+def test_a_run_that_is_cut_off_goes_on_with_as_many_shards_on_another_number_of_workers(
+    steps: int, serial: tuple[Outcome, Samples], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    start(folder, "-n", "3", "--checkpoint-every", "1", UNISONO_STOP_AFTER=f"{steps}")
+    assert json.loads((folder / "result.json").read_text())["steps"] == steps
+    assert train(folder, "-n", "2") == serial[0]
+    assert [line["step"] for line in journal(folder, "resumed")] == [steps]
+
+
+def test_verify_finds_the_same_bits(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "unisono", "verify", "--workers", "1,3", "--steps", "10", str(SCRIPT)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=outcomes.PATIENCE_S, check=False, cwd=tmp_path
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "identical" in ended.stdout
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_worker_that_decides_another_number_of_shards_is_caught_and_named(transport: str, tmp_path: Path) -> None:
+    options = json.dumps({"transport": transport, "overlap": True})
+    ended = start(tmp_path / "run", "-n", "3", OPTIONS=options, ODD="8")
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 1, said
+    assert "the policies decided differently before step 8" in said
+    assert "rank 0: finer: set_batch_size(96, shards=6)" in said
+    assert "rank 1: finer: set_batch_size(96, shards=18)" in said

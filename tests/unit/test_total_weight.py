@@ -1,0 +1,67 @@
+"""What the shards of a step weigh together; and workers that cut a batch differently find out. Workers are threads."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unisono.errors import PolicyError
+from unisono.plan.split import Split
+from unisono.plan.tree import Node, SummationTree
+from unisono.reduce.process_group import ProcessGroupTransport
+from unisono.train.total_weight import require_equal_shards, total_weight
+
+pytestmark = pytest.mark.unit
+
+
+def together(split: Split, work: Any) -> list[Any]:
+    """Do something on every worker, over a process group."""
+    store = dist.HashStore()
+
+    def worker(rank: int) -> Any:
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=20)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = dist.ProcessGroupGloo(store, rank, split.workers, options)
+        transport = ProcessGroupTransport(group, rank, split, torch.device("cpu"))
+        try:
+            return work(transport)
+        finally:
+            transport.close()
+
+    with ThreadPoolExecutor(split.workers) as pool:
+        return list(pool.map(worker, range(split.workers)))
+
+
+@pytest.mark.parametrize("split", [Split.even(24, 1), Split.even(13, 5), Split((0, 1, 7, 8)), Split((0, 499, 1000))])
+def test_weights_are_added_along_the_tree_to_the_last_bit(split: Split) -> None:
+    torch.manual_seed(0)
+    weights = (torch.rand(split.shards, dtype=torch.float64) * 10).tolist()
+    leaves = {Node(shard, shard + 1): weight for shard, weight in enumerate(weights)}
+    expected = SummationTree(split.shards).finish(leaves, lambda left, right: left + right)
+
+    def weigh(transport: Any) -> float:
+        mine = split.of(transport.rank)
+        return total_weight(transport, weights[mine.start : mine.stop])
+
+    assert together(split, weigh) == [expected] * split.workers
+
+
+@pytest.mark.parametrize("first", ["weighs", "asks"])
+def test_workers_that_cut_a_batch_differently_all_find_out(first: str) -> None:
+    split = Split.even(4, 3)
+
+    def work(transport: Any) -> str:
+        if transport.rank == 1:
+            transport.resplit(split.refined(8))
+        with pytest.raises(PolicyError, match=r"\(rank 0: 4, rank 1: 8, rank 2: 4\)") as error:
+            if transport.rank == 1 or first == "asks":
+                require_equal_shards(transport)
+            else:
+                total_weight(transport, [1.0] * len(split.of(transport.rank)))
+        return type(error.value).__name__
+
+    assert together(split, work) == ["PolicyError"] * 3
