@@ -15,7 +15,7 @@ from unisono.adapt.setting import Setting
 from unisono.adapt.timings import Timings
 from unisono.plan.links import Links
 
-NAMES = ("gradient_norm", "gradient_variance", "noise_scale", "loss_variance")
+NAMES = ("gradient_norm", "gradient_variance", "gradient_signal", "noise_scale", "loss_variance")
 """In ``metrics.jsonl``, in steps that are watched."""
 
 
@@ -65,6 +65,7 @@ class Monitors:
         found = {
             "gradient_norm": math.sqrt(norms.mean),
             "gradient_variance": None if noise is None else noise.variance,
+            "gradient_signal": None if noise is None else noise.signal,
             "noise_scale": None if noise is None else noise.scale,
             "loss_variance": loss_variance(losses, norms.sizes),
         }
