@@ -50,6 +50,12 @@ class Monitors:
         self.setting, self.timings = setting, tuple(timings)
         self.seconds += max(each.step_s for each in timings)
 
+    @property
+    def times(self) -> dict[str, Any]:
+        """What there is to say of the newest step's times, and of how it was computed."""
+        setting = {**asdict(self.setting), "steady": self.steady, "seconds": self.seconds}
+        return {"workers": [asdict(each) for each in self.timings], "setting": setting}
+
     def see(self, norms: GradientNorms, losses: Sequence[float]) -> dict[str, float]:
         """A step was committed.
 
