@@ -1,0 +1,154 @@
+"""Policies that look at a recorded run: what they would have done."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from unisono.adapt.decision import Decision, Verb
+from unisono.adapt.policy import Policy
+from unisono.adapt.recorded import RecordedStep, gaps, recorded_steps
+from unisono.adapt.view import View
+from unisono.errors import JobError, PolicyError
+from unisono.study.record import Record
+from unisono.study.timeline import decisions_that_hold
+from unisono.train.adaptation import Adaptation, Hook
+
+Likeness = Literal["alike", "different", "in the run alone", "in the replay alone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What policies would have done in a run.
+
+    Attributes:
+        decisions: in order, each with the steps committed by then.
+        settings: after each recorded step: steps committed, batch size, learning rate, as the policies want them.
+        stopped: the steps after which they would have ended the training; None if they would not.
+        gaps: steps that are not recorded, so that they were not asked after them.
+        watched: share of the recorded steps whose gradients were measured.
+    """
+
+    decisions: Sequence[tuple[int, Decision]]
+    settings: Sequence[tuple[int, int, float]]
+    stopped: int | None
+    gaps: Sequence[int]
+    watched: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What the run decided after a step, and what the replay did: the same verb of the same policy, or one alone."""
+
+    step: int
+    run: Decision | None
+    replay: Decision | None
+
+    @property
+    def policy(self) -> str:
+        """Whose decision it is."""
+        return self._either.policy
+
+    @property
+    def verb(self) -> Verb:
+        """Of the decision."""
+        return self._either.verb
+
+    @property
+    def likeness(self) -> Likeness:
+        """How the two compare, with their figures."""
+        if self.run is None:
+            return "in the replay alone"
+        if self.replay is None:
+            return "in the run alone"
+        return "alike" if self.run == self.replay else "different"
+
+    @property
+    def _either(self) -> Decision:
+        found = self.run or self.replay
+        assert found is not None, "at least one of the two decided"
+        return found
+
+
+def replay(record: Record, policies: Sequence[Policy]) -> Replay:
+    """Ask policies after each recorded step, in the order in which a run asks them.
+
+    What they see is what the run measured: it does not react to what they decide. Batch size and learning rate alone
+    are what they made of them, for policies go by what they have reached.
+
+    Args:
+        record: of the run.
+        policies: new ones, that nobody has asked yet.
+
+    Raises:
+        JobError: the record does not have what the policies read; says how to record it.
+        PolicyError: a policy failed, or wants something that makes no sense; names it.
+    """
+    job = record.job
+    steps = recorded_steps(record.metrics, job.batch_size, job.shards)
+    adaptation = Adaptation(policies, job.batch_size, job.shards)
+    _require_figures(record, steps, adaptation)
+    watched = sum("gradient_variance" in step.view.metrics for step in steps) / len(steps)
+    ends = {step for step, decision in decisions_that_hold(record.journal) if decision.verb == "stop"}
+    decisions: list[tuple[int, Decision]] = []
+    settings: list[tuple[int, int, float]] = []
+    stopped = None
+    for hooks, view in _moments(steps, adaptation):
+        found = _asked(adaptation, hooks, view)
+        adaptation.take(found, view, loop=0)
+        decisions += [(view.step, decision) for decision in found]
+        settings.append((view.step, view.batch_size, view.learning_rate))
+        if any(decision.verb == "stop" for decision in found) and view.step not in ends:
+            stopped = view.step  # the run went on, and nobody knows what it would have measured elsewhere
+            break
+    else:
+        if any(line.get("event") == "finished" for line in record.journal):
+            _asked(adaptation, ("after_train",), replace(view, epoch=0))
+    return Replay(decisions, settings, stopped, gaps(steps), watched)
+
+
+def compared(run: Sequence[tuple[int, Decision]], replayed: Sequence[tuple[int, Decision]]) -> list[Pair]:
+    """Decisions side by side, in the order of steps."""
+    left: dict[tuple[int, str, Verb], deque[Decision]] = defaultdict(deque)
+    for step, decision in replayed:
+        left[step, decision.policy, decision.verb].append(decision)
+    pairs = []
+    for step, decision in run:
+        others = left[step, decision.policy, decision.verb]
+        pairs.append(Pair(step, decision, others.popleft() if others else None))
+    alone = [Pair(step, None, decision) for (step, _, _), others in left.items() for decision in others]
+    return sorted([*pairs, *alone], key=lambda pair: pair.step)
+
+
+def _moments(steps: Sequence[RecordedStep], adaptation: Adaptation) -> Iterator[tuple[tuple[Hook, ...], View]]:
+    """When a run asks its policies: what, and with which view."""
+    yield ("before_train",), steps[0].before
+    for step in steps:
+        view = step.seen(adaptation.batch_size, adaptation.rate)
+        yield ("after_step", "after_epoch") if step.ends_epoch else ("after_step",), view
+
+
+def _asked(adaptation: Adaptation, hooks: Sequence[Hook], view: View) -> list[Decision]:
+    try:
+        return [decision for hook in hooks for decision in adaptation.ask(hook, view)]
+    except PolicyError as error:
+        raise PolicyError(f"after step {view.step} of the recorded run: {error}") from error
+
+
+def _require_figures(record: Record, steps: Sequence[RecordedStep], adaptation: Adaptation) -> None:
+    if not steps:
+        raise JobError(f"{record.path / 'metrics.jsonl'} holds no step: there is nothing that a policy could look at")
+    if not adaptation.needs_monitor or any(step.view.noise is not None for step in steps):
+        return
+    names = ", ".join(adaptation.names)
+    if record.job.shards < 2:
+        raise JobError(
+            f"{names}: reads the gradients' noise, of which a job with one shard can say nothing; train with at least "
+            f"2 shards"
+        )
+    raise JobError(
+        f"{names}: reads the gradients' noise, which {record.path} has no figures of; record them with "
+        f"unisono.init(monitor=1), or UNISONO_MONITOR_EVERY=1"
+    )
