@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from unisono.adapt.decision import Figure
 from unisono.adapt.norms import Noise
-from unisono.adapt.view import View
+from unisono.adapt.timings import Timings
+from unisono.adapt.view import LOCAL, View
 from unisono.errors import JobError
 
 
@@ -22,11 +25,13 @@ class RecordedStep:
         view: what policies saw after it, or would have seen, with the batch that the job began with.
         lr_factor: what the run's policies had made of the script's learning rates.
         ends_epoch: whether an epoch ended with it.
+        observed_before: what policies had observed before it.
     """
 
     view: View
     lr_factor: float
     ends_epoch: bool
+    observed_before: Mapping[str, Mapping[str, Figure]] = field(default_factory=dict)
 
     def seen(self, batch_size: int, lr_factor: float) -> View:
         """What policies see that have made these of the batch and of the script's learning rates."""
@@ -38,17 +43,32 @@ class RecordedStep:
     def before(self) -> View:
         """What policies see before the first step, if this is the first."""
         line = self.view.metrics
-        start = replace(self.view, step=line["step"], samples=line["position"], epoch=0, metrics={}, noise=None)
-        return replace(start, learning_rate=_rate(line["lr"]))
+        return View(
+            step=line["step"],
+            epoch=0,
+            samples=line["position"],
+            batch_size=self.view.batch_size,
+            base_batch_size=self.view.base_batch_size,
+            shards=self.view.shards,
+            world_size=self.view.world_size,
+            learning_rate=_rate(line["lr"]),
+            observed=self.observed_before,
+        )
 
 
-def recorded_steps(lines: Iterable[Mapping[str, Any]], batch_size: int, shards: int) -> list[RecordedStep]:
+def recorded_steps(
+    lines: Iterable[Mapping[str, Any]],
+    batch_size: int,
+    shards: int,
+    observations: Iterable[tuple[int, str, Mapping[str, Figure]]] = (),
+) -> list[RecordedStep]:
     """What lines of ``metrics.jsonl`` tell of steps, in their order; what scripts logged beside them is left out.
 
     Args:
         lines: of one run.
         batch_size: samples in a batch, as the job says.
         shards: of the job.
+        observations: of policies: the steps committed by then, the policy's name, the figures; in their order.
 
     Raises:
         JobError: a line lacks what every step has; names the step and the field.
@@ -57,8 +77,14 @@ def recorded_steps(lines: Iterable[Mapping[str, Any]], batch_size: int, shards: 
     ordered = [(_line(by_step[step]), by_step[step]) for step in sorted(by_step)]
     found: list[RecordedStep] = []
     noise: Noise | None = None
+    setting = _Setting()
+    workers: tuple[Timings, ...] = ()
+    observed: dict[str, Mapping[str, Figure]] = {}
+    to_come = deque(observations)
     for number, (line, written) in enumerate(ordered):
-        noise = line.noise or noise
+        noise, setting, workers = line.noise or noise, line.setting or setting, line.workers or workers
+        before = observed = _with(observed, to_come, line.step)
+        observed = _with(observed, to_come, line.step + 1)
         following = ordered[min(number + 1, len(ordered) - 1)][0]
         view = View(
             step=line.step + 1,
@@ -66,13 +92,20 @@ def recorded_steps(lines: Iterable[Mapping[str, Any]], batch_size: int, shards: 
             samples=line.position + line.batch_size,
             batch_size=batch_size,
             base_batch_size=batch_size,
-            shards=shards,
-            world_size=line.world_size,
+            shards=setting.shards or shards,
+            world_size=setting.world_size or line.world_size,
             learning_rate=line.rate_before(following),
-            metrics=_with_nan(dict(written)),
+            metrics={name: _with_nan(value) for name, value in written.items() if name not in LOCAL},
             noise=noise,
+            workers=workers,
+            steady=setting.steady,
+            seconds=setting.seconds,
+            generation=setting.generation,
+            departures=setting.departures,
+            topology=setting.topology,
+            observed=observed,
         )
-        found.append(RecordedStep(view, line.lr_factor, line.ends_epoch))
+        found.append(RecordedStep(view, line.lr_factor, line.ends_epoch, before))
     return found
 
 
@@ -82,10 +115,22 @@ def gaps(steps: Sequence[RecordedStep]) -> list[int]:
     return [step for step in range(min(known, default=0), max(known, default=0)) if step not in known]
 
 
+class _Setting(BaseModel):
+    """How a step was computed, and what else policies know of time; empty where nobody wrote it down."""
+
+    generation: int = 0
+    world_size: int = 0
+    shards: int = 0
+    topology: str = ""
+    departures: int = 0
+    steady: int = 0
+    seconds: float = 0.0
+
+
 class _Line(BaseModel):
     """What every step has, and what only some have."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow")
 
     step: int
     epoch: int
@@ -98,6 +143,8 @@ class _Line(BaseModel):
     ends_epoch: bool = False
     gradient_variance: float | None = None
     gradient_signal: float | None = None
+    setting: _Setting | None = None
+    workers: tuple[Timings, ...] = ()
 
     @property
     def noise(self) -> Noise | None:
@@ -127,6 +174,17 @@ def _line(line: Mapping[str, Any]) -> _Line:
             f"metrics.jsonl says of step {line.get('step')} too little for a policy: {where}: {problem['msg']}; was it "
             f"written by an older version?"
         ) from error
+
+
+def _with(
+    observed: Mapping[str, Mapping[str, Figure]], to_come: deque[tuple[int, str, Mapping[str, Figure]]], step: int
+) -> dict[str, Mapping[str, Figure]]:
+    """With what was observed up to a step, which is taken from what is to come."""
+    found = dict(observed)
+    while to_come and to_come[0][0] <= step:
+        _, policy, figures = to_come.popleft()
+        found[policy] = figures
+    return found
 
 
 def _rate(lr: float | None) -> float:

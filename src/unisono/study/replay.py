@@ -13,7 +13,7 @@ from unisono.adapt.recorded import RecordedStep, gaps, recorded_steps
 from unisono.adapt.view import View
 from unisono.errors import JobError, PolicyError
 from unisono.study.record import Record
-from unisono.study.timeline import decisions_that_hold
+from unisono.study.timeline import decisions_that_hold, lines_that_hold
 from unisono.train.adaptation import Adaptation, Hook
 
 Likeness = Literal["alike", "different", "in the run alone", "in the replay alone"]
@@ -87,7 +87,9 @@ def replay(record: Record, policies: Sequence[Policy]) -> Replay:
         PolicyError: a policy failed, or wants something that makes no sense; names it.
     """
     job = record.job
-    steps = recorded_steps(record.metrics, job.batch_size, job.shards)
+    seen = lines_that_hold(record.journal, "observed")
+    observed = [(line["step"], str(line.get("policy")), line.get("figures") or {}) for line in seen]
+    steps = recorded_steps(record.metrics, job.batch_size, job.shards, observed)
     adaptation = Adaptation(policies, job.batch_size, job.shards)
     _require_figures(record, steps, adaptation)
     watched = sum("gradient_variance" in step.view.metrics for step in steps) / len(steps)

@@ -66,21 +66,26 @@ def decision_of(line: Mapping[str, Any]) -> Decision:
 
 
 def decisions_that_hold(journal: Iterable[Mapping[str, Any]]) -> list[tuple[int, Decision]]:
-    """The decisions that made the run what it is, each with the steps committed by then.
+    """The decisions that made the run what it is, each with the steps committed by then."""
+    return [(line["step"], decision_of(line)) for line in lines_that_hold(journal, "decided")]
 
-    A run that goes on from a checkpoint takes those behind it again, and one that starts over all of them. A main
+
+def lines_that_hold(journal: Iterable[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
+    """The lines of an event that belong to the run as it is now: each once, and each with a step.
+
+    A run that goes on from a checkpoint does the steps behind it again, and one that starts over all of them. A main
     worker that takes over may write down again what the one before it had written.
     """
-    found: dict[str, tuple[int, Decision]] = {}
-    earlier: dict[str, tuple[int, Decision]] = {}  # of starts before the newest one
+    found: dict[str, Mapping[str, Any]] = {}
+    earlier: dict[str, Mapping[str, Any]] = {}  # of starts before the newest one
     for line in journal:
-        event, step = line.get("event"), line.get("step")
-        if event == "started":
+        what, step = line.get("event"), line.get("step")
+        if what == "started":
             found, earlier = {}, earlier | found
-        elif event == "resumed" and isinstance(step, int):
-            found, earlier = {key: taken for key, taken in (earlier | found).items() if taken[0] <= step}, {}
-        elif event == "decided" and isinstance(step, int):
-            found[json.dumps({**line, "time": None})] = (step, decision_of(line))
+        elif what == "resumed" and isinstance(step, int):
+            found, earlier = {key: one for key, one in (earlier | found).items() if one["step"] <= step}, {}
+        elif what == event and isinstance(step, int):
+            found[json.dumps({**line, "time": None})] = line
     return list(found.values())
 
 

@@ -120,7 +120,7 @@ class Steering:
             departures=setting.departures,
             topology=setting.topology,
             links=monitors.links,
-            observed=self._adaptation.observed,
+            observed=dict(self._adaptation.observed),
         )
 
     def _ask(self, hooks: Sequence[Hook], epoch: int) -> None:
