@@ -12,12 +12,14 @@ from rich.console import Console
 from rich.text import Text
 
 from unisono.adapt.named import policies_named
+from unisono.cli.timeline import comparison_lines, comparison_table, timeline_lines, timeline_table
 from unisono.jsonl import to_json
+from unisono.study.comparison import Pair, compared
 from unisono.study.record import Record
 from unisono.study.timeline import UNTOLD, decisions_that_hold, timeline
 
 if TYPE_CHECKING:
-    from unisono.study.replay import Pair, Replay
+    from unisono.study.replay import Replay
 
 OPEN_LOOP = (
     "The replay sees what the run measured, which does not react to what it decides; only batch size and learning rate "
@@ -76,8 +78,6 @@ def _replayed(record: Record, names: Sequence[str]) -> "Replay":
 
 
 def _show_timeline(record: Record, out: Console, *, everything: bool, as_json: bool) -> None:
-    from unisono.cli.timeline import timeline_lines, timeline_table
-
     told = [one for one in timeline(record.journal) if everything or one.event not in UNTOLD]
     if as_json:
         for line in timeline_lines(told):
@@ -89,9 +89,6 @@ def _show_timeline(record: Record, out: Console, *, everything: bool, as_json: b
 
 
 def _show_comparison(record: Record, replayed: "Replay", out: Console, *, everything: bool, as_json: bool) -> None:
-    from unisono.cli.timeline import comparison_lines, comparison_table
-    from unisono.study.replay import compared
-
     pairs = compared(decisions_that_hold(record.journal), replayed.decisions)
     if as_json:
         for line in comparison_lines(pairs):
@@ -102,7 +99,7 @@ def _show_comparison(record: Record, replayed: "Replay", out: Console, *, everyt
         typer.echo(words, err=as_json)
 
 
-def _notes(pairs: Sequence["Pair"], replayed: "Replay") -> Iterator[str]:
+def _notes(pairs: Sequence[Pair], replayed: "Replay") -> Iterator[str]:
     counts = Counter(pair.likeness for pair in pairs)
     listed = ", ".join(f"{count} {likeness}" for likeness, count in sorted(counts.items()))
     yield f"Decisions: {listed or 'none, neither in the run nor in the replay'}."

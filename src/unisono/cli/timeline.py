@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono.adapt.decision import Decision
-from unisono.study.replay import Pair
+from unisono.study.comparison import Pair
 from unisono.study.timeline import Happening, decision_of, figure, figures, folded
 
 
@@ -48,7 +48,7 @@ def comparison_table(pairs: Sequence[Pair], *, unfolded: bool) -> Table:
 
 def timeline_lines(happenings: Sequence[Happening]) -> Iterator[dict[str, Any]]:
     """The lines of the journal, each with the seconds since the first."""
-    return ({"seconds": one.seconds, **one.line} for one in happenings)
+    return ({"after_s": one.seconds, **one.line} for one in happenings)
 
 
 def comparison_lines(pairs: Sequence[Pair]) -> Iterator[dict[str, Any]]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from unisono.adapt.decision import Decision, Verb
+from unisono.adapt.decision import Decision
 from unisono.adapt.policy import Policy
 from unisono.adapt.recorded import RecordedStep, gaps, recorded_steps
 from unisono.adapt.view import View
@@ -15,8 +13,6 @@ from unisono.errors import JobError, PolicyError
 from unisono.study.record import Record
 from unisono.study.timeline import decisions_that_hold, lines_that_hold
 from unisono.train.adaptation import Adaptation, Hook
-
-Likeness = Literal["alike", "different", "in the run alone", "in the replay alone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,40 +32,6 @@ class Replay:
     stopped: int | None
     gaps: Sequence[int]
     watched: float
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """What the run decided after a step, and what the replay did: the same verb of the same policy, or one alone."""
-
-    step: int
-    run: Decision | None
-    replay: Decision | None
-
-    @property
-    def policy(self) -> str:
-        """Whose decision it is."""
-        return self._either.policy
-
-    @property
-    def verb(self) -> Verb:
-        """Of the decision."""
-        return self._either.verb
-
-    @property
-    def likeness(self) -> Likeness:
-        """How the two compare, with their figures."""
-        if self.run is None:
-            return "in the replay alone"
-        if self.replay is None:
-            return "in the run alone"
-        return "alike" if self.run == self.replay else "different"
-
-    @property
-    def _either(self) -> Decision:
-        found = self.run or self.replay
-        assert found is not None, "at least one of the two decided"
-        return found
 
 
 def replay(record: Record, policies: Sequence[Policy]) -> Replay:
@@ -109,19 +71,6 @@ def replay(record: Record, policies: Sequence[Policy]) -> Replay:
         if any(line.get("event") == "finished" for line in record.journal):
             _asked(adaptation, ("after_train",), replace(view, epoch=0))
     return Replay(decisions, settings, stopped, gaps(steps), watched)
-
-
-def compared(run: Sequence[tuple[int, Decision]], replayed: Sequence[tuple[int, Decision]]) -> list[Pair]:
-    """Decisions side by side, in the order of steps."""
-    left: dict[tuple[int, str, Verb], deque[Decision]] = defaultdict(deque)
-    for step, decision in replayed:
-        left[step, decision.policy, decision.verb].append(decision)
-    pairs = []
-    for step, decision in run:
-        others = left[step, decision.policy, decision.verb]
-        pairs.append(Pair(step, decision, others.popleft() if others else None))
-    alone = [Pair(step, None, decision) for (step, _, _), others in left.items() for decision in others]
-    return sorted([*pairs, *alone], key=lambda pair: pair.step)
 
 
 def _moments(steps: Sequence[RecordedStep], adaptation: Adaptation) -> Iterator[tuple[tuple[Hook, ...], View]]:
