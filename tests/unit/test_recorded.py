@@ -16,6 +16,7 @@ from unisono.adapt.policy import Policy
 from unisono.adapt.recorded import gaps, recorded_steps
 from unisono.adapt.view import View
 from unisono.errors import JobError
+from unisono.plan.links import Links
 from unisono.study.record import Record
 from unisono.study.replay import replay
 
@@ -59,6 +60,12 @@ def test_the_noise_stays_known_between_the_steps_that_are_watched() -> None:
     figures = {"gradient_variance": 8.0, "gradient_signal": -1.0}
     steps = recorded_steps(lines({}, figures, {}), 64, 8)
     assert [step.view.noise for step in steps] == [None, Noise(8.0, -1.0), Noise(8.0, -1.0)]
+
+
+def test_links_stay_as_they_were_measured_last() -> None:
+    links = {"latency_s": [[0.0, 0.1], [0.1, 0.0]], "bytes_per_s": [[0.0, 5.0], [5.0, 0.0]]}
+    steps = recorded_steps(lines({}, {"links": links}, {}), 64, 8)
+    assert [step.view.links for step in steps] == [None, Links.from_json(links), Links.from_json(links)]
 
 
 def test_a_loss_that_was_no_number_is_none_again() -> None:

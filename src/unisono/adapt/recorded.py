@@ -15,6 +15,7 @@ from unisono.adapt.norms import Noise
 from unisono.adapt.timings import Timings
 from unisono.adapt.view import LOCAL, View
 from unisono.errors import JobError
+from unisono.plan.links import Links
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,12 @@ def recorded_steps(
     noise: Noise | None = None
     setting = _Setting()
     workers: tuple[Timings, ...] = ()
+    links: Links | None = None
     observed: dict[str, Mapping[str, Figure]] = {}
     to_come = deque(observations)
     for number, (line, written) in enumerate(ordered):
         noise, setting, workers = line.noise or noise, line.setting or setting, line.workers or workers
+        links = Links.from_json(line.links) if line.links else links
         before = observed = _with(observed, to_come, line.step)
         observed = _with(observed, to_come, line.step + 1)
         following = ordered[min(number + 1, len(ordered) - 1)][0]
@@ -103,6 +106,7 @@ def recorded_steps(
             generation=setting.generation,
             departures=setting.departures,
             topology=setting.topology,
+            links=links,
             observed=observed,
         )
         found.append(RecordedStep(view, line.lr_factor, line.ends_epoch, before))
@@ -145,6 +149,7 @@ class _Line(BaseModel):
     gradient_signal: float | None = None
     setting: _Setting | None = None
     workers: tuple[Timings, ...] = ()
+    links: dict[str, list[list[float]]] | None = None
 
     @property
     def noise(self) -> Noise | None:

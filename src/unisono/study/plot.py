@@ -26,6 +26,9 @@ MARKS: Mapping[str, tuple[str, str]] = {
     "set_batch_size": (BLUE, "s"),
     "set_learning_rate": (ORANGE, "|"),
     "resize": (GREEN, "^"),
+    "replace": (GREEN, "v"),
+    "set_topology": (PINK, "P"),
+    "set_balance": (PINK, "d"),
     "checkpoint": (SKY, "D"),
     "stop": (RED, "X"),
 }
@@ -36,7 +39,7 @@ OTHER_MARK = (PINK, "o")
 DASHED: Mapping[str, Any] = {"color": ORANGE, "linewidth": 1.4, "linestyle": "--", "drawstyle": "steps-pre"}
 """What the replay made of something."""
 
-WITHOUT_LINE = ("set_learning_rate", "checkpoint")
+WITHOUT_LINE = ("set_learning_rate", "measure_links", "checkpoint")
 """Verbs that may come in every step: a line through all panels for each would hide what is behind."""
 
 Panel = Callable[[Any, "Picture"], None]
