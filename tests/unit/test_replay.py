@@ -220,6 +220,24 @@ def test_what_is_not_recorded_is_said_with_how_to_record_it(folder: Path) -> Non
         replay(Record.read(folder), [Sees()])
 
 
+def test_figures_that_are_not_recorded_in_every_step_are_counted(folder: Path) -> None:
+    lines = metrics(**NOISE, gradient_norm=1.0)
+    write(folder / "metrics.jsonl", [{**line, "workers": []} if line["step"] % 3 else line for line in lines])
+    found = replay(Record.read(folder), [Sees()])
+    assert (found.unwatched, found.untimed) == (0, 4)
+    write(folder / "metrics.jsonl", [*metrics()[:5], *lines[5:]])
+    assert replay(Record.read(folder), [NoiseScalePolicy(largest=512)]).unwatched == 5
+
+
+def test_a_policy_that_fails_for_want_of_times_hears_how_to_record_them(folder: Path) -> None:
+    class Slowest(Policy):
+        def after_step(self, view: View) -> None:
+            max(worker.shard_s for worker in view.workers)
+
+    with pytest.raises(PolicyError, match=r"slowest failed in after_step.*had not written down.*monitor=1"):
+        replay(Record.read(folder), [Slowest()])
+
+
 class Fails(Policy):
     def after_step(self, view: View) -> None:
         if view.step == 3:

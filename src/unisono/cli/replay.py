@@ -106,9 +106,10 @@ def _notes(pairs: Sequence[Pair], replayed: "Replay") -> Iterator[str]:
     yield OPEN_LOOP
     if replayed.stopped is not None:
         yield f"The replay ends the loop after step {replayed.stopped}; what the run did later it has not seen."
-    if replayed.watched < 1:
-        share = f"{replayed.watched:.1%}"
-        yield f"Gradients were measured in {share} of the steps; in between, the replay sees the figures before."
+    if replayed.unwatched:
+        yield f"Gradients were not measured in {replayed.unwatched} of the steps; there the replay sees older figures."
+    if replayed.untimed:
+        yield f"The workers' times were not written down in {replayed.untimed} of the steps; there it sees older ones."
     if replayed.gaps:
         some = ", ".join(map(str, replayed.gaps[:10])) + (" …" if len(replayed.gaps) > 10 else "")
         yield f"Steps that are not recorded, and after which the replay was not asked: {some}"

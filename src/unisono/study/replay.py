@@ -14,6 +14,8 @@ from unisono.study.record import Record
 from unisono.study.timeline import decisions_that_hold, lines_that_hold
 from unisono.train.adaptation import Adaptation, Hook
 
+RECORDING = "record them with unisono.init(monitor=1), or UNISONO_MONITOR_EVERY=1"
+
 
 @dataclass(frozen=True, slots=True)
 class Replay:
@@ -24,14 +26,16 @@ class Replay:
         settings: after each recorded step: steps committed, batch size, learning rate, as the policies want them.
         stopped: the steps after which they would have ended the training; None if they would not.
         gaps: steps that are not recorded, so that they were not asked after them.
-        watched: share of the recorded steps whose gradients were measured.
+        unwatched: recorded steps whose gradients were not measured, if a policy reads that.
+        untimed: recorded steps in which the workers' times were not written down.
     """
 
     decisions: Sequence[tuple[int, Decision]]
     settings: Sequence[tuple[int, int, float]]
     stopped: int | None
     gaps: Sequence[int]
-    watched: float
+    unwatched: int
+    untimed: int
 
 
 def replay(record: Record, policies: Sequence[Policy]) -> Replay:
@@ -54,7 +58,8 @@ def replay(record: Record, policies: Sequence[Policy]) -> Replay:
     steps = recorded_steps(record.metrics, job.batch_size, job.shards, observed)
     adaptation = Adaptation(policies, job.batch_size, job.shards)
     _require_figures(record, steps, adaptation)
-    watched = sum("gradient_variance" in step.view.metrics for step in steps) / len(steps)
+    untimed = sum("workers" not in step.view.metrics for step in steps)
+    unwatched = sum("gradient_norm" not in step.view.metrics for step in steps) if adaptation.needs_monitor else 0
     ends = {step for step, decision in decisions_that_hold(record.journal) if decision.verb == "stop"}
     decisions: list[tuple[int, Decision]] = []
     settings: list[tuple[int, int, float]] = []
@@ -70,7 +75,7 @@ def replay(record: Record, policies: Sequence[Policy]) -> Replay:
     else:
         if any(line.get("event") == "finished" for line in record.journal):
             _asked(adaptation, ("after_train",), replace(view, epoch=0))
-    return Replay(decisions, settings, stopped, gaps(steps), watched)
+    return Replay(decisions, settings, stopped, gaps(steps), unwatched, untimed)
 
 
 def _moments(steps: Sequence[RecordedStep], adaptation: Adaptation) -> Iterator[tuple[tuple[Hook, ...], View]]:
@@ -85,7 +90,8 @@ def _asked(adaptation: Adaptation, hooks: Sequence[Hook], view: View) -> list[De
     try:
         return [decision for hook in hooks for decision in adaptation.ask(hook, view)]
     except PolicyError as error:
-        raise PolicyError(f"after step {view.step} of the recorded run: {error}") from error
+        lacks = "" if view.workers else f". The run had not written down its workers' times by then: {RECORDING}"
+        raise PolicyError(f"after step {view.step} of the recorded run: {error}{lacks}") from error
 
 
 def _require_figures(record: Record, steps: Sequence[RecordedStep], adaptation: Adaptation) -> None:
@@ -99,7 +105,4 @@ def _require_figures(record: Record, steps: Sequence[RecordedStep], adaptation: 
             f"{names}: reads the gradients' noise, of which a job with one shard can say nothing; train with at least "
             f"2 shards"
         )
-    raise JobError(
-        f"{names}: reads the gradients' noise, which {record.path} has no figures of; record them with "
-        f"unisono.init(monitor=1), or UNISONO_MONITOR_EVERY=1"
-    )
+    raise JobError(f"{names}: reads the gradients' noise, which {record.path} has no figures of; {RECORDING}")
