@@ -95,7 +95,7 @@ def recorded_steps(
             samples=line.position + line.batch_size,
             batch_size=batch_size,
             base_batch_size=batch_size,
-            shards=setting.shards or shards,
+            shards=shards,
             world_size=setting.world_size or line.world_size,
             learning_rate=line.rate_before(following),
             metrics={name: _with_nan(value) for name, value in written.items() if name not in LOCAL},
@@ -124,7 +124,6 @@ class _Setting(BaseModel):
 
     generation: int = 0
     world_size: int = 0
-    shards: int = 0
     topology: str = ""
     departures: int = 0
     steady: int = 0
