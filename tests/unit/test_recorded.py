@@ -17,8 +17,10 @@ from unisono.adapt.recorded import gaps, recorded_steps
 from unisono.adapt.view import View
 from unisono.errors import JobError
 from unisono.plan.links import Links
+from unisono.study.comparison import compared
 from unisono.study.record import Record
 from unisono.study.replay import replay
+from unisono.study.timeline import decisions_that_hold
 
 pytestmark = pytest.mark.unit
 
@@ -125,22 +127,28 @@ class Curious(Policy):
         self._seen.append(("after_epoch", view))
 
 
-@pytest.fixture
-def recorded(tmp_path: Path, one_worker: None) -> tuple[Path, Curious]:
-    policy = Curious()
+def train(folder: Path, policy: Policy, *, loops: int = 1, lost_at: int | None = None, **settings: Any) -> None:
     draw = torch.Generator().manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(100, 10, generator=draw))
-    with unisono.init(batch_size=32, shards=8, seed=3, run_dir=tmp_path / "run", policies=[policy]) as run:
+    with unisono.init(batch_size=32, shards=8, seed=3, run_dir=folder, policies=[policy], **settings) as run:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(10, 20), nn.Dropout(0.1), nn.Linear(20, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         run.prepare(model, optimizer)
-        for _ in range(2):  # the second loop goes on where the policy has stopped the first
+        for _ in range(loops):
             for step in run.steps(data, epochs=3):
+                if step.number == lost_at:
+                    return
                 # Before step.run: the rate that a line tells of is not the one between this step and the next.
                 optimizer.param_groups[0]["lr"] = 0.1 * 0.98**step.number
                 step.run(lambda model, batch: model(batch[0]).square().mean())
         run.finish()
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, one_worker: None) -> tuple[Path, Curious]:
+    policy = Curious()
+    train(tmp_path / "run", policy, loops=2)  # the second loop goes on where the policy has stopped the first
     return tmp_path / "run", policy
 
 
@@ -170,3 +178,16 @@ def test_a_policy_that_ends_the_loop_where_the_run_went_on_is_asked_no_more(reco
     replayed = replay(Record.read(folder), [Hasty()])
     assert replayed.stopped == 4
     assert [(step, one.verb) for step, one in replayed.decisions] == [(4, "stop")]
+
+
+def test_a_run_that_went_on_from_a_checkpoint_is_replayed_as_one(tmp_path: Path, one_worker: None) -> None:
+    folder = tmp_path / "run"
+    train(folder, Curious(stops=False), lost_at=9, checkpoint_every=8)
+    train(folder, Curious(stops=False), checkpoint_every=8)
+    record = Record.read(folder)
+    decided = [line["step"] for line in record.journal if line["event"] == "decided"]
+    assert "resumed" in {line["event"] for line in record.journal}
+    assert decided.count(9) == 2 * decided.count(3)  # it was taken again
+    pairs = compared(decisions_that_hold(record.journal), replay(record, [Curious(stops=False)]).decisions)
+    assert {pair.likeness for pair in pairs} == {"alike"}
+    assert [pair.step for pair in pairs] == [0, 3, 3, 6, 6, 9, 9]
