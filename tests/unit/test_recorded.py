@@ -45,7 +45,15 @@ def lines(*changes: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_plain_run_says_what_every_policy_may_know() -> None:
     first, last = recorded_steps(lines({"lr": 0.1}, {"lr": 0.05, "ends_epoch": True}), batch_size=64, shards=8)
     assert first.before == View(
-        step=0, epoch=0, samples=0, batch_size=64, base_batch_size=64, shards=8, world_size=2, learning_rate=0.1
+        step=0,
+        epoch=0,
+        samples=0,
+        batch_size=64,
+        base_batch_size=64,
+        shards=8,
+        base_shards=8,
+        world_size=2,
+        learning_rate=0.1,
     )
     assert (first.view.step, first.view.samples, first.ends_epoch) == (1, 64, False)
     assert (last.view.step, last.view.samples, last.ends_epoch) == (2, 128, True)
@@ -92,9 +100,9 @@ def test_a_line_that_lacks_something_is_named_with_the_field() -> None:
 
 def test_batch_and_rate_are_what_the_replays_own_decisions_made_of_them() -> None:
     (step,) = recorded_steps(lines({"learning_rate": 0.3, "lr_factor": 3.0}), 64, 8)
-    assert step.seen(64, 3.0).learning_rate == 0.3
-    assert step.seen(256, 1.0).learning_rate == pytest.approx(0.1)
-    assert step.seen(256, 1.0).batch_size == 256
+    assert step.seen(64, 8, 3.0).learning_rate == 0.3
+    assert step.seen(256, 8, 1.0).learning_rate == pytest.approx(0.1)
+    assert step.seen(256, 8, 1.0).batch_size == 256
 
 
 class Curious(Policy):
@@ -117,7 +125,8 @@ class Curious(Policy):
     def after_step(self, view: View) -> None:
         self._seen.append(("after_step", view))
         if view.step % 3 == 0:
-            self.set_batch_size(16 + 8 * (view.step % 5), loss=view.metrics["loss"])
+            shards = 16 if view.step % 2 else None
+            self.set_batch_size(16 + 8 * (view.step % 5), shards, loss=view.metrics["loss"])
             price = view.observed["curious"]["price"]
             self.set_learning_rate(view.learning_rate * 1.1, price=price, steady=view.steady)
         if self._stops and view.step == 10:

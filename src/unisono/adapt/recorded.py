@@ -34,11 +34,11 @@ class RecordedStep:
     ends_epoch: bool
     observed_before: Mapping[str, Mapping[str, Figure]] = field(default_factory=dict)
 
-    def seen(self, batch_size: int, lr_factor: float) -> View:
+    def seen(self, batch_size: int, shards: int, lr_factor: float) -> View:
         """What policies see that have made these of the batch and of the script's learning rates."""
         # A policy that decides what the run's did finds a quotient of 1, and so the run's bits.
         rate = self.view.learning_rate * (lr_factor / self.lr_factor)
-        return replace(self.view, batch_size=batch_size, learning_rate=rate)
+        return replace(self.view, batch_size=batch_size, shards=shards, learning_rate=rate)
 
     @property
     def before(self) -> View:
@@ -51,6 +51,7 @@ class RecordedStep:
             batch_size=self.view.batch_size,
             base_batch_size=self.view.base_batch_size,
             shards=self.view.shards,
+            base_shards=self.view.base_shards,
             world_size=self.view.world_size,
             learning_rate=_rate(line["lr"]),
             observed=self.observed_before,
@@ -96,6 +97,7 @@ def recorded_steps(
             batch_size=batch_size,
             base_batch_size=batch_size,
             shards=shards,
+            base_shards=shards,
             world_size=setting.world_size or line.world_size,
             learning_rate=line.rate_before(following),
             metrics={name: _with_nan(value) for name, value in written.items() if name not in LOCAL},

@@ -96,6 +96,8 @@ def _decisions(decisions: Sequence[Decision], *, named: bool = True) -> Text:
     value = "" if first.value is None else figure(first.value)
     if len(decisions) > 1 and first.value != last.value:
         value = f"{value} … {figure(last.value)}"
+    if first.shards is not None:
+        value = f"{value}, shards={first.shards}"
     text = Text(f"{first.policy}: " if named else "").append(f"{first.verb}({value})", "bold")
     why = figures(first.why)
     if len(decisions) > 1 and first.why != last.why:
@@ -104,4 +106,7 @@ def _decisions(decisions: Sequence[Decision], *, named: bool = True) -> Text:
 
 
 def _plain(decision: Decision | None) -> dict[str, Any] | None:
-    return None if decision is None else {"value": decision.value, "why": dict(decision.why)}
+    if decision is None:
+        return None
+    cut = {} if decision.shards is None else {"shards": decision.shards}
+    return {"value": decision.value, "why": dict(decision.why), **cut}

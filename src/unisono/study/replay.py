@@ -82,7 +82,7 @@ def _moments(steps: Sequence[RecordedStep], adaptation: Adaptation) -> Iterator[
     """When a run asks its policies: what, and with which view."""
     yield ("before_train",), steps[0].before
     for step in steps:
-        view = step.seen(adaptation.batch_size, adaptation.rate)
+        view = step.seen(adaptation.batch_size, adaptation.shards, adaptation.rate)
         yield ("after_step", "after_epoch") if step.ends_epoch else ("after_step",), view
 
 

@@ -60,9 +60,8 @@ def timeline(journal: Sequence[Mapping[str, Any]]) -> list[Happening]:
 def decision_of(line: Mapping[str, Any]) -> Decision:
     """What a line ``decided`` says."""
     why = line.get("why")
-    return Decision(
-        str(line.get("policy")), line.get("verb", ""), line.get("value"), why if isinstance(why, Mapping) else {}
-    )
+    figures = why if isinstance(why, Mapping) else {}
+    return Decision(str(line.get("policy")), line.get("verb", ""), line.get("value"), figures, line.get("shards"))
 
 
 def decisions_that_hold(journal: Iterable[Mapping[str, Any]]) -> list[tuple[int, Decision]]:
