@@ -40,17 +40,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
     Lines that are damaged or not yet whole are left out.
     """
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    found: list[dict[str, Any]] = []
-    for line in lines:
-        with suppress(ValueError):
-            value = json.loads(line) if line.endswith(b"\n") else None
-            if isinstance(value, dict):
-                found.append(value)
-    return found
+    return [value for line in _lines(path) if (value := _object(line)) is not None]
+
+
+def damaged_lines(path: Path) -> list[int]:
+    """The numbers, from 1, of a file's lines that are no objects; a last one that is not yet whole is none of them."""
+    lines = _lines(path)
+    return [n for n, line in enumerate(lines, 1) if line.endswith(b"\n") and line.strip() and _object(line) is None]
 
 
 def to_json(value: Any, indent: int | None = None) -> bytes:
@@ -60,6 +56,21 @@ def to_json(value: Any, indent: int | None = None) -> bytes:
     except ValueError:
         text = json.dumps(_finite(value), indent=indent, allow_nan=False)
     return (text + "\n").encode()
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    with suppress(ValueError):
+        value = json.loads(line) if line.endswith(b"\n") else None
+        if isinstance(value, dict):
+            return value
+    return None
 
 
 @contextmanager

@@ -136,6 +136,28 @@ def test_a_run_that_goes_on_from_where_a_policy_has_stopped_a_loop_does_not_go_o
     again.close()
 
 
+class Rates(Policy):
+    """Changes the rate now and then, and remembers what it saw."""
+
+    def __init__(self) -> None:
+        self._seen: list[float] = []
+
+    def after_step(self, view: View) -> None:
+        self._seen.append(view.learning_rate)
+        if view.step in (2, 6):
+            self.set_learning_rate(view.learning_rate * 3)
+
+
+def test_lines_tell_the_rate_that_policies_saw_and_what_they_had_made_of_the_scripts(train: Train) -> None:
+    policy = Rates()
+    _, lines = train(policy)
+    assert [line["learning_rate"] for line in lines] == policy._seen
+    assert [line["lr_factor"] for line in lines] == pytest.approx([1, 1, 3, 3, 3, 3, 9, 9, 9, 9, 9, 9])
+    after = [line["lr"] for line in lines[1:]]  # the scheduler's work, which the loop's body does last
+    factors = [line["lr_factor"] for line in lines]
+    assert policy._seen[:-1] == pytest.approx([rate * by for rate, by in zip(after, factors, strict=False)])
+
+
 class Late(Policy):
     def after_train(self, view: View) -> None:
         self.set_batch_size(8)

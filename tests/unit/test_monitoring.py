@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import unisono
 from unisono.adapt.monitoring import Monitoring
+from unisono.adapt.norms import GradientNorms
 from unisono.errors import JobError
+from unisono.train.monitors import Monitors
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 
@@ -58,7 +60,7 @@ def squared_norm(model: nn.Module, loss: Tensor) -> float:
 
 
 def test_the_figures_are_those_of_an_independent_computation(watch: Watch) -> None:
-    expected: list[tuple[float, float, float]] = []
+    expected: list[tuple[float, float, float, float]] = []
 
     def check(model: nn.Module, shards: list[Any]) -> None:
         wide = network().double()
@@ -69,16 +71,18 @@ def test_the_figures_are_those_of_an_independent_computation(watch: Watch) -> No
         mean = squared_norm(wide, torch.stack(losses).mean())
         small, between = BATCH // SHARDS, sum(groups) / SHARDS
         variance = (between - mean) / (1 / small - 1 / BATCH)
+        signal = (BATCH * mean - small * between) / (BATCH - small)
         spread = float(torch.stack(losses).detach().var()) * small
-        expected.append((mean**0.5, variance, spread))
+        expected.append((mean**0.5, variance, signal, spread))
 
     lines = watch(check, monitor=Monitoring(every=1, one_in=1))
     assert len(lines) == len(expected) == 6
-    total = weight = 0.0
-    for line, (norm, variance, spread) in zip(lines, expected, strict=True):
-        total, weight = 0.99 * total + 0.01 * variance, 0.99 * weight + 0.01
+    total = signals = weight = 0.0
+    for line, (norm, variance, signal, spread) in zip(lines, expected, strict=True):
+        total, signals, weight = 0.99 * total + 0.01 * variance, 0.99 * signals + 0.01 * signal, 0.99 * weight + 0.01
         assert line["gradient_norm"] == pytest.approx(norm, rel=1e-5)
         assert line["gradient_variance"] == pytest.approx(total / weight, rel=1e-4)
+        assert line["gradient_signal"] == pytest.approx(signals / weight, rel=1e-4)
         assert line["loss_variance"] == pytest.approx(spread, rel=1e-4)
 
 
@@ -105,6 +109,14 @@ def test_large_gradients_are_sampled_and_small_ones_are_read_whole() -> None:
     assert Monitoring(every=1, one_in=3).blocks_of([torch.empty(2**22)]) == 3
 
 
+def test_a_signal_that_drowns_is_told_and_a_scale_that_follows_from_it_is_not() -> None:
+    drowned = GradientNorms(groups=[4.0, 4.0], sizes=[8, 8], mean=1.0)
+    found = Monitors().see(drowned, [1.0, 1.0])
+    assert found["gradient_signal"] == pytest.approx(drowned.noise.signal)
+    assert found["gradient_signal"] < 0
+    assert "noise_scale" not in found
+
+
 def test_the_noise_scale_of_a_problem_where_it_is_known_is_found(tmp_path: Path) -> None:
     dimensions, signal, variance = 50, 0.5, 50.0  # the gradient of a sample is the sample
     draw = torch.Generator().manual_seed(4)
@@ -119,3 +131,4 @@ def test_the_noise_scale_of_a_problem_where_it_is_known_is_found(tmp_path: Path)
     run.finish()
     assert found["gradient_variance"] == pytest.approx(variance, rel=0.1)
     assert found["noise_scale"] == pytest.approx(variance / signal, rel=0.1)
+    assert found["noise_scale"] == found["gradient_variance"] / found["gradient_signal"]

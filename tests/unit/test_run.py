@@ -122,6 +122,8 @@ def test_the_run_folder_tells_what_happened(start: Start, capsys: pytest.Capture
     result = json.loads((folder / "result.json").read_text())
     events = [json.loads(line)["event"] for line in (folder / "journal.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [(line["batch_size"], line.get("ends_epoch")) for line in lines] == [(32, None), (32, None), (6, True)]
+    assert not any({"learning_rate", "lr_factor"} & line.keys() for line in lines)  # nobody changes them
     assert all({"loss", "lr", "samples_per_s", "epoch", "seconds"} <= line.keys() for line in lines)
     assert (result["weights_sha256"], result["steps"], result["samples"]) == (weights, 3, 70)
     assert (result["world_size"], result["exit_code"], result["error"]) == (1, 0, None)

@@ -11,6 +11,9 @@ from unisono.adapt.norms import Noise
 from unisono.adapt.timings import Timings
 from unisono.plan.links import Links
 
+LOCAL = ("seconds", "samples_per_s", "generation", "world_size")
+"""What workers may find different in a line of metrics. It has its places in the view, where it is the same on all."""
+
 
 @dataclass(frozen=True, slots=True)
 class View:

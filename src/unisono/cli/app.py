@@ -12,6 +12,7 @@ from unisono.cli.doctor import doctor
 from unisono.cli.join import join
 from unisono.cli.leave import leave
 from unisono.cli.remote import RemoteCommand
+from unisono.cli.replay import replay
 from unisono.cli.resize import resize
 from unisono.cli.run import run
 from unisono.cli.status import status
@@ -38,6 +39,7 @@ app.command("resize", cls=RemoteCommand)(resize)
 app.command("leave", cls=RemoteCommand)(leave)
 app.command("stop", cls=RemoteCommand)(stop)
 app.command("doctor")(doctor)
+app.command("replay", no_args_is_help=True)(replay)
 app.command("chaos")(chaos)
 app.command("verify", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(verify)
 

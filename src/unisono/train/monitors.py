@@ -15,7 +15,7 @@ from unisono.adapt.setting import Setting
 from unisono.adapt.timings import Timings
 from unisono.plan.links import Links
 
-NAMES = ("gradient_norm", "gradient_variance", "noise_scale", "loss_variance")
+NAMES = ("gradient_norm", "gradient_variance", "gradient_signal", "noise_scale", "loss_variance")
 """In ``metrics.jsonl``, in steps that are watched."""
 
 
@@ -50,6 +50,12 @@ class Monitors:
         self.setting, self.timings = setting, tuple(timings)
         self.seconds += max(each.step_s for each in timings)
 
+    @property
+    def times(self) -> dict[str, Any]:
+        """What there is to say of the newest step's times, and of how it was computed."""
+        setting = {**asdict(self.setting), "steady": self.steady, "seconds": self.seconds}
+        return {"workers": [asdict(each) for each in self.timings], "setting": setting}
+
     def see(self, norms: GradientNorms, losses: Sequence[float]) -> dict[str, float]:
         """A step was committed.
 
@@ -65,6 +71,7 @@ class Monitors:
         found = {
             "gradient_norm": math.sqrt(norms.mean),
             "gradient_variance": None if noise is None else noise.variance,
+            "gradient_signal": None if noise is None else noise.signal,
             "noise_scale": None if noise is None else noise.scale,
             "loss_variance": loss_variance(losses, norms.sizes),
         }

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from pathlib import Path
@@ -60,7 +59,7 @@ from unisono.train.workers import Operation, Workers
 RESERVED = frozenset(
     (
         *("step", "epoch", "position", "loss", "losses", "lr", "generation", "world_size", "seconds", "samples_per_s"),
-        *("batch_size", "shards", "workers", "links"),
+        *("batch_size", "shards", "ends_epoch", "learning_rate", "lr_factor", "workers", "links", "setting"),
         *NAMES,
     )
 )
@@ -528,7 +527,7 @@ class Run:
             losses = [part.loss for part in attempt.report.shards if part.weight]
             found |= self._trained.monitors.see(attempt.norms, losses)
         if not step.calls and (attempt.norms is not None or not self._adaptation.is_empty):
-            found["workers"] = [asdict(timings) for timings in self._trained.monitors.timings]
+            found |= self._trained.monitors.times
         return found
 
     def _setting(self, workers: Workers) -> Setting:
@@ -732,9 +731,16 @@ class Run:
         self._step = step
         self._recorder.step_loaded()
         seed_generators(stream_seed(self.job.seed, Stream.SCRIPT, step.number))
-        self._step_line = {"step": step.number, "epoch": step.epoch, "position": step.position}
+        self._step_line = {
+            "step": step.number,
+            "epoch": step.epoch,
+            "position": step.position,
+            "batch_size": step.size,
+        }
+        if step.is_last_in_epoch:
+            self._step_line["ends_epoch"] = True
         if not self._adaptation.is_empty:
-            self._step_line |= {"batch_size": step.size, "shards": step.batch.shards}
+            self._step_line["shards"] = step.batch.shards
         self._observers.tell("step_begins", self, step)
 
     def _end(self, after: Progress | None) -> None:
@@ -746,7 +752,7 @@ class Run:
         if self._steering.links_are_due() or self._around.execution.monitoring.measures_links(self._acts.step):
             self._measure_links()
         if "loss" in self._step_line:
-            self._recorder.step_ends(self._step_line, step.size)
+            self._recorder.step_ends(self._step_line | self._steering.rates, step.size)
             self._stopwatch.step_ends(self.metrics["seconds"], self._workers.transport.traffic.take())
         shard_s = self._pace.shard_s if self._adaptation.balances else 0.0
         self._membership.tell(self._acts.standing, float(self.metrics.get("samples_per_s", 0.0)), shard_s)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from unisono.adapt.decision import Decision
 from unisono.adapt.policy import Policy
-from unisono.adapt.view import View
+from unisono.adapt.view import LOCAL, View
 from unisono.errors import PolicyError
 from unisono.job import Job
 from unisono.train.adaptation import Hook, observed
@@ -18,9 +18,6 @@ from unisono.train.step import Step
 from unisono.train.surroundings import Surroundings
 from unisono.train.trained import Trained
 from unisono.train.workers import Workers
-
-LOCAL = ("seconds", "samples_per_s", "generation", "world_size")
-"""What workers may find different in a line of metrics. It has its places in the view, where it is the same on all."""
 
 
 class Steering:
@@ -51,6 +48,13 @@ class Steering:
         self._checkpoints = checkpoints
         self._recorder = recorder
         self._folder, self._acts = around.folder, around.acts
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """What the line of a step tells of learning rates: nothing where no policy may change them."""
+        if self._adaptation.is_empty:
+            return {}
+        return {"learning_rate": self._learning_rate, "lr_factor": self._adaptation.rate}
 
     def begin(self) -> None:
         """A loop begins: if it is the first, so does the training."""
@@ -85,11 +89,16 @@ class Steering:
             f"rank or chance:{listed}"
         )
 
-    def _view(self, epoch: int) -> View:
-        position, prepared = self._trained.progress.position, self._trained.prepared
-        assert prepared is not None, "there is something to train"
-        groups = [group for one in prepared.optimizers for group in one.param_groups]
+    @property
+    def _learning_rate(self) -> float:
+        """Of the first parameter group, with what policies made of it."""
+        assert self._trained.prepared is not None, "there is something to train"
+        groups = [group for one in self._trained.prepared.optimizers for group in one.param_groups]
         rates = [group["lr"] for group in groups if "lr" in group]
+        return float(rates[0]) * self._adaptation.rate if rates else 0.0
+
+    def _view(self, epoch: int) -> View:
+        position = self._trained.progress.position
         monitors = self._trained.monitors
         setting = monitors.setting
         return View(
@@ -101,7 +110,7 @@ class Steering:
             shards=self._adaptation.shards,
             base_shards=self._job.shards,
             world_size=setting.world_size or self._membership.workers.world_size,
-            learning_rate=float(rates[0]) * self._adaptation.rate if rates else 0.0,
+            learning_rate=self._learning_rate,
             metrics={name: value for name, value in self._recorder.latest.items() if name not in LOCAL},
             noise=monitors.noise.noise,
             workers=monitors.timings,
@@ -111,7 +120,7 @@ class Steering:
             departures=setting.departures,
             topology=setting.topology,
             links=monitors.links,
-            observed=self._adaptation.observed,
+            observed=dict(self._adaptation.observed),
         )
 
     def _ask(self, hooks: Sequence[Hook], epoch: int) -> None:

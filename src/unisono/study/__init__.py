@@ -1,0 +1,1 @@
+"""What can be learned from runs that are recorded."""

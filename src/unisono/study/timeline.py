@@ -1,0 +1,155 @@
+"""What happened in a run, in the order in which it happened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, TypeVar
+
+from unisono.adapt.decision import Decision, Figure
+
+T = TypeVar("T")
+
+UNTOLD = frozenset({"agent joined", "asked for", "formed", "memory shared"})
+"""Events that follow from others, or change nothing for those who train."""
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """A line of the journal.
+
+    Attributes:
+        seconds: since the first line; None if the line does not say when it was written.
+        line: as it was written.
+    """
+
+    seconds: float | None
+    line: Mapping[str, Any]
+
+    @property
+    def event(self) -> str:
+        """What kind it is."""
+        return str(self.line.get("event", ""))
+
+    @property
+    def step(self) -> int | None:
+        """Steps committed by then, if the line says so."""
+        step = self.line.get("step")
+        return step if isinstance(step, int) else None
+
+    @property
+    def words(self) -> str:
+        """For people: what the line says besides event, time and step."""
+        about = {name: value for name, value in self.line.items() if name not in ("event", "time", "step")}
+        try:
+            return WORDS.get(self.event, figures)(about)
+        except (KeyError, TypeError, ValueError):  # another version wrote other fields
+            return figures(about)
+
+
+def timeline(journal: Sequence[Mapping[str, Any]]) -> list[Happening]:
+    """All of a journal, each line with its time since the first one."""
+    times = [_time(line) for line in journal]
+    start = next((time for time in times if time is not None), None)
+    since = [None if time is None or start is None else (time - start).total_seconds() for time in times]
+    return [Happening(seconds, line) for seconds, line in zip(since, journal, strict=True)]
+
+
+def decision_of(line: Mapping[str, Any]) -> Decision:
+    """What a line ``decided`` says."""
+    why = line.get("why")
+    figures = why if isinstance(why, Mapping) else {}
+    return Decision(str(line.get("policy")), line.get("verb", ""), line.get("value"), figures, line.get("shards"))
+
+
+def decisions_that_hold(journal: Iterable[Mapping[str, Any]]) -> list[tuple[int, Decision]]:
+    """The decisions that made the run what it is, each with the steps committed by then."""
+    return [(line["step"], decision_of(line)) for line in lines_that_hold(journal, "decided")]
+
+
+def lines_that_hold(journal: Iterable[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
+    """The lines of an event that belong to the run as it is now: each once, and each with a step.
+
+    A run that goes on from a checkpoint does the steps behind it again, and one that starts over all of them. A main
+    worker that takes over may write down again what the one before it had written.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    earlier: dict[str, Mapping[str, Any]] = {}  # of starts before the newest one
+    for line in journal:
+        what, step = line.get("event"), line.get("step")
+        if what == "started":
+            found, earlier = {}, earlier | found
+        elif what == "resumed" and isinstance(step, int):
+            found, earlier = {key: one for key, one in (earlier | found).items() if one["step"] <= step}, {}
+        elif what == event and isinstance(step, int):
+            found[json.dumps({**line, "time": None})] = line
+    return list(found.values())
+
+
+def folded(items: Iterable[T], kind: Callable[[T], Hashable], step: Callable[[T], int | None]) -> list[list[T]]:
+    """Put items of one kind at steps in a row together, in the order of their first ones."""
+    groups: list[list[T]] = []
+    newest: dict[Hashable, list[T]] = {}
+    for item in items:
+        group, now = newest.get(kind(item)), step(item)
+        last = None if group is None else step(group[-1])
+        if group is not None and last is not None and now == last + 1:
+            group.append(item)
+        else:
+            newest[kind(item)] = [item]
+            groups.append(newest[kind(item)])
+    return groups
+
+
+def figure(value: Any) -> str:
+    """A number in at most 6 digits, anything else as it is."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(figure, value)) or "none"
+    if isinstance(value, Mapping):
+        return figures(value)
+    return "none" if value is None else str(value)
+
+
+def figures(about: Mapping[str, Figure] | Mapping[str, Any]) -> str:
+    """Names and their values: ``noise_scale 145.792, before 64``."""
+    return ", ".join(f"{name} {figure(value)}" for name, value in about.items())
+
+
+def _time(line: Mapping[str, Any]) -> datetime | None:
+    try:
+        return datetime.fromisoformat(line["time"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _minted(about: Mapping[str, Any]) -> str:
+    changes = [f"{name}: {figure(about[name])}" for name in ("joined", "lost") if about.get(name)]
+    return "; ".join([f"generation {about['generation']}: {figure(about['workers'])} train", *changes])
+
+
+def _lost(about: Mapping[str, Any]) -> str:
+    rank = "" if about["rank"] is None else f" (rank {about['rank']})"
+    return f"{about['worker']}{rank} on host {about['host']}: {about['why']}"
+
+
+def _resized(about: Mapping[str, Any]) -> str:
+    by = f" by {about['by']}" if about["by"] else ""
+    return f"{about['workers']} workers wanted, before {about['before']}; asked for {about['asked_for']}{by}"
+
+
+WORDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "started": lambda about: f"{about['world_size']} workers",
+    "resumed": lambda about: f"goes on with {about['world_size']} workers",
+    "minted": _minted,
+    "lost": _lost,
+    "left": lambda about: f"{about['worker']} on host {about['host']}: {about['reason']}",
+    "resized": _resized,
+    "over": lambda about: f"{about['outcome']}{': ' if about['reason'] else ''}{about['reason']}",
+    "checkpoint": lambda about: f"{about['bytes']} bytes",
+    "finished": lambda about: f"weights sha256 {about['weights_sha256']}",
+}
+"""What is said of an event, if its figures alone would be hard to read."""
