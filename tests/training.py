@@ -8,12 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 SCRIPT = Path(__file__).parent / "procs" / "scripts" / "elastic_training.py"
+SETTINGS = ("ASKED", "EPOCHS", "FAULTS", "PACE_S", "STOP_BELOW")
+"""Variables that the script reads."""
+
 PATIENCE_S = 90.0
 
 
@@ -72,13 +76,22 @@ class Training:
     def kill_everything(self) -> None:
         """The launcher, its workers, the template, the coordinator, the guard: at once."""
         launcher = psutil.Process(self.process.pid)
-        family = [launcher, *launcher.children(recursive=True)]
+        family = [launcher, *launcher.children(recursive=True), *self._forked()]
         for one in family:
             one.send_signal(signal.SIGSTOP)  # so that none of them sees another one's end
         for one in family:
             one.kill()
         psutil.wait_procs(family[1:], timeout=PATIENCE_S)
         self.process.wait(PATIENCE_S)
+
+    def _forked(self) -> list[psutil.Process]:
+        """The template and its workers, when it is not the launcher that has started it."""
+        log = str(self.run_dir / "logs" / "template.log")
+        for one in psutil.Process().children(recursive=True):
+            with suppress(OSError):  # it has just ended
+                if os.readlink(f"/proc/{one.pid}/fd/1") == log:  # noqa: PTH115 (as text)
+                    return [one, *one.children(recursive=True)]
+        return []
 
     @property
     def steps(self) -> list[int]:

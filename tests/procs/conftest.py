@@ -5,11 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from training import Training
+from training import SETTINGS, Training
+from unisono.testing import warm_jobs
+
+
+@pytest.fixture(scope="session")
+def warm(nothing_outlives_the_run: None) -> Iterator[None]:
+    """Jobs fork their workers from one process that has torch loaded; a test without it is one whose jobs load it.
+
+    Serial runs do not: all forks of one process go through a set of words in the same order, and no two programs do.
+    """
+    with warm_jobs(varying={*SETTINGS, "PYTEST_CURRENT_TEST"}):
+        yield
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[list[Training]]:
+def started(warm: None, tmp_path: Path) -> Iterator[list[Training]]:
     """The jobs that a test has started; whichever still runs is ended with it."""
     trainings: list[Training] = []
     yield trainings

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from unisono.launch.born import NURSERY
+
 pytestmark = pytest.mark.procs
 
 PATIENCE_S = 60.0
@@ -99,9 +101,9 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     for name in list(os.environ):
-        if name.startswith("UNISONO_"):
+        if name.startswith("UNISONO_") and name != NURSERY:
             monkeypatch.delenv(name)
     found = Job(tmp_path)
     yield found
@@ -211,7 +213,8 @@ def test_with_no_restarts_left_the_job_says_whom_it_lost(job: Job) -> None:
     assert re.search(r"worker w1 on host \S+ was killed by SIGKILL: likely the memory ran out", job.text)
 
 
-def test_a_launcher_that_is_killed_takes_everything_with_it(job: Job) -> None:
+def test_a_launcher_that_is_killed_takes_everything_with_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NURSERY, raising=False)  # so that everything is below the launcher
     launcher = job.start("-n", "3", "--max-restarts", "1")
     job.formed(1, "w1", "w2", "w3")
     family = psutil.Process(launcher.pid).children(recursive=True)

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 
+from unisono.launch.born import NURSERY
 from unisono.testing import Faults
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
 SCRIPT = Path(__file__).parent / "scripts" / "elastic_training.py"
 PATIENCE_S = 150.0
+
+
+def is_kept(name: str) -> bool:
+    return not name.startswith("UNISONO_") or name == NURSERY
 
 
 class Training:
@@ -30,7 +35,7 @@ class Training:
         self.go_on()
 
     def go_on(self) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
+        environment = {name: value for name, value in os.environ.items() if is_kept(name)}
         environment |= {"PACE_S": "0", "EPOCHS": "12"}
         self.ended = subprocess.run(
             self._command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
