@@ -78,7 +78,7 @@ async def born(environment: Mapping[str, str], log: Path) -> tuple[socket.socket
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         channel.setblocking(False)
-        wish = Wish(environment, circumstances(environment), os.getcwd(), ignored_signals())  # noqa: PTH109 (as text)
+        wish = Wish(dict(environment), circumstances(environment), os.getcwd(), ignored_signals())  # noqa: PTH109 (as text)
         async with asyncio.timeout(PATIENCE_S):
             return channel, Born(await _ask(channel, environment[NURSERY], wish, log))
     except (OSError, TimeoutError) as error:

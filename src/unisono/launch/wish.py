@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, replace
 OURS = "UNISONO_"
 """What such variables say is read when a worker begins, and not before."""
 
+SHELLS = {"PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES"}
+"""Shells and terminals set these anew for whatever they start."""
+
 NEVER_IGNORED = {signal.SIGPIPE, signal.SIGXFSZ}
 """Python ignores them for itself, and starts programs with what the system does."""
 
@@ -47,13 +50,13 @@ class Wish:
 
         Args:
             found: what that process is, as a wish that it fulfils.
-            varying: variables that were not read when it loaded what it has loaded, besides Unisono's own.
+            varying: variables that were not read when it loaded what it has loaded, other than ours and the shell's.
         """
         for name in sorted(self.circumstances.keys() | found.circumstances.keys()):
             if self.circumstances.get(name) != found.circumstances.get(name):
                 return f"{name} differs"
         for name in sorted(self.environment.keys() | found.environment.keys()):
-            is_free = name.startswith(OURS) or name in varying
+            is_free = name.startswith(OURS) or name in SHELLS or name in varying
             if not is_free and self.environment.get(name) != found.environment.get(name):
                 return f"the variable {name} differs"
         return ""

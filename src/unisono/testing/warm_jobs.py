@@ -30,7 +30,7 @@ def warm_jobs(varying: Collection[str] = ()) -> Iterator[None]:
 
     Args:
         varying: variables in which jobs may differ all the same, since nothing reads them while torch is loaded. Those
-            whose names begin with ``UNISONO_`` always may.
+            whose names begin with ``UNISONO_``, and those that shells set (``PWD``), always may.
     """
     if sys.platform != "linux":
         yield
