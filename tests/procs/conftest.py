@@ -1,11 +1,14 @@
 """What several files of tests with processes need: jobs that train."""
 
+import fcntl
+import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from training import SETTINGS, Training
+from training import SETTINGS, Trained, Training
 from unisono.testing import warm_jobs
 
 
@@ -15,7 +18,7 @@ def warm(nothing_outlives_the_run: None) -> Iterator[None]:
 
     Serial runs do not: all forks of one process go through a set of words in the same order, and no two programs do.
     """
-    with warm_jobs(varying={*SETTINGS, "PYTEST_CURRENT_TEST"}):
+    with warm_jobs(varying={*SETTINGS, "TROUBLE", "TIMEOUT_S", "PYTEST_CURRENT_TEST"}):
         yield
 
 
@@ -29,9 +32,18 @@ def started(warm: None, tmp_path: Path) -> Iterator[list[Training]]:
 
 
 @pytest.fixture(scope="session")
-def serial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
-    """The undisturbed run of one worker."""
-    training = Training(tmp_path_factory.mktemp("serial") / "run", "-n", "1", PACE_S="0")
-    training.end()
-    yield training
-    training.close()
+def serial(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The undisturbed run of one worker: one for all processes that run tests."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "undisturbed"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            training = Training(folder / f"run-{secrets.token_hex(4)}", "-n", "1", PACE_S="0")
+            try:
+                training.end()
+            finally:
+                training.close()
+            (folder / "done").write_text(training.run_dir.name)
+    return Trained(folder / (folder / "done").read_text())

@@ -12,7 +12,12 @@ import pytest
 from unisono.launch.born import NURSERY
 from unisono.testing import Faults
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("warm"),
+    pytest.mark.xdist_group("faults"),
+]
 
 SCRIPT = Path(__file__).parent / "scripts" / "elastic_training.py"
 PATIENCE_S = 150.0

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("warm"),
+    pytest.mark.xdist_group("troubled"),
+]
 
 SCRIPT = Path(__file__).parent / "scripts" / "troubled.py"
 PATIENCE_S = 120.0

@@ -15,7 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(180), pytest.mark.usefixtures("warm")]
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("warm"),
+    pytest.mark.xdist_group("workers"),
+]
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
