@@ -21,6 +21,9 @@ SCRIPT = Path(__file__).parent / "procs" / "scripts" / "elastic_training.py"
 SETTINGS = ("ASKED", "EPOCHS", "FAULTS", "PACE_S", "STOP_BELOW")
 """Variables that the script reads."""
 
+EARLY: Any = {"STOP_BELOW": "1.5", "EPOCHS": "40"}
+"""Settings with which it leaves its first loop before that is over."""
+
 PATIENCE_S = 90.0
 
 

@@ -5,10 +5,11 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from training import SETTINGS, Trained, Training
+from training import EARLY, SETTINGS, Trained, Training
 from unisono.testing import warm_jobs
 
 
@@ -33,14 +34,25 @@ def started(warm: None, tmp_path: Path) -> Iterator[list[Training]]:
 
 @pytest.fixture(scope="session")
 def serial(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The undisturbed run of one worker: one for all processes that run tests."""
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "undisturbed"
+    """The undisturbed run of one worker."""
+    return once(tmp_path_factory, "undisturbed")
+
+
+@pytest.fixture(scope="session")
+def stopped_early(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The same of a script that leaves its first loop before that is over."""
+    return once(tmp_path_factory, "stopped-early", **EARLY)
+
+
+def once(factory: pytest.TempPathFactory, name: str, **settings: Any) -> Trained:
+    """A run of one worker: one for all processes that run tests."""
+    own = factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
-            training = Training(folder / f"run-{secrets.token_hex(4)}", "-n", "1", PACE_S="0")
+            training = Training(folder / f"run-{secrets.token_hex(4)}", "-n", "1", PACE_S="0", **settings)
             try:
                 training.end()
             finally:

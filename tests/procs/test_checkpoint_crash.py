@@ -202,7 +202,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, weights(run_python(TRAIN, folder, "99", "99"))
 
 
-@pytest.mark.xdist_group("undisturbed")
 def test_training_goes_on_while_the_disk_is_full_and_saves_again_when_there_is_room(
     tmp_path: Path, undisturbed: tuple[Path, str]
 ) -> None:
@@ -215,7 +214,6 @@ def test_training_goes_on_while_the_disk_is_full_and_saves_again_when_there_is_r
     assert {0, 1, 2, 7, 8, 9} <= {line["step"] for line in lines}
 
 
-@pytest.mark.xdist_group("undisturbed")
 def test_a_disk_that_stays_full_costs_neither_the_weights_nor_the_checkpoint_before(
     tmp_path: Path, undisturbed: tuple[Path, str]
 ) -> None:

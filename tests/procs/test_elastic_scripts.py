@@ -1,13 +1,12 @@
 """Scripts that do more than train, while workers die, fail and come; the bits are those of the serial run."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from training import PATIENCE_S, Trained, Training
+from training import EARLY, PATIENCE_S, Trained, Training
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
@@ -16,19 +15,6 @@ def at(place: str, step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
     return {"place": place, "step": step, "rank": rank, **more}
 
 
-EARLY: Any = {"STOP_BELOW": "1.5", "EPOCHS": "40"}
-
-
-@pytest.fixture(scope="module")
-def stopped_early(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
-    """The undisturbed run of one worker, which leaves its first loop before that is over."""
-    training = Training(tmp_path_factory.mktemp("early") / "run", "-n", "1", PACE_S="0", **EARLY)
-    training.end()
-    yield training
-    training.close()
-
-
-@pytest.mark.xdist_group("stopped early")
 @pytest.mark.parametrize(("workers", "before_its_end"), [(1, 12), (2, 6), (1, 1)])
 def test_a_loop_that_is_left_early_while_a_joiner_comes_is_left_by_all(
     workers: int, before_its_end: int, stopped_early: Trained, started: list[Training], tmp_path: Path

@@ -20,7 +20,6 @@ from unisono.checkpoint.store import load_weights
 pytestmark = [
     pytest.mark.procs,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("exact"),
 ]  # the first test waits for all jobs
 
 ROOT = Path(__file__).parents[2]

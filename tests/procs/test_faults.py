@@ -16,7 +16,6 @@ pytestmark = [
     pytest.mark.procs,
     pytest.mark.timeout(240),
     pytest.mark.usefixtures("warm"),
-    pytest.mark.xdist_group("faults"),
 ]
 
 SCRIPT = Path(__file__).parent / "scripts" / "elastic_training.py"

@@ -21,7 +21,7 @@ import pytest
 from two_hosts import Host, NoHosts, two_hosts
 from unisono.launch.certificate import make_certificate
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(300), pytest.mark.xdist_group("hosts")]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "elastic_training.py"
 PATIENCE_S = 120.0

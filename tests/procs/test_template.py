@@ -22,7 +22,6 @@ from unisono.launch.warm_start import ColdStart, WarmStart
 pytestmark = [
     pytest.mark.procs,
     pytest.mark.skipif(sys.platform != "linux", reason="a worker ends with its template by what only Linux has"),
-    pytest.mark.xdist_group("template"),
 ]
 
 

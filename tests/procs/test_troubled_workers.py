@@ -14,7 +14,6 @@ pytestmark = [
     pytest.mark.procs,
     pytest.mark.timeout(180),
     pytest.mark.usefixtures("warm"),
-    pytest.mark.xdist_group("troubled"),
 ]
 
 SCRIPT = Path(__file__).parent / "scripts" / "troubled.py"

@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.procs,
     pytest.mark.timeout(180),
     pytest.mark.usefixtures("warm"),
-    pytest.mark.xdist_group("workers"),
 ]
 
 SCRIPTS = Path(__file__).parent / "scripts"
