@@ -85,7 +85,10 @@ def test_every_fault_that_a_job_survives_strikes_once_and_changes_no_bit(serial:
     assert training.journal("resized")
 
 
-def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(serial: str, tmp_path: Path) -> None:
+def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(
+    serial: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(NURSERY, raising=False)  # a worker kills the agent that is above it
     faults = Faults().kill_agent(rank=0, at_step=20, after_s=0.01)
     training = Training(tmp_path / "job", "-n", "1:2", "--checkpoint-every", "4", faults=faults)
     assert training.ended.returncode == -9, training.ended.stdout + training.ended.stderr
