@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 
+# Where this is set (in container images), each of the suite's thousand processes would compile the package again. What is
+# kept lies in __pycache__, which git ignores.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-recovery bench-growth bench-elastic bench-monitor bench-sampling bench-disturbed soak format clean
 .DELETE_ON_ERROR:
 
@@ -19,7 +23,7 @@ test: $(READY)  ## the whole test suite
 	@echo "==> unit tests"
 	@$(BIN)/python -m pytest -m unit -n auto
 	@echo "==> tests with processes of their own"
-	@$(BIN)/python -m pytest -m "not unit and not alone" -n 3 --dist loadfile
+	@$(BIN)/python -m pytest -m "not unit and not alone" -n 3 --dist loadgroup
 	@echo "==> tests of what is promised to happen in time"
 	@$(BIN)/python -m pytest -m alone
 

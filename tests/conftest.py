@@ -43,6 +43,16 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         raise pytest.UsageError(f"each test has exactly one of the markers unit and procs; these do not:\n  {names}")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """For ``--dist loadgroup``: xdist's own has a test's group in its name, and pytest 9.2 does not."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from scheduling import Together
+
+    return Together(config, log)
+
+
 def _guard() -> Guard:
     return Guard.now(mark=("TMPDIR", tempfile.gettempdir()))
 

@@ -8,21 +8,60 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from unisono.launch.address import address_of
+from unisono.launch.control import Control
+
 SCRIPT = Path(__file__).parent / "procs" / "scripts" / "elastic_training.py"
+SETTINGS = ("ASKED", "EPOCHS", "FAULTS", "PACE_S", "STOP_BELOW")
+"""Variables that the script reads."""
+
+EARLY: Any = {"STOP_BELOW": "1.5", "EPOCHS": "40"}
+"""Settings with which it leaves its first loop before that is over."""
+
 PATIENCE_S = 90.0
 
 
-class Training:
+class Trained:
+    """What a job has left.
+
+    Args:
+        folder: its run folder; what it printed lies beside it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir = folder
+        self.output = folder.with_suffix(".txt")
+
+    def end(self) -> str:
+        """The digest of the weights."""
+        return str(json.loads((self.run_dir / "result.json").read_text())["weights_sha256"])
+
+    def journal(self, event: str) -> list[dict[str, Any]]:
+        return [one for one in whole_lines(self.run_dir / "journal.jsonl") if one["event"] == event]
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that ``metrics.jsonl`` has lines of."""
+        return [line["step"] for line in whole_lines(self.run_dir / "metrics.jsonl") if "loss" in line]
+
+    @property
+    def said(self) -> list[str]:
+        """What the script printed on the main worker at the end of each epoch, and at its end."""
+        lines = re.findall(r"(?:epoch \d+: .*|after .*)", self.output.read_text())
+        return sorted({re.sub(r" on \d+$", "", line) for line in lines})
+
+
+class Training(Trained):
     """A job that trains in a folder of its own."""
 
     def __init__(self, folder: Path, *options: str, faults: Sequence[Mapping[str, Any]] = (), **settings: str) -> None:
-        self.run_dir = folder
-        self.output = folder.with_suffix(".txt")
+        super().__init__(folder)
         environment = {**os.environ, "FAULTS": json.dumps(list(faults)), **settings}
         command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(folder), str(SCRIPT)]
         with self.output.open("wb") as output:
@@ -32,8 +71,7 @@ class Training:
         """Wait for the end; returns the digest of the weights."""
         code = self.process.wait(PATIENCE_S)
         assert code == 0, self.output.read_text()
-        result = json.loads((self.run_dir / "result.json").read_text())
-        return str(result["weights_sha256"])
+        return super().end()
 
     def ask(self, *words: str) -> None:
         command = [sys.executable, "-m", "unisono", *words, "--run-dir", str(self.run_dir)]
@@ -55,9 +93,6 @@ class Training:
             assert self.process.poll() is None or is_so(), f"it ended before {words}:\n{self.output.read_text()}"
             time.sleep(0.01)
 
-    def journal(self, event: str) -> list[dict[str, Any]]:
-        return [one for one in whole_lines(self.run_dir / "journal.jsonl") if one["event"] == event]
-
     @property
     def coordinator(self) -> int:
         """Its process id."""
@@ -65,14 +100,13 @@ class Training:
 
     def pid_of(self, worker: str) -> int:
         """A worker's process id."""
-        command = [sys.executable, "-m", "unisono", "status", "--json", "--run-dir", str(self.run_dir)]
-        found = json.loads(subprocess.run(command, check=True, timeout=PATIENCE_S, stdout=subprocess.PIPE).stdout)
-        return int(next(one["pid"] for one in found["members"] if one["id"] == worker))
+        members = control_of(self.run_dir).status()["members"]
+        return int(next(one["pid"] for one in members if one["id"] == worker))
 
     def kill_everything(self) -> None:
         """The launcher, its workers, the template, the coordinator, the guard: at once."""
         launcher = psutil.Process(self.process.pid)
-        family = [launcher, *launcher.children(recursive=True)]
+        family = [launcher, *launcher.children(recursive=True), *self._forked()]
         for one in family:
             one.send_signal(signal.SIGSTOP)  # so that none of them sees another one's end
         for one in family:
@@ -80,21 +114,24 @@ class Training:
         psutil.wait_procs(family[1:], timeout=PATIENCE_S)
         self.process.wait(PATIENCE_S)
 
-    @property
-    def steps(self) -> list[int]:
-        """The steps that ``metrics.jsonl`` has lines of."""
-        return [line["step"] for line in whole_lines(self.run_dir / "metrics.jsonl") if "loss" in line]
-
-    @property
-    def said(self) -> list[str]:
-        """What the script printed on the main worker at the end of each epoch, and at its end."""
-        lines = re.findall(r"(?:epoch \d+: .*|after .*)", self.output.read_text())
-        return sorted({re.sub(r" on \d+$", "", line) for line in lines})
+    def _forked(self) -> list[psutil.Process]:
+        """The template and its workers, when it is not the launcher that has started it."""
+        log = str(self.run_dir / "logs" / "template.log")
+        for one in psutil.Process().children(recursive=True):
+            with suppress(OSError):  # it has just ended
+                if os.readlink(f"/proc/{one.pid}/fd/1") == log:  # noqa: PTH115 (as text)
+                    return [one, *one.children(recursive=True)]
+        return []
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+def control_of(run_dir: Path) -> Control:
+    """What `unisono status` and the others ask, without a process for each question."""
+    return Control(address_of(run_dir))
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 import outcomes
 from outcomes import outcome
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "adaptive.py"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from training import Training
+from training import Trained, Training
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
@@ -31,7 +31,7 @@ def keep_away(training: Training, seconds: float) -> int:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_no_step_is_lost_while_the_coordinator_is_away(
-    workers: int, serial: Training, started: list[Training], tmp_path: Path
+    workers: int, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     started.append(Training(tmp_path / "run", "-n", f"{workers}", "--max-restarts", "2", PACE_S="0.04"))
     training = started[0]
@@ -47,7 +47,7 @@ def test_no_step_is_lost_while_the_coordinator_is_away(
 
 
 def test_a_worker_that_is_lost_meanwhile_is_waited_for_until_the_coordinator_is_back(
-    serial: Training, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     started.append(Training(tmp_path / "run", "-n", "3", "--max-restarts", "2", PACE_S="0.04"))
     training = started[0]

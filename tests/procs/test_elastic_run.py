@@ -14,6 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from training import control_of
+from unisono.launch.born import NURSERY
+
 pytestmark = pytest.mark.procs
 
 PATIENCE_S = 60.0
@@ -46,9 +49,7 @@ class Job:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
 
     def status(self) -> dict[str, Any]:
-        found = json.loads(self.ask("status", "--json").stdout)
-        assert isinstance(found, dict)
-        return found
+        return control_of(self.run_dir).status()
 
     def log(self, worker: str) -> str:
         path = self.run_dir / "logs" / f"{worker}.log"
@@ -71,7 +72,7 @@ class Job:
         while not is_so():
             assert time.monotonic() - begun < PATIENCE_S, f"{words} did not come:\n{self.text}"
             assert self._started[-1].poll() is None or is_so(), f"it ended before {words} came:\n{self.text}"
-            time.sleep(0.01)
+            time.sleep(0.03)
 
     def finish(self) -> None:
         (self.run_dir / "finish").touch()
@@ -99,9 +100,9 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     for name in list(os.environ):
-        if name.startswith("UNISONO_"):
+        if name.startswith("UNISONO_") and name != NURSERY:
             monkeypatch.delenv(name)
     found = Job(tmp_path)
     yield found
@@ -158,6 +159,7 @@ def test_workers_come_and_go_as_people_ask(job: Job) -> None:
     assert job.ask("resize", "3").returncode == 0
     job.until(lambda: len(job.status()["members"]) == 3, "three workers")
     assert "working" in job.ask("status").stdout
+    assert len(json.loads(job.ask("status", "--json").stdout)["members"]) == 3
     leaves = job.status()["members"][0]["id"]
     assert job.ask("leave", "0").returncode == 0
     job.until(lambda: leaves not in [each["id"] for each in job.status()["members"]], "one less")
@@ -211,7 +213,8 @@ def test_with_no_restarts_left_the_job_says_whom_it_lost(job: Job) -> None:
     assert re.search(r"worker w1 on host \S+ was killed by SIGKILL: likely the memory ran out", job.text)
 
 
-def test_a_launcher_that_is_killed_takes_everything_with_it(job: Job) -> None:
+def test_a_launcher_that_is_killed_takes_everything_with_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NURSERY, raising=False)  # so that everything is below the launcher
     launcher = job.start("-n", "3", "--max-restarts", "1")
     job.formed(1, "w1", "w2", "w3")
     family = psutil.Process(launcher.pid).children(recursive=True)
@@ -221,11 +224,11 @@ def test_a_launcher_that_is_killed_takes_everything_with_it(job: Job) -> None:
 
 
 def test_an_agent_brings_room_and_takes_it_away_again(job: Job) -> None:
-    launcher = job.start("-n", "1:4", "--no-warm-start")
+    launcher = job.start("-n", "1:4")
     job.until((job.run_dir / "coordinator.json").exists, "a coordinator")
     job.until(lambda: job.ask("resize", "4").returncode == 0, "an answer")
     job.until(lambda: len(job.status()["members"]) == 4, "four workers")
-    joined = job.join("-n", "2", "--no-warm-start")
+    joined = job.join("-n", "2")
     job.until(lambda: len(job.status()["agents"]) == 2, "a second agent")
     old = [each["id"] for each in job.status()["members"]]
     os.kill(job.pid_of(old[0]), signal.SIGKILL)

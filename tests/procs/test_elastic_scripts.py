@@ -1,13 +1,12 @@
 """Scripts that do more than train, while workers die, fail and come; the bits are those of the serial run."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from training import PATIENCE_S, Training
+from training import EARLY, PATIENCE_S, Trained, Training
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
@@ -16,21 +15,9 @@ def at(place: str, step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
     return {"place": place, "step": step, "rank": rank, **more}
 
 
-EARLY: Any = {"STOP_BELOW": "1.5", "EPOCHS": "40"}
-
-
-@pytest.fixture(scope="module")
-def stopped_early(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
-    """The undisturbed run of one worker, which leaves its first loop before that is over."""
-    training = Training(tmp_path_factory.mktemp("early") / "run", "-n", "1", PACE_S="0", **EARLY)
-    training.end()
-    yield training
-    training.close()
-
-
 @pytest.mark.parametrize(("workers", "before_its_end"), [(1, 12), (2, 6), (1, 1)])
 def test_a_loop_that_is_left_early_while_a_joiner_comes_is_left_by_all(
-    workers: int, before_its_end: int, stopped_early: Training, started: list[Training], tmp_path: Path
+    workers: int, before_its_end: int, stopped_early: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     steps = stopped_early.steps
     left = len(steps) - 10  # the last of the first loop; two of five steps each follow
@@ -59,7 +46,7 @@ def test_an_exception_on_one_worker_ends_the_job_and_names_it(started: list[Trai
 
 @pytest.mark.parametrize("place", ["between", "evaluate"])
 def test_an_exception_that_happens_once_changes_no_bit_where_workers_restart(
-    place: str, serial: Training, started: list[Training], tmp_path: Path
+    place: str, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     faults = [at(place, 9, rank=1, signal="raise")]
     options = ("-n", "2", "--max-restarts", "3", "--restart-on-error")
@@ -72,7 +59,7 @@ def test_an_exception_that_happens_once_changes_no_bit_where_workers_restart(
 
 @pytest.mark.parametrize(("place", "workers"), [("capture", 2), ("write", 3), ("capture", 5)])
 def test_the_main_worker_is_lost_while_it_writes_a_checkpoint(
-    place: str, workers: int, serial: Training, started: list[Training], tmp_path: Path
+    place: str, workers: int, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     faults = [at(place, 8), at(place, 16)]
     options = ("-n", f"{workers}", "--max-restarts", "3", "--checkpoint-every", "8")
@@ -83,7 +70,7 @@ def test_the_main_worker_is_lost_while_it_writes_a_checkpoint(
 
 
 def test_the_main_worker_is_lost_in_a_checkpoint_that_the_script_asked_for(
-    serial: Training, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     faults = [at("write", 12)]
     started.append(Training(tmp_path / "run", "-n", "3", "--max-restarts", "3", faults=faults, ASKED="11"))
@@ -94,7 +81,7 @@ def test_the_main_worker_is_lost_in_a_checkpoint_that_the_script_asked_for(
 
 @pytest.mark.parametrize(("place", "workers"), [("capture", 3), ("write", 2)])
 def test_the_main_worker_is_lost_in_the_last_checkpoint(
-    place: str, workers: int, serial: Training, started: list[Training], tmp_path: Path
+    place: str, workers: int, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     last = len(serial.steps)
     options = ("-n", f"{workers}", "--max-restarts", "3", "--checkpoint-every", "1000")
@@ -107,7 +94,7 @@ def test_the_main_worker_is_lost_in_the_last_checkpoint(
 
 @pytest.mark.parametrize("workers", [3, 5])
 def test_workers_die_in_each_loop_and_in_each_evaluation_and_others_take_their_places(
-    workers: int, serial: Training, started: list[Training], tmp_path: Path
+    workers: int, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     last = len(serial.steps)
     second, third = last - 10, last - 5
@@ -129,7 +116,7 @@ def test_workers_die_in_each_loop_and_in_each_evaluation_and_others_take_their_p
 
 
 def test_state_of_the_scripts_own_goes_over_to_those_who_come_when_all_others_go(
-    serial: Training, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     faults = [
         at("begin", 0, signal="resize 1"),

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from training import PATIENCE_S, Training
+from training import PATIENCE_S, Trained, Training
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("places", [["after"], ["begin", "second"], ["first", "between", "second", "after"]])
 def test_killing_all_but_one_worker_anywhere_in_a_step_changes_no_bit(
-    places: list[str], serial: Training, started: list[Training], tmp_path: Path
+    places: list[str], serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     faults = [{"place": place, "step": 2 + 5 * number, "rank": number % 2} for number, place in enumerate(places)]
     workers = 1 + len(places)
@@ -24,7 +24,7 @@ def test_killing_all_but_one_worker_anywhere_in_a_step_changes_no_bit(
 
 
 def test_killing_workers_between_the_steps_changes_no_bit(
-    serial: Training, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     ends = [4, 9, 14]  # the last steps of epochs
     faults = [
@@ -54,7 +54,7 @@ def test_growing_and_shrinking_changes_no_bit(started: list[Training], tmp_path:
 
 
 def test_a_job_that_is_stopped_goes_on_later_and_ends_with_the_same_bits(
-    serial: Training, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     started.append(Training(tmp_path / "run", "-n", "1:3", PACE_S="0.03"))
     started[0].until("minted", generation=1)
@@ -67,7 +67,7 @@ def test_a_job_that_is_stopped_goes_on_later_and_ends_with_the_same_bits(
 
 
 def test_over_a_process_group_that_forms_at_the_coordinator_a_loss_changes_no_bit(
-    serial: Training, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     faults = [{"place": "first", "step": 3, "rank": 1}]
     options = ("-n", "3", "--max-restarts", "2")

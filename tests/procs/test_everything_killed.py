@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from training import Training
+from training import Trained, Training
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
@@ -13,7 +13,7 @@ EVERY = 4
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 5)])
 def test_a_job_whose_machine_went_down_goes_on_from_its_newest_checkpoint(
-    before: int, after: int, serial: Training, started: list[Training], tmp_path: Path
+    before: int, after: int, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     options = ("--max-restarts", "1", "--checkpoint-every", f"{EVERY}")
     started.append(Training(tmp_path / "run", "-n", f"{before}", *options, PACE_S="0.03"))
@@ -33,7 +33,7 @@ def test_a_job_whose_machine_went_down_goes_on_from_its_newest_checkpoint(
 
 
 def test_everything_killed_before_the_first_checkpoint_begins_anew(
-    serial: Training, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     started.append(Training(tmp_path / "run", "-n", "2", "--max-restarts", "1", PACE_S="0.03"))
     started[0].until_step(3)
@@ -44,7 +44,7 @@ def test_everything_killed_before_the_first_checkpoint_begins_anew(
 
 
 def test_a_job_survives_that_everything_is_killed_again_and_again(
-    serial: Training, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     for workers, step in ((2, 6), (3, 13), (1, 21)):
         options = ("-n", f"{workers}", "--max-restarts", "1", "--checkpoint-every", "2")

@@ -17,7 +17,10 @@ import torch
 
 from unisono.checkpoint.store import load_weights
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]  # the first test waits for all jobs
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.timeout(600),
+]  # the first test waits for all jobs
 
 ROOT = Path(__file__).parents[2]
 JOBS = Path(__file__).parent / "scripts" / "exact_jobs.py"

@@ -13,7 +13,7 @@ import pytest
 
 from unisono.data.cifar10 import RECORD_BYTES, TEST_FILES, TRAIN_FILES
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("warm")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 
+from unisono.launch.born import NURSERY
 from unisono.testing import Faults
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("warm"),
+]
 
 SCRIPT = Path(__file__).parent / "scripts" / "elastic_training.py"
 PATIENCE_S = 150.0
+
+
+def is_kept(name: str) -> bool:
+    return not name.startswith("UNISONO_") or name == NURSERY
 
 
 class Training:
@@ -30,7 +39,7 @@ class Training:
         self.go_on()
 
     def go_on(self) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
+        environment = {name: value for name, value in os.environ.items() if is_kept(name)}
         environment |= {"PACE_S": "0", "EPOCHS": "12"}
         self.ended = subprocess.run(
             self._command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
@@ -76,7 +85,10 @@ def test_every_fault_that_a_job_survives_strikes_once_and_changes_no_bit(serial:
     assert training.journal("resized")
 
 
-def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(serial: str, tmp_path: Path) -> None:
+def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(
+    serial: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(NURSERY, raising=False)  # a worker kills the agent that is above it
     faults = Faults().kill_agent(rank=0, at_step=20, after_s=0.01)
     training = Training(tmp_path / "job", "-n", "1:2", "--checkpoint-every", "4", faults=faults)
     assert training.ended.returncode == -9, training.ended.stdout + training.ended.stderr

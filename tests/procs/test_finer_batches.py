@@ -11,7 +11,7 @@ import pytest
 import outcomes
 from unisono.testing.samples import Samples, problems
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
 SCRIPT = Path(__file__).parent / "scripts" / "finer.py"
 SHARDS = 6

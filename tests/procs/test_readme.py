@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from unisono import errors
+from unisono.launch.born import NURSERY
 
 pytestmark = pytest.mark.procs
 
@@ -31,7 +32,7 @@ def digests(page: str, workers: int, folder: Path) -> list[str]:
     done = subprocess.run(
         [*launcher, script.name],
         cwd=folder,
-        env={name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")},
+        env={name: value for name, value in os.environ.items() if not name.startswith("UNISONO_") or name == NURSERY},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -43,6 +44,7 @@ def digests(page: str, workers: int, folder: Path) -> list[str]:
 
 
 def test_the_script_in_the_readme_is_short_and_ends_in_the_same_weights_on_one_worker_and_on_two(
+    warm: None,
     tmp_path: Path,
 ) -> None:
     (script,) = code_of("README.md")
@@ -52,7 +54,9 @@ def test_the_script_in_the_readme_is_short_and_ends_in_the_same_weights_on_one_w
     assert digests("README.md", 2, tmp_path / "together") == alone
 
 
-def test_everything_in_the_guide_runs_and_ends_in_the_same_weights_on_one_worker_and_on_two(tmp_path: Path) -> None:
+def test_everything_in_the_guide_runs_and_ends_in_the_same_weights_on_one_worker_and_on_two(
+    warm: None, tmp_path: Path
+) -> None:
     alone = digests("docs/guide.md", 1, tmp_path / "alone")
     assert len(alone) == "".join(code_of("docs/guide.md")).count(".finish(") + 1  # one stands in a loop of two
     assert digests("docs/guide.md", 2, tmp_path / "together") == alone

@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("warm"),
+]
 
 SCRIPT = Path(__file__).parent / "scripts" / "troubled.py"
 PATIENCE_S = 120.0

@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("warm")]
 
 UNISONO = Path(sys.executable).with_name("unisono")
 

@@ -15,10 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("warm"),
+]
 
 SCRIPTS = Path(__file__).parent / "scripts"
-QUIET = {**os.environ, "PYTHONWARNINGS": "ignore"}
 
 
 def command(workers: int, script: Path, folder: Path, *arguments: str) -> list[str]:
@@ -27,13 +30,13 @@ def command(workers: int, script: Path, folder: Path, *arguments: str) -> list[s
 
 
 def finished(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**QUIET, **variables}
+    environment = {**os.environ, **variables}
     return subprocess.run(arguments, env=environment, check=False, capture_output=True, text=True, timeout=120)
 
 
 @contextmanager
 def started(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(arguments, env=QUIET, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
     finally:
@@ -222,7 +225,7 @@ def srun(tasks: int, script: str, folder: Path) -> str:
     processes = [
         subprocess.Popen(
             [sys.executable, script],
-            env={**QUIET, **step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+            env={**os.environ, **step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
             stdout=subprocess.PIPE,
             text=True,
         )

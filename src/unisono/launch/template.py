@@ -176,9 +176,19 @@ def become(birth: Birth) -> None:
 def main() -> None:
     """Serve the launcher, or, in a fork, be the worker that it asked for."""
     worker.die_with(os.environ.get("UNISONO_LAUNCHER_PID"))
+    load()
+    serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+def load() -> None:
+    """Load what importing this module has not."""
     _load_the_rest()
     _end_threads_that_end_before_forks()
-    birth = Template(socket.socket(fileno=int(sys.argv[1]))).serve()
+
+
+def serve(channel: socket.socket) -> None:
+    """Be a template until the launcher hangs up, and end; or, in a fork, be the worker that it asked for."""
+    birth = Template(channel).serve()
     if birth is None:
         os._exit(0)  # nothing here is worth the time that taking torch apart needs
     become(birth)

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
+from unisono.launch.born import NURSERY, Unborn, born
 from unisono.launch.request import Request
 
 LONGEST_ANSWER = 64 * 1024
@@ -19,6 +21,27 @@ LONGEST_ANSWER = 64 * 1024
 
 class ColdStart(Exception):
     """The template cannot start a worker; says why. The launcher starts it as a program of its own."""
+
+
+class TemplateProcess(Protocol):
+    """A template that runs."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        ...
+
+    def kill(self) -> None:
+        """End it.
+
+        Raises:
+            ProcessLookupError: it has ended already.
+        """
+        ...
+
+    async def wait(self) -> object:
+        """Until it has ended."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -45,7 +68,7 @@ class WarmWorker:
 class WarmStart:
     """Starts the template, and has it fork workers. Use :meth:`open`."""
 
-    def __init__(self, channel: socket.socket, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, channel: socket.socket, process: TemplateProcess) -> None:
         self._channel, self._process = channel, process
         self._gone = ""
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -67,25 +90,12 @@ class WarmStart:
         if sys.platform != "linux":
             raise ColdStart(f"{sys.platform} is not Linux")
         try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError as error:
-            raise ColdStart(str(error)) from error
-        ours.setblocking(False)
-        try:
-            with theirs, log.open("ab") as output:
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-u", "-m", "unisono.launch.template", str(theirs.fileno())),
-                    env={**environment, "UNISONO_LAUNCHER_PID": str(os.getpid())},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    pass_fds=[theirs.fileno()],
-                )
-        except OSError as error:
-            ours.close()
-            raise ColdStart(str(error)) from error
-        return cls(ours, process)
+            return cls(*await born(environment, log))
+        except Unborn as why:
+            if NURSERY in environment:
+                with log.open("a") as output:
+                    output.write(f"this template loads torch itself: {why}\n")
+        return cls(*await _begun(environment, log))
 
     @property
     def pid(self) -> int:
@@ -179,3 +189,27 @@ def _settle(answer: asyncio.Future[WarmWorker], found: WarmWorker | ColdStart) -
         answer.set_exception(found)
     else:
         answer.set_result(found)
+
+
+async def _begun(environment: Mapping[str, str], log: Path) -> tuple[socket.socket, TemplateProcess]:
+    """A template that begins by loading torch."""
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise ColdStart(str(error)) from error
+    ours.setblocking(False)
+    try:
+        with theirs, log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-u", "-m", "unisono.launch.template", str(theirs.fileno())),
+                env={**environment, "UNISONO_LAUNCHER_PID": str(os.getpid())},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+    except OSError as error:
+        ours.close()
+        raise ColdStart(str(error)) from error
+    return ours, process

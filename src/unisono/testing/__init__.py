@@ -1,5 +1,6 @@
-"""Rehearsing failures: faults as data, and what carries them out and checks what came of them."""
+"""Rehearsing failures: faults as data, what carries them out and checks what came of them. Warm starts for tests."""
 
 from unisono.testing.faults import Faults
+from unisono.testing.warm_jobs import warm_jobs
 
-__all__ = ["Faults"]
+__all__ = ["Faults", "warm_jobs"]

@@ -20,6 +20,7 @@ import psutil
 from unisono.checkpoint.folder import write_json
 from unisono.errors import JobError, UnisonoError
 from unisono.launch.address import address_of
+from unisono.launch.born import NURSERY
 from unisono.launch.command import PER_WORKER
 from unisono.launch.control import Control
 from unisono.launch.outcome import PREEMPTED
@@ -37,6 +38,9 @@ TRAINED = "serial.json"
 
 MARK = "UNISONO_CHAOS"
 """The variable by which everything that a job has started is found again."""
+
+NOT_HANDED_ON = (*PER_WORKER, "UNISONO_RUN_DIR", NURSERY)
+"""Nor the nursery: a fork of it is not below its agent, and has not the mark in its first environment."""
 
 RESTARTS_PER_PLACE = 10_000
 SPARE_STARTS = 5
@@ -276,7 +280,7 @@ class _Struck:
 @contextmanager
 def _started(command: Sequence[str], folder: Path, mark: str = "") -> Iterator[subprocess.Popen[bytes]]:
     """A job; ended if whoever waits for it is interrupted."""
-    environment = {name: value for name, value in os.environ.items() if name not in (*PER_WORKER, "UNISONO_RUN_DIR")}
+    environment = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON}
     mark = mark or secrets.token_hex(8)
     with _output(folder).open("ab") as output:
         job = subprocess.Popen(

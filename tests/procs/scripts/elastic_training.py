@@ -28,6 +28,9 @@ STOP_BELOW = float(os.environ.get("STOP_BELOW", "0"))
 EPOCHS = int(os.environ.get("EPOCHS", "6"))
 
 
+FIXED = [torch.randn(16, generator=torch.Generator().manual_seed(number)) for number in range(300)]
+
+
 class Noisy(torch.utils.data.Dataset[Any]):
     """Samples that are drawn anew each time, as augmentation does."""
 
@@ -35,8 +38,7 @@ class Noisy(torch.utils.data.Dataset[Any]):
         return 300
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
-        fixed = torch.randn(16, generator=torch.Generator().manual_seed(number))
-        return fixed + 0.1 * torch.randn(16), number % 5
+        return FIXED[number] + 0.1 * torch.randn(16), number % 5
 
 
 class Seen:

@@ -1,0 +1,280 @@
+"""A template that a nursery has forked is what a launcher would have started, or the launcher starts one itself."""
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forked import LOOK, PATIENCE_S, Host, cold, seen
+from unisono.launch.born import NURSERY, Unborn, born
+from unisono.launch.tuning import Tuning
+from unisono.launch.warm_start import WarmStart
+from unisono.testing import warm_jobs
+
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.usefixtures("warm"),
+    pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only"),
+]
+
+
+def environment(**further: str) -> dict[str, str]:
+    """That of the workers of a job that is started without further options."""
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return {**os.environ, **threads, **Tuning.of_this_process().variables, **further}
+
+
+@asynccontextmanager
+async def template(folder: Path, **further: str) -> AsyncIterator[Host]:
+    folder.mkdir(exist_ok=True)
+    warm = WarmStart(*await born(environment(**further), folder / "template.log"))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await warm.ready()
+        yield Host(folder, warm)
+    finally:
+        await warm.close()
+
+
+Test = Callable[[Path], None]
+
+
+def in_a_loop(test: Callable[[Path], Coroutine[None, None, None]]) -> Test:
+    """Run a test in an event loop."""
+
+    def run(tmp_path: Path) -> None:
+        asyncio.run(test(tmp_path))
+
+    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+    return run
+
+
+# --- what comes of it
+
+
+@in_a_loop
+async def test_its_workers_see_what_a_fresh_one_sees(folder: Path) -> None:
+    (folder / "look.py").write_text(LOOK)
+    variables = {"GREETING": "hello", "UNISONO_WORKER": "w1"}
+    async with template(folder) as host:
+        forked = await (await host.start("look.py", "-m", "x", "", UNISONO_OWN="1", **variables)).ended()
+    fresh = cold(folder, "look.py", "-m", "x", "", UNISONO_OWN="1", **variables, **{NURSERY: os.environ[NURSERY]})
+    assert (forked.err, forked.code) == ("", 0)
+    assert "True hello" in forked.out
+    assert [line.replace("'UNISONO_RUN_DIR', ", "") for line in seen(forked)] == seen(fresh)
+
+
+@in_a_loop
+async def test_its_workers_have_no_descriptor_but_the_standard_ones(folder: Path) -> None:
+    async with template(folder) as host:
+        ended = await host.run(
+            "import os; print(sorted(map(int, os.listdir('/proc/self/fd'))), os.environ['JOB'])", JOB="a"
+        )
+    assert ended.out == "[0, 1, 2, 3] a\n", ended.err  # 3 is that of the listing
+
+
+@in_a_loop
+async def test_variables_are_those_of_the_job_and_of_no_other(folder: Path) -> None:
+    show = "import os; print([os.environ.get(name) for name in ('EPOCHS', 'PACE_S', 'UNISONO_SHARDS')], os.getcwd())"
+    async with template(folder / "a", EPOCHS="3", UNISONO_SHARDS="5") as one, template(folder / "b", PACE_S="1") as two:
+        assert (await one.run(show)).out == f"['3', None, '5'] {folder / 'a'}\n"
+        assert (await two.run(show)).out == f"[None, '1', None] {folder / 'b'}\n"
+
+
+@in_a_loop
+async def test_what_the_launcher_ignores_its_template_ignores(folder: Path) -> None:
+    show = "import signal; print([signal.getsignal(each).name for each in (signal.SIGHUP, signal.SIGTERM)])"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        async with template(folder) as host:
+            assert (await host.run(show)).out == "['SIG_IGN', 'SIG_DFL']\n"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# --- how it ends
+
+
+@in_a_loop
+async def test_the_end_of_one_job_ends_its_workers_and_no_others(folder: Path) -> None:
+    wait = "import signal; print('waiting', flush=True); signal.pause()"
+    async with template(folder / "a") as stays:
+        (folder / "a" / "wait.py").write_text(wait)
+        staying = await stays.start("wait.py")
+        async with template(folder / "b") as goes:
+            (folder / "b" / "wait.py").write_text(wait)
+            going = [await goes.start("wait.py") for _ in range(2)]
+            for each in (staying, *going):
+                await each.wrote("waiting")
+            gone = [psutil.Process(pid) for pid in (goes.warm.pid, *(each.worker.pid for each in going))]
+        assert not psutil.wait_procs(gone, timeout=PATIENCE_S)[1]
+        assert [(await each.ended()).code for each in going] == [-signal.SIGKILL] * 2
+        assert psutil.Process(staying.worker.pid).status() == psutil.STATUS_SLEEPING
+        os.kill(staying.worker.pid, signal.SIGTERM)
+        assert (await staying.ended()).code == -signal.SIGTERM
+
+
+def test_template_and_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    program = """
+        import asyncio, os
+        from pathlib import Path
+        from unisono.launch.born import born
+        from unisono.launch.request import Request
+        from unisono.launch.warm_start import WarmStart
+
+        async def main():
+            warm = WarmStart(*await born(os.environ, Path("log")))
+            worker = await warm.start(Request(("wait.py",), {}, os.getcwd()), 1, 2)
+            print(warm.pid, worker.pid, flush=True)
+            await worker.wait()
+
+        asyncio.run(main())
+    """
+    (tmp_path / "wait.py").write_text("import signal; signal.pause()")
+    (tmp_path / "launcher.py").write_text(textwrap.dedent(program))
+    with subprocess.Popen(
+        [sys.executable, "launcher.py"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        family = [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()]
+        assert len(family) == 2
+        launcher.kill()
+        assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
+
+
+@in_a_loop
+async def test_workers_whose_template_is_killed_are_lost_and_the_nursery_serves_on(folder: Path) -> None:
+    async with template(folder) as host:
+        (folder / "wait.py").write_text("import signal; print('waiting', flush=True); signal.pause()")
+        started = await host.start("wait.py")
+        await started.wrote("waiting")
+        os.kill(host.warm.pid, signal.SIGKILL)
+        assert (await started.ended()).code == -signal.SIGKILL
+    async with template(folder / "next") as host:
+        assert (await host.run("print('here')")).out == "here\n"
+
+
+def test_when_the_nursery_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_itself(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])\n"
+        "print('pids', os.getpid(), os.getppid(), flush=True)\nsignal.sigwait([signal.SIGUSR2])"
+    )
+    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--run-dir"]
+    before = set(psutil.Process().children())
+    with warm_jobs({"PYTEST_CURRENT_TEST"}):
+        (nursery,) = set(psutil.Process().children()) - before
+        with (
+            subprocess.Popen(
+                [*command, "one", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+            ) as launcher,
+            ExitStack() as opened,
+        ):
+            opened.callback(launcher.kill)
+            assert launcher.stdout is not None
+            workers = [re.findall(r"pids (\d+) (\d+)", launcher.stdout.readline())[0] for _ in range(2)]
+            (template,) = {int(parent) for _, parent in workers}
+            assert psutil.Process(template).ppid() == nursery.pid
+            nursery.kill()
+            nursery.wait(PATIENCE_S)
+            for worker, _ in workers:
+                os.kill(int(worker), signal.SIGUSR2)
+            assert launcher.wait(PATIENCE_S) == 0
+        (tmp_path / "train.py").write_text("pass")
+        assert (
+            subprocess.run([*command, "two", "train.py"], cwd=tmp_path, check=False, timeout=PATIENCE_S).returncode == 0
+        )
+    assert (tmp_path / "one" / "logs" / "template.log").read_text() == ""
+    assert "this template loads torch itself: the nursery" in (tmp_path / "two" / "logs" / "template.log").read_text()
+
+
+# --- when it does not help
+
+ASKS = """
+import asyncio, os
+from pathlib import Path
+from unisono.launch.born import Unborn, born
+
+async def main():
+    try:
+        channel, process = await born(os.environ, Path("log"))
+    except Unborn as why:
+        print(why)
+    else:
+        channel.close()
+        await process.wait()
+        print("born")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "answer"),
+    [
+        ("exec", "born"),
+        ("OMP_NUM_THREADS=2 exec", "the variable OMP_NUM_THREADS differs"),
+        ("LD_BIND_NOW=1 exec", "the variable LD_BIND_NOW differs"),
+        ("unset MKL_NUM_THREADS; exec", "the variable MKL_NUM_THREADS differs"),
+        ("umask 0123; exec", "Umask differs"),
+        ("ulimit -S -n 100; exec", "limits differs"),
+        ("exec nice -n 1", "priority differs"),
+        ('PYTHONPATH="$PYTHONPATH:here" exec', "module path differs"),
+    ],
+)
+def test_a_launcher_whose_workers_would_be_others_is_refused(launcher: str, answer: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{launcher} {shlex.join([sys.executable, '-c', ASKS])}"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert (done.stdout, done.stderr) == (f"{answer}\n", "")
+
+
+@in_a_loop
+async def test_who_hangs_up_or_comes_from_a_folder_that_is_gone_does_not_keep_it_from_others(folder: Path) -> None:
+    for words in (b"", None):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rude:
+            rude.connect(os.environ[NURSERY])
+            if words is not None:
+                rude.send(words)
+    gone = folder / "gone"
+    gone.mkdir()
+    before = Path.cwd()
+    os.chdir(gone)
+    gone.rmdir()
+    try:
+        with pytest.raises(Unborn, match="No such file"):
+            await born(environment(), folder / "log")
+    finally:
+        os.chdir(before)
+    async with template(folder) as host:
+        assert (await host.run("print('here')")).out == "here\n"
+
+
+def test_a_job_with_other_threads_loads_torch_itself_and_says_why(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])")
+    command = ["run", "-n", "2", "--threads", "2", "--run-dir", "run", "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono", *command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[rank 1] threads 2" in done.stdout
+    log = (tmp_path / "run" / "logs" / "template.log").read_text()
+    assert re.search(r"loads torch itself: the variable (OMP|MKL)_NUM_THREADS differs", log)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["exit_code"] == 0

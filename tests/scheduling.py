@@ -1,0 +1,27 @@
+"""Which process runs which test: files are shared out test by test, unless their tests share something."""
+
+from pathlib import PurePath
+
+from xdist.scheduler import LoadScopeScheduling
+
+TOGETHER = {
+    "test_adaptive.py": "the serial run",
+    "test_checkpoint_crash.py": "the run whose disk is never full",
+    "test_exact.py": "the jobs on 1, 2, 3, 5 and 8 workers",
+    "test_faults.py": "the serial run",
+    "test_finer_batches.py": "the serial run",
+    "test_hosts.py": "the two hosts, and the serial run",
+    "test_steering.py": "the serial run",
+    "test_template.py": "the template",
+    "test_troubled_workers.py": "the serial run",
+    "test_workers.py": "what three workers have found",
+}
+"""Files that stay whole, and what their tests share."""
+
+
+class Together(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Hands out files that stay whole first, those with the most tests before the others; then all other tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if PurePath(file).name in TOGETHER else nodeid

@@ -1,0 +1,17 @@
+"""Tests that share something costly are run by one process."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scheduling import TOGETHER
+
+pytestmark = pytest.mark.unit
+
+PROCS = Path(__file__).parents[1] / "procs"
+
+
+def test_files_with_a_fixture_of_their_own_for_several_tests_stay_whole_and_no_others() -> None:
+    shares = re.compile(r"""^@pytest\.fixture\(scope="module"\)""", re.MULTILINE)
+    assert {path.name for path in PROCS.glob("test_*.py") if shares.search(path.read_text())} == TOGETHER.keys()
