@@ -342,6 +342,29 @@ def test_a_member_that_arrives_unasked_makes_a_new_generation_due() -> None:
     assert job.arrive("w1", "w3", acts=6).roster == ["w1", "w2", "w3"]
 
 
+def test_whoever_leaves_the_work_in_the_middle_wakes_those_who_may_wait_for_it_once() -> None:
+    job = training(4).arrive("w2", at_boundary=False)
+    assert job.heard(Lost) == ["w1", "w3", "w4"]
+    assert job.arrive("w3", at_boundary=False).heard(Lost) == []
+    assert job.arrive("w1", "w4", at_boundary=False).roster == ["w1", "w2", "w3", "w4"]
+    assert job.arrive("w1", at_boundary=False).heard(Lost) == ["w2", "w3", "w4"]  # of the next generation
+
+
+def test_whoever_could_not_form_a_generation_wakes_those_who_still_try() -> None:
+    job = formed(training(3))
+    assert job.arrive("w1").heard(Lost) == []
+    job.arrive("w2", "w3")
+    assert job.arrive("w3").heard(Lost) == ["w1", "w2"]
+    job.happen(Disconnected(worker="w2")).connect("w2", generation=job.state.generation)
+    assert job.heard(Lost) == ["w2"]
+
+
+def formed(job: Job) -> Job:
+    for member in job.state.members:
+        job.hear(member.id, Formed(generation=job.state.generation))
+    return job
+
+
 def test_a_member_that_does_not_arrive_after_the_first_is_killed() -> None:
     job = training(3).arrive("w1", "w2")
     for _ in range(5):

@@ -261,16 +261,16 @@ class RegroupDue(Message):
 
 
 class Lost(Message):
-    """Members of the generation are gone: whoever waits for them stops waiting, and arrives.
+    """The generation's work cannot go on: whoever waits for others in it stops waiting, and arrives.
 
     Attributes:
-        generation: that they were in.
-        workers: their ids.
+        generation: which one.
+        workers: its members that are gone. There may be none: one has left the work in the middle, and tries again.
     """
 
     kind: Literal["lost"] = "lost"
     generation: Count
-    workers: tuple[Name, ...]
+    workers: tuple[Name, ...] = ()
 
 
 class Seat(Message):

@@ -85,7 +85,8 @@ class Elastic(Membership):
         self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         self._generation = Generation(0, 0, Split.even(hello.shards, 1))
         self._workers = Workers(self._generation, Solo(hello.shards))
-        self._due = self._lost = 0
+        self._due = self._lost = self._left = 0
+        self._doorway = threading.Lock()
         self._is_leaving = False
         self._standing, self._rate = Standing(0), 0.0
         self._heart = Heartbeat()
@@ -222,11 +223,12 @@ class Elastic(Membership):
 
     def _hang_up_if_lost(self) -> None:
         # Called by whoever notes a loss, and by whoever forms a generation: whichever comes second sees the other.
-        if self._lost >= self._generation.number > 0:
-            with suppress(InvalidStateError):
-                self._forming.set_exception(WorkerLost("another worker was lost before all had met"))
-            self._door.close()
-            self._workers.transport.abort()
+        with self._doorway:  # who has left it already waits for the next one, whose door stays open
+            if self._lost >= self._generation.number > self._left:
+                with suppress(InvalidStateError):
+                    self._forming.set_exception(WorkerLost("another worker was lost before all had met"))
+                self._door.close()
+                self._workers.transport.abort()
 
     # -- the main thread ---------------------------------------------------------------------------------------------
 
@@ -291,10 +293,13 @@ class Elastic(Membership):
         return minted.generation > self._generation.number  # a coordinator that came back may repeat itself
 
     def _open_door(self) -> None:
+        """Leave the generation, and be there for those of the next."""
         self._heart.forms = True
         self._workers.close()
-        self._door.close()
-        self._door = Door(self._timeout_s)
+        with self._doorway:
+            self._left = self._generation.number
+            self._door.close()
+            self._door = Door(self._timeout_s)
 
     def _await(self, *kinds: Any, wanted: Callable[[Any], bool] = lambda news: True) -> Any:
         """The next news of one of these kinds. News of the end come first."""

@@ -92,10 +92,19 @@ class Change:
     def break_up(self, worker: Worker) -> None:
         """The generation has lost a member, so that its work cannot go on."""
         due_since = self.now if self.state.due_since is None else self.state.due_since
-        self.set(lost=(*self.state.lost, worker.id), due_since=due_since)
+        self.set(lost=(*self.state.lost, worker.id), due_since=due_since, broken=True)
         for member in self.state.members:
             if member.phase == "working":
                 self.tell(member, Lost(generation=self.state.generation, workers=(worker.id,)))
+
+    def wake_members(self) -> None:
+        """Somebody has left the generation's work in the middle of it: whoever waits there for it stops waiting."""
+        if self.state.broken:
+            return
+        self.set(broken=True)
+        for member in self.state.members:
+            if member.phase == "working":
+                self.tell(member, Lost(generation=self.state.generation))
 
     def lose(self, worker: Worker, why: str, ended: bool = False) -> None:
         """A worker that was to take part, or did, is given up.

@@ -114,7 +114,7 @@ def _remind(change: Change, worker: Worker, generation: int) -> None:
     assert minted is not None
     if generation < minted.generation:
         change.tell(worker, minted)
-    if change.state.lost:
+    if change.state.broken:
         change.tell(worker, Lost(generation=minted.generation, workers=change.state.lost))
     elif change.state.due_since is not None:
         change.tell(worker, RegroupDue(generation=minted.generation))
@@ -164,6 +164,8 @@ def _arrived(change: Change, worker: Worker, message: Arrived) -> None:
     if change.state.arrival is None:
         change.set(arrival=change.now)
     change.call_members()
+    if not message.at_boundary or worker.id not in change.state.formed:
+        change.wake_members()  # they may wait for it, and it comes no more
 
 
 def _formed(change: Change, worker: Worker, message: Formed) -> None:

@@ -85,7 +85,7 @@ def _ready(state: State) -> list[Worker]:
 def _preempt(change: Change, holders: list[Worker]) -> None:
     for member in change.state.members:  # a joiner that was still to receive the weights must not write them
         change.remove(member, "all were asked to leave", preempted=member in holders)
-    change.set(preempting=True, minted=None, due_since=None, arrival=None, lost=())
+    change.set(preempting=True, minted=None, due_since=None, arrival=None, lost=(), broken=False)
 
 
 def _start_over(change: Change) -> None:
@@ -94,7 +94,7 @@ def _start_over(change: Change) -> None:
     for worker in change.state.members + change.state.candidates:
         if worker.phase != "asked":  # it stands where only those that are lost could have helped it
             change.remove(worker, "all others are lost, and the job starts over")
-    change.set(minted=None, loop=None, due_since=None, arrival=None, lost=())
+    change.set(minted=None, loop=None, due_since=None, arrival=None, lost=(), broken=False)
     change.actions.append(Forget())
 
 
@@ -171,7 +171,7 @@ def _mint(change: Change, seats: list[Seat], source: int, loop: int | None) -> N
         signs = replace(worker.signs, at=change.now, pulse=worker.signs.pulse.model_copy(update={"still_s": 0.0}))
         change.tell(change.put(worker, phase="working", arrived=None, signs=signs), minted)
     change.set(generation=number, minted=minted, minted_at=change.now, loop=loop, due_since=None, arrival=None)
-    change.set(lost=(), formed=(), seconds={}, turns_seen=before.last_turn)
+    change.set(lost=(), broken=False, formed=(), seconds={}, turns_seen=before.last_turn)
     change.note(
         "minted",
         generation=number,

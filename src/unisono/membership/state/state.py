@@ -135,6 +135,7 @@ class State:
         due_since: when it became clear that it has to end; None while it has not.
         arrival: when its first member arrived; None while none has.
         lost: its members that were lost.
+        broken: whether its work cannot go on: a member was lost, or has left it in the middle.
         formed: which of them work in it.
         seconds: that forming it took, by part: the slowest member's.
         wanted: how many workers somebody asked for; None for as many as there is room for.
@@ -163,6 +164,7 @@ class State:
     due_since: float | None = None
     arrival: float | None = None
     lost: tuple[str, ...] = ()
+    broken: bool = False
     formed: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     wanted: int | None = None

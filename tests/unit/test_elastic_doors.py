@@ -1,0 +1,112 @@
+"""An elastic worker between two generations: what is heard late of the one before closes no door of the next."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from unisono.errors import WorkerLost
+from unisono.membership.generation import Generation
+from unisono.membership.messages import Arrived, Lost, Message, Minted, Ready, Seat, ToWorker, Welcome, WorkerHello
+from unisono.reduce.transport import Solo
+from unisono.train.elastic import Elastic
+from unisono.train.meeting import Meeting
+from unisono.train.membership import Arrival, Standing
+from unisono.train.workers import Workers
+
+pytestmark = pytest.mark.unit
+
+PATIENCE_S = 20.0
+
+
+class Line:
+    """To a coordinator that the test plays."""
+
+    def __init__(self, hear: Callable[[ToWorker], None]) -> None:
+        self.hear = hear
+        self.generation = 0
+        self.addresses: list[str] = []
+        self.arrived = threading.Event()
+        self.kept: list[Any] = []
+
+    def send(self, message: Message) -> None:
+        if isinstance(message, Ready):
+            self.addresses.append(message.address)
+            self.mint(1)
+        elif isinstance(message, Arrived):
+            self.addresses.append(message.address)
+            self.arrived.set()
+
+    def mint(self, generation: int) -> None:
+        seat = Seat(worker="w1", host="h", address=self.addresses[-1])
+        self.hear(Minted(generation=generation, roster=(seat,), bounds=(0, 4), source=0))
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Host:
+    """A worker, its line, and the doors with which it formed generations."""
+
+    def __init__(self) -> None:
+        self.forms: Callable[[Meeting], None] = lambda meeting: None
+
+        def call(hear: Callable[[ToWorker], None]) -> Any:
+            self.line = Line(hear)
+            hear(Welcome(joins=False))
+            return self.line
+
+        def form(generation: Generation, meeting: Meeting) -> Workers:
+            self.forms(meeting)
+            return Workers(generation, Solo(4))
+
+        self.elastic = Elastic(call, WorkerHello(worker="w1", host="h", pid=1, shards=4), form, PATIENCE_S)
+
+    def regroup(self) -> tuple[threading.Thread, list[Any]]:
+        found: list[Any] = []
+
+        def go() -> None:
+            try:
+                found.append(self.elastic.regroup(WorkerLost("gone"), Standing(1)))
+            except WorkerLost as error:
+                found.append(error)
+
+        self.line.arrived.clear()
+        thread = threading.Thread(target=go)
+        thread.start()
+        assert self.line.arrived.wait(PATIENCE_S)
+        return thread, found
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    made = Host()
+    yield made
+    made.elastic.close()
+
+
+def test_a_loss_that_is_heard_of_late_leaves_the_door_to_the_next_generation_open(host: Host) -> None:
+    thread, found = host.regroup()
+    door = host.elastic._door
+    host.line.hear(Lost(generation=1, workers=("w2",)))
+    assert door.address.hex() == host.line.addresses[-1]  # a closed one has no address
+    host.line.mint(2)
+    thread.join(PATIENCE_S)
+    assert isinstance(found[0], Arrival)
+
+
+def test_whoever_waits_for_the_others_of_a_generation_wakes_when_one_of_them_has_given_up(host: Host) -> None:
+    waits = threading.Event()
+
+    def wait_for_a_caller(meeting: Any) -> None:
+        waits.set()
+        meeting._door.gather(0, 2, ())
+
+    host.forms = wait_for_a_caller
+    thread, found = host.regroup()
+    host.line.mint(2)
+    assert waits.wait(PATIENCE_S)
+    host.line.hear(Lost(generation=2))
+    thread.join(PATIENCE_S / 2)
+    assert isinstance(found[0], WorkerLost)
