@@ -15,18 +15,7 @@ from benchmarks.report import Grid, Report
 FIRST, LARGEST = 64, 512
 RATE = 0.1
 
-COLUMNS = (
-    "",
-    "steps",
-    "in all",
-    "to the target",
-    "seeds",
-    "of the best small",
-    "computing",
-    "its steps",
-    "accuracy",
-    "lowest … highest",
-)
+COLUMNS = ("", "steps", "to the target", "of the best small", "computing", "its steps", "accuracy")
 
 Found = Mapping[str, Sequence[Sequence[Look]]]
 """For each way of training the looks at it, seed by seed."""
@@ -134,12 +123,9 @@ def grid(choice: Choice, found: Found, small: str) -> Grid:
             (
                 f"{name} (best small)" if name == small else name,
                 f"{statistics.fmean(one.steps for one in ends if one):.0f}" if any(ends) else "",
-                f"{statistics.fmean(one.seconds for one in ends if one):.2f} s" if any(ends) else "",
-                f"{statistics.median(there):.2f} s" if there else "",
-                f"{len(there)} of {len(runs)}",
+                f"{statistics.median(there):.1f} s, {len(there)} of {len(runs)}" if there else "",
                 *(f"{share:.2f}" if share.value < float("inf") else "" for share in shares),
-                f"{statistics.fmean(told):.2%}",
-                f"{min(told):.2%} … {max(told):.2%}",
+                f"{statistics.fmean(told):.2%} ({min(told):.2%} … {max(told):.2%})",
             )
         )
     return Grid(
