@@ -10,7 +10,7 @@ BENCH_READY := $(VENV)/.ready-bench
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-recovery bench-growth bench-elastic bench-monitor bench-sampling bench-disturbed soak format clean
+.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-recovery bench-growth bench-elastic bench-monitor bench-sampling bench-accuracy bench-adaptive bench-disturbed soak format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -64,6 +64,12 @@ bench-monitor: $(READY)  ## what it costs to measure the gradients' noise in eve
 
 bench-sampling: $(READY)  ## what reading only some blocks of the gradients does to the figures
 	@$(BIN)/python -m benchmarks sampling $(OPTIONS)
+
+bench-accuracy: $(BENCH_READY)  ## AdaScale at eight times the batch: accuracies beside the small one's and linear scaling's
+	@$(BIN)/python -m benchmarks accuracy $(OPTIONS)
+
+bench-adaptive: $(BENCH_READY)  ## a batch that follows the noise: how soon it is accurate, beside batches that stay
+	@$(BIN)/python -m benchmarks adaptive $(OPTIONS)
 
 soak: $(READY)  ## half an hour of faults: memory, files and threads stay as they are, and so do the bits
 	@$(BIN)/python -m benchmarks soak $(OPTIONS)

@@ -9,7 +9,20 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import allreduce, disturbed, growth, network, pairs, recovery, sampling, shards, soak, step
+from benchmarks import (
+    accuracy,
+    adaptive,
+    allreduce,
+    disturbed,
+    growth,
+    network,
+    pairs,
+    recovery,
+    sampling,
+    shards,
+    soak,
+    step,
+)
 from benchmarks.contenders import everybody
 from benchmarks.crew import Allocator, CrewFailed
 from benchmarks.link import Cable, NoLink
@@ -25,6 +38,7 @@ Rounds = Annotated[int | None, typer.Option(help="how often each thing is measur
 Malloc = Annotated[Allocator, typer.Option(help="tuned: as unisono run sets it; the same for all")]
 Sgd = Annotated[Update, typer.Option(help="which of torch's implementations of SGD; the same for all")]
 Seed = Annotated[int, typer.Option(help="of the order in which things are measured")]
+Seeds = Annotated[int, typer.Option(min=1, help="runs of each way of training")]
 Quick = Annotated[bool, typer.Option("--quick", help="only see that it works: the figures mean nothing")]
 Output = Annotated[Path, typer.Option(help="folder for JSON and plot")]
 
@@ -257,6 +271,33 @@ def _side_by_side(pair: str, model: str, workers: int, step_ms: float, *, quick:
 
 def _often(choice: pairs.Choice, rounds: int | None, turns: int | None, seed: int) -> pairs.Choice:
     return replace(choice, rounds=rounds or choice.rounds, turns=turns or choice.turns, seed=seed)
+
+
+@app.command("accuracy")
+def accuracy_command(
+    seeds: Seeds = 5,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """AdaScale at eight times the batch, beside the small batch and plain linear scaling: accuracies."""
+    choice = accuracy.Choice(1, iterations=150, rates=(0.1,)) if quick else accuracy.Choice(seeds)
+    _publish(accuracy.run(choice), output)
+
+
+@app.command("adaptive")
+def adaptive_command(
+    seeds: Seeds = 5,
+    epochs: Annotated[int, typer.Option(help="passes over the data")] = 40,
+    workers: Workers = 1,
+    target: Annotated[float, typer.Option(help="the accuracy that is to be reached")] = 0.9,
+    few: Annotated[bool, typer.Option("--few", help="only one way of each kind, and none for comparison")] = False,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """A batch that follows the noise, beside batches that stay: how soon it is accurate."""
+    few = few or quick
+    choice = adaptive.Choice(1 if quick else seeds, 3 if quick else epochs, workers, target, few=few)
+    _publish(adaptive.run(choice), output)
 
 
 @app.command("soak")

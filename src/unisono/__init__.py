@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.adapt.ada_scale import AdaScale
     from unisono.adapt.batch_size_schedule import BatchSizeSchedule
     from unisono.adapt.linear_scaling import LinearScaling
     from unisono.adapt.monitoring import Monitoring
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaScale",
     "BatchSizeSchedule",
     "Callback",
     "LinearScaling",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AdaScale": "unisono.adapt.ada_scale",
     "BatchSizeSchedule": "unisono.adapt.batch_size_schedule",
     "LinearScaling": "unisono.adapt.linear_scaling",
     "Monitoring": "unisono.adapt.monitoring",

@@ -11,12 +11,13 @@ from outcomes import outcome
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "adaptive.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT, ADA_SCALE = EXAMPLES / "adaptive.py", EXAMPLES / "ada_scale.py"
+SHORT = {SCRIPT: ("--epochs", "6"), ADA_SCALE: ("--iterations", "150")}
 
 
 def train(folder: Path, *options: str, script: Path = SCRIPT, **settings: str) -> subprocess.CompletedProcess[str]:
-    epochs = ("--epochs", "6") if script is SCRIPT else ()
-    return outcomes.train(folder, *options, script=script, arguments=epochs, settings=settings)
+    return outcomes.train(folder, *options, script=script, arguments=SHORT.get(script, ()), settings=settings)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,36 @@ def test_decisions_and_weights_are_the_same_while_workers_come_and_die(
     journal = (tmp_path / "run" / "journal.jsonl").read_text()
     assert journal.count('"event": "lost"') >= 3
     assert '"event": "resized"' in journal
+
+
+@pytest.fixture(scope="module")
+def serial_ada_scale(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
+    folder = tmp_path_factory.mktemp("serial-ada-scale") / "run"
+    return outcome(folder, train(folder, "-n", "1", script=ADA_SCALE))
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_ada_scales_rates_and_its_end_are_the_same_on_any_number_of_workers(
+    workers: int, serial_ada_scale: tuple[str, list[Any]], tmp_path: Path
+) -> None:
+    found = outcome(tmp_path / "run", train(tmp_path / "run", "-n", f"{workers}", script=ADA_SCALE))
+    rates = [value for _, _, verb, value, _ in serial_ada_scale[1] if verb == "set_learning_rate"]
+    assert len(set(rates)) > 10
+    assert serial_ada_scale[1][-1][2] == "stop"
+    assert found == serial_ada_scale
+
+
+def test_ada_scale_goes_on_as_before_while_workers_come_and_die(
+    serial_ada_scale: tuple[str, list[Any]], tmp_path: Path
+) -> None:
+    faults = tmp_path / "faults.toml"
+    kills = [(6, 0), (14, 1), (22, 0)]
+    faults.write_text(
+        "".join(f"[[fault]]\nkind = 'kill'\nrank = {r}\nat_step = {s}\nafter_s = 0.002\n" for s, r in kills)
+    )
+    options = ("-n", "2:3", "--max-restarts", "20", "--faults", str(faults))
+    assert outcome(tmp_path / "run", train(tmp_path / "run", *options, script=ADA_SCALE)) == serial_ada_scale
+    assert (tmp_path / "run" / "journal.jsonl").read_text().count('"event": "lost"') >= 2
 
 
 LOCAL = """

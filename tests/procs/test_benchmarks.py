@@ -75,6 +75,8 @@ def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(tmp_path: Pa
     ("name", "options"),
     [
         ("growth", ["--quick"]),
+        ("accuracy", ["--quick"]),
+        ("adaptive", ["--quick", "--workers=2"]),
         ("monitor", ["--quick", "--model=tiny", "--step-ms=20"]),
         ("soak", ["--minutes=0.3", "--pause=2", "--rare=4"]),
     ],
@@ -96,6 +98,17 @@ def test_the_benchmarks_of_elastic_jobs_find_something(name: str, options: list[
         assert changes[-1]["after"] == 1
         assert set(changes[0]["parts"]) == {"regroup", "form", "copy", "first step"}
         assert found["models"]["tiny"]["starting"].keys() == found["models"]["tiny"]["busy"].keys() == {"1", "2"}
+    elif name == "accuracy":
+        assert found["tuned"].keys() == {"0.1"}
+        ends = {way: ended[0] for way, ended in found["compared"].items()}
+        assert ends["AdaScale"]["steps"] < ends["small batch"]["steps"] < 8 * ends["AdaScale"]["steps"]
+        assert ends["AdaScale"]["accuracy"] > 0.5
+    elif name == "adaptive":
+        ways = found["found"]
+        sizes = {way: {look["batch_size"] for look in runs[0]} for way, runs in ways.items()}
+        assert sizes["batch 64, rate 0.1"] == {64}
+        assert max(sizes["noise scale, rate by √"]) > 64
+        assert all(len(runs[0]) == 3 and runs[0][-1]["cpu_seconds"] > 0 for runs in ways.values())
     elif name == "monitor":
         assert [len(turns) for turns in found["seconds"].values()] == [1, 1]
         assert all(seconds > 0 for turns in found["seconds"].values() for seconds in turns[0])

@@ -120,7 +120,7 @@ def test_a_script_asks_for_another_size(train: Train, serial: str) -> None:
 
 
 def test_what_is_measured_of_the_gradients_goes_over_to_those_who_come(train: Train) -> None:
-    names = ("step", "loss", "gradient_norm", "gradient_variance", "noise_scale", "loss_variance")
+    names = ("step", "loss", "gradient_norm", "gradient_variance", "noise_scale", "ada_scale_gain", "loss_variance")
 
     def figures(ended: Ended) -> list[list[Any]]:
         assert ended.code == 0, ended.output

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import growth, network, pairs, recovery, shards, soak
+from benchmarks import accuracy, adaptive, growth, network, pairs, recovery, shards, soak
 from benchmarks.contenders import Contender, everybody
 from benchmarks.contenders.loop import batches
 from benchmarks.crew import Crew, Host, cleaned
@@ -18,6 +18,7 @@ from benchmarks.elastic_job import seconds_of
 from benchmarks.family import growth_per_hour
 from benchmarks.figures import Ratio, bootstrap, difference, mean_of_workers, slowest, times_as_fast, times_as_long
 from benchmarks.harness import Measured, interleaved
+from benchmarks.lesson import Lesson, Look, half_cosine, held_out
 from benchmarks.link import Cable, End, joined, obstacle
 from benchmarks.noise import Noise
 from benchmarks.place import Place
@@ -363,3 +364,59 @@ def test_growth_is_what_happens_within_the_life_of_a_process() -> None:
     assert leaks is not None
     assert leaks.value == pytest.approx(1.0)
     assert growth_per_hour(flat[:10]) is None
+
+
+# -- what adapting is worth -------------------------------------------------------------------------------------------
+
+
+def looked(seconds: float, accuracy: float) -> Look:
+    return Look(seconds=seconds, cpu_seconds=seconds / 2, samples=1, steps=1, batch_size=1, accuracy=accuracy)
+
+
+def test_a_target_is_reached_when_it_is_first_seen_and_who_never_sees_it_takes_for_ever() -> None:
+    runs = [[looked(1, 0.8), looked(2, 0.91), looked(3, 0.89)], [looked(1, 0.8)], []]
+    assert adaptive.times(runs, 0.9) == [2, float("inf"), float("inf")]
+    assert adaptive.times(runs, 0.9, "cpu_seconds")[0] == 1
+    assert adaptive.sooner([1.0, 2.0, 3.0], [2.0, 4.0, float("inf")]).value == 0.5
+    assert adaptive.sooner([float("inf")] * 2, [2.0, float("inf")]).value == float("inf")
+
+
+def test_accuracies_are_compared_seed_by_seed_and_a_run_that_diverged_knows_nothing() -> None:
+    runs = [looked(1, 0.9), looked(1, 0.7), None]
+    assert accuracy.accuracies(runs) == [0.9, 0.7, 0.0]
+    assert accuracy.beside(runs, runs) == "+0.00"
+    told = accuracy.beside([looked(1, 0.5), looked(1, 0.52)], [looked(1, 0.4), looked(1, 0.4)])
+    assert told.startswith("+11.00 (-1.71")  # a difference of 11 and a standard error of 1, with one degree of freedom
+
+
+def test_with_eight_times_the_batch_nothing_but_the_rate_is_another_one() -> None:
+    choice = accuracy.Choice()
+    lessons = accuracy.large(choice, 0.1)
+    for one in lessons.values():
+        assert one.batch_size // one.shards == accuracy.SMALL
+        assert one.factor * one.rate == pytest.approx(0.1 if one.iterations else 0.8)
+    assert lessons["AdaScale"].rate == accuracy.small(choice, 0.1).rate
+    assert [lesson.policies()[0].name for lesson in lessons.values() if lesson.policies()] == [
+        "linear-scaling", "ada-scale"
+    ]  # fmt: skip
+
+
+def test_the_ways_that_are_compared_see_as_many_samples_of_the_same_noise() -> None:
+    choice = adaptive.Choice()
+    lessons = [*choice.small().values(), *choice.large().values(), *choice.adaptive().values()]
+    assert len({(one.samples, one.noise, one.shards) for one in lessons}) == 1
+    assert {one.batch_size for one in choice.adaptive().values()} <= {one.batch_size for one in choice.small().values()}
+
+
+def test_a_rate_falls_from_all_to_next_to_nothing() -> None:
+    assert half_cosine(0) == 1
+    assert 0 < half_cosine(1) == half_cosine(2) < 1e-5
+    lesson = Lesson(batch_size=8, rate=2.0, samples=100, falls=True)
+    assert lesson.rate_at(50) == pytest.approx(1.0)
+    assert lesson.model_copy(update={"falls": False}).rate_at(50) == 2.0
+
+
+def test_held_out_images_are_as_noisy_as_those_that_are_trained_on_and_the_same_each_time() -> None:
+    clean, noisy = held_out(0.0).tensors[0], held_out(0.3).tensors[0]
+    assert float((noisy - clean.repeat(5, 1)).std()) == pytest.approx(0.3, rel=0.01)
+    assert torch.equal(noisy, held_out(0.3).tensors[0])

@@ -111,7 +111,7 @@ def test_large_gradients_are_sampled_and_small_ones_are_read_whole() -> None:
 
 def test_a_signal_that_drowns_is_told_and_a_scale_that_follows_from_it_is_not() -> None:
     drowned = GradientNorms(groups=[4.0, 4.0], sizes=[8, 8], mean=1.0)
-    found = Monitors().see(drowned, [1.0, 1.0])
+    found = Monitors().see(0, drowned, [1.0, 1.0])
     assert found["gradient_signal"] == pytest.approx(drowned.noise.signal)
     assert found["gradient_signal"] < 0
     assert "noise_scale" not in found

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+from unisono.adapt.ada_scale import AdaScale
 from unisono.adapt.batch_size_schedule import BatchSizeSchedule
 from unisono.adapt.noise_scale_policy import NoiseScalePolicy
 from unisono.adapt.policy import Policy
@@ -13,6 +14,7 @@ from unisono.errors import JobError
 
 NAMED: dict[str, Callable[[int], Policy]] = {
     "noise-scale": lambda batch_size: NoiseScalePolicy(largest=16 * batch_size),
+    "ada-scale": lambda batch_size: AdaScale(),
     "batch-size-schedule": lambda batch_size: BatchSizeSchedule(),
     "straggler": lambda batch_size: StragglerPolicy(),
     "topology": lambda batch_size: TopologyPolicy(),

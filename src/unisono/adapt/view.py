@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.adapt.decision import Figure
-from unisono.adapt.norms import Noise
+from unisono.adapt.norms import GradientNorms, Noise
 from unisono.adapt.timings import Timings
 from unisono.plan.links import Links
 
@@ -34,6 +34,7 @@ class View:
         learning_rate: of the first parameter group, now.
         metrics: the newest line of ``metrics.jsonl``, without what each worker measures by itself.
         noise: of the gradients, averaged; None as long as nothing is known.
+        norms: of the newest step's gradients; None if it was not watched.
         workers: what each worker measured, by rank.
         steady: steps in a row, with this one, that these workers computed with this batch and these shards. Timings of
             the step before belong to the present setting from 2 on; below 3, memory was still made anew.
@@ -56,6 +57,7 @@ class View:
     learning_rate: float
     metrics: Mapping[str, Any] = field(default_factory=dict)
     noise: Noise | None = None
+    norms: GradientNorms | None = None
     workers: tuple[Timings, ...] = ()
     steady: int = 0
     seconds: float = 0.0

@@ -46,7 +46,9 @@ MaxRestarts = Annotated[
 ]
 PolicyNames = Annotated[
     list[str] | None,
-    typer.Option("--policy", help="Watches and changes the training: noise-scale, or module:Class; repeat for more."),
+    typer.Option(
+        "--policy", help="Watches and changes the training: noise-scale, ada-scale, module:Class; repeat for more."
+    ),
 ]
 WorkerRange = Annotated[
     str, typer.Option("-n", "--workers", metavar="N|A:B", help="How many workers; A:B for an elastic job.")

@@ -15,7 +15,7 @@ from unisono.adapt.setting import Setting
 from unisono.adapt.timings import Timings
 from unisono.plan.links import Links
 
-NAMES = ("gradient_norm", "gradient_variance", "gradient_signal", "noise_scale", "loss_variance")
+NAMES = ("gradient_norm", "gradient_variance", "gradient_signal", "noise_scale", "ada_scale_gain", "loss_variance")
 """In ``metrics.jsonl``, in steps that are watched."""
 
 
@@ -38,6 +38,8 @@ class Monitors:
         self.timings: tuple[Timings, ...] = ()
         self.seconds = 0.0
         self.links: Links | None = None
+        self._newest: GradientNorms | None = None
+        self._step = -1
 
     def time(self, setting: Setting, timings: Sequence[Timings]) -> None:
         """A step was committed.
@@ -56,10 +58,11 @@ class Monitors:
         setting = {**asdict(self.setting), "steady": self.steady, "seconds": self.seconds}
         return {"workers": [asdict(each) for each in self.timings], "setting": setting}
 
-    def see(self, norms: GradientNorms, losses: Sequence[float]) -> dict[str, float]:
+    def see(self, step: int, norms: GradientNorms, losses: Sequence[float]) -> dict[str, float]:
         """A step was committed.
 
         Args:
+            step: its number.
             norms: of its gradients.
             losses: of the same shards.
 
@@ -67,20 +70,31 @@ class Monitors:
             what there is to say of it, by name, without what is not yet known.
         """
         self.noise = self.noise.after(norms)
+        self._newest, self._step = norms, step
         noise = self.noise.noise
         found = {
             "gradient_norm": math.sqrt(norms.mean),
             "gradient_variance": None if noise is None else noise.variance,
             "gradient_signal": None if noise is None else noise.signal,
             "noise_scale": None if noise is None else noise.scale,
+            "ada_scale_gain": None
+            if noise is None
+            else noise.gain(sum(norms.sizes) / len(norms.sizes), sum(norms.sizes)),
             "loss_variance": loss_variance(losses, norms.sizes),
         }
         return {name: value for name, value in found.items() if value is not None}
 
+    def norms_of(self, step: int) -> GradientNorms | None:
+        """Of the gradients of a step, if it is the newest one that was watched."""
+        return self._newest if step == self._step else None
+
     def state_dict(self) -> dict[str, Any]:
         """All of it, as numbers by name."""
+        newest = None if self._newest is None else asdict(self._newest)
         return {
             "noise": asdict(self.noise),
+            "newest": newest,
+            "step": self._step,
             "setting": asdict(self.setting),
             "steady": self.steady,
             "timings": [asdict(each) for each in self.timings],
@@ -91,6 +105,8 @@ class Monitors:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self.noise = NoiseAverage(**{name: Average(**parts) for name, parts in state["noise"].items()})
+        self._newest = None if state["newest"] is None else GradientNorms(**state["newest"])
+        self._step = state["step"]
         self.setting, self.steady = Setting(**state["setting"]), state["steady"]
         self.timings = tuple(Timings(**each) for each in state["timings"])
         self.seconds = state["seconds"]

@@ -525,7 +525,7 @@ class Run:
         found: dict[str, Any] = {}
         if attempt.norms is not None:
             losses = [part.loss for part in attempt.report.shards if part.weight]
-            found |= self._trained.monitors.see(attempt.norms, losses)
+            found |= self._trained.monitors.see(step.number, attempt.norms, losses)
         if not step.calls and (attempt.norms is not None or not self._adaptation.is_empty):
             found |= self._trained.monitors.times
         return found

@@ -113,6 +113,7 @@ class Steering:
             learning_rate=self._learning_rate,
             metrics={name: value for name, value in self._recorder.latest.items() if name not in LOCAL},
             noise=monitors.noise.noise,
+            norms=monitors.norms_of(position.step - 1),
             workers=monitors.timings,
             steady=monitors.steady,
             seconds=monitors.seconds,

@@ -21,7 +21,7 @@ import unisono
 from unisono.adapt.monitoring import Monitoring
 
 JOBS: dict[str, Callable[[], Any]] = {}
-WATCHED = ("gradient_norm", "gradient_variance", "loss_variance", "noise_scale")
+WATCHED = ("gradient_norm", "gradient_variance", "loss_variance", "noise_scale", "ada_scale_gain")
 
 
 def job(function: Callable[[], Any]) -> Callable[[], Any]:

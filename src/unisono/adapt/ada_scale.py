@@ -1,0 +1,104 @@
+"""A learning rate that is as large as the gradients' noise allows."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any, ClassVar, Literal
+
+from unisono.adapt.average import Average
+from unisono.adapt.noise_average import NoiseAverage
+from unisono.adapt.norms import GradientNorms
+from unisono.adapt.policy import Policy
+from unisono.adapt.view import View
+from unisono.errors import JobError
+
+FORGETS_ALL = 1000
+"""How many times as large as the base a batch is whose noise needs no average any more."""
+
+
+class AdaScale(Policy):
+    """Multiplies the learning rate by what a step is worth, and counts steps by that.
+
+    A large batch does not make steps better in proportion to its size, but by its gain r, which is 1 without noise and
+    S = batch / base where there is nothing else. So the rate that was made for the base batch is multiplied by r, and
+    a step counts as r steps with the base batch, "scale-invariant iterations" (Johnson et al., AdaScale SGD, ICML
+    2020). With σ² the variance of a base batch's gradient and μ² the squared norm of the true one::
+
+        r = (σ² + μ²) / (σ²/S + μ²)        rate = r · lr(⌊τ⌋)        τ ← τ + r
+
+    σ² and μ² are averaged over the steps with max(1 - S/1000, 0) of the past. The gain is that of the steps before: a
+    step's own gradients are known too late for its rate. The first step has r = 1.
+
+    For Adam there is ``sqrt``: the rate is multiplied by √r, and τ still grows by r. The paper has nothing for Adam;
+    AdaptDL does the same with norms of what Adam makes of a gradient. Here they are those of the gradient itself.
+
+    Args:
+        base: samples of the batch for which the learning rate was made; by default those of one shard of the batch
+            that the job began with.
+        rule: for the learning rate: ``linear`` for SGD, ``sqrt`` for Adam.
+        schedule: the factor on the script's learning rate after so many scale-invariant iterations, above 0.
+        until: the scale-invariant iterations after which the loop ends.
+
+    Attributes:
+        tau: scale-invariant iterations so far.
+        gain: of the next step.
+        factor: by which the script's learning rate is multiplied.
+
+    Raises:
+        JobError: a number is not above 0, or there is no such rule.
+    """
+
+    needs_monitor: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        base: int | None = None,
+        rule: Literal["linear", "sqrt"] = "linear",
+        schedule: Callable[[int], float] = lambda tau: 1.0,
+        until: float | None = None,
+    ) -> None:
+        if (base is not None and base < 1) or (until is not None and not until > 0):
+            raise JobError(f"AdaScale(base={base}, until={until}): both need to be above 0")
+        if rule not in ("linear", "sqrt"):
+            raise JobError(f"AdaScale(rule={rule!r}): use 'linear' or 'sqrt'")
+        self._base, self._power, self._schedule, self._until = base, 0.5 if rule == "sqrt" else 1.0, schedule, until
+        self._seen = NoiseAverage.of(0.0)
+        self.tau, self.gain, self.factor = 0.0, 1.0, 1.0
+
+    def before_train(self, view: View) -> None:
+        """The first step's rate."""
+        self._set_rate(view)
+
+    def after_step(self, view: View) -> None:
+        """Count the step for what it was worth, and see what the next one is."""
+        self.tau += self.gain
+        if self._until is not None and self.tau >= self._until:
+            self.stop(tau=self.tau)
+            return
+        base = self._base or view.base_batch_size / view.base_shards
+        if view.norms is not None:
+            self._see(view.norms, decay=max(1 - view.batch_size / base / FORGETS_ALL, 0.0))
+        if self._seen.noise is not None:
+            self.gain = self._seen.noise.gain(base, view.batch_size)
+        self._set_rate(view)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The public attributes, and the averages."""
+        return {**super().state_dict(), "seen": asdict(self._seen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        others = dict(state)
+        self._seen = NoiseAverage(**{name: Average(**parts) for name, parts in others.pop("seen").items()})
+        super().load_state_dict(others)
+
+    def _see(self, norms: GradientNorms, decay: float) -> None:
+        variance, signal = (replace(one, decay=decay) for one in (self._seen.variance, self._seen.signal))
+        self._seen = NoiseAverage(variance, signal).after(norms)
+
+    def _set_rate(self, view: View) -> None:
+        factor = self.gain**self._power * self._schedule(math.floor(self.tau))
+        if factor != self.factor and view.learning_rate:
+            rate = view.learning_rate * factor / self.factor
+            self.set_learning_rate(rate, gain=self.gain, tau=self.tau)
+            self.factor = factor
