@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono.adapt.ada_scale import AdaScale
     from unisono.adapt.batch_size_schedule import BatchSizeSchedule
+    from unisono.adapt.goodput_policy import GoodputPolicy
     from unisono.adapt.linear_scaling import LinearScaling
     from unisono.adapt.monitoring import Monitoring
     from unisono.adapt.noise_scale_policy import NoiseScalePolicy
     from unisono.adapt.policy import Policy
+    from unisono.adapt.scaling_policy import ScalingPolicy
+    from unisono.adapt.spot_policy import SpotPolicy
     from unisono.adapt.straggler_policy import StragglerPolicy
     from unisono.adapt.topology_policy import TopologyPolicy
     from unisono.adapt.view import View
@@ -30,14 +33,17 @@ __all__ = [
     "AdaScale",
     "BatchSizeSchedule",
     "Callback",
+    "GoodputPolicy",
     "LinearScaling",
     "Monitoring",
     "NoiseScalePolicy",
     "Policy",
-    "StragglerPolicy",
-    "TopologyPolicy",
     "Run",
+    "ScalingPolicy",
+    "SpotPolicy",
+    "StragglerPolicy",
     "Step",
+    "TopologyPolicy",
     "Trainer",
     "View",
     "__version__",
@@ -49,10 +55,13 @@ __all__ = [
 _HOMES = {
     "AdaScale": "unisono.adapt.ada_scale",
     "BatchSizeSchedule": "unisono.adapt.batch_size_schedule",
+    "GoodputPolicy": "unisono.adapt.goodput_policy",
     "LinearScaling": "unisono.adapt.linear_scaling",
     "Monitoring": "unisono.adapt.monitoring",
     "NoiseScalePolicy": "unisono.adapt.noise_scale_policy",
     "Policy": "unisono.adapt.policy",
+    "ScalingPolicy": "unisono.adapt.scaling_policy",
+    "SpotPolicy": "unisono.adapt.spot_policy",
     "StragglerPolicy": "unisono.adapt.straggler_policy",
     "TopologyPolicy": "unisono.adapt.topology_policy",
     "View": "unisono.adapt.view",

@@ -64,6 +64,9 @@ def run(folder: Path, command: str, workers: int | None = None, steps: int = 3) 
         ("char_lm.py --layers 1 --width 32 --context 32 --steps 3", 3),
         ("gan.py", 2),
         ("plain_loop.py --which unisono", 2),
+        ("goodput.py", 2),
+        ("scaling.py", 2),
+        ("spot.py", 2),
     ],
 )
 def test_an_example_ends_in_the_same_weights_on_one_worker_and_on_several(

@@ -6,8 +6,10 @@ from typing import Any
 
 from unisono.adapt.ada_scale import AdaScale
 from unisono.adapt.batch_size_schedule import BatchSizeSchedule
+from unisono.adapt.goodput_policy import GoodputPolicy
 from unisono.adapt.noise_scale_policy import NoiseScalePolicy
 from unisono.adapt.policy import Policy
+from unisono.adapt.scaling_policy import ScalingPolicy
 from unisono.adapt.straggler_policy import StragglerPolicy
 from unisono.adapt.topology_policy import TopologyPolicy
 from unisono.errors import JobError
@@ -18,6 +20,8 @@ NAMED: dict[str, Callable[[int], Policy]] = {
     "batch-size-schedule": lambda batch_size: BatchSizeSchedule(),
     "straggler": lambda batch_size: StragglerPolicy(),
     "topology": lambda batch_size: TopologyPolicy(),
+    "goodput": lambda batch_size: GoodputPolicy(largest=16 * batch_size),
+    "scaling": lambda batch_size: ScalingPolicy(),
 }
 """What needs no further words, made for a job's batch size."""
 

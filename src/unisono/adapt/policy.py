@@ -24,7 +24,7 @@ class Policy:
     """
 
     needs_monitor: ClassVar[bool] = False
-    observe_every: ClassVar[int] = 0
+    observe_every: int = 0
 
     @property
     def name(self) -> str:

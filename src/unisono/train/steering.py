@@ -151,9 +151,10 @@ class Steering:
         seen = self._acts.together(look)
         if seen["error"]:
             raise PolicyError(seen["error"])
-        self._adaptation.observed |= seen["figures"]
+        news = {name: each for name, each in seen["figures"].items() if each != self._adaptation.observed.get(name)}
+        self._adaptation.observed |= news
         if self._membership.workers.rank == 0:
-            for name, figures in seen["figures"].items():
+            for name, figures in news.items():
                 self._folder.journal("observed", step=view.step, policy=name, figures=figures)
 
     def _carry_out(self, decision: Decision, view: View) -> None:

@@ -1,0 +1,135 @@
+"""How long a step takes, in a layout that was never tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.adapt.layout import Layout
+
+LARGEST_GAMMA = 10.0
+
+BEGINNINGS = ({"a_r": 0.1, "gamma": 2.0}, {"a_r": 1.0, "gamma": 1.2}, {"a_r": 1.0, "gamma": 6.0})
+"""Of the search; times are shares of a shard's."""
+
+TRIES = 60
+"""Of each search at most; it ends after about ten, unless nothing fits."""
+
+TINY = 1e-12
+
+Numbers = Any
+"""A number, or an array of them."""
+DOUBT = 0.01
+"""How much a wrong guess of what the figures leave open costs, beside a misfit of a figure: next to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The step time of Pollux (Qiao et al., OSDI 2021, section 3.2).
+
+    A worker computes its shards one after the other, and the last one overlaps with the reduction::
+
+        T      = (n - 1) T_grad + (T_grad^g + T_sync^g)^(1/g)
+        T_grad = a_c + b_c m
+        T_sync = a_r + b_r (W - 2), and 0 for one worker
+
+    with W workers, n shards on the busiest of them and m samples in a shard. g is 1 if nothing overlaps, and large if
+    the longer of both hides the shorter.
+
+    Attributes:
+        a_c: seconds of a shard without samples.
+        b_c: seconds that each sample of it adds.
+        a_r: seconds of a reduction between two workers.
+        b_r: seconds that each further worker adds.
+        gamma: g, 1 … 10.
+    """
+
+    a_c: float
+    b_c: float
+    a_r: float
+    b_r: float
+    gamma: float
+
+    def seconds(self, layout: Layout) -> float:
+        """Of a step."""
+        return float(_seconds(self, layout.widest, layout.shard_size, layout.workers))
+
+
+def _seconds(model: StepTime, shards: Numbers, samples: Numbers, workers: Numbers) -> Numbers:
+    """The formula, for one layout or for many."""
+    grad = model.a_c + model.b_c * samples
+    sync = np.where(workers > 1, model.a_r + model.b_r * (workers - 2), 0.0)
+    longer = np.maximum(np.maximum(grad, sync), TINY)
+    together = longer * (1 + (np.minimum(grad, sync) / longer) ** model.gamma) ** (1 / model.gamma)
+    found: Numbers = (shards - 1) * grad + together
+    return found
+
+
+def fit(seen: Mapping[Layout, float]) -> StepTime:
+    """The step time that explains best what was seen: least squares of the logarithms, within the bounds.
+
+    What the figures cannot tell is taken for granted, as in Pollux (section 4.1), so that it gets tried: as long as all
+    shards had one size, larger ones cost nothing more; until two workers were seen, reducing costs nothing; until three
+    were, further ones add nothing to it. The same figures give the same bits on the same kind of processor.
+
+    Args:
+        seen: seconds of a step, above 0, by layout; at least one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not seen:
+        raise ValueError("a step time cannot be fitted to nothing")
+    return _Fit(sorted(seen.items())).best()
+
+
+class _Fit:
+    """A search in numbers of about 1: all times are shares of a typical shard's."""
+
+    def __init__(self, seen: Sequence[tuple[Layout, float]]) -> None:
+        layouts = [layout for layout, _ in seen]
+        self._shards = np.array([float(layout.widest) for layout in layouts])
+        self._samples = np.array([layout.shard_size for layout in layouts])
+        self._workers = np.array([float(layout.workers) for layout in layouts])
+        self._logs = np.log([seconds for _, seconds in seen])
+        self._unit_s = float(np.exp(np.mean(self._logs - np.log(self._shards))))
+        self._unit = float(np.exp(np.mean(np.log(self._samples))))
+        most, sizes_differ = max(self._workers), len(set(self._samples)) > 1
+        self._guess = {"a_c": 0.3, "b_c": 0.7} if sizes_differ else {"a_c": 1.0}
+        self._guess |= {"a_r": 0.1, "gamma": 2.0} if most > 1 else {}
+        self._guess |= {"b_r": 0.01} if most > 2 else {}
+        self._expected = np.array(list(self._guess.values()))
+
+    def best(self) -> StepTime:
+        """Of several beginnings, since the search may end in a valley that is not the deepest."""
+        from scipy.optimize import least_squares  # takes a second to load, and few jobs need it
+
+        lowest = [1.0 if name == "gamma" else 0.0 for name in self._guess]
+        highest = [LARGEST_GAMMA if name == "gamma" else math.inf for name in self._guess]
+        found = []
+        for beginning in BEGINNINGS if "a_r" in self._guess else ({},):
+            start = list({**self._guess, **beginning}.values())
+            ends = least_squares(self._misfits, start, bounds=(lowest, highest), max_nfev=TRIES)
+            found.append((float(ends.cost), [float(value) for value in ends.x]))
+        return self._model(min(found)[1])
+
+    def _misfits(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        seconds = _seconds(self._model(values), self._shards, self._samples, self._workers)
+        return np.concatenate([np.log(seconds) - self._logs, DOUBT * (values - self._expected)])
+
+    def _model(self, values: Sequence[float] | NDArray[np.float64]) -> StepTime:
+        """What is not known has no effect."""
+        found = {"b_c": 0.0, "a_r": 0.0, "b_r": 0.0, "gamma": 1.0}
+        found |= {name: float(value) for name, value in zip(self._guess, values, strict=True)}
+        return StepTime(
+            a_c=found["a_c"] * self._unit_s,
+            b_c=found["b_c"] * self._unit_s / self._unit,
+            a_r=found["a_r"] * self._unit_s,
+            b_r=found["b_r"] * self._unit_s,
+            gamma=found["gamma"],
+        )
