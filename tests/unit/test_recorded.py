@@ -109,7 +109,7 @@ class Curious(Policy):
     """Changes batch and rate now and then, stops once, and remembers all it sees."""
 
     needs_monitor: ClassVar[bool] = True
-    observe_every: ClassVar[int] = 4
+    observe_every = 4
 
     def __init__(self, *, stops: bool = True) -> None:
         self._seen: list[tuple[str, View]] = []

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from unisono.adapt.decision import Figure
-from unisono.adapt.norms import Noise
+from unisono.adapt.norms import GradientNorms, Noise
 from unisono.adapt.timings import Timings
 from unisono.adapt.view import LOCAL, View
 from unisono.errors import JobError
@@ -110,6 +110,7 @@ def recorded_steps(
             topology=setting.topology,
             links=links,
             observed=observed,
+            norms=line.norms,
         )
         found.append(RecordedStep(view, line.lr_factor, line.ends_epoch, before))
     return found
@@ -151,6 +152,7 @@ class _Line(BaseModel):
     setting: _Setting | None = None
     workers: tuple[Timings, ...] = ()
     links: dict[str, list[list[float]]] | None = None
+    norms: GradientNorms | None = None
 
     @property
     def noise(self) -> Noise | None:

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from pathlib import Path
@@ -60,6 +61,7 @@ RESERVED = frozenset(
     (
         *("step", "epoch", "position", "loss", "losses", "lr", "generation", "world_size", "seconds", "samples_per_s"),
         *("batch_size", "shards", "ends_epoch", "learning_rate", "lr_factor", "workers", "links", "setting"),
+        "norms",
         *NAMES,
     )
 )
@@ -526,6 +528,7 @@ class Run:
         if attempt.norms is not None:
             losses = [part.loss for part in attempt.report.shards if part.weight]
             found |= self._trained.monitors.see(step.number, attempt.norms, losses)
+            found |= {} if self._adaptation.is_empty else {"norms": asdict(attempt.norms)}
         if not step.calls and (attempt.norms is not None or not self._adaptation.is_empty):
             found |= self._trained.monitors.times
         return found
