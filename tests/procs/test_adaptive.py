@@ -107,15 +107,30 @@ run.finish()
 """
 
 
-def test_a_policy_that_decides_differently_on_two_workers_is_caught_and_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize(
+    ("verb", "first", "second"),
+    [
+        (
+            "self.set_batch_size(32 if run.rank == 0 else 64)",
+            "by-rank: set_batch_size(32)",
+            "by-rank: set_batch_size(64)",
+        ),
+        ("if run.rank == 0: self.set_topology('auto')", "by-rank: set_topology(auto)", "nothing"),
+        ("if run.rank == 0: self.measure_links()", "by-rank: measure_links()", "nothing"),
+    ],
+)
+def test_a_policy_that_decides_differently_on_two_workers_is_caught_and_named(
+    verb: str, first: str, second: str, transport: str, tmp_path: Path
+) -> None:
     script = tmp_path / "local.py"
-    script.write_text(LOCAL)
-    ended = train(tmp_path / "run", "-n", "2", script=script)
+    script.write_text(LOCAL.replace("self.set_batch_size(32 if run.rank == 0 else 64)", verb))
+    ended = train(tmp_path / "run", "-n", "2", script=script, UNISONO_TRANSPORT=transport)
     assert ended.returncode == 1
     said = ended.stdout + ended.stderr
     assert "the policies decided differently before step 3" in said
-    assert "rank 0: by-rank: set_batch_size(32)" in said
-    assert "rank 1: by-rank: set_batch_size(64)" in said
+    assert f"rank 0: {first}" in said
+    assert f"rank 1: {second}" in said
 
 
 def test_policies_come_from_the_command_line_and_a_wrong_one_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from unisono.errors import PolicyError
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.process_group import ProcessGroupTransport
-from unisono.train.total_weight import require_equal_shards, total_weight
+from unisono.train.total_weight import require_agreement, total_weight
 
 pytestmark = pytest.mark.unit
 
@@ -59,9 +59,20 @@ def test_workers_that_cut_a_batch_differently_all_find_out(first: str) -> None:
             transport.resplit(split.refined(8))
         with pytest.raises(PolicyError, match=r"\(rank 0: 4, rank 1: 8, rank 2: 4\)") as error:
             if transport.rank == 1 or first == "asks":
-                require_equal_shards(transport)
+                require_agreement(transport, 0)
             else:
                 total_weight(transport, [1.0] * len(split.of(transport.rank)))
+        return type(error.value).__name__
+
+    assert together(split, work) == ["PolicyError"] * 3
+
+
+def test_workers_that_decided_otherwise_find_out_before_the_step_is_reduced() -> None:
+    split = Split.even(4, 3)
+
+    def work(transport: Any) -> str:
+        with pytest.raises(PolicyError, match="decided differently") as error:
+            total_weight(transport, [1.0] * len(split.of(transport.rank)), decided=7 if transport.rank else 8)
         return type(error.value).__name__
 
     assert together(split, work) == ["PolicyError"] * 3

@@ -81,12 +81,11 @@ class ProcessGroupTransport(Transport):
         return super().allocate(buckets, rows)
 
     def use_topology(self, name: str) -> None:
-        """Another way; with ``auto``, the fastest on buckets of the sizes that there are."""
+        """Another way; with ``auto``, the fastest on buckets of the sizes that there are, measured before the next."""
         if self._by_collectives:
             return
         self._choice = _choice(name, self.world_size)
         self._exchanges.clear()
-        self._compare(self._buckets)
 
     def measure_links(self) -> Links:
         """One pair after the other, while all others wait: the shortest of some round trips."""
@@ -133,6 +132,7 @@ class ProcessGroupTransport(Transport):
             return self.reduce(bucket, [value.to(self._device) for value in partials], divisor).to(first.device)
         key = (bucket, first.numel(), first.dtype)
         if key not in self._exchanges:
+            self._compare(self._buckets)
             self._exchanges[key] = self._exchange(first, self._choice.topology(first.nbytes))
         exchange = self._exchanges[key]
         self.traffic.count(exchange.sent_bytes, exchange.sent_messages)

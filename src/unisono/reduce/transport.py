@@ -50,7 +50,7 @@ class Transport(ABC):
         return ""
 
     def use_topology(self, name: str) -> None:  # noqa: B027 (most have but one way)
-        """Take another way for the partial sums, where there are several. Collective.
+        """Take another way for the partial sums from now on, where there are several. All workers do.
 
         Args:
             name: of :data:`unisono.plan.topology.TOPOLOGIES`, or ``auto``, which measures them anew.

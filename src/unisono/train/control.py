@@ -17,8 +17,7 @@ MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
 _FLAGS = 3
-_DIGESTS = 2  # of the weights, and of what policies decided
-_TOLD = _FLAGS + _DIGESTS
+_TOLD = _FLAGS + 1  # the digest of the weights
 _HEADER = _TOLD + len(fields(Timings))
 _FIXED = 4  # loss, weight, squared norm, which metrics
 
@@ -76,7 +75,6 @@ class Flags:
         regroup: it knows that a new generation is due.
         again: one of its gradients came in several parts, so its sums are not to be used.
         digest: of the weights that it begins the step with, below 2**53; 0 if they are not to be compared.
-        decided: a digest of what its policies decided before the step, below 2**53; 0 if it has none.
         timings: that it measured.
     """
 
@@ -84,7 +82,6 @@ class Flags:
     regroup: bool = False
     again: bool = False
     digest: int = 0
-    decided: int = 0
     timings: Timings = field(default_factory=Timings)
 
 
@@ -111,7 +108,7 @@ class ControlWord:
             LossError: more metrics than a control word has room for.
         """
         numbers = np.zeros(_HEADER + self.split.widest * _ROW)
-        numbers[:_TOLD] = flags.leave, flags.regroup, flags.again, flags.digest, flags.decided
+        numbers[:_TOLD] = flags.leave, flags.regroup, flags.again, flags.digest
         numbers[_TOLD:_HEADER] = astuple(flags.timings)
         for row, report in zip(numbers[_HEADER:].reshape(-1, _ROW), reports, strict=False):
             _fill(row, report)
@@ -163,8 +160,7 @@ _ROW = _FIXED + MAX_METRICS
 
 def _flags(header: Sequence[float]) -> Flags:
     leave, regroup, again = (bool(flag) for flag in header[:_FLAGS])
-    digest, decided = (int(digest) for digest in header[_FLAGS:_TOLD])
-    return Flags(leave, regroup, again, digest, decided, Timings(*header[_TOLD:]))
+    return Flags(leave, regroup, again, int(header[_FLAGS]), Timings(*header[_TOLD:]))
 
 
 def _fill(row: _Words, report: ShardReport) -> None:

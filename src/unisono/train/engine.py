@@ -31,7 +31,7 @@ from unisono.train.gradients import Fusion, Gradients
 from unisono.train.loss import WeightedLoss
 from unisono.train.prepared import Prepared
 from unisono.train.sharded_update import ShardedUpdate
-from unisono.train.total_weight import require_equal_shards, total_weight
+from unisono.train.total_weight import require_agreement, total_weight
 from unisono.train.update import Update, may_change_gradients
 from unisono.train.workers import Workers
 
@@ -143,6 +143,7 @@ class StepEngine:
         self._monitoring = execution.monitoring
         self._shard: ShardReport | None = None
         self.scaled: Scaled = nullcontext
+        self.decided = 0  # a digest of what policies decided before the step
         self.computed: Callable[[float], None] = lambda seconds: None  # this worker's shards are, after so many
         self._update: Update | ShardedUpdate = Update()
         if execution.shard_optimizer:
@@ -157,7 +158,7 @@ class StepEngine:
 
         Raises:
             LossError, ModelError, NondeterministicOperation: the user's loss function or model; names the shard.
-            PolicyError: the workers cut the batch into different numbers of shards.
+            PolicyError: the workers' policies decided differently before the step.
             WorkerLost: another worker is gone.
         """
         if call.batch.shards != self._split.shards:
@@ -326,7 +327,7 @@ class StepEngine:
 
     def _weigh(self, weights: Sequence[float]) -> float | None:
         # What is compressed is divided only when it is wide again.
-        weight = total_weight(self._workers.transport, weights)
+        weight = total_weight(self._workers.transport, weights, self.decided)
         return weight if self._job.compression == "none" else None
 
     def _exchange(
@@ -373,7 +374,7 @@ class StepEngine:
     def _gradients_of(self, optimizers: Sequence[Optimizer]) -> Gradients:
         key = tuple(map(id, optimizers))
         if key not in self._gradients:
-            require_equal_shards(self._workers.transport)  # what follows is made together
+            require_agreement(self._workers.transport, self.decided)  # what follows is made together
             compressed = torch.bfloat16 if self._job.compression == "bf16" else None
             fusion = Fusion(self._bucket_bytes, compressed)
             trained = self._prepared.trained_by(optimizers)

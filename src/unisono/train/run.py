@@ -489,19 +489,16 @@ class Run:
         generation, mine = workers.generation, self._shards_of(step.batch.shards)
         if self._samples is not None:
             self._samples.computed(step.number, step.calls, generation.number, step.batch, mine)
-        engine.computed = partial(self._computed, step)
+        engine.computed, engine.decided = partial(self._computed, step), self._adaptation.digest
         try:
             attempt = engine.attempt(call, partial(self._flags, self._weights_digest(step)))
-        except PolicyError:  # it knows of numbers of shards alone
+        except PolicyError:
             self._steering.refuse(step.number)
         digests = [flags.digest for flags in attempt.flags]
         if len(set(digests)) > 1:
             engine.discard()
             self._heal(healing(digests, step.number), step.number)
             return self._train(step, loss_fn, optimizers, clip, workers)
-        if len({flags.decided for flags in attempt.flags}) > 1:
-            engine.discard()
-            self._steering.refuse(step.number)
         while self.is_main and workers.transport.measured:
             self._around.folder.journal("topology", **workers.transport.measured.pop(0))
         if self._trace is not None:
@@ -581,8 +578,7 @@ class Run:
     def _flags(self, digest: int) -> Flags:
         # Asked for as late as can be: whoever wants in or out meanwhile need not wait for one step more.
         leaves = self._around.leave.requested and not self._membership.leave()
-        decided, timings = self._adaptation.digest, self._stopwatch.timings
-        return Flags(leaves, self._membership.is_due, digest=digest, decided=decided, timings=timings)
+        return Flags(leaves, self._membership.is_due, digest=digest, timings=self._stopwatch.timings)
 
     @property
     def _newest_loop(self) -> Generator[Step, None, None] | None:

@@ -172,8 +172,7 @@ class Steering:
             case "replace" if self._membership.is_elastic:
                 self._membership.replace(view.generation, int(decision.value or 0))
             case "set_topology":
-                name = str(decision.value)
-                self._acts.together(lambda workers: workers.transport.use_topology(name))
+                self._membership.workers.transport.use_topology(str(decision.value))
         if self._membership.workers.rank == 0:
             about = {"step": view.step, "policy": decision.policy, "verb": decision.verb, "value": decision.value}
             about |= {} if decision.shards is None else {"shards": decision.shards}
