@@ -67,6 +67,8 @@ def run(folder: Path, command: str, workers: int | None = None, steps: int = 3) 
         ("goodput.py", 2),
         ("scaling.py", 2),
         ("spot.py", 2),
+        ("schedules.py", 2),
+        ("slow_worker.py --shard-ms 0", 3),
     ],
 )
 def test_an_example_ends_in_the_same_weights_on_one_worker_and_on_several(
