@@ -1,6 +1,7 @@
 """The squared norm of a gradient that arrives tensor by tensor."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +28,12 @@ class SquaredNorms:
     def __init__(self, tensors: int, one_in: int = 1) -> None:
         self.offset = 0
         self._one_in = one_in
-        self._parts: list[Tensor | None] = [None] * tensors
+        self._parts: list[Sequence[_Part]] = [()] * tensors
+        self._scales: dict[tuple[tuple[int, float], ...], Tensor] = {}
 
     def begin(self) -> None:
         """Another gradient."""
-        self._parts = [None] * len(self._parts)
+        self._parts = [()] * len(self._parts)
 
     @torch.no_grad()
     def take(self, number: int, tensor: Tensor | None) -> None:
@@ -39,33 +41,36 @@ class SquaredNorms:
         if tensor is None or not tensor.numel():
             return
         flat = tensor.reshape(-1)
-        blocks = flat.numel() // BLOCK
+        blocks, rest = divmod(flat.numel(), BLOCK)
         parts = []
-        if rest := flat.numel() % BLOCK:
-            parts.append(_squares(flat[-rest:].view(1, -1)))
+        if rest:
+            parts.append(_Part(torch.linalg.vector_norm(flat[-rest:] if blocks else flat).view(1), 1.0))
         if blocks:
             rows = flat[: blocks * BLOCK].view(blocks, BLOCK)
-            if blocks < self._one_in:
-                parts.append(_squares(rows))
-            else:
-                chosen = rows[self.offset % self._one_in :: self._one_in]
-                parts.append(_squares(chosen) * (blocks / len(chosen)))
-        self._parts[number] = sum(parts[1:], parts[0])
+            if blocks >= self._one_in:
+                rows = rows[self.offset % self._one_in :: self._one_in]
+            parts.append(_Part(torch.linalg.vector_norm(rows, dim=1), blocks / len(rows)))
+        self._parts[number] = parts
 
     def total(self) -> float:
         """The squared norm. Reading it waits for a GPU."""
-        total = 0.0
-        for part in _numbers([part for part in self._parts if part is not None]):
-            total += part
-        return total
+        parts = [part for parts in self._parts for part in parts]
+        if not parts:
+            return 0.0
+        norms = torch.cat([part.norms for part in parts]).double()
+        return float(torch.dot(norms.square(), self._scales_of(parts).to(norms.device)))
+
+    def _scales_of(self, parts: Sequence["_Part"]) -> Tensor:
+        """How many blocks each of the norms stands for."""
+        key = tuple((part.norms.numel(), part.scale) for part in parts)
+        if key not in self._scales:
+            each = [torch.full((count,), scale, dtype=torch.float64) for count, scale in key]
+            self._scales[key] = torch.cat(each)
+        return self._scales[key]
 
 
-def _squares(rows: Tensor) -> Tensor:
-    """The sum of the squares, as float64."""
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    return norms.double().square().sum()
+class _Part(NamedTuple):
+    """Norms of some blocks of a tensor, and how many blocks each of them stands for."""
 
-
-def _numbers(parts: Sequence[Tensor]) -> list[float]:
-    found: list[float] = torch.stack(list(parts)).tolist() if parts else []
-    return found
+    norms: Tensor
+    scale: float
