@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from leaks import ALLOWED_VARIABLES
 from training import EARLY, SETTINGS, Trained, Training
 from unisono.testing import warm_jobs
 
@@ -19,7 +20,7 @@ def warm(nothing_outlives_the_run: None) -> Iterator[None]:
 
     Serial runs do not: all forks of one process go through a set of words in the same order, and no two programs do.
     """
-    with warm_jobs(varying={*SETTINGS, "TROUBLE", "TIMEOUT_S", "PYTEST_CURRENT_TEST"}):
+    with warm_jobs(varying={*SETTINGS, "TROUBLE", "TIMEOUT_S", *ALLOWED_VARIABLES}):
         yield
 
 

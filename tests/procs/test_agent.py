@@ -50,7 +50,7 @@ from pathlib import Path
 me = os.environ["UNISONO_WORKER"]
 
 def forever():
-    print("waiting", os.getpid(), flush=True)
+    print(f"waiting {os.getpid()}", flush=True)
     while True:
         signal.pause()
 """

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from forked import LOOK, PATIENCE_S, Host, cold, seen
+from leaks import ALLOWED_VARIABLES
 from unisono.launch.born import NURSERY, Unborn, born
 from unisono.launch.tuning import Tuning
 from unisono.launch.warm_start import WarmStart
@@ -173,7 +174,7 @@ def test_when_the_nursery_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_it
     )
     command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--run-dir"]
     before = set(psutil.Process().children())
-    with warm_jobs({"PYTEST_CURRENT_TEST"}):
+    with warm_jobs(ALLOWED_VARIABLES):
         (nursery,) = set(psutil.Process().children()) - before
         with (
             subprocess.Popen(

@@ -1,7 +1,10 @@
 """Whether a fork of a process would be the template that a launcher asks for."""
 
+from pathlib import Path
+
 import pytest
 
+from unisono.launch.circumstances import circumstances
 from unisono.launch.wish import Wish
 
 pytestmark = pytest.mark.unit
@@ -48,3 +51,17 @@ def test_variables_that_libraries_have_set_are_added_unless_the_launcher_has_the
 def test_a_wish_travels_unchanged() -> None:
     sent = Wish({"A": "1"}, {"b": "2"}, "/here", (1, 10))
     assert Wish.from_json(sent.to_json()) == sent
+
+
+def test_where_nothing_is_set_the_working_folder_is_no_part_of_the_module_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = {}
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        for given in ("", "modules", "/modules"):
+            paths[name, given] = circumstances({"PYTHONPATH": given} if given else {})["module path"]
+    assert paths["one", ""] == paths["other", ""]
+    assert paths["one", "/modules"] == paths["other", "/modules"]
+    assert paths["one", "modules"] != paths["other", "modules"]

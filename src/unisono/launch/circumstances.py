@@ -23,7 +23,7 @@ def circumstances(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         "Python": sys.executable,
         "Unisono": str(Path(__file__).resolve().parent),
-        "module path": os.pathsep.join(map(os.path.abspath, environment.get("PYTHONPATH", "").split(os.pathsep))),
+        "module path": _module_path(environment.get("PYTHONPATH", "")),
         **{name: status.get(name, "") for name in STATUS},
         "limits": (itself / "limits").read_text(),
         "control group": (itself / "cgroup").read_text(),
@@ -32,6 +32,11 @@ def circumstances(environment: Mapping[str, str]) -> dict[str, str]:
         "priority": f"{os.getpriority(os.PRIO_PROCESS, 0)} {os.sched_getscheduler(0)}",
         "memory": (itself / "oom_score_adj").read_text(),
     }
+
+
+def _module_path(given: str) -> str:
+    """What is set, from wherever it is read; an empty entry is the working folder."""
+    return os.pathsep.join(map(os.path.abspath, given.split(os.pathsep))) if given else ""
 
 
 def environment_at_start() -> dict[str, str]:
