@@ -5,6 +5,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+SMALL = 2**16
+"""Elements up to which a tensor is kept until the gradient is whole, for one call to read all of these."""
 
 BLOCK = 4096
 """Elements whose squares are added by one call: short enough for float32, and what is left out or not as one."""
@@ -29,17 +33,22 @@ class SquaredNorms:
         self.offset = 0
         self._one_in = one_in
         self._parts: list[Sequence[_Part]] = [()] * tensors
+        self._small: dict[int, Tensor] = {}
         self._scales: dict[tuple[tuple[int, float], ...], Tensor] = {}
 
     def begin(self) -> None:
         """Another gradient."""
         self._parts = [()] * len(self._parts)
+        self._small = {}
 
-    @torch.no_grad()
     def take(self, number: int, tensor: Tensor | None) -> None:
-        """One of its tensors, once each, in any order. What is absent is 0."""
+        """One of its tensors, once each, in any order; not changed before :meth:`total`. What is absent is 0."""
         if tensor is None or not tensor.numel():
             return
+        if tensor.numel() <= SMALL and self._one_in == 1:
+            self._small[number] = tensor
+            return
+        tensor = tensor.detach()
         flat = tensor.reshape(-1)
         blocks, rest = divmod(flat.numel(), BLOCK)
         parts = []
@@ -55,10 +64,14 @@ class SquaredNorms:
     def total(self) -> float:
         """The squared norm. Reading it waits for a GPU."""
         parts = [part for parts in self._parts for part in parts]
+        total = 0.0
+        if self._small:
+            small = [self._small[number].detach() for number in sorted(self._small)]
+            total = float(get_total_norm(small)) ** 2
         if not parts:
-            return 0.0
+            return total
         norms = torch.cat([part.norms for part in parts]).double()
-        return float(torch.dot(norms.square(), self._scales_of(parts).to(norms.device)))
+        return total + float(torch.dot(norms.square(), self._scales_of(parts).to(norms.device)))
 
     def _scales_of(self, parts: Sequence["_Part"]) -> Tensor:
         """How many blocks each of the norms stands for."""
