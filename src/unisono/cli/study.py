@@ -188,14 +188,14 @@ def start(measurement: Measurement, path: Path, tuning: Tuning, price: float | N
 
 def results_of(measurement: Measurement, measured: Measured, cores: int) -> Results:
     """All that a report is made of."""
-    from unisono.study.measuring import notes, rows, shown_settings
+    from unisono.study.measuring import network, notes, rows, shown_settings
     from unisono.study.results import Results
     from unisono.study.surroundings import surroundings
 
     cells = rows(measurement, measured, cores)
     return Results(
         cells=tuple(cells),
-        environment=surroundings(cores),
+        environment={**surroundings(cores), **network(measured)},
         commands=(shlex.join(["unisono", *sys.argv[1:]]), *commands(measurement)),
         settings=shown_settings(measurement, measured),
         notes=tuple(notes(measurement, cells)),

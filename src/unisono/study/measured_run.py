@@ -38,6 +38,9 @@ class MeasuredRun:
         digest: of the weights.
         threads: of each worker.
         epoch_samples: samples of an epoch.
+        shards: of the job.
+        gradient_bytes: that are reduced in a step.
+        reduction: latency and bandwidth of the reduction itself, if there were several workers.
         devices: that the workers trained on, by rank.
         losses: for each step or epoch: the samples before and after it, and its loss.
     """
@@ -54,6 +57,9 @@ class MeasuredRun:
     digest: str | None = None
     threads: int = 1
     epoch_samples: int | None = None
+    shards: int | None = None
+    gradient_bytes: int | None = None
+    reduction: Mapping[str, float] | None = None
     devices: tuple[str, ...] = ()
     losses: Sequence[tuple[int, int, float]] = field(default=(), repr=False)
 
@@ -108,6 +114,9 @@ def measured_run(folder: Path, warmup_steps: int) -> MeasuredRun:
         digest=result.get("weights_sha256"),
         threads=record.job.threads,
         epoch_samples=epoch_samples,
+        shards=record.job.shards,
+        gradient_bytes=_bytes(result, record),
+        reduction=result.get("reduction"),
         devices=tuple(one["device"] for one in workers if "device" in one) or ("cpu",) * lines[-1]["world_size"],
         losses=[(at := line["position"], at + line["batch_size"], _number(line["loss"])) for line in lines],
     )
@@ -188,6 +197,11 @@ def _epoch_s(timed: Sequence[Line], epoch_samples: int | None) -> float | None:
     if not epoch_samples:
         return None
     return float(epoch_samples * sum(totals) / sum(line["batch_size"] for line in timed))
+
+
+def _bytes(result: Line, record: Record) -> int | None:
+    whole = result.get("gradient_bytes")
+    return whole // 2 if whole and record.job.compression == "bf16" else whole
 
 
 def _peak(worker: Line) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from time import monotonic
 from typing import Any, Protocol
 
@@ -181,9 +182,19 @@ def shown_settings(measurement: Measurement, measured: Measured) -> dict[str, An
         "epochs": measurement.epochs,
         "warmup_steps": measurement.warmup_steps,
         "threads": max((run.threads for run in runs), default=measurement.threads or 1),
+        "shards": min((run.shards for run in runs if run.shards), default=measurement.shards),
         "epoch_samples": next((run.epoch_samples for run in runs if run.epoch_samples), None),
+        "gradient_bytes": next((run.gradient_bytes for run in runs if run.gradient_bytes), None),
         "seed": measurement.seed,
     }
+
+
+def network(measured: Measured) -> dict[str, float]:
+    """Latency, in seconds, and bandwidth, in bytes per second, of the reduction between the fewest workers: medians."""
+    found = [(cell.kind.workers, run.reduction) for cell, run in measured.runs.items() if run.reduction is not None]
+    fewest = min((workers for workers, _ in found), default=0)
+    among = [reduction for workers, reduction in found if workers == fewest]
+    return {name: median(each[name] for each in among) for name in among[0]} if among else {}
 
 
 def notes(measurement: Measurement, cells: Sequence[Cell]) -> list[str]:

@@ -45,6 +45,7 @@ from unisono.train.pace import Pace
 from unisono.train.peak_memory import peak_memory
 from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory, tensors_by_name
 from unisono.train.recorder import Recorder
+from unisono.train.reduction_probe import reduction_probe
 from unisono.train.sample_log import SampleLog
 from unisono.train.sharing import share_weights
 from unisono.train.signals import PREEMPTED
@@ -417,10 +418,14 @@ class Run:
         if self._checkpoints.in_use:
             self._checkpoints.save(self._snapshot())
         self._checkpoints.close()
-        needed = workers.gather_json(peak_memory(self.device))
+        about: dict[str, Any] = {"workers": workers.gather_json(peak_memory(self.device))}
+        if self._around.settings.study:
+            trained = self._require_prepared().parameters.values()
+            about["gradient_bytes"] = sum(each.numel() * each.itemsize for each in trained)
+            about["reduction"] = reduction_probe(workers, self.job.reduction, self.device)
         if self.is_main:
             self._around.folder.journal("finished", step=self._trained.progress.position.step, weights_sha256=weights)
-            self._around.folder.write_result(self.result(weights_sha256=weights, workers=needed))
+            self._around.folder.write_result(self.result(weights_sha256=weights, **about))
         workers.barrier()
 
     def result(self, **fields: Any) -> dict[str, Any]:
