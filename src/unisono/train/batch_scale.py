@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +29,17 @@ class BatchScale:
     factor: int = 1
     warmup_steps: int = WARMUP_STEPS
 
-    def scaled(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a job, with ``batch_size`` and ``shards`` multiplied.
+    def scaled(self, batch_size: Any, shards: Any) -> dict[str, Any]:
+        """``batch_size`` and ``shards`` of the job. What is no number stays, for the job to refuse.
 
-        What is no number stays, for the job to refuse.
+        Args:
+            batch_size: that the script asks for.
+            shards: likewise; None for those that follow from its batch.
         """
-        batch, shards = settings["batch_size"], settings["shards"]
-        if self.factor == 1 or not isinstance(batch, int) or batch < 1:
-            return dict(settings)
-        shards = default_shards(batch) if shards is None else shards
-        return {**settings, "batch_size": batch * self.factor, "shards": shards * self.factor}
+        if self.factor > 1 and isinstance(batch_size, int) and batch_size >= 1:
+            shards = default_shards(batch_size) if shards is None else shards
+            batch_size, shards = batch_size * self.factor, shards * self.factor
+        return {"batch_size": batch_size, "shards": shards}
 
     def policies(self, given: Sequence[Policy], batch_size: int) -> list[Policy]:
         """Those of a run, and the one that brings the learning rate to its multiple.

@@ -127,19 +127,17 @@ def init(
         LaunchError: the other workers cannot be reached.
     """
     settings = Settings.from_environ(os.environ).allowing(allow_job_change)
-    asked = {
-        "batch_size": batch_size,
-        "seed": seed,
-        "shards": _first(shards, settings.shards),
-        "threads": _first(threads, settings.threads, 1),
-        "reduction": reduction,
-        "precision": precision,
-        "compression": compression,
-        "bucket_mb": bucket_mb,
-        "deterministic": deterministic,
-        "on_nan": on_nan,
-    }
-    job = Job.create(**settings.batch_scale.scaled(asked))
+    job = Job.create(
+        **settings.batch_scale.scaled(batch_size, _first(shards, settings.shards)),
+        seed=seed,
+        threads=_first(threads, settings.threads, 1),
+        reduction=reduction,
+        precision=precision,
+        compression=compression,
+        bucket_mb=bucket_mb,
+        deterministic=deterministic,
+        on_nan=on_nan,
+    )
     every = _checkpoint_every(checkpoint_every, keep, settings)
     care = Care.of(failure_timeout_s, _first(verify_every, settings.verify_every), balance)
     environment = recognise(os.environ)
