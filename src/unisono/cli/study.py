@@ -19,6 +19,7 @@ from unisono.cli.options import Module, Shards, Threads, Tuned
 from unisono.cli.verify import read_workers
 from unisono.errors import LaunchError
 from unisono.launch.local import launch
+from unisono.launch.report import last_lines
 from unisono.launch.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
@@ -128,8 +129,11 @@ class Runner:
             outcome = launch(settings, open_folder(place, settings.script.stem), SilentTerminal())
         except LaunchError as error:
             return RunEnd(1, str(error))
-        log = "logs" if outcome.cause is None else f"logs/rank-{outcome.cause.rank}.log"
-        return RunEnd(outcome.exit_code, outcome.summary(), log, outcome.interrupted)
+        words, cause = outcome.summary(), outcome.cause
+        log = "logs" if cause is None else f"logs/rank-{cause.rank}.log"
+        if cause is not None and cause.failure is None:  # what it printed is all there is
+            words = "; ".join([words, *last_lines(place / log, 1)])
+        return RunEnd(outcome.exit_code, words, log, outcome.interrupted)
 
     def settings(self, cell: PlannedCell) -> LaunchSettings:
         """How to start one."""
