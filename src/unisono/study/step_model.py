@@ -61,10 +61,11 @@ class StepModel:
 
 
 def step_model(results: Results, curve: Sequence[Row]) -> StepModel | None:
-    """From one worker's row, the setting ``gradient_bytes``, and ``latency_s`` and ``bandwidth_bytes_per_s`` of the machine.
+    """From one worker's row, the setting ``gradient_bytes``, and the environment's ``bandwidth_bytes_per_s``.
 
     Returns:
-        None if one of them is not known. The setting may be a number, or one for each label.
+        None if one of them is not known. The setting may be a number, or one for each label; the environment's
+        ``latency_s`` counts as 0 if it is not there.
     """
     alone = next((row for row in curve if row.workers == 1), None)
     parts = alone.parts if alone else None
