@@ -72,9 +72,9 @@ class Curve:
 
     @property
     def best_fit(self) -> Fit | None:
-        """The one to predict with: the universal law, unless it has as many unknowns as figures."""
-        known = [fit for fit in self.fits if fit.covariance is not None] or list(self.fits)
-        return known[-1] if known else None
+        """The one to predict with: the better explanation, of those that have fewer unknowns than there are figures."""
+        known = [fit for fit in self.fits if fit.covariance is not None] or self.fits[:1]
+        return min(known, key=lambda fit: fit.bic, default=None)
 
 
 @dataclass(frozen=True, slots=True)

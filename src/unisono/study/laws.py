@@ -78,6 +78,7 @@ class Fit:
         values: the logarithm of ``rate``, and the parameters.
         covariance: of these; None if there are as many unknowns as figures, so that no interval can be given.
         quantile: of Student's t.
+        bic: Schwarz's criterion; of two fits to the same figures the one with the lower is the better explanation.
     """
 
     law: Law
@@ -88,6 +89,7 @@ class Fit:
     values: Sequence[float]
     covariance: Array | None
     quantile: float
+    bic: float
 
     def speedup(self, workers: float) -> float:
         """As the law has it."""
@@ -152,8 +154,10 @@ def fitted(law: Law, measured: Mapping[int, Sequence[float]]) -> Fit | None:
         symbol: _bounded(float(inside[place]), float(free[place]), float(widths[place]), law.largest)
         for place, symbol in enumerate(law.symbols, 1)
     }
+    squares = max(float(misfits(inside) @ misfits(inside)), 1e-18)
+    bic = len(logs) * math.log(squares / len(logs)) + len(start) * math.log(len(logs))
     medians = {number: float(np.median(rates)) for number, rates in measured.items()}
-    fit = Fit(law, found, math.exp(inside[0]), 0.0, len(logs), tuple(map(float, inside)), covariance, quantile)
+    fit = Fit(law, found, math.exp(inside[0]), 0.0, len(logs), tuple(map(float, inside)), covariance, quantile, bic)
     misfit = max(abs(fit.rate * fit.speedup(number) / rate - 1) for number, rate in medians.items())
     return replace(fit, misfit=misfit)
 
@@ -178,4 +182,4 @@ def _bounded(value: float, free: float, width: float, largest: float) -> Estimat
     if math.isnan(width):
         return Estimate(value)
     low, high = (min(max(end, 0.0), largest) for end in (free - width, free + width))
-    return Estimate(value, min(low, value), max(high, value))
+    return Estimate(value, min(low, value), max(high, value)) if low < high else Estimate(value)

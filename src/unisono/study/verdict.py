@@ -31,20 +31,21 @@ def explanations(analysis: Analysis) -> list[str]:
 
 def overheads(analysis: Analysis) -> list[str]:
     """For each label: one worker beside the plain loop."""
-    found = []
+    found = {}
     for curve in analysis.curves:
-        alone = next((row for row in curve.usable if row.workers == 1), None)
-        if alone is not None and alone.over_baseline is not None:
-            words = f"One worker has {percent(alone.over_baseline.value)} of the plain loop's throughput"
-            ends = interval(alone.over_baseline, "percent")
-            found.append(_named(analysis, curve, f"{words}{f' ({ends})' if ends else ''}."))
-    return found
+        over = curve.usable[0].over_baseline if curve.usable and curve.usable[0].workers == 1 else None
+        if over is not None:
+            ends = interval(over, "percent")
+            words = f"One worker has {percent(over.value)} of the plain loop's throughput"
+            label = f"{curve.label}: " if curve.label else ""
+            found.setdefault(label, f"{label}{words}{f' ({ends})' if ends else ''}.")
+    return list(found.values())
 
 
 def name_of(analysis: Analysis, curve: Curve) -> str:
     """Of a curve among the others of a study; empty if it is the only one."""
     label = curve.label if len(analysis.summary.labels) > 1 or curve.label else ""
-    mode = f"{curve.mode} scaling" if len(analysis.modes) > 1 else ""
+    mode = f"{curve.mode} scaling" if len(analysis.modes) > 1 or curve.mode == "weak" else ""
     return ", ".join(part for part in (label, mode) if part)
 
 
@@ -61,15 +62,14 @@ def _verdict(curve: Curve) -> str:
             f"took turns on them. Their times are below; speedups are not given, for they would say nothing."
         )
     if len(curve.usable) < 2:
-        return (
-            f"Only {counted(curve.rows[0].workers, 'worker')} was measured, and scaling takes two numbers of workers."
-        )
+        workers, were = counted(curve.rows[0].workers, "worker"), "was" if curve.rows[0].workers == 1 else "were"
+        return f"Only {workers} {were} measured: scaling takes two numbers of workers."
     chosen = curve.advice.fastest if curve.advice else curve.usable[-1]
     crowded = _and_crowded(curve)
     alone = curve.usable[0]
     if chosen.speedup is None:
-        rate = number(chosen.samples_per_s.value)
-        return f"{counted(chosen.workers, 'worker')} trained {rate} samples/s; without one worker there is no speedup.{crowded}"
+        trained = f"{counted(chosen.workers, 'worker')} trained {number(chosen.samples_per_s.value)} samples/s"
+        return f"{trained}; one worker was not measured, so there is no speedup.{crowded}"
     if chosen.workers == 1:
         return f"More workers do not pay: {_no_faster(curve.usable[1:])}.{crowded}"
     ends = interval(chosen.speedup)
@@ -77,8 +77,8 @@ def _verdict(curve: Curve) -> str:
     assert chosen.efficiency is not None, "it follows from the speedup"
     return (
         f"{counted(chosen.workers, 'worker')} train {number(chosen.speedup.value)} times as fast as one{sure}: "
-        f"{number(chosen.samples_per_s.value)} instead of {number(alone.samples_per_s.value)} samples/s{_epochs(alone, chosen)}, "
-        f"an efficiency of {percent(chosen.efficiency.value)}.{crowded}"
+        f"{number(chosen.samples_per_s.value)} instead of {number(alone.samples_per_s.value)} samples/s"
+        f"{_epochs(alone, chosen)}, an efficiency of {percent(chosen.efficiency.value)}.{crowded}"
     )
 
 
@@ -101,24 +101,22 @@ def _and_crowded(curve: Curve) -> str:
 
 
 def _advice(curve: Curve, analysis: Analysis) -> str:
-    found = curve.advice
+    found, wanted = curve.advice, analysis.wanted
     if found is None:
         return ""
-    wanted = analysis.wanted
-    said = [f"For the shortest time take {counted(found.fastest.workers, 'worker')}"]
+    said = [f"for the shortest time, {counted(found.fastest.workers, 'worker')}"]
     if found.efficient is not None:
-        said.append(
-            f"for an efficiency of at least {percent(wanted.threshold)} at most "
-            f"{counted(found.efficient.workers, 'worker')}"
-        )
+        most = counted(found.efficient.workers, "worker")
+        said.append(f"for an efficiency of at least {percent(wanted.threshold)}, at most {most}")
     if found.cheapest is not None and wanted.prices is not None:
         what = "an epoch" if found.cheapest.epoch_s else "a million samples"
-        costs = (f"{row.workers}: {_money(wanted.prices.cost(row))}" for row in (found.cheapest, found.fastest))
+        costs = {row.workers: f"{wanted.prices.cost(row):.4g}" for row in (found.cheapest, found.fastest)}
+        beside = ", ".join(f"{cost} with {workers}" for workers, cost in costs.items())
         said.append(
-            f"for the lowest cost {counted(found.cheapest.workers, 'worker')} "
-            f"(cost of {what} by workers, {_price(wanted.prices)}: {', '.join(dict.fromkeys(costs))})"
+            f"for the lowest cost, {counted(found.cheapest.workers, 'worker')} ({what} costs {beside}; "
+            f"{_price(wanted.prices)})"
         )
-    return f"{listed(said)}, of those that were measured.{_beyond(curve)}"
+    return f"Of the numbers that were measured take, {'; '.join(said)}.{_beyond(curve)}"
 
 
 def _beyond(curve: Curve) -> str:
@@ -135,10 +133,6 @@ def _beyond(curve: Curve) -> str:
 def _price(prices: Prices) -> str:
     hour = f"a worker's hour at {number(prices.worker)}"
     return f"{hour}, an hour of waiting at {number(prices.waiting)}" if prices.waiting else hour
-
-
-def _money(cost: float) -> str:
-    return f"{cost:.4g}"
 
 
 def _why_not_linear(curve: Curve) -> str:
