@@ -31,7 +31,7 @@ def explanations(analysis: Analysis) -> list[str]:
 
 def overheads(analysis: Analysis) -> list[str]:
     """For each label: one worker beside the plain loop."""
-    found = {}
+    found: dict[str, str] = {}
     for curve in analysis.curves:
         over = curve.usable[0].over_baseline if curve.usable and curve.usable[0].workers == 1 else None
         if over is not None:
@@ -104,19 +104,16 @@ def _advice(curve: Curve, analysis: Analysis) -> str:
     found, wanted = curve.advice, analysis.wanted
     if found is None:
         return ""
-    said = [f"for the shortest time, {counted(found.fastest.workers, 'worker')}"]
+    said = [f"{counted(found.fastest.workers, 'worker')} for the shortest time"]
     if found.efficient is not None:
-        most = counted(found.efficient.workers, "worker")
-        said.append(f"for an efficiency of at least {percent(wanted.threshold)}, at most {most}")
+        said.append(f"at most {found.efficient.workers} for an efficiency of at least {percent(wanted.threshold)}")
     if found.cheapest is not None and wanted.prices is not None:
         what = "an epoch" if found.cheapest.epoch_s else "a million samples"
-        costs = {row.workers: f"{wanted.prices.cost(row):.4g}" for row in (found.cheapest, found.fastest)}
+        costs = {row.workers: f"{wanted.prices.cost(row):.3g}" for row in (found.cheapest, found.fastest)}
         beside = ", ".join(f"{cost} with {workers}" for workers, cost in costs.items())
-        said.append(
-            f"for the lowest cost, {counted(found.cheapest.workers, 'worker')} ({what} costs {beside}; "
-            f"{_price(wanted.prices)})"
-        )
-    return f"Of the numbers that were measured take, {'; '.join(said)}.{_beyond(curve)}"
+        price = _price(wanted.prices)
+        said.append(f"{found.cheapest.workers} for the lowest cost ({what} costs {beside}; {price})")
+    return f"Recommended, of the numbers that were measured: {'; '.join(said)}.{_beyond(curve)}"
 
 
 def _beyond(curve: Curve) -> str:
