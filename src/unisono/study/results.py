@@ -108,10 +108,12 @@ class Results(BaseModel):
 
     Attributes:
         cells: what was measured, in the order of measuring.
-        environment: of the machine and its software, shown as it is. ``cores`` is a number.
+        environment: of the machine and its software, shown as it is. What else is made of it: ``cores``, and for the
+            model of a step ``latency_s`` (of a message between two workers) and ``bandwidth_bytes_per_s``.
         commands: that were run, each as one could type it.
-        settings: of the study, shown as they are. ``threads`` (of a worker), ``warmup_steps``, ``epoch_samples`` (the
-            samples of an epoch) are numbers, if they are there.
+        settings: of the study, shown as they are. What else is made of them: ``epoch_samples`` (the samples of an
+            epoch, for epoch times that were not measured), and for models of a step ``shards`` and ``gradient_bytes``
+            (that are reduced in a step; a number, or one for each label).
         notes: what a reader of the figures should know, in sentences.
     """
 

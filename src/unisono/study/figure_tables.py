@@ -1,0 +1,201 @@
+"""The tables of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.adapt.layout import Layout
+from unisono.study.analysis import Analysis, Curve
+from unisono.study.estimate import Estimate
+from unisono.study.laws import Fit
+from unisono.study.summary import PARTS, Row
+from unisono.study.wording import NOTHING, interval, listed, number, percent
+from unisono.study.written_table import Field, WrittenTable
+
+CROWDED = "*"
+"""Behind numbers of workers that shared cores."""
+
+
+def speed_table(analysis: Analysis, curves: Sequence[Curve]) -> WrittenTable:
+    """Times, throughputs and what follows from them."""
+    head = [
+        "study",
+        "workers",
+        "runs",
+        "epoch, s",
+        "samples/s",
+        "speedup",
+        "efficiency",
+        "serial share",
+        "of plain loop",
+    ]
+    rows = []
+    for curve in curves:
+        rows += [_speeds(analysis, row) for row in curve.rows]
+        if curve.baseline is not None:
+            plain = curve.baseline
+            figures = [_field(plain.epoch_s), _field(plain.samples_per_s)]
+            empty = [Field(NOTHING)] * 4
+            rows.append([Field(curve.label), Field("plain loop"), Field(str(len(plain.rates))), *figures, *empty])
+    notes = ["Serial share: Karp-Flatt, (1/S − 1/W) / (1 − 1/W)."]
+    if any(curve.crowded for curve in curves):
+        notes.append(f"{CROWDED} more workers than cores: they took turns, so there is no speedup to speak of.")
+    return WrittenTable(head, rows, 1, " ".join(notes)).without_empty_columns(NOTHING)
+
+
+def _speeds(analysis: Analysis, row: Row) -> list[Field]:
+    return [
+        Field(row.label),
+        Field(_workers(row)),
+        Field(str(len(row.rates))),
+        _field(row.epoch_s),
+        _field(row.samples_per_s),
+        _field(row.speedup),
+        _share(row.efficiency),
+        _share(row.serial_share),
+        _share(row.over_baseline),
+    ]
+
+
+def trained_table(analysis: Analysis) -> WrittenTable:
+    """What was trained, and what came of it."""
+    head = ["study", "scaling", "workers", "batch", "learning rate", "peak memory, MiB", "loss", "accuracy", "weights"]
+    rows = []
+    for curve in analysis.curves:
+        for row in curve.rows:
+            digests = {digest[:12] for digest in row.digests}
+            said = listed(sorted(digests)) if len(digests) < 3 else f"{len(digests)} different ones"
+            figures = [
+                str(row.batch_size or NOTHING),
+                NOTHING if row.learning_rate is None else f"{row.learning_rate:g}",
+                number(row.peak_memory_mib),
+                NOTHING if row.loss is None else f"{row.loss:.4f}",
+                NOTHING if row.accuracy is None else f"{row.accuracy:.3f}",
+                said or NOTHING,
+            ]
+            about = [row.label, row.mode, _workers(row)]
+            rows.append([Field(text) for text in (*about, *figures)])
+    table = WrittenTable(head, rows, 2).without_empty_columns(NOTHING)
+    told = {"batch", "learning rate", "peak memory, MiB", "loss", "accuracy", "weights"} & set(table.head)
+    return table if told else WrittenTable(head, [])
+
+
+def part_table(analysis: Analysis) -> WrittenTable:
+    """Milliseconds of each part of a step."""
+    head = ["study", "scaling", "workers", "step, ms", *(f"{name}, ms" for name in PARTS.values())]
+    rows = []
+    for curve in analysis.curves:
+        for row in curve.rows:
+            parts = row.parts
+            if parts:
+                figures = [row.step_s, *(parts.get(part) for part in PARTS)]
+                shown = [NOTHING if seconds is None else number(1000 * seconds) for seconds in figures]
+                rows.append([Field(text) for text in (row.label, row.mode, _workers(row), *shown)])
+    return WrittenTable(head, rows, 2).without_empty_columns(NOTHING)
+
+
+def fit_table(analysis: Analysis) -> WrittenTable:
+    """The laws with their parameters."""
+    head = ["study", "scaling", "law", "formula", "parameter", "value", "largest misfit", "runs"]
+    rows = []
+    for curve in analysis.curves:
+        for fit in curve.fits:
+            for place, (symbol, estimate) in enumerate(fit.parameters.items()):
+                name = fit.law.name + (" (better fit)" if fit is curve.best_fit and len(curve.fits) > 1 else "")
+                about = (
+                    [curve.label, curve.mode, name, fit.law.formula]
+                    if place == 0
+                    else [curve.label, curve.mode, "", ""]
+                )
+                what = f"{symbol}, {fit.law.symbols[symbol]}"
+                last = [percent(fit.misfit), str(fit.figures)] if place == 0 else ["", ""]
+                rows.append(
+                    [*map(Field, about), Field(what), Field(_small(estimate.value), _ends(estimate)), *map(Field, last)]
+                )
+    sources = {fit.law.name: fit.law.source for curve in analysis.curves for fit in curve.fits}
+    note = "; ".join(f"{name}: {source}" for name, source in sources.items())
+    return WrittenTable(head, rows, 5, f"Sources: {note}." if note else "").without_empty_columns(NOTHING)
+
+
+def prediction_table(analysis: Analysis) -> WrittenTable:
+    """What the models say of numbers of workers that were not measured."""
+    head = ["study", "scaling", "workers", "model", "speedup", "samples/s"]
+    rows = []
+    for curve in analysis.curves:
+        for workers in curve.predict:
+            about = [Field(curve.label), Field(curve.mode), Field(f"{workers} (prediction)")]
+            rows += [[*about, *fields] for fields in _predictions(analysis, curve, workers)]
+    note = (
+        "Step model: from one worker's measured step, the bytes of the gradients, and the measured latency and "
+        "bandwidth; from nothing overlaps to everything does. Step time of Pollux: fitted, as policies use it."
+    )
+    models = any(curve.model or curve.step_time for curve in analysis.curves)
+    return WrittenTable(head, rows, 4, note if models and rows else "").without_empty_columns(NOTHING)
+
+
+def _predictions(analysis: Analysis, curve: Curve, workers: int) -> list[list[Field]]:
+    rows = curve.usable
+    alone = rows[0] if rows and rows[0].workers == 1 else None
+    found = [_predicted(fit, workers) for fit in curve.fits]
+    if curve.model is not None and alone is not None:
+        ends = [curve.model.speedup(workers, curve.mode, overlapped=overlapped) for overlapped in (False, True)]
+        rates = [alone.samples_per_s.value * end for end in ends]
+        found.append([Field("step model"), Field(_range(ends)), Field(_range(rates))])
+    shards = analysis.results.settings.get("shards")
+    if curve.step_time is not None and alone is not None and alone.batch_size and isinstance(shards, int):
+        times = workers if curve.mode == "weak" else 1
+        if workers <= shards:
+            seconds = curve.step_time.seconds(Layout(workers, times * alone.batch_size, shards))
+            rate = times * alone.batch_size / seconds
+            speedup = number(rate / alone.samples_per_s.value)
+            found.append([Field("step time of Pollux"), Field(speedup), Field(number(rate))])
+    return found
+
+
+def _predicted(fit: Fit, workers: int) -> list[Field]:
+    rate = fit.samples_per_s(workers)
+    return [Field(fit.law.name), Field(number(fit.speedup(workers))), Field(number(rate.value), interval(rate))]
+
+
+def batch_table(analysis: Analysis) -> WrittenTable:
+    """Batches that were tried."""
+    head = ["study", "batch per worker", "samples/s", "peak memory, MiB", "fits"]
+    rows = [
+        [
+            Field(label),
+            Field(str(row.batch)),
+            Field(number(row.samples_per_s)),
+            Field(number(row.peak_mib)),
+            Field("yes" if row.fits else "no"),
+        ]
+        for label, curve in analysis.batches.items()
+        for row in sorted(curve.rows, key=lambda row: row.batch)
+    ]
+    return WrittenTable(head, rows, 1).without_empty_columns(NOTHING)
+
+
+def _workers(row: Row) -> str:
+    return f"{row.workers}{CROWDED if row.oversubscribed else ''}"
+
+
+def _field(estimate: Estimate | None) -> Field:
+    return Field(NOTHING) if estimate is None else Field(number(estimate.value), interval(estimate))
+
+
+def _share(estimate: Estimate | None) -> Field:
+    return Field(NOTHING) if estimate is None else Field(percent(estimate.value), interval(estimate, "percent"))
+
+
+def _small(value: float) -> str:
+    """Of a parameter, of which 0.0004 may be a lot."""
+    return f"{value:.4f}"
+
+
+def _ends(estimate: Estimate) -> str:
+    if estimate.low is None or estimate.high is None:
+        return "no interval: as many unknowns as figures"
+    return f"{_small(estimate.low)} … {_small(estimate.high)}"
+
+
+def _range(ends: Sequence[float]) -> str:
+    return f"{number(min(ends))} … {number(max(ends))}"

@@ -1,0 +1,45 @@
+"""A table of words and figures, as a reader sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """What stands in a row and a column.
+
+    Attributes:
+        text: the figure.
+        below: its interval, in smaller letters.
+    """
+
+    text: str
+    below: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTable:
+    """Rows of fields.
+
+    Attributes:
+        head: of each column.
+        rows: as many fields in each.
+        text_columns: that are words, from the left; the others are figures.
+        note: below the table.
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Field]]
+    text_columns: int = 0
+    note: str = ""
+
+    def without_empty_columns(self, nothing: str) -> WrittenTable:
+        """The same without columns in which nothing stands."""
+        kept = [
+            place for place in range(len(self.head)) if any(row[place].text not in ("", nothing) for row in self.rows)
+        ]
+        words = sum(place < self.text_columns for place in kept)
+        rows = [[row[place] for place in kept] for row in self.rows]
+        return WrittenTable([self.head[place] for place in kept], rows, words, self.note)
