@@ -6,7 +6,9 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,7 +19,7 @@ from typer.core import TyperCommand
 
 from unisono.cli.options import Module, Shards, Threads, Tuned
 from unisono.cli.verify import read_workers
-from unisono.errors import LaunchError
+from unisono.errors import JobError, LaunchError
 from unisono.launch.local import launch
 from unisono.launch.report import last_lines
 from unisono.launch.result import open_folder
@@ -28,6 +30,7 @@ from unisono.launch.tuning import Tuning
 from unisono.membership.cores import usable_cores
 
 if TYPE_CHECKING:
+    from unisono.study.analysis import Wanted
     from unisono.study.cells import PlannedCell
     from unisono.study.measurement import Measurement
     from unisono.study.measuring import Measured, RunEnd
@@ -36,8 +39,6 @@ if TYPE_CHECKING:
 STUDIES = Path("studies")
 GRACE_S = 5.0
 """How long the workers of a study that is interrupted may take to leave: nobody wants their checkpoint."""
-
-DIGITS = 16
 
 
 class StudyCommand(TyperCommand):
@@ -54,7 +55,9 @@ class StudyCommand(TyperCommand):
 
 
 def study(
-    script: Annotated[str, typer.Argument(help="The script to measure; a module's name with -m.", metavar="SCRIPT")],
+    script: Annotated[
+        str | None, typer.Argument(help="The script to measure; a module's name with -m.", metavar="SCRIPT")
+    ] = None,
     args: Annotated[list[str] | None, typer.Argument(help="What belongs to the script.", metavar="-- ARGS")] = None,
     workers: Annotated[str, typer.Option(metavar="N,N,…", help="Numbers of workers to measure.")] = "1,2",
     mode: Annotated[
@@ -72,8 +75,12 @@ def study(
         Path | None, typer.Option(help="The study's folder; one with figures is gone on with.", show_default=False)
     ] = None,
     label: Annotated[str | None, typer.Option(help="A name for what is measured.", show_default=False)] = None,
-    price: Annotated[float | None, typer.Option(help="Of a worker's hour, to recommend by cost.")] = None,
+    price: Annotated[float | None, typer.Option(help="Of a worker's hour, to advise by cost.")] = None,
     seed: Annotated[int, typer.Option(help="Of the order.")] = 0,
+    measured: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Measure nothing: a report of this table, or of this study."),
+    ] = None,
     module: Module = False,
     shards: Shards = None,
     threads: Threads = None,
@@ -83,16 +90,22 @@ def study(
 
         unisono study train.py --workers 1,2,4 --steps 50 -- --lr 0.1
 
+        unisono study --from results.csv
+
     What is measured is kept: started again after an interruption, it measures only what is missing. Exit code 0 if
     there are figures of every run, 1 if not.
     """
+    wanted = partial(_wanted, price)
+    if measured is not None:
+        return _report_of(measured, out, wanted)
+    if script is None:
+        raise JobError("name the script to measure: unisono study train.py --workers 1,2")
     from unisono.study.measurement import Measurement
 
     launched = Script(script, tuple(args or ()), is_module=module)
-    launched.require_readable()
     plain = tuple(shlex.split(baseline or ""))
-    if plain:
-        Script.from_argv(plain).require_readable()
+    for each in (launched, *([Script.from_argv(plain)] if plain else [])):
+        each.require_readable()
     measurement = Measurement(
         script=tuple(launched.argv),
         workers=read_workers(workers),
@@ -108,8 +121,26 @@ def study(
         label=label or launched.stem,
     )
     measurement.check()
-    folder = out or STUDIES / measurement.label
-    raise typer.Exit(start(measurement, folder, Tuning.of_this_process(wanted=tuned), price))
+    tuning = Tuning.of_this_process(wanted=tuned)
+    raise typer.Exit(start(measurement, out or STUDIES / measurement.label, tuning, wanted(measurement.label)))
+
+
+def _wanted(price: float | None, about: str) -> Wanted:
+    """What a reader wants to know of a study."""
+    from unisono.study.analysis import Wanted
+    from unisono.study.recommendation import Prices
+
+    if price is not None and not price >= 0:
+        raise JobError(f"--price {price:g}: of a worker's hour, from 0")
+    return Wanted(f"Scaling study: {about}", prices=None if price is None else Prices(price))
+
+
+def _report_of(path: Path, out: Path | None, wanted: Callable[[str], Wanted]) -> None:
+    """Report what was measured before, or elsewhere."""
+    from unisono.cli.study_report import report
+    from unisono.study.table import read_results
+
+    report(read_results(path), out or (path if path.is_dir() else STUDIES / path.stem), wanted(path.stem))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +188,7 @@ class Runner:
         return told
 
 
-def start(measurement: Measurement, path: Path, tuning: Tuning, price: float | None) -> int:
+def start(measurement: Measurement, path: Path, tuning: Tuning, wanted: Wanted) -> int:
     """Measure what is missing, and report.
 
     Returns:
@@ -167,6 +198,7 @@ def start(measurement: Measurement, path: Path, tuning: Tuning, price: float | N
         JobError: the folder cannot be used, or holds another study.
     """
     from unisono.cli.study_progress import StudyProgress
+    from unisono.cli.study_report import report
     from unisono.study.measuring import Interrupted, measure
     from unisono.study.study_folder import StudyFolder
 
@@ -184,9 +216,10 @@ def start(measurement: Measurement, path: Path, tuning: Tuning, price: float | N
             words = f"unisono: ended by {signal.Signals(number).name}: start it again to go on with what is missing"
             err.print(Text(words), soft_wrap=True)
             return 128 + number
-        results = results_of(measurement, measured, cores)
-        results.write(folder.path)
-    conclude(measured, results, folder.path, price)
+        report(results_of(measurement, measured, cores), folder.path, wanted)
+    for missing in measured.missing:
+        words = f"unisono: no figures of {missing.cell}: {missing.words} (log: {missing.log})"
+        err.print(Text(words, "red"), soft_wrap=True)
     return 1 if measured.missing else 0
 
 
@@ -202,7 +235,7 @@ def results_of(measurement: Measurement, measured: Measured, cores: int) -> Resu
         environment={**surroundings(cores), **network(measured)},
         commands=(shlex.join(["unisono", *sys.argv[1:]]), *commands(measurement)),
         settings=shown_settings(measurement, measured),
-        notes=tuple(notes(measurement, cells)),
+        notes=tuple(notes(measurement)),
     )
 
 
@@ -220,14 +253,3 @@ def commands(measurement: Measurement) -> list[str]:
         words += [] if measurement.threads is None else ["--threads", str(measurement.threads)]
         found.append(shlex.join([*words, *measurement.script]))
     return found
-
-
-def conclude(measured: Measured, results: Results, folder: Path, price: float | None) -> None:
-    """Print what came of it."""
-    out = Console(highlight=False, emoji=False)
-    for note in results.notes:
-        out.print(Text(note), soft_wrap=True)
-    for missing in measured.missing:
-        words = f"no figures of {missing.cell}: exit code {missing.exit_code}: {missing.words} (log: {missing.log})"
-        out.print(Text(words, "red"), soft_wrap=True)
-    out.print(Text(f"results: {folder / 'results.csv'}"), soft_wrap=True)

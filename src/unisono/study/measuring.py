@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +35,6 @@ class RunEnd:
     log: str = "logs"
     interrupted: int | None = None
 
-
-WITHOUT_BASELINE = "There is no plain loop to compare with (--baseline): one worker stands for it."
 
 RunCell = Callable[[PlannedCell, Path], RunEnd]
 """Runs one, in this folder, to its end."""
@@ -197,22 +195,20 @@ def network(measured: Measured) -> dict[str, float]:
     return {name: median(each[name] for each in among) for name in among[0]} if among else {}
 
 
-def notes(measurement: Measurement, cells: Sequence[Cell]) -> list[str]:
-    """What to know of the figures, in sentences."""
-    found = [] if measurement.baseline else [WITHOUT_BASELINE]
-    for mode, together in (("strong", True), ("weak", False)):
-        digests: dict[int, set[str]] = defaultdict(set)
-        for cell in cells:
-            if cell.mode == mode and cell.succeeded and cell.digest is not None:
-                digests[0 if together else cell.workers].add(cell.digest)
-        listed = "all runs" if together else "all repeats of each number of workers"
-        if digests:
-            is_one = all(len(each) == 1 for each in digests.values())
-            words = "the same weights, bit for bit" if is_one else "DIFFERENT weights: see unisono verify"
-            found.append(f"{mode.capitalize()} scaling: {listed} ended with {words}.")
-    if too_many := sorted({cell.workers for cell in cells if cell.oversubscribed}):
-        some = ", ".join(map(str, too_many))
-        found.append(f"With {some} workers there are more of them, times their threads, than cores: no scaling.")
+def notes(measurement: Measurement) -> list[str]:
+    """What to know of how figures were measured, in sentences."""
+    found = [
+        f"Steps are timed without a run's first {measurement.warmup_steps}, and without its first epoch where a whole "
+        f"one comes after it; evaluation and whatever else stands between steps is not timed."
+    ]
+    if measurement.steps is not None or measurement.epochs is not None:
+        limit = f"{measurement.steps} steps" if measurement.steps is not None else f"{measurement.epochs} epochs"
+        found.append(f"Runs were cut short after {limit}.")
+    if "weak" in measurement.modes:
+        found.append(
+            f"In weak scaling the learning rate grew to its multiple over the samples that one worker trains on in "
+            f"{measurement.rate_warmup_steps} steps, unless UNISONO_BATCH_SCALE_WARMUP said otherwise."
+        )
     return found
 
 

@@ -1,0 +1,100 @@
+"""What ``unisono study`` prints in the end: what the report says, in short, and where the report is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from unisono.errors import JobError
+
+if TYPE_CHECKING:
+    from unisono.study.analysis import Wanted
+    from unisono.study.document import Document, Section
+    from unisono.study.results import Results
+    from unisono.study.written_table import WrittenTable
+
+FIGURES, CORRECTNESS = "Figures", "Correctness"
+"""Sections of the report that are printed, too; how their titles begin."""
+
+HIDDEN = ("study", "runs")
+"""Columns that are not printed where all of their fields are alike."""
+
+WITH_INTERVALS = ("samples/s", "speedup")
+
+
+def report(results: Results, folder: Path, wanted: Wanted, out: Console | None = None) -> None:
+    """Write the report of a study and print the most of it; without what a report needs, print alone.
+
+    Args:
+        results: what was measured.
+        folder: made if it is not there.
+        wanted: by the reader.
+        out: where to print; by default stdout.
+
+    Raises:
+        JobError: the folder cannot be written to.
+    """
+    from unisono.study.analysis import analyzed
+    from unisono.study.document import document
+    from unisono.study.report import HTML_NAME, require_reports, write_report
+    from unisono.study.results import CSV_NAME
+
+    out = out or Console(highlight=False, emoji=False)
+    try:
+        require_reports()
+    except JobError as error:
+        results.write(folder)
+        show(document(analyzed(results, wanted), ()), out)
+        words = f"figures: {folder / CSV_NAME}; {error}, and then unisono study --from {folder}"
+    else:
+        show(write_report(results, folder, wanted), out)
+        words = f"report: {folder / HTML_NAME}"
+    out.print(Text(words, "dim"), soft_wrap=True)
+
+
+def show(found: Document, out: Console) -> None:
+    """Print a report's verdict, its tables of figures, what it says of correctness, and its advice."""
+    for words in found.verdict:
+        out.print(Text(words, "bold"), soft_wrap=True)
+    for section in found.sections:
+        if section.title.startswith(FIGURES):
+            _figures(section, out)
+    for section in found.sections:
+        if section.title.startswith(CORRECTNESS):
+            for block in section.blocks:
+                for words in block.texts:
+                    out.print(Text(words), soft_wrap=True)
+    for words in found.advice:
+        out.print(Text(words, "bold"), soft_wrap=True)
+
+
+def _figures(section: Section, out: Console) -> None:
+    out.print()
+    for block in section.blocks:
+        if block.table is not None:
+            out.print(_table(block.table, section.title))
+    out.print()
+
+
+def _table(written: WrittenTable, title: str) -> Table:
+    """The columns that fit beside each other in a terminal, with the intervals of the most important ones."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
+    places = [place for place, name in enumerate(written.head) if name not in HIDDEN or len(_words(written, place)) > 1]
+    for place in places:
+        head = written.head[place].replace(" ", "\n")
+        table.add_column(head, justify="left" if place < written.text_columns else "right", no_wrap=True)
+    for row in written.rows:
+        fields = [Text(row[place].text) for place in places]
+        for text, place in zip(fields, places, strict=True):
+            if row[place].below and written.head[place] in WITH_INTERVALS:
+                text.append(f"\n{row[place].below}", "dim")
+        table.add_row(*fields)
+    return table
+
+
+def _words(written: WrittenTable, place: int) -> set[str]:
+    return {row[place].text for row in written.rows}
