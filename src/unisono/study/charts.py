@@ -11,6 +11,7 @@ from unisono.study.batch_curve import BatchCurve
 from unisono.study.estimate import Estimate
 from unisono.study.results import Mode
 from unisono.study.summary import PARTS, Row
+from unisono.study.wording import shown
 
 INK, FAINT, PAPER = "#1f2328", "#d3d8de", "#ffffff"
 
@@ -27,7 +28,7 @@ PART_COLOURS: Mapping[str, str] = {
     "update_s": "#009e73",
 }
 
-WIDTH, HEIGHT = 6.4, 3.9
+WIDTH, HEIGHT = 4.9, 3.3
 """Inches."""
 
 LINEAR = 16
@@ -112,7 +113,7 @@ def _speedups(curves: Sequence[Curve], mode: Mode) -> Chart | None:
         if fit is not None and curve.usable[0].workers == 1:
             grid = _grid(far)
             style = {"linestyle": "--", "linewidth": 1.1, "color": _colour(place)}
-            axis.plot(grid, [fit.speedup(at) for at in grid], label=f"{fit.law.name}{_of(curve, curves)}", **style)
+            axis.plot(grid, [fit.speedup(at) for at in grid], label=f"fit: {fit.law.short}", **style)
             beyond = [workers for workers in curve.predict if workers <= far]
             open_marks = {"marker": SHAPES[place % len(SHAPES)], "markerfacecolor": "none", "markersize": 7}
             look = {**open_marks, "color": _colour(place), "linestyle": "none"}
@@ -148,14 +149,14 @@ def _efficiency(row: Row) -> Estimate | None:
 
 def _breakdown(curves: Sequence[Curve], mode: Mode) -> Chart | None:
     """Stacked bars, a panel for each label."""
-    shown = [curve for curve in curves if any(row.parts for row in curve.rows)]
-    if not shown:
+    panels = [curve for curve in curves if any(row.parts for row in curve.rows)]
+    if not panels:
         return None
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(max(WIDTH, 3.2 * len(shown)), HEIGHT), layout="constrained")
-    axes = figure.subplots(1, len(shown), squeeze=False)[0]
-    for axis, curve in zip(axes, shown, strict=True):
+    figure = Figure(figsize=(max(WIDTH, 2.5 * len(panels)), HEIGHT), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, curve in zip(axes, panels, strict=True):
         _style(axis)
         rows = [row for row in curve.rows if row.parts]
         bottoms = [0.0] * len(rows)
@@ -170,7 +171,7 @@ def _breakdown(curves: Sequence[Curve], mode: Mode) -> Chart | None:
         axis.set_title(_plain(curve.label), fontsize="medium", color=INK)
     axes[0].set_ylabel("ms of a step")
     handles = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     words = (
         "Median milliseconds of a step. What does not shrink as workers are added keeps the speedup from being ideal."
     )
@@ -179,8 +180,8 @@ def _breakdown(curves: Sequence[Curve], mode: Mode) -> Chart | None:
 
 def _batches(curves: Mapping[str, BatchCurve]) -> list[Chart]:
     """Memory and throughput against the batch, in two panels with one axis."""
-    shown = {label: curve for label, curve in curves.items() if len(curve.fitting) > 1}
-    if not shown:
+    found = {label: curve for label, curve in curves.items() if len(curve.fitting) > 1}
+    if not found:
         return []
     from matplotlib.figure import Figure
 
@@ -188,7 +189,7 @@ def _batches(curves: Mapping[str, BatchCurve]) -> list[Chart]:
     above, below = figure.subplots(2, 1, sharex=True)
     for axis in (above, below):
         _style(axis)
-    for place, (label, curve) in enumerate(shown.items()):
+    for place, (label, curve) in enumerate(found.items()):
         timed = [row for row in curve.fitting if row.samples_per_s]
         weighed = [row for row in curve.fitting if row.peak_mib]
         look = {"color": _colour(place), "marker": SHAPES[place % len(SHAPES)], "linewidth": 1.4, "markersize": 5}
@@ -315,7 +316,12 @@ def _explain(figure: Any, axis: Any) -> None:
     kept = {**dict(measured), **dict(reversed(list(zip(labels, handles, strict=True))))}
     order = [*dict(measured), *(label for label in dict.fromkeys(labels) if label not in dict(measured))]
     if order:
-        look = {"ncols": 3, "fontsize": "small", "frameon": False, "labelcolor": INK}
+        look = {
+            "ncols": 3 if max(map(len, order)) < 14 else 2,
+            "fontsize": "small",
+            "frameon": False,
+            "labelcolor": INK,
+        }
         figure.legend([kept[label] for label in order], order, loc="outside upper left", **look)
 
 
@@ -324,15 +330,10 @@ def _names(curves: Sequence[Curve]) -> bool:
     return len(curves) > 1 or bool(curves[0].label)
 
 
-def _of(curve: Curve, curves: Sequence[Curve]) -> str:
-    return f", {_plain(curve.label)}" if len(curves) > 1 else ""
-
-
 def _plain(label: str) -> str:
-    """A label that matplotlib takes as it is: no formulas, no line breaks, not endless, none that it would hide."""
-    words = " ".join(label.split()).replace("$", r"\$")
-    short = words if len(words) <= 40 else f"{words[:39]}…"
-    return f" {short}" if short.startswith("_") else short
+    """A label that matplotlib takes as it is: no formulas, and none that it would hide."""
+    words = shown(label, 28).replace("$", r"\$")
+    return f" {words}" if words.startswith("_") else words
 
 
 def _colour(place: int) -> str:

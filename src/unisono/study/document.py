@@ -14,6 +14,7 @@ from unisono.study.results import Mode
 from unisono.study.terms import TERMS
 from unisono.study.threats import threats
 from unisono.study.verdict import advice, explanations, name_of, overheads, verdict
+from unisono.study.wording import shown
 from unisono.study.written_table import Field, WrittenTable
 
 BlockKind = Literal["prose", "bullets", "table", "pictures", "code", "terms"]
@@ -99,17 +100,17 @@ def _figures(analysis: Analysis, mode: Mode) -> Section:
 
 
 def _pictures(analysis: Analysis, mode: Mode, pictures: Sequence[Chart]) -> Section:
-    shown = [chart for chart in pictures if chart.name.endswith(mode) and not chart.name.startswith("breakdown")]
-    return Section(f"Plots: {mode} scaling", [Block("pictures", pictures=shown)])
+    chosen = [chart for chart in pictures if chart.name.endswith(mode) and not chart.name.startswith("breakdown")]
+    return Section(f"Plots: {mode} scaling", [Block("pictures", pictures=chosen)])
 
 
 def _reasons(analysis: Analysis, pictures: Sequence[Chart]) -> Section:
-    shown = [chart for chart in pictures if chart.name.startswith("breakdown")]
+    chosen = [chart for chart in pictures if chart.name.startswith("breakdown")]
     return Section(
         "Why it is not linear",
         [
             Block("prose", [*explanations(analysis), *overheads(analysis)]),
-            Block("pictures", pictures=shown),
+            Block("pictures", pictures=chosen),
             Block("table", table=part_table(analysis)),
         ],
     )
@@ -122,8 +123,8 @@ def _models(analysis: Analysis) -> Section:
         "own; intervals from the covariance and Student's t. The better fit is the one with the lower BIC."
     )
     guesses = (
-        "Predictions, not measurements: what the fits say of numbers of workers that were not tried, had there been "
-        "processors enough."
+        "Predictions, not measurements: what the models expect of numbers of workers that were not tried, had there "
+        "been processors enough."
     )
     return Section(
         "Models and predictions",
@@ -139,7 +140,7 @@ def _models(analysis: Analysis) -> Section:
 def _batches(analysis: Analysis, pictures: Sequence[Chart]) -> Section:
     said = []
     for label, curve in analysis.batches.items():
-        name = f"{label}: " if label else ""
+        name = f"{shown(label)}: " if label else ""
         if curve.largest is None:
             said.append(f"{name}no batch that was tried fits into memory.")
         elif curve.best is None or curve.best == curve.largest:
@@ -149,8 +150,8 @@ def _batches(analysis: Analysis, pictures: Sequence[Chart]) -> Section:
                 f"{name}the largest batch that fits has {curve.largest} samples per worker; throughput is best with "
                 f"{curve.best}."
             )
-    shown = [chart for chart in pictures if chart.name == "batch-size"]
-    blocks = [Block("prose", said), Block("pictures", pictures=shown), Block("table", table=batch_table(analysis))]
+    chosen = [chart for chart in pictures if chart.name == "batch-size"]
+    blocks = [Block("prose", said), Block("pictures", pictures=chosen), Block("table", table=batch_table(analysis))]
     return Section("Batch size", blocks)
 
 

@@ -9,8 +9,10 @@ from unisono.study.analysis import Analysis, Curve
 from unisono.study.estimate import Estimate
 from unisono.study.laws import Fit
 from unisono.study.summary import PARTS, Row
-from unisono.study.wording import NOTHING, interval, listed, number, percent
+from unisono.study.wording import NOTHING, interval, listed, number, percent, shown
 from unisono.study.written_table import Field, WrittenTable
+
+STEP_MODEL, STEP_TIME = "step model", "step time of Pollux"
 
 CROWDED = "*"
 """Behind numbers of workers that shared cores."""
@@ -36,7 +38,9 @@ def speed_table(analysis: Analysis, curves: Sequence[Curve]) -> WrittenTable:
             plain = curve.baseline
             figures = [_field(plain.epoch_s), _field(plain.samples_per_s)]
             empty = [Field(NOTHING)] * 4
-            rows.append([Field(curve.label), Field("plain loop"), Field(str(len(plain.rates))), *figures, *empty])
+            rows.append(
+                [Field(shown(curve.label)), Field("plain loop"), Field(str(len(plain.rates))), *figures, *empty]
+            )
     notes = ["Serial share: Karp-Flatt, (1/S − 1/W) / (1 − 1/W)."]
     if any(curve.crowded for curve in curves):
         notes.append(f"{CROWDED} more workers than cores: they took turns, so there is no speedup to speak of.")
@@ -45,7 +49,7 @@ def speed_table(analysis: Analysis, curves: Sequence[Curve]) -> WrittenTable:
 
 def _speeds(analysis: Analysis, row: Row) -> list[Field]:
     return [
-        Field(row.label),
+        Field(shown(row.label)),
         Field(_workers(row)),
         Field(str(len(row.rates))),
         _field(row.epoch_s),
@@ -73,7 +77,7 @@ def trained_table(analysis: Analysis) -> WrittenTable:
                 NOTHING if row.accuracy is None else f"{row.accuracy:.3f}",
                 said or NOTHING,
             ]
-            about = [row.label, row.mode, _workers(row)]
+            about = [shown(row.label), row.mode, _workers(row)]
             rows.append([Field(text) for text in (*about, *figures)])
     table = WrittenTable(head, rows, 2).without_empty_columns(NOTHING)
     told = {"batch", "learning rate", "peak memory, MiB", "loss", "accuracy", "weights"} & set(table.head)
@@ -89,72 +93,73 @@ def part_table(analysis: Analysis) -> WrittenTable:
             parts = row.parts
             if parts:
                 figures = [row.step_s, *(parts.get(part) for part in PARTS)]
-                shown = [NOTHING if seconds is None else number(1000 * seconds) for seconds in figures]
-                rows.append([Field(text) for text in (row.label, row.mode, _workers(row), *shown)])
+                written = [NOTHING if seconds is None else number(1000 * seconds) for seconds in figures]
+                rows.append([Field(text) for text in (shown(row.label), row.mode, _workers(row), *written)])
     return WrittenTable(head, rows, 2).without_empty_columns(NOTHING)
 
 
 def fit_table(analysis: Analysis) -> WrittenTable:
     """The laws with their parameters."""
     head = ["study", "scaling", "law", "formula", "parameter", "value", "largest misfit", "runs"]
-    rows = []
-    for curve in analysis.curves:
-        for fit in curve.fits:
-            for place, (symbol, estimate) in enumerate(fit.parameters.items()):
-                name = fit.law.name + (" (better fit)" if fit is curve.best_fit and len(curve.fits) > 1 else "")
-                about = (
-                    [curve.label, curve.mode, name, fit.law.formula]
-                    if place == 0
-                    else [curve.label, curve.mode, "", ""]
-                )
-                what = f"{symbol}, {fit.law.symbols[symbol]}"
-                last = [percent(fit.misfit), str(fit.figures)] if place == 0 else ["", ""]
-                rows.append(
-                    [*map(Field, about), Field(what), Field(_small(estimate.value), _ends(estimate)), *map(Field, last)]
-                )
+    rows = [row for curve in analysis.curves for fit in curve.fits for row in _fit_rows(curve, fit)]
     sources = {fit.law.name: fit.law.source for curve in analysis.curves for fit in curve.fits}
     note = "; ".join(f"{name}: {source}" for name, source in sources.items())
     return WrittenTable(head, rows, 5, f"Sources: {note}." if note else "").without_empty_columns(NOTHING)
 
 
-def prediction_table(analysis: Analysis) -> WrittenTable:
-    """What the models say of numbers of workers that were not measured."""
-    head = ["study", "scaling", "workers", "model", "speedup", "samples/s"]
-    rows = []
-    for curve in analysis.curves:
-        for workers in curve.predict:
-            about = [Field(curve.label), Field(curve.mode), Field(f"{workers} (prediction)")]
-            rows += [[*about, *fields] for fields in _predictions(analysis, curve, workers)]
-    note = (
-        "Step model: from one worker's measured step, the bytes of the gradients, and the measured latency and "
-        "bandwidth; from nothing overlaps to everything does. Step time of Pollux: fitted, as policies use it."
-    )
-    models = any(curve.model or curve.step_time for curve in analysis.curves)
-    return WrittenTable(head, rows, 4, note if models and rows else "").without_empty_columns(NOTHING)
-
-
-def _predictions(analysis: Analysis, curve: Curve, workers: int) -> list[list[Field]]:
-    rows = curve.usable
-    alone = rows[0] if rows and rows[0].workers == 1 else None
-    found = [_predicted(fit, workers) for fit in curve.fits]
-    if curve.model is not None and alone is not None:
-        ends = [curve.model.speedup(workers, curve.mode, overlapped=overlapped) for overlapped in (False, True)]
-        rates = [alone.samples_per_s.value * end for end in ends]
-        found.append([Field("step model"), Field(_range(ends)), Field(_range(rates))])
-    shards = analysis.results.settings.get("shards")
-    if curve.step_time is not None and alone is not None and alone.batch_size and isinstance(shards, int):
-        times = workers if curve.mode == "weak" else 1
-        if workers <= shards:
-            seconds = curve.step_time.seconds(Layout(workers, times * alone.batch_size, shards))
-            rate = times * alone.batch_size / seconds
-            speedup = number(rate / alone.samples_per_s.value)
-            found.append([Field("step time of Pollux"), Field(speedup), Field(number(rate))])
+def _fit_rows(curve: Curve, fit: Fit) -> list[list[Field]]:
+    """A row for each parameter; what holds for all of them stands in the first."""
+    name = fit.law.name + (" (better fit)" if fit is curve.best_fit and len(curve.fits) > 1 else "")
+    about = [shown(curve.label), curve.mode, name, fit.law.formula]
+    last = [percent(fit.misfit), str(fit.figures)]
+    found = []
+    for place, (symbol, estimate) in enumerate(fit.parameters.items()):
+        is_first = place == 0
+        words = [*(about if is_first else [""] * len(about)), f"{symbol}, {fit.law.symbols[symbol]}"]
+        value = Field(_small(estimate.value), _ends(estimate))
+        found.append([*map(Field, words), value, *map(Field, last if is_first else [""] * len(last))])
     return found
 
 
-def _predicted(fit: Fit, workers: int) -> list[Field]:
+def prediction_table(analysis: Analysis) -> WrittenTable:
+    """Speedups that the models expect of numbers of workers that were not measured, and throughputs below them."""
+    models = list(dict.fromkeys(fit.law.name for curve in analysis.curves for fit in curve.fits))
+    head = ["study", "scaling", "workers", *models, STEP_MODEL, STEP_TIME]
+    rows = []
+    for curve in analysis.curves:
+        for workers in curve.predict if curve.fits else ():
+            found = _predictions(analysis, curve, workers)
+            about = [Field(shown(curve.label)), Field(curve.mode), Field(f"{workers} (prediction)")]
+            rows.append([*about, *(found.get(name, Field(NOTHING)) for name in head[3:])])
+    note = (
+        f"Speedups; below them samples/s. {STEP_MODEL}: from one worker's measured step, the bytes of the gradients, "
+        f"and the measured latency and bandwidth; from nothing overlaps to everything does. {STEP_TIME}: fitted, as "
+        f"policies use it; no further than there are shards."
+    )
+    return WrittenTable(head, rows, 3, note).without_empty_columns(NOTHING)
+
+
+def _predictions(analysis: Analysis, curve: Curve, workers: int) -> dict[str, Field]:
+    found = {fit.law.name: _predicted(fit, workers) for fit in curve.fits}
+    alone = curve.usable[0]
+    if alone.workers != 1:
+        return found
+    rate = alone.samples_per_s.value
+    if curve.model is not None:
+        ends = [curve.model.speedup(workers, curve.mode, overlapped=overlapped) for overlapped in (False, True)]
+        found[STEP_MODEL] = Field(_range(ends), _range([rate * end for end in ends]))
+    shards = analysis.results.settings.get("shards")
+    if curve.step_time is not None and alone.batch_size and isinstance(shards, int) and workers <= shards:
+        batch = alone.batch_size * (workers if curve.mode == "weak" else 1)
+        then = batch / curve.step_time.seconds(Layout(workers, batch, shards))
+        found[STEP_TIME] = Field(number(then / rate), number(then))
+    return found
+
+
+def _predicted(fit: Fit, workers: int) -> Field:
     rate = fit.samples_per_s(workers)
-    return [Field(fit.law.name), Field(number(fit.speedup(workers))), Field(number(rate.value), interval(rate))]
+    ends = interval(rate)
+    return Field(number(fit.speedup(workers)), f"{number(rate.value)}{f' ({ends})' if ends else ''}")
 
 
 def batch_table(analysis: Analysis) -> WrittenTable:
@@ -162,7 +167,7 @@ def batch_table(analysis: Analysis) -> WrittenTable:
     head = ["study", "batch per worker", "samples/s", "peak memory, MiB", "fits"]
     rows = [
         [
-            Field(label),
+            Field(shown(label)),
             Field(str(row.batch)),
             Field(number(row.samples_per_s)),
             Field(number(row.peak_mib)),
@@ -193,7 +198,7 @@ def _small(value: float) -> str:
 
 def _ends(estimate: Estimate) -> str:
     if estimate.low is None or estimate.high is None:
-        return "no interval: as many unknowns as figures"
+        return "no interval"
     return f"{_small(estimate.low)} … {_small(estimate.high)}"
 
 

@@ -24,6 +24,7 @@ class Law:
 
     Attributes:
         name: of the law.
+        short: the same, where there is little room.
         formula: as people write it.
         source: where it comes from.
         symbols: of its parameters, each 0 or above, with what they say.
@@ -32,6 +33,7 @@ class Law:
     """
 
     name: str
+    short: str
     formula: str
     source: str
     symbols: Mapping[str, str]
@@ -41,6 +43,7 @@ class Law:
 
 AMDAHL = Law(
     "Amdahl",
+    "Amdahl",
     "S(W) = 1 / (s + (1 − s)/W)",
     "Amdahl, AFIPS 1967",
     {"s": "serial share of the work"},
@@ -48,6 +51,7 @@ AMDAHL = Law(
     lambda workers, p: 1 / (p[0] + (1 - p[0]) / workers),
 )
 GUSTAFSON = Law(
+    "Gustafson",
     "Gustafson",
     "S(W) = W − s(W − 1)",
     "Gustafson, CACM 1988",
@@ -57,6 +61,7 @@ GUSTAFSON = Law(
 )
 USL = Law(
     "universal scalability law",
+    "USL",
     "S(W) = W / (1 + σ(W − 1) + κW(W − 1))",
     "Gunther, 1993",
     {"σ": "contention: waiting for what is shared", "κ": "coherence: each worker with each other one"},

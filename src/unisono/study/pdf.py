@@ -17,6 +17,9 @@ from unisono.study.written_table import Field, WrittenTable
 MARGIN = 48.0
 """Points."""
 
+PADDING = 6.0
+"""Of reportlab's frames."""
+
 FONT, BOLD, MONO = "DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono"
 """Those that matplotlib brings along: the fonts that every PDF reader has know no Greek."""
 
@@ -42,7 +45,9 @@ def pdf(document: Document, drawings: Mapping[str, Drawing]) -> bytes:
     frame = {"leftMargin": MARGIN, "rightMargin": MARGIN, "topMargin": MARGIN, "bottomMargin": MARGIN}
     writer = SimpleDocTemplate(file, pagesize=A4, title=document.title, author="", invariant=1, **frame)
     writer.build(
-        list(_story(document, _Setting(writer.width, _styles(), drawings))), onFirstPage=_footer, onLaterPages=_footer
+        list(_story(document, _Setting(writer.width - 2 * PADDING, _styles(), drawings))),
+        onFirstPage=_footer,
+        onLaterPages=_footer,
     )
     return file.getvalue()
 
@@ -56,6 +61,7 @@ def _register_fonts() -> None:
     for name in (FONT, BOLD, MONO):
         if name not in known:
             pdfmetrics.registerFont(TTFont(name, str(Path(get_data_path(), "fonts", "ttf", f"{name}.ttf"))))
+    pdfmetrics.registerFontFamily(FONT, normal=FONT, bold=BOLD, italic=FONT, boldItalic=BOLD)
 
 
 def _footer(canvas: Any, writer: Any) -> None:
@@ -107,7 +113,7 @@ def _story(document: Document, setting: _Setting) -> Flowables:
     yield Paragraph(_text(document.title), styles["title"])
     said = [[Paragraph(_text(words), styles["verdict"])] for words in document.verdict]
     sides = [("LEFTPADDING", (0, 0), (-1, -1), 10), ("LINEBEFORE", (0, 0), (0, -1), 3, ACCENT)]
-    yield Table(said, colWidths=[setting.width], style=[("BACKGROUND", (0, 0), (-1, -1), PANEL), *sides])
+    yield Table(said, colWidths=[setting.width], style=[("BACKGROUND", (0, 0), (-1, -1), PANEL), *sides], splitInRow=1)
     yield Spacer(0, 8)
     for words in document.advice:
         yield Paragraph(_text(words), styles["prose"])
@@ -163,7 +169,7 @@ def _pictures(charts: Sequence[Chart], setting: _Setting) -> Flowables:
         ("RIGHTPADDING", (0, 0), (0, -1), gap),
     ]
     if rows:
-        yield Table(rows, colWidths=[each + gap, each], style=look)
+        yield Table(rows, colWidths=[each + gap, each], style=look, hAlign="LEFT")
 
 
 def _table(table: WrittenTable, setting: _Setting) -> Flowables:
@@ -186,7 +192,9 @@ def _table(table: WrittenTable, setting: _Setting) -> Flowables:
         ("LINEBELOW", (0, 1), (-1, -1), 0.4, FAINT),
     ]
     yield Spacer(0, 4)
-    yield Table([head, *rows], colWidths=_widths(table, setting.width), style=look, repeatRows=1, hAlign="LEFT")
+    yield Table(
+        [head, *rows], colWidths=_widths(table, setting.width), style=look, repeatRows=1, splitInRow=1, hAlign="LEFT"
+    )
     yield Spacer(0, 2)
     if table.note:
         yield Paragraph(_text(table.note), setting.styles["caption"])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from unisono.study.analysis import Analysis, Curve
 from unisono.study.recommendation import Prices
 from unisono.study.summary import PARTS, Row
-from unisono.study.wording import counted, duration, interval, listed, number, percent
+from unisono.study.wording import counted, duration, interval, listed, number, percent, shown
 
 
 def verdict(analysis: Analysis) -> list[str]:
@@ -37,14 +37,14 @@ def overheads(analysis: Analysis) -> list[str]:
         if over is not None:
             ends = interval(over, "percent")
             words = f"One worker has {percent(over.value)} of the plain loop's throughput"
-            label = f"{curve.label}: " if curve.label else ""
+            label = f"{shown(curve.label)}: " if curve.label else ""
             found.setdefault(label, f"{label}{words}{f' ({ends})' if ends else ''}.")
     return list(found.values())
 
 
 def name_of(analysis: Analysis, curve: Curve) -> str:
     """Of a curve among the others of a study; empty if it is the only one."""
-    label = curve.label if len(analysis.summary.labels) > 1 or curve.label else ""
+    label = shown(curve.label)
     mode = f"{curve.mode} scaling" if len(analysis.modes) > 1 or curve.mode == "weak" else ""
     return ", ".join(part for part in (label, mode) if part)
 
@@ -73,7 +73,7 @@ def _verdict(curve: Curve) -> str:
     if chosen.workers == 1:
         return f"More workers do not pay: {_no_faster(curve.usable[1:])}.{crowded}"
     ends = interval(chosen.speedup)
-    sure = f", 95 % interval {ends}" if ends else ""
+    sure = f" (95 % interval {ends})" if ends else ""
     assert chosen.efficiency is not None, "it follows from the speedup"
     return (
         f"{counted(chosen.workers, 'worker')} train {number(chosen.speedup.value)} times as fast as one{sure}: "

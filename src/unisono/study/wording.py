@@ -49,9 +49,15 @@ def interval(estimate: Estimate | None, form: str = "number") -> str:
     """The ends alone, with as many digits as the figure: ``3.61 … 3.89``; empty if there is none."""
     if estimate is None or estimate.low is None or estimate.high is None:
         return ""
-    scale, unit = (100, " %") if form == "percent" else (1, "")
-    low, high = (_fixed(scale * end, scale * estimate.value) for end in (estimate.low, estimate.high))
-    return f"{low} … {high}{unit}"
+    if form == "percent":
+        return f"{100 * estimate.low:.1f} … {100 * estimate.high:.1f} %"
+    return f"{_fixed(estimate.low, estimate.value)} … {_fixed(estimate.high, estimate.value)}"
+
+
+def shown(label: str, most: int = 48) -> str:
+    """What somebody called something, on one line, without what cannot be printed, and not endless."""
+    words = " ".join("".join(letter if letter.isprintable() else " " for letter in label).split())
+    return words if len(words) <= most else f"{words[: most - 1]}…"
 
 
 def counted(count: int, noun: str) -> str:
