@@ -96,6 +96,14 @@ def test_linear_scaling_brings_the_rate_to_its_goal_evenly() -> None:
     assert seen[10:] == [seen[9]] * 2
 
 
+def test_linear_scaling_leaves_a_rate_of_nothing_alone_and_makes_up_for_it_later() -> None:
+    policy = LinearScaling(factor=4, samples=640)
+    policy.after_step(replace(VIEW, samples=320, learning_rate=0.0))  # the script's schedule begins there
+    assert verbs(policy) == []
+    policy.after_step(replace(VIEW, samples=640, learning_rate=0.1))
+    assert verbs(policy) == [("set_learning_rate", pytest.approx(0.4))]
+
+
 def timed(policy: Policy, view: View, *timings: Timings, **more: Any) -> list[tuple[str, Any]]:
     policy.after_step(replace(view, workers=timings, world_size=len(timings), steady=9, topology="direct", **more))
     return verbs(policy)
