@@ -29,7 +29,7 @@ def speed_table(analysis: Analysis, curves: Sequence[Curve]) -> WrittenTable:
         "speedup",
         "efficiency",
         "serial share",
-        "of plain loop",
+        "× plain loop",
     ]
     rows = []
     for curve in curves:
@@ -57,7 +57,7 @@ def _speeds(analysis: Analysis, row: Row) -> list[Field]:
         _field(row.speedup),
         _share(row.efficiency),
         _share(row.serial_share),
-        _share(row.over_baseline),
+        _field(row.over_baseline),
     ]
 
 
