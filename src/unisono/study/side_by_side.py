@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from unisono.study.results import Cell, Results
@@ -18,22 +19,33 @@ def side_by_side(studies: Sequence[tuple[str, Results]]) -> Results:
     Args:
         studies: each with its name.
     """
-    names = _names([name for name, _ in studies])
     counts = Counter(label for _, results in studies for label in {cell.label for cell in results.cells})
-    cells, settings, environment, commands, notes = [], {}, {}, [], []
-    for name, (_, results) in zip(names, studies, strict=True):
-        labels = {label: _label(name, label, counts) for label in {cell.label for cell in results.cells}}
-        cells += [_renamed(cell, labels[cell.label]) for cell in results.cells]
-        settings[name], environment[name] = results.settings, results.environment
-        commands += results.commands
-        notes += [f"{name}: {note}" for note in results.notes]
+    found = []
+    for name, (_, results) in zip(_names([name for name, _ in studies]), studies, strict=True):
+        labels = {cell.label: _label(name, cell.label, counts) for cell in results.cells}
+        found.append(_Study(next(iter(labels.values())) if len(labels) == 1 else name, labels, results))
     return Results(
-        cells=tuple(cells),
-        environment=_merged(environment),
-        commands=tuple(dict.fromkeys(commands)),
-        settings=_merged(settings),
-        notes=tuple(notes),
+        cells=tuple(_renamed(cell, one.labels[cell.label]) for one in found for cell in one.results.cells),
+        environment=_merged({one.name: one.results.environment for one in found}),
+        commands=tuple(dict.fromkeys(command for one in found for command in one.results.commands)),
+        settings=_merged({one.name: one.results.settings for one in found}),
+        notes=tuple(f"{one.name}: {note}" for one in found for note in one.results.notes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Study:
+    """One of them.
+
+    Attributes:
+        name: its label if it has but one, so that a setting of it is found by the label.
+        labels: as they are called here, by what they are called there.
+        results: as they are there.
+    """
+
+    name: str
+    labels: Mapping[str, str]
+    results: Results
 
 
 def _names(names: Sequence[str]) -> list[str]:
