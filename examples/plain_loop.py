@@ -4,10 +4,15 @@
     python examples/plain_loop.py --which unisono
     unisono run -n 3 examples/plain_loop.py --which unisono      the same weights, to the last bit
 
-Read the two functions side by side. The lines that change are marked.
+Read the two functions side by side. The lines that change are marked. What the plain loop prints for each epoch is
+what a scaling study reads of a loop to compare with:
+
+    unisono study examples/plain_loop.py --baseline "examples/plain_loop.py --which plain" -- --which unisono
 """
 
 import argparse
+import json
+from time import perf_counter
 
 import torch
 import torch.nn.functional as F
@@ -33,12 +38,14 @@ def plain():
 
     loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
     for epoch in range(EPOCHS):
+        begun = perf_counter()
         for images, labels in loader:
             loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        print(f"epoch {epoch}: loss {loss.item():.4f}")
+        seconds = perf_counter() - begun
+        print(json.dumps({"epoch": epoch, "seconds": seconds, "samples": len(dataset), "loss": loss.item()}))
 
 
 def with_unisono():

@@ -12,6 +12,7 @@ TOGETHER = {
     "test_finer_batches.py": "the serial run",
     "test_hosts.py": "the two hosts, and the serial run",
     "test_steering.py": "the serial run",
+    "test_study.py": "the study that was killed and started again",
     "test_template.py": "the template",
     "test_troubled_workers.py": "the serial run",
     "test_workers.py": "what three workers have found",

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -135,6 +135,18 @@ def test_a_loop_that_is_cut_short_stays_where_it_is_and_reads_no_further() -> No
     assert run.progress == Progress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False))
     assert len(list(cut.requests(Position(), (range(2), BatchShape(32, 2))))) == 4
     assert [step.number for step in run.steps(loop())] == [4, 5]
+
+
+def test_a_job_is_cut_short_after_as_many_samples_as_so_many_epochs_have_in_whatever_loops() -> None:
+    def cut(number: int) -> Loop:
+        return replace(loop(number), stop_after_epochs=3)
+
+    run = Run()
+    assert [step.number for step in run.steps(cut(0))] == [0, 1, 2, 3, 4, 5]
+    assert [step.number for step in run.steps(cut(1))] == [6, 7, 8]
+    assert run.progress.position.samples == 210
+    assert list(run.steps(cut(2))) == []
+    assert len(list(cut(2).requests(Position(6, 140), (range(2), BatchShape(32, 2))))) == 3
 
 
 def test_a_break_counts_the_step_that_was_run_and_ends_the_loop() -> None:

@@ -27,6 +27,6 @@ class LinearScaling(Policy):
     def after_step(self, view: View) -> None:
         """A little more."""
         wanted = 1 + (self._factor - 1) * min(1.0, view.samples / self._samples)
-        if wanted != self.reached:
+        if wanted != self.reached and view.learning_rate != 0:  # of 0, as at a schedule's end, there are no multiples
             self.set_learning_rate(view.learning_rate * wanted / self.reached, samples=view.samples)
             self.reached = wanted

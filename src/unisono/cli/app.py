@@ -17,6 +17,7 @@ from unisono.cli.resize import resize
 from unisono.cli.run import run
 from unisono.cli.status import status
 from unisono.cli.stop import stop
+from unisono.cli.study import StudyCommand, study
 from unisono.cli.verify import verify
 from unisono.errors import JobError, UnisonoError
 
@@ -41,6 +42,7 @@ app.command("stop", cls=RemoteCommand)(stop)
 app.command("doctor")(doctor)
 app.command("replay", no_args_is_help=True)(replay)
 app.command("chaos")(chaos)
+app.command("study", cls=StudyCommand, no_args_is_help=True)(study)
 app.command("verify", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(verify)
 
 

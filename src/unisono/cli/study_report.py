@@ -1,4 +1,4 @@
-"""Reports of scaling studies: from figures that are there already, and of two studies beside each other."""
+"""What ``unisono study`` prints in the end: what the report says, in short, and where the report is."""
 
 from __future__ import annotations
 
@@ -14,133 +14,104 @@ from unisono.errors import JobError
 
 if TYPE_CHECKING:
     from unisono.study.analysis import Wanted
+    from unisono.study.batch_curve import BatchCurve
+    from unisono.study.document import Document, Section
     from unisono.study.results import Results
     from unisono.study.written_table import WrittenTable
 
+FIGURES, CORRECTNESS = "Figures", "Correctness"
+"""Sections of the report that are printed, too; how their titles begin."""
 
-def wanted_of(
-    title: str, predict: str | None = None, threshold: float = 0.8, price: float | None = None, waiting: float = 0.0
-) -> Wanted:
-    """What options say of a report.
+HIDDEN = ("study", "runs")
+"""Columns that are not printed where all of their fields are alike."""
 
-    Args:
-        title: of the report.
-        predict: numbers of workers, ``8,16``; None for twice and four times as many as were measured.
-        threshold: the efficiency asked for, 0 … 1.
-        price: of a worker's hour; None to leave costs out.
-        waiting: what an hour earlier is worth, in the same currency.
-
-    Raises:
-        JobError: one of them makes no sense.
-    """
-    from unisono.study.analysis import Wanted
-    from unisono.study.recommendation import Prices
-
-    if not 0 < threshold <= 1:
-        raise JobError(f"--efficiency {threshold}: above 0 and at most 1, such as 0.8")
-    for name, value in (("--price", price or 0.0), ("--waiting", waiting)):
-        if not 0 <= value < float("inf"):
-            raise JobError(f"{name} {value}: a number from 0")
-    prices = Prices(price or 0.0, waiting) if price is not None or waiting else None
-    return Wanted(title=title, predict=_numbers(predict), threshold=threshold, prices=prices)
+WITH_INTERVALS = ("samples/s", "speedup")
 
 
-def report_from(source: Path, out: Path | None, wanted: Wanted) -> None:
-    """Report on figures that were measured elsewhere: a CSV file, a results.json, or a study's folder.
-
-    Args:
-        source: where they are.
-        out: the report's folder; None for a study's own, or one beside the file, with its name.
-        wanted: by the reader.
-
-    Raises:
-        JobError: the figures cannot be read, or the report cannot be written.
-    """
-    from unisono.study.report import require_reports
-    from unisono.study.table import read_results
-
-    require_reports()
-    results = read_results(source)
-    folder = out or (source if source.is_dir() else source.with_name(f"{source.stem}-report"))
-    conclude(results, folder, wanted, [source if source.is_dir() else source.parent])
-
-
-def compare(sources: Sequence[Path], out: Path | None, wanted: Wanted) -> None:
-    """Report on several studies in one table and one set of plots.
-
-    Args:
-        sources: studies' folders or results.
-        out: the report's folder; None for ``comparison`` in the working directory.
-        wanted: by the reader.
-
-    Raises:
-        JobError: there are fewer than two, they cannot be read, or the report cannot be written.
-    """
-    from unisono.study.report import require_reports
-    from unisono.study.side_by_side import side_by_side
-    from unisono.study.table import read_results
-
-    if len(sources) < 2:
-        raise JobError("unisono study compare A B: two studies are needed, each a folder, a results.json or a CSV file")
-    require_reports()
-    results = side_by_side([(_name(source), read_results(source)) for source in sources])
-    conclude(results, out or Path("comparison"), wanted, [source for source in sources if source.is_dir()])
-
-
-def conclude(results: Results, folder: Path, wanted: Wanted, batches_in: Sequence[Path] = ()) -> None:
-    """Write the report, and print what it says.
+def report(results: Results, folder: Path, wanted: Wanted, sources: Sequence[Path] = ()) -> None:
+    """Write the report of a study and print the most of it; without what a report needs, print alone.
 
     Args:
         results: what was measured.
-        folder: of the report.
+        folder: made if it is not there.
         wanted: by the reader.
-        batches_in: folders in which the search for the largest batch may have left its figures.
+        sources: folders in which the search for the largest batch may have left its figures; if there are none, the
+            report's own.
 
     Raises:
-        JobError: it cannot be written.
+        JobError: the folder cannot be written to.
     """
+    from unisono.study.analysis import analyzed
+    from unisono.study.document import document
+    from unisono.study.report import HTML_NAME, require_reports, write_report
+    from unisono.study.results import CSV_NAME
+
+    out = Console(highlight=False, emoji=False)
+    batches = _batches(results, sources or [folder])
+    try:
+        require_reports()
+    except JobError as error:
+        results.write(folder)
+        show(document(analyzed(results, wanted, batches), ()), out)
+        words = f"figures: {folder / CSV_NAME}; {error}, and then unisono study --from {folder}"
+    else:
+        show(write_report(results, folder, wanted, batches), out)
+        words = f"report: {folder / HTML_NAME}"
+    out.print(Text(words, "dim"), soft_wrap=True)
+
+
+def _batches(results: Results, sources: Sequence[Path]) -> dict[str, BatchCurve]:
+    """By label, as far as it is known which label a folder's search is about."""
     from unisono.study.batch_curve import read_batch_curve
-    from unisono.study.report import write_report
 
     labels = list(dict.fromkeys(cell.label for cell in results.cells))
-    several = len(batches_in) > 1
-    found = {_name(place) if several else (labels or [""])[0]: read_batch_curve(place) for place in batches_in}
-    report = write_report(results, folder, wanted, {label: one for label, one in found.items() if one is not None})
-    out = Console(highlight=False, emoji=False)
-    for words in report.verdict:
-        out.print(Text(words, style="bold"), soft_wrap=True)
-    for section in report.sections:
-        for block in section.blocks:
-            if section.title.startswith("Figures") and block.table is not None:
-                out.print(_on_screen(section.title, block.table))
-    for words in (*report.advice, *results.notes):
-        out.print(Text(words), soft_wrap=True)
-    out.print(Text(f"report: {folder / 'report.html'}, {folder / 'report.pdf'}"), soft_wrap=True)
-
-
-def _on_screen(title: str, written: WrittenTable) -> Table:
-    table = Table(title=title, box=None, title_justify="left", pad_edge=False)
-    for place, name in enumerate(written.head):
-        table.add_column(name, justify="left" if place < written.text_columns else "right")
-    for row in written.rows:
-        fields = (f"{field.text}\n({field.below})" if field.below else field.text for field in row)
-        table.add_row(*(Text(field) for field in fields))
-    return table
-
-
-def _numbers(text: str | None) -> list[int]:
-    try:
-        found = sorted({int(part) for part in (text or "").split(",") if part.strip()})
-    except ValueError:
-        found = [0]
-    if found and found[0] < 1:
-        raise JobError(f"--predict {text}: numbers of workers with commas between them, such as 8,16")
+    found = {}
+    for place in sources:
+        curve = read_batch_curve(place)
+        if curve is not None:
+            found[labels[0] if len(sources) == 1 and len(labels) == 1 else place.absolute().name] = curve
     return found
 
 
-def _name(source: Path) -> str:
-    """Of a study: its folder's, or its file's."""
-    path = source.absolute()
-    if path.is_dir() or path.stem == "results":
-        return path.name if path.is_dir() else path.parent.name
-    return path.stem
+def show(found: Document, out: Console) -> None:
+    """Print a report's verdict, its tables of figures, what it says of correctness, and its advice."""
+    for words in found.verdict:
+        out.print(Text(words, "bold"), soft_wrap=True)
+    for section in found.sections:
+        if section.title.startswith(FIGURES):
+            _figures(section, out)
+    for section in found.sections:
+        if section.title.startswith(CORRECTNESS):
+            for block in section.blocks:
+                for words in block.texts:
+                    out.print(Text(words), soft_wrap=True)
+    for words in found.advice:
+        out.print(Text(words, "bold"), soft_wrap=True)
+
+
+def _figures(section: Section, out: Console) -> None:
+    out.print()
+    for block in section.blocks:
+        if block.table is not None:
+            out.print(_table(block.table, section.title))
+    out.print()
+
+
+def _table(written: WrittenTable, title: str) -> Table:
+    """The columns that fit beside each other in a terminal, with the intervals of the most important ones."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
+    places = [place for place, name in enumerate(written.head) if name not in HIDDEN or len(_words(written, place)) > 1]
+    for place in places:
+        head = written.head[place].replace(" ", "\n")
+        table.add_column(head, justify="left" if place < written.text_columns else "right", no_wrap=True)
+    for row in written.rows:
+        fields = [Text(row[place].text) for place in places]
+        for text, place in zip(fields, places, strict=True):
+            if row[place].below and written.head[place] in WITH_INTERVALS:
+                text.append(f"\n{row[place].below}", "dim")
+        table.add_row(*fields)
+    return table
+
+
+def _words(written: WrittenTable, place: int) -> set[str]:
+    return {row[place].text for row in written.rows}

@@ -54,6 +54,8 @@ class Loop:
         batches: of each epoch.
         epochs: passes over the data set.
         stop_after: steps of the whole job after which the loop is cut short; None to go on to its end.
+        stop_after_epochs: the loop is cut short once the whole job has used as many samples as so many passes over
+            this data set; None to go on to its end.
     """
 
     number: int
@@ -61,6 +63,7 @@ class Loop:
     batches: Batches
     epochs: int
     stop_after: int | None
+    stop_after_epochs: int | None = None
 
     def steps(self, progress: Progress, load: Load, hooks: Hooks) -> Generator[Step, None, None]:
         """The steps that are left, each with its samples.
@@ -136,7 +139,9 @@ class Loop:
         return replace(self.batches, batch_size=shape.samples, shards=shape.shards)
 
     def _is_cut(self, position: Position) -> bool:
-        return self.stop_after is not None and position.step >= self.stop_after
+        passes = self.stop_after_epochs
+        has_passes = passes is not None and position.samples >= passes * self.batches.epoch_samples
+        return has_passes or (self.stop_after is not None and position.step >= self.stop_after)
 
     def _left(self, step: Step, progress: Progress, after: Progress, hooks: Hooks) -> None:
         """The loop was left in its body, by a break or an error: only what was committed counts."""

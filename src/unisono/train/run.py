@@ -42,8 +42,10 @@ from unisono.train.membership import Arrival, Dismissed, Membership
 from unisono.train.monitors import NAMES
 from unisono.train.observers import Callback, Event, Observers
 from unisono.train.pace import Pace
+from unisono.train.peak_memory import peak_memory
 from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory, tensors_by_name
 from unisono.train.recorder import Recorder
+from unisono.train.reduction_probe import reduction_probe
 from unisono.train.sample_log import SampleLog
 from unisono.train.sharing import share_weights
 from unisono.train.signals import PREEMPTED
@@ -108,6 +110,7 @@ class Run:
         self._stopwatch = Stopwatch()
         self._warned_of_scheduler = False
         self._bytes_shared = 0
+        self._epoch_samples: int | None = None
         self._started = perf_counter()
         self._closed = False
 
@@ -415,9 +418,14 @@ class Run:
         if self._checkpoints.in_use:
             self._checkpoints.save(self._snapshot())
         self._checkpoints.close()
+        about: dict[str, Any] = {"workers": workers.gather_json(peak_memory(self.device))}
+        if self._around.settings.study:
+            trained = self._require_prepared().parameters.values()
+            about["gradient_bytes"] = sum(each.numel() * each.itemsize for each in trained)
+            about["reduction"] = reduction_probe(workers, self.job.reduction, self.device)
         if self.is_main:
             self._around.folder.journal("finished", step=self._trained.progress.position.step, weights_sha256=weights)
-            self._around.folder.write_result(self.result(weights_sha256=weights))
+            self._around.folder.write_result(self.result(weights_sha256=weights, **about))
         workers.barrier()
 
     def result(self, **fields: Any) -> dict[str, Any]:
@@ -427,6 +435,7 @@ class Run:
             "weights_sha256": None,
             "steps": position.step,
             "samples": position.samples,
+            "epoch_samples": self._epoch_samples,
             "world_size": self.world_size,
             "seconds": round(perf_counter() - self._started, 3),
             "exit_code": 0,
@@ -526,7 +535,8 @@ class Run:
             losses = [part.loss for part in attempt.report.shards if part.weight]
             found |= self._trained.monitors.see(step.number, attempt.norms, losses)
             found |= {} if self._adaptation.is_empty else {"norms": asdict(attempt.norms)}
-        if not step.calls and (attempt.norms is not None or not self._adaptation.is_empty):
+        is_told = attempt.norms is not None or not self._adaptation.is_empty or self._around.settings.study
+        if is_told and not step.calls:
             found |= self._trained.monitors.times
         return found
 
@@ -695,7 +705,9 @@ class Run:
         self, batches: Batches, reading: Reading, epochs: int, load: Load, source: ShardSource
     ) -> Generator[Step, None, None]:
         number, self._loops = self._loops, self._loops + 1
-        loop = Loop(number, reading, batches, epochs, self._around.settings.stop_after)
+        settings = self._around.settings
+        loop = Loop(number, reading, batches, epochs, settings.stop_after, settings.stop_after_epochs)
+        self._epoch_samples = batches.epoch_samples
         hooks = Hooks(
             shards=lambda: self._shards_of(self._adaptation.shards),
             compute=self._compute,

@@ -1,10 +1,11 @@
 """What the launcher tells a worker through the environment, read once."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unisono.errors import JobError
+from unisono.train.batch_scale import WARMUP_STEPS, BatchScale
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,14 @@ class Settings:
     verify_every: int | None = None
     monitor_every: int | None = None
     stop_after: int | None = None
+    stop_after_epochs: int | None = None
     trace: Path | None = None
     coordinator: Coordination | None = None
     plugins: tuple[str, ...] = ()
     policies: tuple[str, ...] = ()
     samples: bool = False
+    study: bool = False
+    batch_scale: BatchScale = field(default_factory=BatchScale)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "Settings":
@@ -83,11 +87,14 @@ class Settings:
             verify_every=_count(environ, "UNISONO_VERIFY_EVERY"),
             monitor_every=_count(environ, "UNISONO_MONITOR_EVERY"),
             stop_after=_count(environ, "UNISONO_STOP_AFTER"),
+            stop_after_epochs=_count(environ, "UNISONO_STOP_AFTER_EPOCHS"),
             trace=_path(environ, "UNISONO_TRACE"),
             coordinator=Coordination.from_environ(environ),
             plugins=_names(environ, "UNISONO_PLUGINS"),
             policies=_names(environ, "UNISONO_POLICIES"),
             samples=_switch(environ, "UNISONO_SAMPLES") is True,
+            study=_switch(environ, "UNISONO_STUDY") is True,
+            batch_scale=_batch_scale(environ),
         )
 
     def allowing(self, job_change: bool) -> "Settings":
@@ -110,6 +117,11 @@ def _count(environ: Mapping[str, str], name: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise JobError(f"{name}={text!r} in the environment: needs a whole number of at least 1")
     return int(text)
+
+
+def _batch_scale(environ: Mapping[str, str]) -> BatchScale:
+    factor, warmup = _count(environ, "UNISONO_BATCH_SCALE"), _count(environ, "UNISONO_BATCH_SCALE_WARMUP")
+    return BatchScale(factor or 1, warmup or WARMUP_STEPS)
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool | None:

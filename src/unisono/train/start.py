@@ -128,9 +128,8 @@ def init(
     """
     settings = Settings.from_environ(os.environ).allowing(allow_job_change)
     job = Job.create(
-        batch_size=batch_size,
+        **settings.batch_scale.scaled(batch_size, _first(shards, settings.shards)),
         seed=seed,
-        shards=_first(shards, settings.shards),
         threads=_first(threads, settings.threads, 1),
         reduction=reduction,
         precision=precision,
@@ -213,7 +212,8 @@ def _besides(adaptation: Adaptation) -> dict[str, Any]:
 
 def _adaptation(policies: Sequence[Policy], settings: Settings, job: Job, *, balances: bool) -> Adaptation:
     named = policies_named(settings.policies, job.batch_size)
-    return Adaptation([*policies, *named], job.batch_size, job.shards, balances=balances)
+    all_of_them = settings.batch_scale.policies([*policies, *named], job.batch_size)
+    return Adaptation(all_of_them, job.batch_size, job.shards, balances=balances)
 
 
 def _number(settings: Settings) -> int:
@@ -227,8 +227,8 @@ def _number(settings: Settings) -> int:
 
 
 def _folder(argument: str | Path | None, settings: Settings, number: int) -> Path | None:
-    # Under `unisono verify` even a script that names its folder must leave that one alone.
-    if argument is not None and settings.trace is None:
+    # Under `unisono verify` and `unisono study` even a script that names its folder must leave that one alone.
+    if argument is not None and settings.trace is None and not settings.study:
         return Path(argument)
     # A script that starts several runs has one folder from its launcher: the later ones go inside of it.
     if settings.run_dir is None or number == 1:

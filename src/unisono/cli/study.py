@@ -1,0 +1,254 @@
+"""``unisono study``: how many workers pay, measured."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperCommand
+
+from unisono.cli.options import Module, Shards, Threads, Tuned
+from unisono.cli.verify import read_workers
+from unisono.errors import JobError, LaunchError
+from unisono.launch.local import launch
+from unisono.launch.report import last_lines
+from unisono.launch.result import open_folder
+from unisono.launch.script import Script
+from unisono.launch.settings import LaunchSettings
+from unisono.launch.terminal import SilentTerminal
+from unisono.launch.tuning import Tuning
+from unisono.membership.cores import usable_cores
+
+if TYPE_CHECKING:
+    from unisono.study.analysis import Wanted
+    from unisono.study.cells import PlannedCell
+    from unisono.study.measurement import Measurement
+    from unisono.study.measuring import Measured, RunEnd
+    from unisono.study.results import Results
+
+STUDIES = Path("studies")
+COMPARE = "compare"
+"""In the place of a script: studies follow. A script of this name is started as ``./compare``."""
+
+GRACE_S = 5.0
+"""How long the workers of a study that is interrupted may take to leave: nobody wants their checkpoint."""
+
+
+class StudyCommand(TyperCommand):
+    """A command whose script has options of its own, behind ``--``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Say where an option belongs that is none of the study's."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if type(error).__name__ == "NoSuchOption":
+                error.message += ' (what is meant for the script stands behind "--")'  # type: ignore[attr-defined]
+            raise
+
+
+def study(
+    script: Annotated[
+        str | None, typer.Argument(help="The script to measure; a module's name with -m.", metavar="SCRIPT")
+    ] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="What belongs to the script.", metavar="-- ARGS")] = None,
+    workers: Annotated[str, typer.Option(metavar="N,N,…", help="Numbers of workers to measure.")] = "1,2",
+    mode: Annotated[
+        Literal["strong", "weak", "both"],
+        typer.Option(help="Strong keeps the global batch; weak multiplies batch and learning rate by the workers."),
+    ] = "strong",
+    repeats: Annotated[int, typer.Option(help="How often each is measured, interleaved in random order.")] = 5,
+    steps: Annotated[int | None, typer.Option(help="Cut each run short after so many steps.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Cut each run short after so many epochs.")] = None,
+    warmup: Annotated[int, typer.Option(help="Steps at the beginning of each run that are left out.")] = 5,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="SCRIPT", help="The plain loop to compare with, with its arguments.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The study's folder; one with figures is gone on with.", show_default=False)
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="A name for what is measured.", show_default=False)] = None,
+    price: Annotated[float | None, typer.Option(help="Of a worker's hour, to recommend by cost.")] = None,
+    waiting: Annotated[float, typer.Option(help="What it is worth to be ready an hour earlier, like --price.")] = 0.0,
+    efficiency: Annotated[float, typer.Option(help="That workers should reach, up to 1, to recommend by it.")] = 0.8,
+    predict: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,…", help="Numbers of workers to predict; by default two and four times the most."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the order.")] = 0,
+    measured: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Measure nothing: a report of this table, or of this study."),
+    ] = None,
+    module: Module = False,
+    shards: Shards = None,
+    threads: Threads = None,
+    tuned: Tuned = True,
+) -> None:
+    """Measure a script with several numbers of workers, several times each, and report how it scales.
+
+        unisono study train.py --workers 1,2,4 --steps 50 -- --lr 0.1
+
+        unisono study --from results.csv
+
+        unisono study compare STUDY STUDY --out comparison
+
+    What is measured is kept: started again after an interruption, it measures only what is missing. Exit code 0 if
+    there are figures of every run, 1 if not.
+    """
+    from unisono.cli.study_sources import compare, name_of, report_from, wanted_of
+
+    wanted = partial(wanted_of, predict=predict, threshold=efficiency, price=price, waiting=waiting)
+    if measured is not None:
+        return report_from(measured, out, wanted(f"Scaling study: {name_of(measured)}"))
+    if script == COMPARE and not module:
+        studies = [Path(each) for each in args or ()]
+        return compare(studies, out, wanted(f"Scaling studies: {' and '.join(map(name_of, studies))}"))
+    if script is None:
+        raise JobError("name the script to measure: unisono study train.py --workers 1,2")
+    from unisono.study.measurement import Measurement
+
+    launched = Script(script, tuple(args or ()), is_module=module)
+    plain = tuple(shlex.split(baseline or ""))
+    for each in (launched, *([Script.from_argv(plain)] if plain else [])):
+        each.require_readable()
+    measurement = Measurement(
+        script=tuple(launched.argv),
+        workers=read_workers(workers),
+        modes=("strong", "weak") if mode == "both" else (mode,),
+        repeats=repeats,
+        steps=steps,
+        epochs=epochs,
+        baseline=plain,
+        shards=shards,
+        threads=threads,
+        warmup_steps=warmup,
+        seed=seed,
+        label=label or launched.stem,
+    )
+    measurement.check()
+    tuning = Tuning.of_this_process(wanted=tuned)
+    raise typer.Exit(
+        start(measurement, out or STUDIES / measurement.label, tuning, wanted(f"Scaling study: {measurement.label}"))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Runs one cell of a study with this machine's launcher."""
+
+    measurement: Measurement
+    tuning: Tuning
+
+    def __call__(self, cell: PlannedCell, place: Path) -> RunEnd:
+        """From its start to its end. Main thread only."""
+        from unisono.study.measuring import RunEnd
+
+        settings = self.settings(cell)
+        settings.check()
+        try:
+            outcome = launch(settings, open_folder(place, settings.script.stem), SilentTerminal())
+        except LaunchError as error:
+            return RunEnd(1, str(error))
+        words, cause = outcome.summary(), outcome.cause
+        log = "logs" if cause is None else f"logs/rank-{cause.rank}.log"
+        if cause is not None and cause.failure is None:  # what it printed is all there is
+            words = "; ".join([words, *last_lines(place / log, 1)])
+        return RunEnd(outcome.exit_code, words, log, outcome.interrupted)
+
+    def settings(self, cell: PlannedCell) -> LaunchSettings:
+        """How to start one."""
+        wanted, kind = self.measurement, cell.kind
+        is_plain = kind.mode == "baseline"
+        return LaunchSettings(
+            Script.from_argv(wanted.baseline if is_plain else wanted.script),
+            workers=kind.workers,
+            # Of weak scaling's batch there are more shards than these, one for every worker at least.
+            shards=None if is_plain or kind.mode == "weak" else wanted.shards,
+            threads=wanted.threads,
+            grace_s=GRACE_S,
+            tuning=self.tuning,
+            extra_environment={} if is_plain else self._told(cell),
+        )
+
+    def _told(self, cell: PlannedCell) -> dict[str, str]:
+        told = self.measurement.variables(cell.kind, os.environ)
+        if self.measurement.shards is not None:
+            told["UNISONO_SHARDS"] = str(self.measurement.shards)
+        return told
+
+
+def start(measurement: Measurement, path: Path, tuning: Tuning, wanted: Wanted) -> int:
+    """Measure what is missing, and report.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        JobError: the folder cannot be used, or holds another study.
+    """
+    from unisono.cli.study_progress import StudyProgress
+    from unisono.cli.study_report import report
+    from unisono.study.measuring import Interrupted, measure
+    from unisono.study.study_folder import StudyFolder
+
+    folder, cores, err = StudyFolder(path), usable_cores(), Console(stderr=True, highlight=False, emoji=False)
+    with folder.opened(measurement.settings(os.environ, cores)):
+        cells = measurement.cells
+        done = sum(folder.kept(cell) is not None for cell in cells)
+        before = f", {done} of them measured before" if done else ""
+        err.print(Text(f"unisono: {len(cells)} runs{before}, folder {folder.path}"), soft_wrap=True)
+        try:
+            with StudyProgress(len(cells), done) as progress:
+                measured = measure(measurement, folder, Runner(measurement, tuning), progress)
+        except (Interrupted, KeyboardInterrupt) as interrupted:
+            number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
+            words = f"unisono: ended by {signal.Signals(number).name}: start it again to go on with what is missing"
+            err.print(Text(words), soft_wrap=True)
+            return 128 + number
+        report(results_of(measurement, measured, cores), folder.path, wanted)
+    for missing in measured.missing:
+        words = f"unisono: no figures of {missing.cell}: {missing.words} (log: {missing.log})"
+        err.print(Text(words, "red"), soft_wrap=True)
+    return 1 if measured.missing else 0
+
+
+def results_of(measurement: Measurement, measured: Measured, cores: int) -> Results:
+    """All that a report is made of."""
+    from unisono.study.measuring import network, notes, rows, shown_settings
+    from unisono.study.results import Results
+    from unisono.study.surroundings import surroundings
+
+    cells = rows(measurement, measured, cores)
+    return Results(
+        cells=tuple(cells),
+        environment={**surroundings(cores), **network(measured)},
+        commands=(shlex.join(["unisono", *sys.argv[1:]]), *commands(measurement)),
+        settings=shown_settings(measurement, measured),
+        notes=tuple(notes(measurement)),
+    )
+
+
+def commands(measurement: Measurement) -> list[str]:
+    """How each kind of run could be started by hand."""
+    found = []
+    for kind in measurement.kinds:
+        if kind.mode == "baseline":
+            found.append(shlex.join(["python", *measurement.baseline]))
+            continue
+        told = measurement.variables(kind, os.environ)
+        words = [f"{name}={value}" for name, value in told.items()]
+        words += ["unisono", "run", "-n", str(kind.workers)]
+        words += [] if measurement.shards is None else ["--shards", str(measurement.shards)]
+        words += [] if measurement.threads is None else ["--threads", str(measurement.threads)]
+        found.append(shlex.join([*words, *measurement.script]))
+    return found

@@ -1,0 +1,107 @@
+"""A batch that is multiplied from outside, and what goes with it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import unisono
+from unisono.errors import JobError
+from unisono.jsonl import read_lines
+from unisono.train.batch_scale import BatchScale
+from unisono.train.settings import Settings
+
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
+
+Start = Callable[..., unisono.Run]
+
+
+def data() -> torch.utils.data.TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(torch.randn(96, 4, generator=draw), torch.arange(96) % 3)
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def trained(run: unisono.Run) -> list[float]:
+    """The learning rates of the steps."""
+    model = nn.Linear(4, 3)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps(data(), epochs=4):
+        step.run(loss_of)
+    run.finish()
+    lines = read_lines(run.dir / "metrics.jsonl")
+    return [line["lr"] * line.get("lr_factor", 1.0) for line in lines]
+
+
+def test_batch_and_shards_are_multiplied_so_that_a_shard_keeps_its_samples(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_BATCH_SCALE", "3")
+    run = start(batch_size=16, shards=2)
+    assert (run.job.batch_size, run.job.shards) == (48, 6)
+    assert [step.size for step in _steps(run)] == [48, 48]
+
+
+def _steps(run: unisono.Run) -> Any:
+    model = nn.Linear(4, 3)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps(data()):
+        step.run(loss_of)
+        yield step
+
+
+def test_shards_that_follow_from_the_batch_are_those_of_the_scripts_batch() -> None:
+    assert BatchScale(2).scaled(64, None) == {"batch_size": 128, "shards": 8}  # 64 samples have 4
+
+
+def test_what_is_no_batch_is_left_for_the_job_to_refuse(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_BATCH_SCALE", "2")
+    with pytest.raises(JobError, match="batch_size"):
+        start(batch_size="many")
+
+
+def test_the_learning_rate_grows_to_its_multiple_over_the_samples_of_the_first_steps(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_BATCH_SCALE", "3")
+    monkeypatch.setenv("UNISONO_BATCH_SCALE_WARMUP", "12")  # of 16 samples: 4 of 48
+    rates = trained(start(batch_size=16, shards=2))
+    assert rates == pytest.approx([0.1, 0.15, 0.2, 0.25, 0.3, 0.3, 0.3, 0.3])
+
+
+def test_a_factor_of_one_changes_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_BATCH_SCALE", "1")
+    run = start(batch_size=16, shards=2)
+    assert run.job.batch_size == 16
+    assert set(trained(run)) == {0.1}
+    assert "lr_factor" not in run.metrics  # nor is there a policy
+
+
+def test_a_script_that_scales_its_rate_by_itself_is_told_to_leave_one_of_the_two_out(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_BATCH_SCALE", "2")
+    with pytest.raises(JobError, match="UNISONO_BATCH_SCALE=2 .* LinearScaling"):
+        start(policies=[unisono.LinearScaling(2, 100)])
+
+
+def test_a_factor_that_is_no_number_is_refused_by_name() -> None:
+    with pytest.raises(JobError, match="UNISONO_BATCH_SCALE='0'"):
+        Settings.from_environ({"UNISONO_BATCH_SCALE": "0"})
+
+
+def test_under_a_study_the_launchers_folder_goes_before_the_scripts(
+    start: Start, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_STUDY", "1")
+    monkeypatch.setenv("UNISONO_RUN_DIR", str(tmp_path / "cell"))
+    run = start(run_dir=tmp_path / "own")
+    assert run.dir.is_relative_to(tmp_path / "cell")
+    trained(run)
+    assert not (tmp_path / "own").exists()
