@@ -11,19 +11,22 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono.errors import JobError
+from unisono.study.written_table import WrittenTable
 
 if TYPE_CHECKING:
     from unisono.study.analysis import Wanted
     from unisono.study.batch_curve import BatchCurve
     from unisono.study.document import Document, Section
     from unisono.study.results import Results
-    from unisono.study.written_table import WrittenTable
 
 FIGURES, CORRECTNESS = "Figures", "Correctness"
 """Sections of the report that are printed, too; how their titles begin."""
 
 HIDDEN = ("study", "runs")
 """Columns that are not printed where all of their fields are alike."""
+
+LEAST = ("runs", "serial share", "× plain loop", "epoch, s")
+"""Columns that go where there is no room, first ones first."""
 
 WITH_INTERVALS = ("samples/s", "speedup")
 
@@ -93,12 +96,25 @@ def _figures(section: Section, out: Console) -> None:
     out.print()
     for block in section.blocks:
         if block.table is not None:
-            out.print(_table(block.table, section.title))
+            out.print(_fitting(block.table, section.title, out))
     out.print()
 
 
+def _fitting(written: WrittenTable, title: str, out: Console) -> Table:
+    """Without columns that one can do without, if the terminal is narrow."""
+    left = written
+    for name in ("", *LEAST):
+        keep = [place for place, head in enumerate(left.head) if head != name]
+        rows = [[row[place] for place in keep] for row in left.rows]
+        left = WrittenTable([left.head[place] for place in keep], rows, left.text_columns)
+        table = _table(left, title)
+        if out.measure(table).maximum <= out.width:
+            break
+    return table
+
+
 def _table(written: WrittenTable, title: str) -> Table:
-    """The columns that fit beside each other in a terminal, with the intervals of the most important ones."""
+    """With the intervals of the most important columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
     places = [place for place, name in enumerate(written.head) if name not in HIDDEN or len(_words(written, place)) > 1]
     for place in places:
