@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,9 @@ if TYPE_CHECKING:
     from unisono.study.results import Results
 
 STUDIES = Path("studies")
+COMPARE = "compare"
+"""In the place of a script: studies follow. A script of this name is started as ``./compare``."""
+
 GRACE_S = 5.0
 """How long the workers of a study that is interrupted may take to leave: nobody wants their checkpoint."""
 
@@ -75,7 +77,13 @@ def study(
         Path | None, typer.Option(help="The study's folder; one with figures is gone on with.", show_default=False)
     ] = None,
     label: Annotated[str | None, typer.Option(help="A name for what is measured.", show_default=False)] = None,
-    price: Annotated[float | None, typer.Option(help="Of a worker's hour, to advise by cost.")] = None,
+    price: Annotated[float | None, typer.Option(help="Of a worker's hour, to recommend by cost.")] = None,
+    waiting: Annotated[float, typer.Option(help="What it is worth to be ready an hour earlier, like --price.")] = 0.0,
+    efficiency: Annotated[float, typer.Option(help="That workers should reach, up to 1, to recommend by it.")] = 0.8,
+    predict: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,…", help="Numbers of workers to predict; by default two and four times the most."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the order.")] = 0,
     measured: Annotated[
         Path | None,
@@ -92,12 +100,19 @@ def study(
 
         unisono study --from results.csv
 
+        unisono study compare STUDY STUDY --out comparison
+
     What is measured is kept: started again after an interruption, it measures only what is missing. Exit code 0 if
     there are figures of every run, 1 if not.
     """
-    wanted = partial(_wanted, price)
+    from unisono.cli.study_sources import compare, name_of, report_from, wanted_of
+
+    wanted = partial(wanted_of, predict=predict, threshold=efficiency, price=price, waiting=waiting)
     if measured is not None:
-        return _report_of(measured, out, wanted)
+        return report_from(measured, out, wanted(f"Scaling study: {name_of(measured)}"))
+    if script == COMPARE and not module:
+        studies = [Path(each) for each in args or ()]
+        return compare(studies, out, wanted(f"Scaling studies: {' and '.join(map(name_of, studies))}"))
     if script is None:
         raise JobError("name the script to measure: unisono study train.py --workers 1,2")
     from unisono.study.measurement import Measurement
@@ -122,25 +137,9 @@ def study(
     )
     measurement.check()
     tuning = Tuning.of_this_process(wanted=tuned)
-    raise typer.Exit(start(measurement, out or STUDIES / measurement.label, tuning, wanted(measurement.label)))
-
-
-def _wanted(price: float | None, about: str) -> Wanted:
-    """What a reader wants to know of a study."""
-    from unisono.study.analysis import Wanted
-    from unisono.study.recommendation import Prices
-
-    if price is not None and not price >= 0:
-        raise JobError(f"--price {price:g}: of a worker's hour, from 0")
-    return Wanted(f"Scaling study: {about}", prices=None if price is None else Prices(price))
-
-
-def _report_of(path: Path, out: Path | None, wanted: Callable[[str], Wanted]) -> None:
-    """Report what was measured before, or elsewhere."""
-    from unisono.cli.study_report import report
-    from unisono.study.table import read_results
-
-    report(read_results(path), out or (path if path.is_dir() else STUDIES / path.stem), wanted(path.stem))
+    raise typer.Exit(
+        start(measurement, out or STUDIES / measurement.label, tuning, wanted(f"Scaling study: {measurement.label}"))
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,12 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono.errors import JobError
+from unisono.study.written_table import WrittenTable
 
 if TYPE_CHECKING:
     from unisono.study.analysis import Wanted
+    from unisono.study.batch_curve import BatchCurve
     from unisono.study.document import Document, Section
     from unisono.study.results import Results
-    from unisono.study.written_table import WrittenTable
 
 FIGURES, CORRECTNESS = "Figures", "Correctness"
 """Sections of the report that are printed, too; how their titles begin."""
@@ -23,17 +25,21 @@ FIGURES, CORRECTNESS = "Figures", "Correctness"
 HIDDEN = ("study", "runs")
 """Columns that are not printed where all of their fields are alike."""
 
+LEAST = ("runs", "serial share", "× plain loop", "epoch, s")
+"""Columns that go where there is no room, first ones first."""
+
 WITH_INTERVALS = ("samples/s", "speedup")
 
 
-def report(results: Results, folder: Path, wanted: Wanted, out: Console | None = None) -> None:
+def report(results: Results, folder: Path, wanted: Wanted, sources: Sequence[Path] = ()) -> None:
     """Write the report of a study and print the most of it; without what a report needs, print alone.
 
     Args:
         results: what was measured.
         folder: made if it is not there.
         wanted: by the reader.
-        out: where to print; by default stdout.
+        sources: folders in which the search for the largest batch may have left its figures; if there are none, the
+            report's own.
 
     Raises:
         JobError: the folder cannot be written to.
@@ -43,17 +49,31 @@ def report(results: Results, folder: Path, wanted: Wanted, out: Console | None =
     from unisono.study.report import HTML_NAME, require_reports, write_report
     from unisono.study.results import CSV_NAME
 
-    out = out or Console(highlight=False, emoji=False)
+    out = Console(highlight=False, emoji=False)
+    batches = _batches(results, sources or [folder])
     try:
         require_reports()
     except JobError as error:
         results.write(folder)
-        show(document(analyzed(results, wanted), ()), out)
+        show(document(analyzed(results, wanted, batches), ()), out)
         words = f"figures: {folder / CSV_NAME}; {error}, and then unisono study --from {folder}"
     else:
-        show(write_report(results, folder, wanted), out)
+        show(write_report(results, folder, wanted, batches), out)
         words = f"report: {folder / HTML_NAME}"
     out.print(Text(words, "dim"), soft_wrap=True)
+
+
+def _batches(results: Results, sources: Sequence[Path]) -> dict[str, BatchCurve]:
+    """By label, as far as it is known which label a folder's search is about."""
+    from unisono.study.batch_curve import read_batch_curve
+
+    labels = list(dict.fromkeys(cell.label for cell in results.cells))
+    found = {}
+    for place in sources:
+        curve = read_batch_curve(place)
+        if curve is not None:
+            found[labels[0] if len(sources) == 1 and len(labels) == 1 else place.absolute().name] = curve
+    return found
 
 
 def show(found: Document, out: Console) -> None:
@@ -76,12 +96,25 @@ def _figures(section: Section, out: Console) -> None:
     out.print()
     for block in section.blocks:
         if block.table is not None:
-            out.print(_table(block.table, section.title))
+            out.print(_fitting(block.table, section.title, out))
     out.print()
 
 
+def _fitting(written: WrittenTable, title: str, out: Console) -> Table:
+    """Without columns that one can do without, if the terminal is narrow."""
+    left = written
+    for name in ("", *LEAST):
+        keep = [place for place, head in enumerate(left.head) if head != name]
+        rows = [[row[place] for place in keep] for row in left.rows]
+        left = WrittenTable([left.head[place] for place in keep], rows, left.text_columns)
+        table = _table(left, title)
+        if out.measure(table).maximum <= out.width:
+            break
+    return table
+
+
 def _table(written: WrittenTable, title: str) -> Table:
-    """The columns that fit beside each other in a terminal, with the intervals of the most important ones."""
+    """With the intervals of the most important columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
     places = [place for place, name in enumerate(written.head) if name not in HIDDEN or len(_words(written, place)) > 1]
     for place in places:

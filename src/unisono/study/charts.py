@@ -171,7 +171,9 @@ def _breakdown(curves: Sequence[Curve], mode: Mode) -> Chart | None:
         axis.set_title(_plain(curve.label), fontsize="medium", color=INK)
     axes[0].set_ylabel("ms of a step")
     handles = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=2, frameon=False, fontsize="small", labelcolor=INK
+    )
     words = (
         "Median milliseconds of a step. What does not shrink as workers are added keeps the speedup from being ideal."
     )

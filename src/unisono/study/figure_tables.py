@@ -29,7 +29,7 @@ def speed_table(analysis: Analysis, curves: Sequence[Curve]) -> WrittenTable:
         "speedup",
         "efficiency",
         "serial share",
-        "of plain loop",
+        "× plain loop",
     ]
     rows = []
     for curve in curves:
@@ -57,7 +57,7 @@ def _speeds(analysis: Analysis, row: Row) -> list[Field]:
         _field(row.speedup),
         _share(row.efficiency),
         _share(row.serial_share),
-        _share(row.over_baseline),
+        _field(row.over_baseline),
     ]
 
 
@@ -148,8 +148,8 @@ def _predictions(analysis: Analysis, curve: Curve, workers: int) -> dict[str, Fi
     if curve.model is not None:
         ends = [curve.model.speedup(workers, curve.mode, overlapped=overlapped) for overlapped in (False, True)]
         found[STEP_MODEL] = Field(_range(ends), _range([rate * end for end in ends]))
-    shards = analysis.results.settings.get("shards")
-    if curve.step_time is not None and alone.batch_size and isinstance(shards, int) and workers <= shards:
+    shards = int(analysis.results.figure("shards", curve.label) or 0)
+    if curve.step_time is not None and alone.batch_size and workers <= shards:
         batch = alone.batch_size * (workers if curve.mode == "weak" else 1)
         then = batch / curve.step_time.seconds(Layout(workers, batch, shards))
         found[STEP_TIME] = Field(number(then / rate), number(then))

@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 from unisono.study.charts import FAINT, INK, Chart
 from unisono.study.document import Block, Document
 from unisono.study.drawing import Drawing
+from unisono.study.wording import JOINED
 from unisono.study.written_table import Field, WrittenTable
 
 MARGIN = 48.0
@@ -25,7 +26,8 @@ FONT, BOLD, MONO = "DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono"
 
 SOFT, ACCENT, PANEL = "#59636e", "#0072b2", "#f2f4f7"
 
-SIZE = 9.0
+SIZE, CELL, BELOW = 9.0, 7.6, 6.4
+"""Of letters, in points: of prose, in tables, and of intervals."""
 
 Flowables = Iterator[Any]
 
@@ -76,7 +78,7 @@ def _styles() -> Mapping[str, Any]:
     from reportlab.lib.styles import ParagraphStyle
 
     base = ParagraphStyle("prose", fontName=FONT, fontSize=SIZE, leading=13, textColor=INK, spaceAfter=4)
-    cell = ParagraphStyle("word", base, fontSize=7.6, leading=9.6, spaceAfter=0)
+    cell = ParagraphStyle("word", base, fontSize=CELL, leading=9.6, spaceAfter=0)
     return {
         "prose": base,
         "title": ParagraphStyle("title", base, fontName=BOLD, fontSize=19, leading=24, spaceAfter=10),
@@ -168,8 +170,8 @@ def _pictures(charts: Sequence[Chart], setting: _Setting) -> Flowables:
         ("BOTTOMPADDING", (0, 0), (-1, -1), 10),
         ("RIGHTPADDING", (0, 0), (0, -1), gap),
     ]
-    if rows:
-        yield Table(rows, colWidths=[each + gap, each], style=look, hAlign="LEFT")
+    for row in rows:
+        yield Table([row], colWidths=[each + gap, each], style=look, hAlign="LEFT")
 
 
 def _table(table: WrittenTable, setting: _Setting) -> Flowables:
@@ -207,9 +209,10 @@ def _widths(table: WrittenTable, width: float) -> list[float]:
 
     found = []
     for place, name in enumerate(table.head):
-        longest_word = max((stringWidth(word, BOLD, 7.6) for word in name.split()), default=0.0)
-        texts = [part for row in table.rows for part in (row[place].text, row[place].below)]
-        found.append(10.0 + max([longest_word, *(stringWidth(_plain(text), FONT, 7.6) for text in texts)]))
+        longest_word = max((stringWidth(word, BOLD, CELL) for word in name.split()), default=0.0)
+        texts = [stringWidth(_plain(row[place].text), FONT, CELL) for row in table.rows]
+        texts += [stringWidth(_plain(row[place].below), FONT, BELOW) for row in table.rows]
+        found.append(10.0 + max([longest_word, *texts]))
     while sum(found) > width:
         place = found.index(max(found))
         second = max([part for at, part in enumerate(found) if at != place], default=0.0)
@@ -221,7 +224,7 @@ def _widths(table: WrittenTable, width: float) -> list[float]:
 
 
 def _field(field: Field) -> str:
-    below = f"<br/><font size=6.4 color='{SOFT}'>{_text(field.below)}</font>" if field.below else ""
+    below = f"<br/><font size={BELOW} color='{SOFT}'>{_text(field.below)}</font>" if field.below else ""
     return f"{_text(field.text)}{below}"
 
 
@@ -232,4 +235,4 @@ def _text(words: str) -> str:
 
 def _plain(words: str) -> str:
     """Without what cannot be printed."""
-    return "".join(letter if letter.isprintable() else " " for letter in words)
+    return "".join(letter if letter.isprintable() or letter == JOINED else " " for letter in words)

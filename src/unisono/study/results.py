@@ -113,7 +113,7 @@ class Results(BaseModel):
         commands: that were run, each as one could type it.
         settings: of the study, shown as they are. What else is made of them: ``epoch_samples`` (the samples of an
             epoch, for epoch times that were not measured), and for models of a step ``shards`` and ``gradient_bytes``
-            (that are reduced in a step; a number, or one for each label).
+            (that are reduced in a step). Each is a number, or a number for each label.
         notes: what a reader of the figures should know, in sentences.
     """
 
@@ -124,6 +124,18 @@ class Results(BaseModel):
     commands: tuple[str, ...] = ()
     settings: Mapping[str, Any] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def figure(self, name: str, label: str) -> float | None:
+        """A number among the settings or the environment; None if it is not there.
+
+        Args:
+            name: of it.
+            label: of what it is about, where there is a number for each label.
+        """
+        found = self.settings.get(name, self.environment.get(name))
+        if isinstance(found, Mapping):
+            found = found.get(label)
+        return found if isinstance(found, int | float) and math.isfinite(found) else None
 
     def write(self, folder: Path) -> None:
         """Write ``results.csv`` (the cells) and ``results.json`` (everything) into a folder, each whole or not at all.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from unisono.adapt.layout import Layout
 from unisono.adapt.step_time import StepTime, fit
@@ -64,37 +63,24 @@ def step_model(results: Results, curve: Sequence[Row]) -> StepModel | None:
     """From one worker's row, the setting ``gradient_bytes``, and the environment's ``bandwidth_bytes_per_s``.
 
     Returns:
-        None if one of them is not known. The setting may be a number, or one for each label; the environment's
-        ``latency_s`` counts as 0 if it is not there.
+        None if one of them is not known. The environment's ``latency_s`` counts as 0 if it is not there.
     """
+    label = curve[0].label
     alone = next((row for row in curve if row.workers == 1), None)
     parts = alone.parts if alone else None
-    size = _of_label(results.settings, "gradient_bytes", curve[0].label)
-    latency, bandwidth = (results.environment.get(name) for name in ("latency_s", "bandwidth_bytes_per_s"))
-    if not parts or "compute_s" not in parts or not (_above_0(size) and _above_0(bandwidth)):
+    size, bandwidth = results.figure("gradient_bytes", label), results.figure("bandwidth_bytes_per_s", label)
+    if not parts or "compute_s" not in parts or not size or not bandwidth or min(size, bandwidth) < 0:
         return None
     rest = parts.get("update_s", 0.0) + parts.get("data_s", 0.0)
-    return StepModel(parts["compute_s"], rest, float(size), float(latency or 0), float(bandwidth or 0))
+    return StepModel(parts["compute_s"], rest, size, results.figure("latency_s", label) or 0.0, bandwidth)
 
 
 def fitted_step_time(results: Results, curve: Sequence[Row]) -> StepTime | None:
     """The step time of Pollux, as policies use it; None unless steps, batches and the setting ``shards`` are known."""
-    shards = results.settings.get("shards")
-    if not isinstance(shards, int):
-        return None
+    shards = int(results.figure("shards", curve[0].label) or 0) if curve else 0
     seen = {
         Layout(row.workers, row.batch_size, shards): row.step_s
         for row in curve
         if not row.oversubscribed and row.batch_size and row.step_s and row.workers <= shards
     }
     return fit(seen) if len(seen) > 1 else None
-
-
-def _of_label(settings: Mapping[str, Any], name: str, label: str) -> Any:
-    """A setting that may be different for each label."""
-    found = settings.get(name)
-    return found.get(label) if isinstance(found, Mapping) else found
-
-
-def _above_0(value: Any) -> bool:
-    return isinstance(value, int | float) and value > 0

@@ -163,16 +163,17 @@ def summarized(results: Results) -> Summary:
     for cell in _later_epochs(succeeded):
         groups.setdefault((cell.mode, cell.label, cell.workers), []).append(cell)
     labels = list(dict.fromkeys(cell.label for cell in succeeded))
-    epoch_samples = results.settings.get("epoch_samples")
-    samples = epoch_samples if isinstance(epoch_samples, int | float) and epoch_samples > 0 else None
+    samples = {label: results.figure("epoch_samples", label) or None for label in labels}
     baselines = {
-        label: _row(groups["baseline", label, 1], samples) for label in labels if ("baseline", label, 1) in groups
+        label: _row(groups["baseline", label, 1], samples[label])
+        for label in labels
+        if ("baseline", label, 1) in groups
     }
     rows: dict[Mode, list[Row]] = {}
     for mode in SCALING:
         for label in labels:
             found = sorted(workers for one, other, workers in groups if (one, other) == (mode, label))
-            curve = [_row(groups[mode, label, workers], samples) for workers in found]
+            curve = [_row(groups[mode, label, workers], samples[label]) for workers in found]
             rows.setdefault(mode, []).extend(_related(curve, baselines.get(label) or baselines.get("")))
     failed = [cell for cell in results.cells if not cell.succeeded]
     return Summary({mode: found for mode, found in rows.items() if found}, baselines, failed)

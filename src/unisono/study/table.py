@@ -71,7 +71,7 @@ def read_table(path: Path) -> Results:
         try:
             cells.append((line, Cell.model_validate(_measured(fields))))
         except ValidationError as error:
-            bad += [f"line {line}, {_problem(problem)}" for problem in error.errors()]
+            bad += [f"line {line}, {_problem(problem)}" for problem in error.errors() if _is_said(problem, fields)]
         except ValueError as error:
             bad.append(f"line {line}, {error}")
     bad += _twice(cells)
@@ -161,6 +161,11 @@ def _measured(fields: Mapping[str, str]) -> dict[str, str | float]:
         return {**found, "seconds": float(found.get("samples", "0")) / float(fields[RATE])}
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"{RATE}: a number above 0 is wanted, not {fields[RATE]!r}") from None
+
+
+def _is_said(problem: Mapping[str, Any], fields: Mapping[str, str]) -> bool:
+    """Whether it is about something that stands in the row, or should: not about what follows from it."""
+    return not problem["loc"] or problem["type"] == "missing" or problem["loc"][0] in fields
 
 
 def _problem(problem: Mapping[str, Any]) -> str:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 from unisono.study.estimate import Estimate
 
+JOINED = "\u00a0"
+"""A blank at which no line ends."""
+
 NOTHING = "–"  # noqa: RUF001 (a dash in an empty field)
 
 
@@ -29,7 +32,7 @@ def percent(share: float | None) -> str:
     if share is None:
         return NOTHING
     digits = 0 if abs(share) >= 0.0995 or share == 0 else 1
-    return f"{100 * share:.{digits}f} %"
+    return f"{100 * share:.{digits}f}{JOINED}%"
 
 
 def duration(seconds: float | None) -> str:
