@@ -78,6 +78,13 @@ def test_weak_scaling_tells_workers_the_factor_and_how_long_the_rate_grows() -> 
     assert measurement.variables(Kind("strong", 2), {}).keys() == {"UNISONO_STUDY", "UNISONO_STOP_AFTER"}
 
 
+def test_what_a_shell_has_set_of_a_studys_own_variables_is_kept_from_its_workers() -> None:
+    told = Measurement(("train.py",), (1, 2)).variables(
+        Kind("strong", 2), {"UNISONO_BATCH_SCALE": "2", "UNISONO_STOP_AFTER": "9"}
+    )
+    assert (told["UNISONO_BATCH_SCALE"], told["UNISONO_STOP_AFTER"]) == ("", "")
+
+
 def settings(script: Sequence[str] = ("train.py",), environ: dict[str, str] | None = None, **more: Any) -> Any:
     return Measurement(**{"script": tuple(script), "workers": (1, 2), **more}).settings(environ or {}, cores=2)
 
@@ -87,7 +94,7 @@ def test_figures_belong_together_as_long_as_nothing_changes_that_they_depend_on(
     script.write_text("1")
     before = settings([str(script)])
     assert settings([str(script)], workers=(1, 4), repeats=9, seed=2, warmup_steps=1) == before
-    for changed in ({"steps": 20}, {"epochs": 2}, {"baseline": ("plain.py",)}, {"threads": 2}):
+    for changed in ({"steps": 20}, {"epochs": 2}, {"baseline": ("plain.py",)}, {"threads": 2}, {"tuned": False}):
         assert settings([str(script)], **changed) != before
     assert settings([str(script), "--lr", "1"]) != before
     assert settings([str(script)], {"UNISONO_TRANSPORT": "process_group"}) != before

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +17,25 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from unisono.cli.options import Module, Shards, Threads, Tuned
+from unisono.cli.study_options import (
+    Baseline,
+    Efficiency,
+    Epochs,
+    From,
+    Label,
+    Out,
+    Predict,
+    Price,
+    Repeats,
+    ScalingMode,
+    ScriptArgs,
+    Seed,
+    Steps,
+    StudyScript,
+    Waiting,
+    Warmup,
+    Workers,
+)
 from unisono.cli.verify import read_workers
 from unisono.errors import JobError, LaunchError
 from unisono.launch.local import launch
@@ -57,38 +76,23 @@ class StudyCommand(TyperCommand):
 
 
 def study(
-    script: Annotated[
-        str | None, typer.Argument(help="The script to measure; a module's name with -m.", metavar="SCRIPT")
-    ] = None,
-    args: Annotated[list[str] | None, typer.Argument(help="What belongs to the script.", metavar="-- ARGS")] = None,
-    workers: Annotated[str, typer.Option(metavar="N,N,…", help="Numbers of workers to measure.")] = "1,2",
-    mode: Annotated[
-        Literal["strong", "weak", "both"],
-        typer.Option(help="Strong keeps the global batch; weak multiplies batch and learning rate by the workers."),
-    ] = "strong",
-    repeats: Annotated[int, typer.Option(help="How often each is measured, interleaved in random order.")] = 5,
-    steps: Annotated[int | None, typer.Option(help="Cut each run short after so many steps.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Cut each run short after so many epochs.")] = None,
-    warmup: Annotated[int, typer.Option(help="Steps at the beginning of each run that are left out.")] = 5,
-    baseline: Annotated[
-        str | None, typer.Option(metavar="SCRIPT", help="The plain loop to compare with, with its arguments.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The study's folder; one with figures is gone on with.", show_default=False)
-    ] = None,
-    label: Annotated[str | None, typer.Option(help="A name for what is measured.", show_default=False)] = None,
-    price: Annotated[float | None, typer.Option(help="Of a worker's hour, to recommend by cost.")] = None,
-    waiting: Annotated[float, typer.Option(help="What it is worth to be ready an hour earlier, like --price.")] = 0.0,
-    efficiency: Annotated[float, typer.Option(help="That workers should reach, up to 1, to recommend by it.")] = 0.8,
-    predict: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,…", help="Numbers of workers to predict; by default two and four times the most."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the order.")] = 0,
-    measured: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="FILE", help="Measure nothing: a report of this table, or of this study."),
-    ] = None,
+    script: StudyScript = None,
+    args: ScriptArgs = None,
+    workers: Workers = "1,2",
+    mode: ScalingMode = "strong",
+    repeats: Repeats = 5,
+    steps: Steps = None,
+    epochs: Epochs = None,
+    warmup: Warmup = 5,
+    baseline: Baseline = None,
+    out: Out = None,
+    label: Label = None,
+    price: Price = None,
+    waiting: Waiting = 0.0,
+    efficiency: Efficiency = 0.8,
+    predict: Predict = None,
+    seed: Seed = 0,
+    measured: From = None,
     module: Module = False,
     shards: Shards = None,
     threads: Threads = None,
@@ -134,12 +138,11 @@ def study(
         warmup_steps=warmup,
         seed=seed,
         label=label or launched.stem,
+        tuned=tuned,
     )
     measurement.check()
-    tuning = Tuning.of_this_process(wanted=tuned)
-    raise typer.Exit(
-        start(measurement, out or STUDIES / measurement.label, tuning, wanted(f"Scaling study: {measurement.label}"))
-    )
+    title = f"Scaling study: {measurement.label}"
+    raise typer.Exit(start(measurement, out or STUDIES / measurement.label, wanted(title)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +150,21 @@ class Runner:
     """Runs one cell of a study with this machine's launcher."""
 
     measurement: Measurement
-    tuning: Tuning
+
+    def check(self) -> None:
+        """Refuse what cannot be started, before anything is.
+
+        Raises:
+            JobError: says which option to change.
+        """
+        for cell in self.measurement.cells:
+            self.settings(cell).check()
 
     def __call__(self, cell: PlannedCell, place: Path) -> RunEnd:
         """From its start to its end. Main thread only."""
         from unisono.study.measuring import RunEnd
 
         settings = self.settings(cell)
-        settings.check()
         try:
             outcome = launch(settings, open_folder(place, settings.script.stem), SilentTerminal())
         except LaunchError as error:
@@ -176,7 +186,7 @@ class Runner:
             shards=None if is_plain or kind.mode == "weak" else wanted.shards,
             threads=wanted.threads,
             grace_s=GRACE_S,
-            tuning=self.tuning,
+            tuning=Tuning.of_this_process(wanted=wanted.tuned),
             extra_environment={} if is_plain else self._told(cell),
         )
 
@@ -187,14 +197,14 @@ class Runner:
         return told
 
 
-def start(measurement: Measurement, path: Path, tuning: Tuning, wanted: Wanted) -> int:
+def start(measurement: Measurement, path: Path, wanted: Wanted) -> int:
     """Measure what is missing, and report.
 
     Returns:
         the exit code.
 
     Raises:
-        JobError: the folder cannot be used, or holds another study.
+        JobError: a run could not be started, or the folder cannot be used, or holds another study.
     """
     from unisono.cli.study_progress import StudyProgress
     from unisono.cli.study_report import report
@@ -202,6 +212,8 @@ def start(measurement: Measurement, path: Path, tuning: Tuning, wanted: Wanted) 
     from unisono.study.study_folder import StudyFolder
 
     folder, cores, err = StudyFolder(path), usable_cores(), Console(stderr=True, highlight=False, emoji=False)
+    runner = Runner(measurement)
+    runner.check()
     with folder.opened(measurement.settings(os.environ, cores)):
         cells = measurement.cells
         done = sum(folder.kept(cell) is not None for cell in cells)
@@ -209,7 +221,7 @@ def start(measurement: Measurement, path: Path, tuning: Tuning, wanted: Wanted) 
         err.print(Text(f"unisono: {len(cells)} runs{before}, folder {folder.path}"), soft_wrap=True)
         try:
             with StudyProgress(len(cells), done) as progress:
-                measured = measure(measurement, folder, Runner(measurement, tuning), progress)
+                measured = measure(measurement, folder, runner, progress)
         except (Interrupted, KeyboardInterrupt) as interrupted:
             number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
             words = f"unisono: ended by {signal.Signals(number).name}: start it again to go on with what is missing"
@@ -246,7 +258,7 @@ def commands(measurement: Measurement) -> list[str]:
             found.append(shlex.join(["python", *measurement.baseline]))
             continue
         told = measurement.variables(kind, os.environ)
-        words = [f"{name}={value}" for name, value in told.items()]
+        words = [f"{name}={value}" for name, value in told.items() if value]
         words += ["unisono", "run", "-n", str(kind.workers)]
         words += [] if measurement.shards is None else ["--shards", str(measurement.shards)]
         words += [] if measurement.threads is None else ["--threads", str(measurement.threads)]

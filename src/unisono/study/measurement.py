@@ -17,6 +17,9 @@ from unisono.study.results import Mode
 
 WARMUP_STEPS = 5
 RATE_WARMUP_STEPS = 100
+OWN = ("UNISONO_STOP_AFTER", "UNISONO_STOP_AFTER_EPOCHS", "UNISONO_BATCH_SCALE")
+"""Variables that are a study's alone to set."""
+
 RATE_WARMUP_SHARE = 5
 """The learning rate grows over a fifth of the steps at most."""
 
@@ -42,6 +45,7 @@ class Measurement:
         warmup_steps: that are left out of all figures.
         seed: of the order.
         label: a name for what is measured, for comparisons.
+        tuned: whether the launcher sets the workers' memory allocator.
     """
 
     script: tuple[str, ...]
@@ -56,6 +60,7 @@ class Measurement:
     warmup_steps: int = WARMUP_STEPS
     seed: int = 0
     label: str = ""
+    tuned: bool = True
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is started.
@@ -104,6 +109,7 @@ class Measurement:
             found["UNISONO_BATCH_SCALE"] = kind.factor
             if not environ.get("UNISONO_BATCH_SCALE_WARMUP"):
                 found["UNISONO_BATCH_SCALE_WARMUP"] = self.rate_warmup_steps
+        found |= {name: "" for name in OWN if environ.get(name) and name not in found}
         return {name: str(value) for name, value in found.items()}
 
     @property
@@ -132,6 +138,7 @@ class Measurement:
             "epochs": self.epochs,
             "shards": self.shards,
             "threads": self.threads,
+            "tuning": self.tuned,
             "cores": cores,
             "python": ".".join(map(str, sys.version_info[:3])),
             "torch": version("torch"),
