@@ -219,6 +219,9 @@ def start(measurement: Measurement, path: Path, wanted: Wanted) -> int:
         done = sum(folder.kept(cell) is not None for cell in cells)
         before = f", {done} of them measured before" if done else ""
         err.print(Text(f"unisono: {len(cells)} runs{before}, folder {folder.path}"), soft_wrap=True)
+        if most := [str(workers) for workers in measurement.workers if workers * (measurement.threads or 1) > cores]:
+            words = f"unisono: {' and '.join(most)} workers are too many for {cores} cores, unless they have GPUs"
+            err.print(Text(f"{words}: they will be timed, and not called scaling"), soft_wrap=True)
         try:
             with StudyProgress(len(cells), done) as progress:
                 measured = measure(measurement, folder, runner, progress)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from unisono.study.cells import PlannedCell
@@ -16,6 +17,22 @@ from unisono.study.measured_run import MeasuredRun
 from unisono.study.measuring import Missing
 
 MINUTE_S, HOUR_S = 60, 3600
+
+
+class TimeLeft(ProgressColumn):
+    """Counts down until all runs should be over.
+
+    Attributes:
+        ends: when that is, on the monotonic clock; None if nobody knows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: float | None = None
+
+    def render(self, task: Task) -> Text:
+        """What is left."""
+        return Text("" if self.ends is None else f"{duration(max(self.ends - monotonic(), 0))} left")
 
 
 class StudyProgress:
@@ -30,11 +47,13 @@ class StudyProgress:
     def __init__(self, cells: int, done: int = 0, console: Console | None = None) -> None:
         self._cells, self._done = cells, done
         self._console = console or Console(file=sys.stderr, highlight=False, emoji=False)
+        self._left = TimeLeft()
         self._bar = Progress(
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
             TextColumn("{task.description}"),
             TimeElapsedColumn(),
+            self._left,
             console=self._console,
             transient=True,
             disable=not self._console.is_terminal,
@@ -51,8 +70,9 @@ class StudyProgress:
     @contextmanager
     def running(self, cell: PlannedCell, left_s: float | None) -> Iterator[None]:
         """A run is under way until the context ends."""
+        self._left.ends = None if left_s is None else monotonic() + left_s
+        self._bar.reset(self._task, total=self._cells, completed=self._done, description=f"{cell}")
         left = "" if left_s is None else f", {duration(left_s)} left"
-        self._bar.reset(self._task, total=self._cells, completed=self._done, description=f"{cell}{left}")
         if not self._console.is_terminal:
             self._say(Text(f"run {self._done + 1} of {self._cells}: {cell}{left}"))
         yield
