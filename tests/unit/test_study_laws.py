@@ -104,6 +104,7 @@ def test_the_number_of_workers_beyond_which_more_are_slower_is_found() -> None:
     fit = fitted(USL, measured(USL, (0.05, 0.004)))
 
     assert fit is not None
+    assert fit.best is not None
     assert fit.best == pytest.approx((0.95 / 0.004) ** 0.5, rel=0.01)
     assert fit.speedup(fit.best) > max(fit.speedup(fit.best - 1), fit.speedup(fit.best + 1))
 
