@@ -28,6 +28,9 @@ HIDDEN = ("study", "runs")
 LEAST = ("runs", "serial share", "× plain loop", "epoch, s")
 """Columns that go where there is no room, first ones first."""
 
+ENDLESS = 10_000
+"""Letters of a line, as good as without an end."""
+
 WITH_INTERVALS = ("samples/s", "speedup")
 
 
@@ -108,7 +111,7 @@ def _fitting(written: WrittenTable, title: str, out: Console) -> Table:
         rows = [[row[place] for place in keep] for row in left.rows]
         left = WrittenTable([left.head[place] for place in keep], rows, left.text_columns)
         table = _table(left, title)
-        if out.measure(table).maximum <= out.width:
+        if out.measure(table, options=out.options.update(width=ENDLESS)).maximum <= out.width:
             break
     return table
 

@@ -55,7 +55,7 @@ def drawn(chart: Chart) -> Drawing:
 
     figure = chart.figure
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # all has its place now, and finding it takes as long as drawing
+    figure.set_layout_engine(None)  # all has its place now, and finding it takes as long as drawing
     files = {"png": io.BytesIO(), "svg": io.BytesIO()}
     metadata = {"png": {"Software": None}, "svg": {"Date": None}}
     with mpl.rc_context({"svg.hashsalt": chart.name, "svg.fonttype": "path"}):

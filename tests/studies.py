@@ -1,0 +1,68 @@
+"""Studies that were never measured: what tests make reports of."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unisono.study.results import Cell, Mode, Results
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """A study whose times follow a formula, with a little noise."""
+
+    labels: Sequence[str] = ("small",)
+    modes: Sequence[Mode] = ("strong",)
+    workers: Sequence[int] = (1, 2, 4)
+    repeats: int = 5
+    crowded: Sequence[int] = ()
+    noise: float = 0.01
+    has_baseline: bool = True
+    seed: int = 0
+
+    def results(self) -> Results:
+        """All of it, in random order."""
+        chance = random.Random(self.seed)
+        cells = [
+            self._cell(label, mode, workers, repeat, chance.gauss(1, self.noise))
+            for label in self.labels
+            for repeat in range(self.repeats)
+            for mode in self.modes
+            for workers in self.workers
+        ]
+        if self.has_baseline:
+            cells += [self._plain(label, repeat) for label in self.labels for repeat in range(self.repeats)]
+        return Results(
+            cells=tuple(cells),
+            environment={"cores": 8, "latency_s": 5e-5, "bandwidth_bytes_per_s": 5e9},
+            commands=("unisono study train.py --workers 1,2,4",),
+            settings={"shards": 8, "gradient_bytes": 94e6, "epoch_samples": 50000},
+        )
+
+    def _cell(self, label: str, mode: Mode, workers: int, repeat: int, noise: float) -> Cell:
+        batch = 256 * (workers if mode == "weak" else 1)
+        compute, exposed, update = 0.3 * batch / 256 / workers, 0.0 if workers == 1 else 0.01 * workers, 0.006
+        step = (compute + exposed + update) * noise
+        return Cell(
+            label=label,
+            mode=mode,
+            workers=workers,
+            repeat=repeat,
+            batch_size=batch,
+            learning_rate=0.01 * batch / 256,
+            samples=20 * batch,
+            seconds=20 * step,
+            step_s=step,
+            data_s=0.0,
+            compute_s=compute,
+            exposed_s=exposed,
+            update_s=update,
+            wait_s=0.0,
+            peak_memory_mib=900.0,
+            loss=2.1,
+            digest=f"{mode}{workers if mode == 'weak' else ''}".ljust(64, "0"),
+            oversubscribed=workers in self.crowded,
+        )
+
+    def _plain(self, label: str, repeat: int) -> Cell:
+        return Cell(label=label, mode="baseline", workers=1, repeat=repeat, samples=5120, seconds=6.0 + 0.01 * repeat)
