@@ -44,6 +44,13 @@ MaxRestarts = Annotated[
         help=f"Elastic: how often a place gets a new worker, on average; {MAX_RESTARTS} for A:B.", show_default=False
     ),
 ]
+StrategyName = Annotated[
+    str | None,
+    typer.Option(
+        help="How workers synchronise: all-reduce, parameter-server, model-averaging, pair-averaging, local-sgd or "
+        "diloco; settings after a colon: local-sgd:every=16."
+    ),
+]
 PolicyNames = Annotated[
     list[str] | None,
     typer.Option(

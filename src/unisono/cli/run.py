@@ -20,6 +20,7 @@ from unisono.cli.options import (
     RestartOnError,
     RunDir,
     Shards,
+    StrategyName,
     Threads,
     TlsCert,
     TlsKey,
@@ -65,6 +66,7 @@ def run(
     tls_key: TlsKey = None,
     faults: FaultScript = None,
     policy: PolicyNames = None,
+    strategy: StrategyName = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print what each worker would be started with.")] = False,
 ) -> None:
     """Start workers that train together: unisono run -n 4 train.py --its-own flags.
@@ -88,6 +90,7 @@ def run(
         tuning=Tuning.of_this_process(wanted=tuned),
         warm_start=warm_start,
         policies=tuple(policy or ()),
+        strategy=strategy,
         extra_environment={} if faults is None else _rehearsal(faults),
     )
     elastic = ElasticSettings(

@@ -1,11 +1,14 @@
 """Workers that train by themselves for a while, and then average."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from unisono.sync.strategy import Rounds
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

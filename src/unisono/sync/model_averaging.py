@@ -1,11 +1,14 @@
 """Replicas that a central model holds together."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from unisono.sync.strategy import Rounds
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class ModelAveraging(Rounds):
         self._require_rate("momentum", below=1.0)
 
     def strength(self, workers: int) -> float:
-        """alpha among so many workers."""
+        """The correction among so many workers."""
         return self.alpha or 1.0 / workers
 
     def move(self, central: Tensor, previous: Tensor, corrections: Tensor) -> None:
