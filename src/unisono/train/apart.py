@@ -32,7 +32,7 @@ class Own:
 
     Attributes:
         samples: that it computed.
-        loss: their mean; if it computed none, that of the newest step in which it did; NaN if there is none.
+        loss: their mean; if it computed none, the newest that it knows of; NaN if there is none.
         metrics: means of what the loss functions logged.
         seconds: by part.
     """
@@ -166,6 +166,8 @@ class Apart:
             return everybody
 
         found: list[dict[str, Any]] = self._acts.together(lambda workers: end(), changes_state=True)
+        if samples := sum(one["samples"] for one in found):
+            self._loss = sum(one["loss"] for one in found) / samples
         return found
 
     def _parts(

@@ -65,8 +65,8 @@ class Step:
 
         Returns:
             the mean loss over the global batch, weighted by the shards' samples or weights; NaN if the step was
-            skipped. With a strategy that is not exact, the mean over what this worker computed, in this step or, if
-            others took all of it, in the newest before.
+            skipped. With a strategy that is not exact, the mean over what this worker computed or, if others
+            took all of the step, the newest that it knows of: NaN if there is none yet.
 
         Raises:
             LossError: the loss is no scalar, NaN or infinite; names step, shard and rank.
