@@ -1,8 +1,8 @@
 """Computes steps: this worker's shards, the reduction, the update."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -222,16 +222,14 @@ class StepEngine:
         writable = call.clip.limits or any(map(may_change_gradients, call.optimizers))
         gradients.assign(attempt.totals, report.weight, used, writable=writable)
         if gradients.is_watched:
-            attempt.norms = self._measured(call, gradients, report)
+            with self._or_rewound():
+                attempt.norms = self._measured(call, gradients, report)
         norm = call.clip.apply(gradients.parameters)
         if not math.isfinite(norm):
             return self._refused(call, f"the norm of the gradient is {norm}")
         counts = [len(call.batch.shard(shard)) for shard in range(call.batch.shards)]
-        try:
+        with self._or_rewound():
             self._buffers.finish(self._workers.transport, used_buffers, counts)
-        except BaseException:
-            self._buffers.rewind()
-            raise
         with self.scaled(call.optimizers):
             self._update.apply(call.optimizers)
         gradients.release(used)
@@ -373,6 +371,15 @@ class StepEngine:
             sizes=[len(samples) for _, samples in seen],
             mean=gradients.mean_squared_norm(),
         )
+
+    @contextmanager
+    def _or_rewound(self) -> Iterator[None]:
+        """What is done in here is collective: if it fails, the step is computed again, and buffers are as it began."""
+        try:
+            yield
+        except BaseException:
+            self._buffers.rewind()
+            raise
 
     def _trouble(self, call: Call, report: StepReport) -> str:
         if report.weight == 0:
