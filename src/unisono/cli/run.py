@@ -2,13 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from unisono.cli.options import (
     AllowJobChange,
     CheckpointEvery,
+    DryRun,
     FailureTimeout,
     FaultScript,
     Grace,
@@ -19,6 +19,8 @@ from unisono.cli.options import (
     PolicyNames,
     RestartOnError,
     RunDir,
+    ScriptArguments,
+    ScriptName,
     Shards,
     StrategyName,
     Threads,
@@ -43,10 +45,8 @@ from unisono.membership.cores import usable_cores
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.", metavar="SCRIPT")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="Everything after the script belongs to the script.", metavar="ARGS")
-    ] = None,
+    script: ScriptName,
+    args: ScriptArguments = None,
     workers: WorkerRange = "1",
     module: Module = False,
     run_dir: RunDir = None,
@@ -67,7 +67,7 @@ def run(
     faults: FaultScript = None,
     policy: PolicyNames = None,
     strategy: StrategyName = None,
-    dry: Annotated[bool, typer.Option("--dry-run", help="Print what each worker would be started with.")] = False,
+    dry: DryRun = False,
 ) -> None:
     """Start workers that train together: unisono run -n 4 train.py --its-own flags.
 

@@ -146,23 +146,20 @@ def init(
     care = Care.of(failure_timeout_s, _first(verify_every, settings.verify_every), balance)
     environment = recognise(os.environ)
     chosen = choose_device(device, environment.local_rank)
-    synchronises = strategy_of(strategy or settings.strategy or AllReduce())
-    adaptation = _adaptation(policies, settings, job, care, synchronises)
+    adaptation = _adaptation(policies, settings, job, care, strategy)
     execution = _execution(overlap, shard_optimizer, settings, _monitoring(monitor, settings, adaptation))
     wanted = _folder(run_dir, settings, _number(settings))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
         membership = opened.enter_context(closing(_membership(job, environment, how, settings)))
-        _require_strategy(synchronises, membership, execution, settings)
+        _require_strategy(adaptation.strategy, membership, execution, settings)
         acts = Acts(membership)
         acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(adaptation))
-        folder = _agreed_folder(acts, membership, wanted, job, settings)
-        opened.callback(folder.close)
+        folder = opened.enter_context(closing(_agreed_folder(acts, membership, wanted, job, settings)))
         checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        how_to = (leave, execution, care, adaptation)
-        around = Surroundings(settings, folder, marks, acts, *how_to, opened.pop_all())
+        around = Surroundings(settings, folder, marks, acts, leave, execution, care, adaptation, opened.pop_all())
     return _begun(Run(job, membership, chosen, checkpoints, around), environment)
 
 
@@ -216,8 +213,11 @@ def _besides(adaptation: Adaptation) -> dict[str, Any]:
     return {"script": script_digest(), "policies": adaptation.names, "strategy": str(adaptation.strategy)}
 
 
-def _adaptation(policies: Sequence[Policy], settings: Settings, job: Job, care: Care, strategy: Strategy) -> Adaptation:
+def _adaptation(
+    policies: Sequence[Policy], settings: Settings, job: Job, care: Care, given: Strategy | str | None
+) -> Adaptation:
     named = policies_named(settings.policies, job.batch_size)
+    strategy = strategy_of(given or settings.strategy or AllReduce())
     return Adaptation([*policies, *named], job.batch_size, job.shards, balances=care.balances, strategy=strategy)
 
 

@@ -51,7 +51,7 @@ run.prepare(model, optimizer)
 
 def note(run: unisono.Run, step: unisono.Step) -> None:
     """Each worker's weights after each step, on the way that all take."""
-    with open(run.dir / f"digests-{os.getpid()}.jsonl", "a") as file:
+    with (run.dir / f"digests-{os.getpid()}.jsonl").open("a") as file:
         file.write(json.dumps([step.number, run.metrics.get("strategy", "exact"), digest(model)]) + "\n")
 
 
