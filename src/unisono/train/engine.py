@@ -1,8 +1,8 @@
 """Computes steps: this worker's shards, the reduction, the update."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -73,6 +73,7 @@ class Call:
         loss_fn: as given.
         optimizers: which of the optimizers the call updates with.
         clip: how the gradient is limited.
+        first: the number of the batch's first shard, where the batch is a worker's own part of another one.
     """
 
     step: int
@@ -82,6 +83,7 @@ class Call:
     loss_fn: LossFunction
     optimizers: tuple[Optimizer, ...]
     clip: Clip
+    first: int = 0
 
 
 @dataclass(slots=True)
@@ -127,13 +129,35 @@ class Execution:
 
 
 class StepEngine:
-    """Computes and commits the calls of one generation, whatever number of shards their batches are cut into."""
+    """Computes and commits the calls of one generation, whatever number of shards their batches are cut into.
+
+    Args:
+        job: that is trained.
+        workers: who compute together.
+        prepared: models and optimizers.
+        device: where to compute.
+        execution: how steps are carried out.
+        update: what is done with the step's gradient; by default the optimizers' update.
+
+    Attributes:
+        rank: of this worker, for people.
+        scaled: changes the optimizers' learning rates for an update.
+        decided: a digest of what policies decided before the step.
+        computed: told when this worker's shards are computed, after so many seconds.
+    """
 
     def __init__(
-        self, job: Job, workers: Workers, prepared: Prepared, device: torch.device, execution: Execution
+        self,
+        job: Job,
+        workers: Workers,
+        prepared: Prepared,
+        device: torch.device,
+        execution: Execution,
+        update: Update | None = None,
     ) -> None:
         self._job = job
         self._workers = workers
+        self.rank = workers.rank
         overlap = execution.overlaps(workers.transport, job.threads)
         self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap)
         self._prepared = prepared
@@ -143,9 +167,9 @@ class StepEngine:
         self._monitoring = execution.monitoring
         self._shard: ShardReport | None = None
         self.scaled: Scaled = nullcontext
-        self.decided = 0  # a digest of what policies decided before the step
-        self.computed: Callable[[float], None] = lambda seconds: None  # this worker's shards are, after so many
-        self._update: Update | ShardedUpdate = Update()
+        self.decided = 0
+        self.computed: Callable[[float], None] = lambda seconds: None
+        self._update: Update | ShardedUpdate = update or Update()
         if execution.shard_optimizer:
             self._update = ShardedUpdate(prepared, workers.transport, self._bucket_bytes)
 
@@ -198,16 +222,14 @@ class StepEngine:
         writable = call.clip.limits or any(map(may_change_gradients, call.optimizers))
         gradients.assign(attempt.totals, report.weight, used, writable=writable)
         if gradients.is_watched:
-            attempt.norms = self._measured(call, gradients, report)
+            with self._or_rewound():
+                attempt.norms = self._measured(call, gradients, report)
         norm = call.clip.apply(gradients.parameters)
         if not math.isfinite(norm):
             return self._refused(call, f"the norm of the gradient is {norm}")
         counts = [len(call.batch.shard(shard)) for shard in range(call.batch.shards)]
-        try:
+        with self._or_rewound():
             self._buffers.finish(self._workers.transport, used_buffers, counts)
-        except BaseException:
-            self._buffers.rewind()
-            raise
         with self.scaled(call.optimizers):
             self._update.apply(call.optimizers)
         gradients.release(used)
@@ -300,12 +322,13 @@ class StepEngine:
             if shard.report.weight:
                 shard.report.squared_norm = gradients.squared_norm() / shard.report.weight**2
         except (LossError, ModelError) as error:
-            raise type(error)(f"step {call.step}, shard {shard.number}, rank {self._workers.rank}: {error}") from error
+            where = f"step {call.step}, shard {call.first + shard.number}, rank {self.rank}"
+            raise type(error)(f"{where}: {error}") from error
 
     def _forward(self, call: Call, shard: "_Shard") -> None:
         if shard.number != self._mine.start:  # the first one finds them as the step began
             self._buffers.rewind()
-        seed_generators(stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, shard.number))
+        seed_generators(stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, call.first + shard.number))
         self._shard = shard.report
         try:
             with self._autocast(), _explained():
@@ -349,12 +372,22 @@ class StepEngine:
             mean=gradients.mean_squared_norm(),
         )
 
+    @contextmanager
+    def _or_rewound(self) -> Iterator[None]:
+        """What is done in here is collective: if it fails, the step is computed again, and buffers are as it began."""
+        try:
+            yield
+        except BaseException:
+            self._buffers.rewind()
+            raise
+
     def _trouble(self, call: Call, report: StepReport) -> str:
         if report.weight == 0:
             raise LossError(f"step {call.step}: all shards returned the weight 0, so there is no mean to follow")
         for shard, part in enumerate(report.shards):
             if part.weight and not math.isfinite(part.loss):
-                return f"the loss is {part.loss} in shard {shard} (rank {self._split.owner(shard)})"
+                rank = self._split.owner(shard) if self._workers.world_size > 1 else self.rank
+                return f"the loss is {part.loss} in shard {call.first + shard} (rank {rank})"
         return ""
 
     def _refused(self, call: Call, trouble: str) -> bool:
