@@ -224,8 +224,8 @@ def _adaptation(
 def _require_strategy(strategy: Strategy, membership: Membership, execution: Execution, settings: Settings) -> None:
     if (settings.trace is not None or settings.samples) and not strategy.is_exact:
         raise JobError(
-            f"unisono verify and chaos compare bits, which strategy={str(strategy)!r} does not promise: only all-reduce and the "
-            f"synchronous parameter-server do"
+            f"unisono verify and unisono chaos compare bits, which strategy={str(strategy)!r} does not promise: only "
+            f"all-reduce and the synchronous parameter-server do"
         )
     workers = membership.workers.world_size
     if not membership.is_elastic:  # else others may come
