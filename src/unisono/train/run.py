@@ -541,7 +541,7 @@ class Run:
         self._leaving = self._leaving or attempt.report.leave
         self._regroups = self._regroups or attempt.report.regroup
         self._seconds = attempt.seconds
-        self._pace.note(attempt.seconds["compute"], len(workers.generation.shards))
+        self._pace.note(attempt.seconds["compute"], len(self._shards_of(self.job.shards)))
         if not committed:
             self._tell_of_skip(step, attempt.report)
             return math.nan, attempt.report.metrics, {}
@@ -575,8 +575,7 @@ class Run:
 
     def _shards_of(self, shards: int) -> range:
         """Which of so many shards this worker computes."""
-        generation = self._workers.generation
-        return generation.split.refined(shards).of(generation.rank)
+        return self._workers.split(shards).of(self._workers.rank)
 
     def _computed(self, step: Step, shards: int, seconds: float) -> None:
         step.computed_s = seconds
@@ -584,7 +583,7 @@ class Run:
         self._stopwatch.formed_s, self._stopwatch.checkpoint_s = self._acts.formed_s, self._checkpoints.seconds
         self._observers.tell("step_computed", self, step)
         seconds += perf_counter() - begun
-        self._stopwatch.shard_s = seconds / shards
+        self._stopwatch.shard_s = seconds / shards if shards else 0.0
 
     def _weights_digest(self, step: Step) -> int:
         every = self._around.care.verify_every
