@@ -47,6 +47,7 @@ from unisono.train.pace import Pace
 from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory, tensors_by_name
 from unisono.train.recorder import Recorder
 from unisono.train.sample_log import SampleLog
+from unisono.train.serving import serve
 from unisono.train.sharing import share_weights
 from unisono.train.signals import PREEMPTED
 from unisono.train.state import Progress, Reading
@@ -648,6 +649,8 @@ class Run:
             return
         if (chosen := self._adaptation.topology) is not None:
             self._workers.transport.use_topology(chosen)
+        if not serve(self._workers, self._strategy) and self.is_main:
+            self._around.folder.journal("all compute", strategy=str(self._strategy), workers=self.world_size)
         self._apart.make()
         if self._apart.rounds is None:
             self._engine = StepEngine(self.job, self._workers, prepared, self.device, self._around.execution)
