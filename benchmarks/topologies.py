@@ -14,8 +14,12 @@ from benchmarks.noise import NoiseMeter
 from benchmarks.programs.reduced import Reduce, Reduced, ways
 from benchmarks.report import Grid, Report
 from unisono.plan.forecast import Forecast, forecast
+from unisono.plan.split import Split
 from unisono.plan.topology import plan
 from unisono.reduce.exchange import pieces_of
+
+HOSTS, LATENCY_S, BYTES_PER_S = 16, 1e-3, 125e6
+"""Of a network that is only thought of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ def run(choice: Choice) -> Report:
         name="topologies",
         settings=asdict(choice) | {"speed": speed},
         noise=meter.read(),
-        grids=list(grids(rows, links, speed)),
+        grids=[*grids(rows, links, speed), *elsewhere(choice.sizes)],
         figures={"rows": [asdict(row) for row in rows], "links": links},
         failures=failures,
     )
@@ -124,10 +128,13 @@ def rows_of(found: Sequence[Reduced], latency_s: float, bytes_per_s: float) -> I
     for size in found[0].seconds:
         for name, (topology, split) in ways(len(found)).items():
             seconds = slowest_turns([worker.seconds[size][name] for worker in found])
-            pieces = pieces_of(torch.empty(size // 4, device="meta"), split, topology)
-            yield Row(
-                len(found), size, name, seconds, forecast(plan(split, topology, pieces), size, latency_s, bytes_per_s)
-            )
+            yield Row(len(found), size, name, seconds, predicted(topology, split, size, latency_s, bytes_per_s))
+
+
+def predicted(topology: str, split: Split, size: int, latency_s: float, bytes_per_s: float) -> Forecast:
+    """For a bucket that is cut as the transport would cut it. Pure."""
+    pieces = pieces_of(torch.empty(size // 4, device="meta"), split, topology)
+    return forecast(plan(split, topology, pieces), size, latency_s, bytes_per_s)
 
 
 def grids(rows: Sequence[Row], links: dict[int, tuple[float, float]], speed: str) -> Iterator[Grid]:
@@ -142,3 +149,17 @@ def grids(rows: Sequence[Row], links: dict[int, tuple[float, float]], speed: str
              f"predicted / {alike[0].way}", f"measured / {alike[0].way}"),
             [row.cells(alike) for row in alike],
         )  # fmt: skip
+
+
+def elsewhere(sizes: Sequence[int]) -> Iterator[Grid]:
+    """What is predicted for a network that there is none of here: more hosts, and a latency of its own."""
+    known = ways(HOSTS)
+    cells = [
+        (name, *(shown_time(predicted(*known[name], size, LATENCY_S, BYTES_PER_S).seconds) for size in sizes))
+        for name in known
+    ]
+    yield Grid(
+        f"Only predicted: {HOSTS} hosts, {shown_time(LATENCY_S)}, {BYTES_PER_S / 1e6:.0f} MB/s",
+        ("way", *map(shown_size, sizes)),
+        cells,
+    )
