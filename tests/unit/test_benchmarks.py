@@ -242,7 +242,7 @@ def test_of_each_way_it_is_told_what_was_expected_and_what_the_slowest_worker_to
     looks = [
         {"latency_s": [[0.0, late], [late, 0.0]], "bytes_per_s": [[0.0, 1e6], [1e6, 0.0]]} for late in (1e-3, 2e-3, 9.0)
     ]
-    first, second = ({2**12: {way: took for way in ways(workers)}} for took in ([0.1, 0.2, 0.3], [0.3, 0.1, 0.2]))
+    first, second = ({2**12: dict.fromkeys(ways(workers), took)} for took in ([0.1, 0.2, 0.3], [0.3, 0.1, 0.2]))
     found = [Reduced(seconds=second if rank % 2 else first, links=looks) for rank in range(workers)]
     assert topologies.link_of(found[0]) == (2e-3, 1e6)
     rows = list(topologies.rows_of(found, 2e-3, 1e6))
