@@ -20,6 +20,7 @@ from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import Bucket
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
+from unisono.reduce.reduction import native
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
 
@@ -241,6 +242,15 @@ def test_native_reduction_agrees_with_the_tree_up_to_rounding(with_workers: With
     split = Split.even(3, 3)
     totals = with_workers(split, lambda transport: transport.reduce_native(values[transport.rank].clone()))
     assert all(torch.allclose(total, tree_sum(values), rtol=1e-12) for total in totals)
+
+
+@pytest.mark.parametrize("with_workers", [OverProcessGroup("direct")], indirect=True)
+def test_a_server_adds_nothing_of_its_own_to_a_native_sum(with_workers: WithWorkers) -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(640, dtype=torch.float64) for _ in range(8)]
+    split = Split.even(8, 3).with_servers(1)
+    totals = with_workers(split, lambda own: native(own, "b", partials_of(values, split.of(own.rank)), 2.0).clone())
+    assert all(torch.allclose(total, tree_sum(values) / 2, rtol=1e-12) for total in totals)
 
 
 @over_any_kind
