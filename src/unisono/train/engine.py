@@ -26,7 +26,7 @@ from unisono.reduce.reducer import Reducer
 from unisono.reduce.reduction import REDUCTIONS
 from unisono.reduce.transport import Transport
 from unisono.train.buffers import Buffers
-from unisono.train.control import ControlWord, Flags, ShardReport, StepReport
+from unisono.train.control import ControlWord, Flags, ShardReport, StepReport, signature_of
 from unisono.train.gradients import Fusion, Gradients
 from unisono.train.loss import WeightedLoss
 from unisono.train.prepared import Prepared
@@ -165,6 +165,7 @@ class StepEngine:
         self._buffers = Buffers(prepared.buffers, workers.transport.split, workers.rank)
         self._gradients: dict[tuple[int, ...], Gradients] = {}
         self._monitoring = execution.monitoring
+        self._known: dict[float, list[str]] = {signature_of(()): []}
         self._shard: ShardReport | None = None
         self.scaled: Scaled = nullcontext
         self.decided = 0
@@ -185,8 +186,8 @@ class StepEngine:
             PolicyError: the workers' policies decided differently before the step.
             WorkerLost: another worker is gone.
         """
-        if call.batch.shards != self._split.shards:
-            self._resplit(call.batch.shards)
+        if self._split != (split := self._workers.split(call.batch.shards)):
+            self._resplit(split)
         self._update.begin()
         self._buffers.begin()
         try:
@@ -274,13 +275,13 @@ class StepEngine:
     def _mine(self) -> range:
         return self._split.of(self._workers.rank)
 
-    def _resplit(self, shards: int) -> None:
-        """Batches are cut into another number of shards: let go of all that was made for the number before."""
+    def _resplit(self, split: Split) -> None:
+        """Workers have other shards, or as many pieces of them: let go of all that was made for those before."""
         self._clear_gradients()
         for gradients in self._gradients.values():
             gradients.remove()
         self._gradients.clear()
-        self._workers.transport.resplit(self._workers.generation.split.refined(shards))
+        self._workers.transport.resplit(split)
         self._buffers = Buffers(self._prepared.buffers, self._split, self._workers.rank)
 
     def _attempt(self, call: Call, flags: Callable[[], Flags]) -> Attempt:
@@ -293,6 +294,10 @@ class StepEngine:
             for shard in shards:
                 self._compute(call, shard, gradients, shards)
                 self._workers.ticks += 1
+        if not shards:
+            self._clear_gradients()
+            gradients.serve(partial(self._weigh, []))
+            self._workers.ticks += 1
         self.computed(perf_counter() - started)
         computed = perf_counter()
         totals, reducing = gradients.totals()
@@ -360,8 +365,12 @@ class StepEngine:
         word = ControlWord(self._split, len(used))
         words = self._workers.transport.all_gather(word.pack(reports, used, replace(flags, again=gradients.came_twice)))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
-        if word.has_silent_worker(words):
-            names = next((known for known in self._workers.gather_json(names) if known is not None), None)
+        logged = word.logged(words)
+        if logged is not None and word.has_silent_worker(words):
+            if logged not in self._known:  # on any worker: all of them have seen the same
+                everybody = self._workers.gather_json(names)
+                self._known[logged] = next(known for known in everybody if known is not None)
+            names = self._known[logged] if names is None else names
         return word.read(words, names or []), word.flags(words)
 
     def _measured(self, call: Call, gradients: Gradients, report: StepReport) -> GradientNorms:

@@ -104,6 +104,12 @@ class Gradients:
         if not self._single:
             self._reducer.begin(self._names_of_buckets, weigh)
 
+    def serve(self, weigh: Weigh) -> None:
+        """There are no shards here: the sums of the others are finished."""
+        self.send(weigh)
+        for bucket in range(len(self._buckets)):
+            self._reducer.ready(bucket, self._sums.partials(bucket))
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take gradients as they arrive in the backward pass that runs in here."""
@@ -239,6 +245,6 @@ class Gradients:
     def _allocated_sums(self) -> PartialSums:
         transport = self._reducer.transport
         mine = transport.split.of(transport.rank)
-        count = 0 if self._single else transport.tree.most_kept(mine.start, mine.stop)
-        flats = transport.allocate(self._buckets, count) if count else []
+        count = max(1, transport.tree.most_kept(mine.start, mine.stop))
+        flats = [] if self._single else transport.allocate(self._buckets, count)
         return PartialSums(transport.tree, mine, [Row.of(self._buckets, row) for row in flats])

@@ -49,6 +49,7 @@ from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory,
 from unisono.train.recorder import Recorder
 from unisono.train.reduction_probe import reduction_probe
 from unisono.train.sample_log import SampleLog
+from unisono.train.serving import serve
 from unisono.train.sharing import share_weights
 from unisono.train.signals import PREEMPTED
 from unisono.train.state import Progress, Reading
@@ -550,7 +551,7 @@ class Run:
         self._leaving = self._leaving or attempt.report.leave
         self._regroups = self._regroups or attempt.report.regroup
         self._seconds = attempt.seconds
-        self._pace.note(attempt.seconds["compute"], len(workers.generation.shards))
+        self._pace.note(attempt.seconds["compute"], len(self._shards_of(self.job.shards)))
         if not committed:
             self._tell_of_skip(step, attempt.report)
             return math.nan, attempt.report.metrics, {}
@@ -585,8 +586,7 @@ class Run:
 
     def _shards_of(self, shards: int) -> range:
         """Which of so many shards this worker computes."""
-        generation = self._workers.generation
-        return generation.split.refined(shards).of(generation.rank)
+        return self._workers.split(shards).of(self._workers.rank)
 
     def _computed(self, step: Step, shards: int, seconds: float) -> None:
         step.computed_s = seconds
@@ -594,7 +594,7 @@ class Run:
         self._stopwatch.formed_s, self._stopwatch.checkpoint_s = self._acts.formed_s, self._checkpoints.seconds
         self._observers.tell("step_computed", self, step)
         seconds += perf_counter() - begun
-        self._stopwatch.shard_s = seconds / shards
+        self._stopwatch.shard_s = seconds / shards if shards else 0.0
 
     def _weights_digest(self, step: Step) -> int:
         every = self._around.care.verify_every
@@ -659,6 +659,8 @@ class Run:
             return
         if (chosen := self._adaptation.topology) is not None:
             self._workers.transport.use_topology(chosen)
+        if not serve(self._workers, self._strategy) and self.is_main:
+            self._around.folder.journal("all compute", strategy=str(self._strategy), workers=self.world_size)
         self._apart.make()
         if self._apart.rounds is None:
             self._engine = StepEngine(self.job, self._workers, prepared, self.device, self._around.execution)

@@ -29,6 +29,7 @@ from unisono.plan.split import Split
 from unisono.plan.streams import Stream, stream_seed
 from unisono.sync.all_reduce import AllReduce
 from unisono.sync.named import strategy_of
+from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import Strategy
 from unisono.train.acts import Acts
 from unisono.train.adaptation import Adaptation
@@ -152,7 +153,7 @@ def init(
         opened.callback(apply_numerics(job, chosen).apply)
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
         membership = opened.enter_context(closing(_membership(job, environment, how, settings)))
-        _require_strategy(adaptation.strategy, membership, execution, settings)
+        _require_strategy(adaptation.strategy, job, membership, execution, settings)
         acts = Acts(membership)
         acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(adaptation))
         folder = opened.enter_context(closing(_agreed_folder(acts, membership, wanted, job, settings)))
@@ -221,7 +222,14 @@ def _adaptation(
     return Adaptation(together, job.batch_size, job.shards, balances=care.balances, strategy=strategy)
 
 
-def _require_strategy(strategy: Strategy, membership: Membership, execution: Execution, settings: Settings) -> None:
+def _require_strategy(
+    strategy: Strategy, job: Job, membership: Membership, execution: Execution, settings: Settings
+) -> None:
+    if job.reduction != "exact" and isinstance(strategy, ParameterServer) and strategy.synchronous:
+        raise JobError(
+            f"strategy={str(strategy)!r} has servers finish exact sums, and reduction={job.reduction!r} is the "
+            f"backend's own: leave one of them out"
+        )
     if (settings.trace is not None or settings.samples) and not strategy.is_exact:
         raise JobError(
             f"unisono verify and unisono chaos compare bits, which strategy={str(strategy)!r} does not promise: only "

@@ -12,6 +12,7 @@ from unisono.checkpoint.codec import flatten, unflatten
 from unisono.errors import JobMismatch
 from unisono.job import differences
 from unisono.membership.generation import Generation
+from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.transport import Transport
 
@@ -27,6 +28,7 @@ class Workers:
         host: where others reach this worker; empty if all of them are on one host.
 
     Attributes:
+        servers: so many workers, those of the highest ranks, are to serve and compute nothing. The same on all.
         ticks: how often this worker got on: a shard computed, a batch evaluated.
         is_called: whether a collective call of the script is under way.
         is_asking: whether it waits for another worker, other than in the transport.
@@ -36,6 +38,7 @@ class Workers:
         self.generation = generation
         self.transport = transport
         self.host = host
+        self.servers = 0
         self.ticks = 0
         self.is_called = self.is_asking = False
         self._is_aborted = False
@@ -73,6 +76,14 @@ class Workers:
     def is_aborted(self) -> bool:
         """Whether the workers have parted."""
         return self._is_aborted
+
+    def split(self, shards: int) -> Split:
+        """Who computes which of so many shards. Where all would have to serve, all compute and serve.
+
+        Args:
+            shards: of a batch, a multiple of the job's.
+        """
+        return self.generation.split.with_servers(self.servers).refined(shards)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every worker's JSON value, in the order of ranks."""
