@@ -9,6 +9,7 @@ from studies import MadeUp
 from unisono.study.analysis import Wanted, analyzed
 from unisono.study.laws import AMDAHL, GUSTAFSON, USL, Law, fitted
 from unisono.study.recommendation import Prices, recommended
+from unisono.study.results import Cell, Results
 from unisono.study.step_model import StepModel
 from unisono.study.summary import Row, summarized
 
@@ -174,10 +175,15 @@ def test_waiting_may_be_dearer_than_workers() -> None:
     assert found.cheapest.workers == 4
 
 
-def test_a_worker_more_that_brings_less_than_the_noise_is_not_taken() -> None:
-    noisy = recommended(rows(noise=0.2, workers=(4, 8)))
+def test_workers_that_bring_less_than_the_noise_are_not_taken() -> None:
+    runs = {2: (10.0, 10.4, 9.6), 4: (9.9, 9.5, 10.2), 8: (15.0, 15.1, 15.2)}
+    cells = [
+        Cell(workers=workers, repeat=repeat, samples=100, seconds=seconds)
+        for workers, times in runs.items()
+        for repeat, seconds in enumerate(times)
+    ]
 
-    assert noisy.fastest.workers == 4
+    assert recommended(summarized(Results(cells=tuple(cells))).rows["strong"]).fastest.workers == 2
 
 
 def test_an_epoch_costs_the_hours_of_all_workers() -> None:

@@ -71,7 +71,10 @@ def _verdict(curve: Curve) -> str:
         trained = f"{counted(chosen.workers, 'worker')} trained {number(chosen.samples_per_s.value)} samples/s"
         return f"{trained}; one worker was not measured, so there is no speedup.{crowded}"
     if chosen.workers == 1:
-        return f"More workers do not pay: {_no_faster(curve.usable[1:])}.{crowded}"
+        others = curve.usable[1:]
+        surely = all(row.speedup is not None and row.speedup.value <= 1 for row in others)
+        words = "More workers do not pay" if surely else "No gain by more workers stands out of the noise"
+        return f"{words}: {_no_faster(others)}.{crowded}"
     ends = interval(chosen.speedup)
     sure = f" (95 % interval {ends})" if ends else ""
     assert chosen.efficiency is not None, "it follows from the speedup"
@@ -89,7 +92,12 @@ def _epochs(alone: Row, chosen: Row) -> str:
 
 
 def _no_faster(others: Sequence[Row]) -> str:
-    said = [f"{row.workers} workers reach {number(row.speedup.value)} times" for row in others if row.speedup]
+    said = []
+    for row in others:
+        if row.speedup is not None:
+            ends = interval(row.speedup)
+            sure = f" (95 % interval {ends})" if ends else ""
+            said.append(f"{row.workers} workers reach {number(row.speedup.value)} times{sure}")
     return f"{listed(said)} the throughput of one"
 
 
