@@ -52,10 +52,10 @@ class Tickets:
             self._wait(lambda: self._reads.push(worker))
             self._changed.notify_all()
 
-    def arrived(self) -> None:
-        """What was pushed has arrived."""
+    def arrived(self, worker: int) -> None:
+        """What the worker pushed has arrived."""
         with self._changed:
-            self._reads.arrived()
+            self._reads.arrived(worker)
             self._changed.notify_all()
 
     def end(self) -> None:
