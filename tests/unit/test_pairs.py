@@ -140,6 +140,38 @@ def test_all_go_on_from_the_mean_of_the_replicas_when_they_come_together() -> No
         assert_same_mean(live, expected, float(expected.abs().max()))
 
 
+def test_nobody_is_asked_for_a_replica_of_before_when_all_have_come_together() -> None:
+    exchanged = threading.Event()
+
+    def work(workers: Workers) -> tuple[Tensor, Tensor]:
+        pairs = pairs_of(workers)
+        try:
+            together = pairs.replica.average_states
+
+            def dawdling() -> None:
+                together()
+                if workers.rank == ANSWERS:  # it is not back yet, and the other one goes on
+                    assert exchanged.wait(PATIENCE_S)
+
+            pairs.replica.average_states = dawdling  # type: ignore[method-assign]
+            before = flat(pairs._live)
+            pairs.settle(after_loss=False)
+            if workers.rank == ASKS:
+                with torch.no_grad():
+                    pairs._live[0].add_(8.0)  # an update
+                pairs._exchange(ANSWERS)
+                exchanged.set()
+            workers.barrier()
+            return before, flat(pairs._live)
+        finally:
+            pairs.close()
+
+    found = side_by_side(2, work)
+    expected = mean([before for before, _ in found])
+    expected[:35] += 4.0
+    assert_same_mean(mean([after for _, after in found]), expected, float(expected.abs().max()))
+
+
 # -- losses
 
 class Scene:

@@ -103,10 +103,10 @@ class Pairs(SharedWork):
     def _agree(self) -> None:
         self._take_back()
         means = [mean.clone() for mean in self.averaging.mean(self._live)]
+        self.replica.load(means)
+        self._live = means  # before anybody can go on, and ask for them
         self.replica.average_buffers()
         self.replica.average_states()
-        self.replica.load(means)
-        self._live = means
 
     @torch.no_grad()
     def _take_back(self) -> None:
