@@ -174,6 +174,7 @@ def test_nobody_is_asked_for_a_replica_of_before_when_all_have_come_together() -
 
 # -- losses
 
+
 class Scene:
     """Workers of which one dies in the middle of the exchange between the first two.
 
