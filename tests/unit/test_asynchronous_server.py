@@ -237,26 +237,43 @@ def test_the_staleness_of_each_gradient_is_the_number_of_updates_since_its_weigh
         assert found == {"updates": 2, "staleness": [0, 1, 2, 0, 1, 2]}
 
 
-@pytest.mark.parametrize("servers", [0, 1])
-@pytest.mark.parametrize("lost", [1, 2])
-def test_what_a_lost_server_held_comes_from_the_newest_copy_that_anybody_has_seen(servers: int, lost: int) -> None:
-    before: dict[int, AsynchronousServer] = {}
-    newest: dict[int, list[Tensor]] = {}
+class Loss:
+    """Three workers of which one is lost: what each had then.
 
-    def work(workers: Workers) -> None:
-        one = before[workers.rank] = asynchronous(workers, strategy(servers=servers))
+    Attributes:
+        expected: the weights that the others go on with: those of a server that lives, and else the newest copy.
+    """
+
+    def __init__(self, servers: int, lost: int) -> None:
+        self.how, self.lost = strategy(servers=servers), lost
+        self.all: dict[int, AsynchronousServer] = {}
+        side_by_side(3, self._work)
+        copies = self.all[self._newest].replica.weights
+        self.expected = [weight.clone() for weight in copies]
+        for rank, one in self.all.items():
+            for number, weight in zip(one._central.numbers, one._central.weights, strict=True):
+                if rank != lost:
+                    assert not torch.equal(weight, copies[number])
+                    self.expected[number] = weight.detach().clone()
+        self.survivors = [one for rank, one in sorted(self.all.items()) if rank != lost]
+
+    @property
+    def _newest(self) -> int:
+        return 1 if self.lost == 2 else 2
+
+    def _work(self, workers: Workers) -> None:
+        one = self.all[workers.rank] = asynchronous(workers, self.how)
         try:
-            for step in range(4):  # rank 0 pulls before the last update alone
+            one._pull()
+            workers.barrier()
+            for step in range(4):
+                if workers.rank == self._newest and step == 2:
+                    one._pull()  # nobody else has this
+                workers.barrier()
                 if workers.rank == 0:
-                    one._pull()
                     push(one, gradients(step, one.replica.weights))
                 workers.barrier()
-            if workers.rank == (1 if lost != 1 else 0):  # this one has the last
-                one._pull()
-            workers.barrier()
-            newest[workers.rank] = [weight.detach().clone() for weight in one._central.weights]
-            workers.barrier()
-            if workers.rank == lost:
+            if workers.rank == self.lost:
                 workers.abort()
             with pytest.raises(WorkerLost):
                 workers.barrier()
@@ -264,29 +281,34 @@ def test_what_a_lost_server_held_comes_from_the_newest_copy_that_anybody_has_see
             workers.abort()
             one.close()
 
-    side_by_side(3, work)
-    expected = {
-        number: weight
-        for rank, one in before.items()
-        for number, weight in zip(one._central.numbers, newest[rank], strict=True)
-    }
-    survivors = [one for rank, one in sorted(before.items()) if rank != lost]
+    def followed(self, work: Callable[[AsynchronousServer], None] = lambda one: None) -> list[list[Tensor]]:
+        """What the others pull from those who serve next."""
 
-    def follow(workers: Workers) -> list[Tensor]:
-        known = survivors[workers.rank]
-        one = AsynchronousServer(Ground(workers, known._prepared, PATIENCE_S, seed=0), strategy(servers=servers))
-        try:
-            one.follow(known)
-            one.settle(after_loss=True)
-            one._pull()  # from those who serve now
-            workers.barrier()
-            return one.replica.copies()
-        finally:
-            one.close()
+        def follow(workers: Workers) -> list[Tensor]:
+            known = self.survivors[workers.rank]
+            one = AsynchronousServer(Ground(workers, known._prepared, PATIENCE_S, seed=0), self.how)
+            try:
+                one.follow(known)
+                one.settle(after_loss=True)
+                work(one)
+                one._pull()
+                workers.barrier()
+                return one.replica.copies()
+            finally:
+                one.close()
 
-    for found in side_by_side(2, follow):
-        for number, weight in enumerate(found):
-            assert torch.equal(weight, expected[number])
+        found: list[list[Tensor]] = side_by_side(2, follow)
+        return found
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize("lost", [1, 2])
+def test_what_a_lost_server_held_comes_from_the_newest_copy_and_all_else_from_its_server(
+    servers: int, lost: int
+) -> None:
+    loss = Loss(servers, lost)
+    for found in loss.followed():
+        assert all(map(torch.equal, found, loss.expected))
 
 
 def test_many_threads_at_one_server_lose_no_update() -> None:
