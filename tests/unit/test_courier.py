@@ -282,10 +282,9 @@ def test_bytes_and_letters_are_counted_where_they_are_sent() -> None:
         before = [(one.sent_bytes, one.sent_messages) for one in office.traffic]
         first.ask({1: Letter({"a": 1}, torch.zeros(1000, dtype=torch.uint8))})
         first.ask({1: Letter()})
-        sent = [
-            (one.sent_bytes - was[0], one.sent_messages - was[1])
-            for one, was in zip(office.traffic, before, strict=True)
-        ]
+    sent = [  # counted behind the sending, so complete when all is closed
+        (one.sent_bytes - was[0], one.sent_messages - was[1]) for one, was in zip(office.traffic, before, strict=True)
+    ]
     questions = len('[{"a": 1}, 1000]') + 1000 + len("[{}, 0]")
     answers = len('[{"a": 1, "to": 0}, 1000]') + 1000 + len('[{"to": 0}, 0]')
     assert sent == [(questions, 2), (answers, 2)]
