@@ -75,6 +75,7 @@ class Courier:
         self._lock, self._is_closed = threading.Lock(), False
         self._secret = secrets.token_hex(32)
         self._listener = Listener((host, 0) if host else f"\0unisono-{secrets.token_hex(16)}")
+        self._door: socket.socket = self._listener._listener._socket  # type: ignore[attr-defined]
         self._answering = [self._thread(self._welcome)]
         with ExitStack() as failed:
             failed.callback(self.close)
@@ -118,7 +119,7 @@ class Courier:
                 line.hang_up()
         self.ends()
         with suppress(OSError):
-            self._listener._listener._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+            self._door.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Hang up, and wait until nobody is answered any more."""

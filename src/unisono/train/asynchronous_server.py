@@ -107,24 +107,24 @@ class AsynchronousServer(SharedWork):
     def _agree(self) -> None:
         """Each parameter comes from its server; if that one is lost, from whoever has seen its newest version."""
         told = self.workers.gather_json([self._central.numbers, self._seen])
-        sources: dict[int, list[int]] = {}
+        sources: dict[tuple[int, bool], list[int]] = {}
         for number in range(len(self.replica.weights)):
             serving = [rank for rank, (numbers, _) in enumerate(told) if number in numbers]
             newest = max(range(len(told)), key=lambda rank: (told[rank][1][number], -rank))
-            sources.setdefault(serving[0] if serving else newest, []).append(number)
-        shared = {source: self._shared(source, numbers) for source, numbers in sources.items()}
+            source = (serving[0], True) if serving else (newest, False)
+            sources.setdefault(source, []).append(number)
+        shared = [self._shared(*source, numbers) for source, numbers in sources.items()]
         self.replica.average_buffers()
-        for source, numbers in sources.items():
-            self._take(numbers, *shared[source])
+        for numbers, found in zip(sources.values(), shared, strict=True):
+            self._take(numbers, *found)
 
-    def _shared(self, source: int, numbers: Sequence[int]) -> Any:
-        """Weights and what optimizers keep of some parameters, as one worker has them. Collective."""
+    def _shared(self, source: int, is_server: bool, numbers: Sequence[int]) -> Any:
+        """Weights and what optimizers keep of some parameters, as one worker serves or has seen them. Collective."""
         if self.rank != source:
             return self.workers.broadcast(None, source)
-        held = dict(zip(self._central.numbers, self._central.weights, strict=True))
-        is_server = all(number in held for number in numbers)
         optimizers = self._central.optimizers if is_server else self._prepared.optimizers
-        mine: list[Tensor] = [held[number] if is_server else self._parameters[number] for number in numbers]
+        served: dict[int, Tensor] = dict(zip(self._central.numbers, self._central.weights, strict=True))
+        mine = [served[number] if is_server else self._parameters[number] for number in numbers]
         states = [states_of(optimizer, mine) for optimizer in optimizers]
         return self.workers.broadcast([[weight.detach() for weight in mine], states], source)
 

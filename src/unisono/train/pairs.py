@@ -19,22 +19,25 @@ from unisono.train.shared_work import SharedWork
 from unisono.train.synchroniser import Ground, Synchroniser
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Exchange:
-    """What an exchange has done to this replica, as long as its partner may not know of it.
+    """What an exchange has done to this replica.
 
     Attributes:
-        change: what was added to each tensor.
+        number: of the exchange, which both sides know.
+        change: what was added to each tensor; nothing once it is known that both sides have the mean.
     """
 
-    change: list[Tensor]
+    number: str = ""
+    change: Sequence[Tensor] = ()
 
 
 class Pairs(SharedWork):
     """Before each update, this worker's replica and another one's become their mean.
 
-    Workers of even rank ask, those of odd rank answer. Whoever answers keeps what the exchange has done to it until the
-    other one says that it has the mean, too; if that one dies before, the exchange is taken back.
+    Workers of even rank ask, those of odd rank answer. Whoever has asked confirms that it has the mean, and is told
+    that this was heard. Until then both keep what the exchange has done to them: if workers are lost, the others tell
+    which exchanges they have, and one that is not on both sides is taken back.
 
     Args:
         ground: what it stands on.
@@ -44,8 +47,8 @@ class Pairs(SharedWork):
         super().__init__(ground, parts=ground.workers.world_size, bound=None)
         self._live = self.replica.copies()  # others change it, while gradients are computed on the model's own weights
         self._lock = threading.Lock()
-        self._pending: dict[str, _Exchange] = {}
-        self._newest = ""  # the newest exchange that this worker has asked for and completed
+        self._asked = _Exchange()  # the newest one that this worker has asked for
+        self._granted: dict[int, _Exchange] = {}  # the newest one that each of the others has asked it for, by rank
         self._exchanges = self._updates = 0
         self._chance = random.Random(f"{ground.seed} {self.rank}")  # noqa: S311 (whom to ask is no secret)
         self.open()
@@ -54,7 +57,7 @@ class Pairs(SharedWork):
         """The same replica; exchanges that are not complete are taken back when all have told which are."""
         super().follow(before)
         assert isinstance(before, Pairs)
-        self._live, self._pending, self._newest = before._live, before._pending, before._newest
+        self._live, self._asked, self._granted = before._live, before._asked, before._granted
 
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
         """Exchange, then update."""
@@ -76,46 +79,43 @@ class Pairs(SharedWork):
     def _exchange(self, partner: int) -> None:
         number = secrets.token_hex(8)
         answer = self._ask_one(partner, Letter({"ask": "average", "exchange": number}, pack(self._live)))
-        with torch.no_grad():
-            for live, mean in zip(self._live, unpack(answer.packed, self._live), strict=True):
-                live.copy_(mean)
-        self._newest = number
-        self._exchanges += 1
-        self._ask_one(partner, Letter({"ask": "averaged", "exchange": number}))
+        self._asked = self._moved(number, unpack(answer.packed, self._live))
+        self._ask_one(partner, Letter({"ask": "averaged"}))
+        self._asked.change = ()
 
     def _answered(self, rank: int, letter: Letter) -> Letter:
-        number = letter.said["exchange"]
-        if letter.said["ask"] == "averaged":
-            with self._lock:
-                self._pending.pop(number, None)
-            return Letter()
-        with self._lock, torch.no_grad():
-            means = [
-                average(mine, theirs)
-                for mine, theirs in zip(self._live, unpack(letter.packed, self._live), strict=True)
-            ]
-            self._pending[number] = _Exchange([mean - mine for mean, mine in zip(means, self._live, strict=True)])
-            for mine, mean in zip(self._live, means, strict=True):
-                mine.copy_(mean)
-            self._exchanges += 1
+        with self._lock:
+            if letter.said["ask"] == "averaged":
+                self._granted[rank].change = ()
+                return Letter()
+            means = list(map(average, self._live, unpack(letter.packed, self._live)))
+            self._granted[rank] = self._moved(letter.said["exchange"], means)
             return Letter(packed=pack(means))
 
+    @torch.no_grad()
+    def _moved(self, number: str, means: Sequence[Tensor]) -> _Exchange:
+        change = [mean - live for mean, live in zip(means, self._live, strict=True)]
+        for live, mean in zip(self._live, means, strict=True):
+            live.copy_(mean)
+        self._exchanges += 1
+        return _Exchange(number, change)
+
     def _agree(self) -> None:
-        complete = self.workers.gather_json(self._newest)
-        self._take_back(complete)
+        self._take_back()
         means = [mean.clone() for mean in self.averaging.mean(self._live)]
+        self.replica.load(means)
+        self._live = means  # before anybody can go on, and ask for them
         self.replica.average_buffers()
         self.replica.average_states()
-        self.replica.load(means)
-        with self._lock:
-            self._live = means
 
     @torch.no_grad()
-    def _take_back(self, complete: Sequence[str]) -> None:
-        """Exchanges that the one who asked for them does not know to be complete: it is gone, or never got the mean."""
-        with self._lock:
-            for number, exchange in self._pending.items():
-                if number not in complete:
-                    for live, change in zip(self._live, exchange.change, strict=True):
-                        live.sub_(change)
-            self._pending.clear()
+    def _take_back(self) -> None:
+        """Exchanges that are on one side alone: the other one is gone, or never got the mean. Collective."""
+        told = self.workers.gather_json([self._asked.number, [each.number for each in self._granted.values()]])
+        whole = {asked for asked, _ in told} & {number for _, granted in told for number in granted}
+        for exchange in (self._asked, *self._granted.values()):
+            if exchange.number not in whole:
+                for live, change in zip(self._live, exchange.change, strict=False):
+                    live.sub_(change)
+                exchange.number = ""
+            exchange.change = ()

@@ -116,7 +116,7 @@ class _State:
         for number, parameter in enumerate(_owned(optimizer)):
             for name, value in sorted(optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
-                    is_moment = value.is_floating_point() and value.shape == parameter.shape and value.dim() > 0
+                    is_moment = value.is_floating_point() and value.shape == parameter.shape and name != "step"
                     (moments if is_moment else scalars).append(value)
                     layout.append(f"{number} {name}")
         return cls(moments, scalars, layout)

@@ -110,6 +110,6 @@ class SharedWork(Synchroniser):
                 self._tickets.push(rank)
                 return Letter()
             case "arrived":
-                self._tickets.arrived()
+                self._tickets.arrived(rank)
                 return Letter()
         return self._answered(rank, letter)

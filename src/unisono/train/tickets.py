@@ -28,12 +28,14 @@ class Tickets:
         self._is_over = False
 
     def claim(self, worker: int, step: int) -> int | None:
-        """The next ticket of a step; None if it has none left. Whoever asks has used the one before.
+        """The next ticket of a step; None if it has none left. Whoever asks is done with the one before.
 
         Raises:
             WorkerLost: the workers part.
         """
         with self._changed:
+            self._reads.give_up(worker)  # a step that is skipped is not pushed
+            self._changed.notify_all()
             self.next = max(self.next, step * self._parts)  # those of a step before that are left belong to the lost
             self._wait(lambda: self.next >= (step + 1) * self._parts or self._reads.read(worker))
             if self.next >= (step + 1) * self._parts:
@@ -52,10 +54,10 @@ class Tickets:
             self._wait(lambda: self._reads.push(worker))
             self._changed.notify_all()
 
-    def arrived(self) -> None:
-        """What was pushed has arrived."""
+    def arrived(self, worker: int) -> None:
+        """What the worker pushed has arrived."""
         with self._changed:
-            self._reads.arrived()
+            self._reads.arrived(worker)
             self._changed.notify_all()
 
     def end(self) -> None:

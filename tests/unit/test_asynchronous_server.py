@@ -1,0 +1,333 @@
+"""Servers of the asynchronous form do what the formulas say, one update after the other."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from side_by_side import PATIENCE_S, side_by_side
+from unisono.errors import WorkerLost
+from unisono.reduce.courier import Letter
+from unisono.reduce.packing import pack, unpack
+from unisono.sync.parameter_server import ParameterServer
+from unisono.train.asynchronous_server import AsynchronousServer
+from unisono.train.central_weights import CentralWeights
+from unisono.train.prepared import Prepared
+from unisono.train.synchroniser import Ground
+from unisono.train.workers import Workers
+
+pytestmark = pytest.mark.unit
+
+Make = Callable[[Any], Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+}
+
+
+def prepared(make: Make = OPTIMIZERS["SGD"]) -> Prepared:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3), nn.Linear(3, 2))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return Prepared.of(model, [make(model.parameters())])
+
+
+def weights_of(known: Prepared) -> list[Tensor]:
+    return [parameter.detach() for parameter in known.parameters.values()]
+
+
+def gradients(seed: int, like: Sequence[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(tensor.shape, generator=generator) for tensor in like]
+
+
+def strategy(**settings: Any) -> ParameterServer:
+    return ParameterServer(synchronous=False, **settings)
+
+
+# -- one server
+
+
+def letter(version: int, found: Sequence[Tensor], rate: float, used: Sequence[bool] | None = None) -> Letter:
+    about = {"optimizers": [0], "rates": [[rate]], "version": version, "used": used or [True] * len(found)}
+    return Letter(about, pack(found))
+
+
+READ = [0, 0, 2, 0, 3, 3, 1]
+"""The version that each of some gradients was computed on, in the order in which they come."""
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_the_rate_is_divided_by_the_staleness_if_this_is_wanted(aware: bool) -> None:
+    known = prepared(lambda parameters: torch.optim.SGD(parameters, lr=1000.0, momentum=0.9))
+    central = CentralWeights(strategy(staleness_aware=aware), known, range(len(known.parameters)))
+    for number, version in enumerate(READ):
+        central.push(number % 3, letter(version, gradients(number, central.weights), 0.1))
+    staleness = central.staleness()
+    assert staleness == [0, 1, 0, 3, 1, 2, 5]
+    expected = [weight.double() for weight in weights_of(prepared())]
+    velocity = [torch.zeros_like(weight) for weight in expected]
+    for number, stale in enumerate(staleness):
+        for weight, speed, gradient in zip(expected, velocity, gradients(number, expected), strict=True):
+            speed.mul_(0.9).add_(gradient.double())
+            weight.sub_(0.1 / (max(1, stale) if aware else 1) * speed)
+    for mine, theirs in zip(central.weights, expected, strict=True):
+        torch.testing.assert_close(mine.detach().double(), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_delay_compensation_adds_what_the_gradient_squared_says_of_the_way_since_the_read() -> None:
+    known = prepared(lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+    central = CentralWeights(strategy(delay_compensation=0.04), known, range(len(known.parameters)))
+    expected = [weight.double() for weight in weights_of(known)]
+    read: dict[int, list[Tensor]] = {}
+    versions: dict[int, int] = {}
+    for number, (worker, does) in enumerate(
+        [(0, "pull"), (1, "pull"), (1, "push"), (1, "pull"), (2, "pull"), (1, "push"), (0, "push"), (2, "push")]
+    ):
+        if does == "pull":
+            versions[worker] = central.pull(worker).said["version"]
+            read[worker] = [weight.clone() for weight in expected]
+            continue
+        found = gradients(number, expected)
+        central.push(worker, letter(versions[worker], found, 0.5))
+        for weight, was, gradient in zip(expected, read[worker], found, strict=True):
+            g = gradient.double()
+            weight.sub_(0.5 * (g + 0.04 * g * g * (weight - was)))
+    for mine, theirs in zip(central.weights, expected, strict=True):
+        torch.testing.assert_close(mine.detach().double(), theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_server_goes_on_with_what_the_optimizer_has_kept_and_leaves_it_as_it_is(name: str) -> None:
+    known = prepared(OPTIMIZERS[name])
+    for parameter, gradient in zip(known.parameters.values(), gradients(1, weights_of(known)), strict=True):
+        parameter.grad = gradient
+    known.optimizers[0].step()
+    before = [weight.clone() for weight in weights_of(known)]
+    numbers = (1, 2, 5)
+    central = CentralWeights(strategy(), known, numbers)
+    rate = known.optimizers[0].param_groups[0]["lr"]
+    central.push(0, letter(0, gradients(2, central.weights), rate))
+    assert all(map(torch.equal, weights_of(known), before))
+    assert len(known.optimizers[0].state) == len(known.parameters)
+    assert len(central.optimizers[0].state) == len(numbers)
+    chosen = [list(known.parameters.values())[number] for number in numbers]
+    for parameter in known.parameters.values():
+        parameter.grad = None
+    for parameter, gradient in zip(chosen, gradients(2, chosen), strict=True):
+        parameter.grad = gradient
+    known.optimizers[0].step()
+    assert all(map(torch.equal, [each.detach() for each in central.weights], [each.detach() for each in chosen]))
+
+
+def test_parameters_that_were_not_used_are_left_alone_as_torch_leaves_them() -> None:
+    known = prepared()
+    central = CentralWeights(strategy(), known, (0, 1))
+    before = central.weights[1].detach().clone()
+    central.push(0, letter(0, gradients(0, central.weights), 0.1, used=[True, False]))
+    assert torch.equal(central.weights[1], before)
+    assert not torch.equal(central.weights[0], weights_of(known)[0])
+
+
+# -- several workers
+
+
+def asynchronous(workers: Workers, how: ParameterServer, make: Make = OPTIMIZERS["SGD"]) -> AsynchronousServer:
+    return AsynchronousServer(Ground(workers, prepared(make), PATIENCE_S, seed=0), how)
+
+
+def push(worker: AsynchronousServer, found: Sequence[Tensor]) -> None:
+    for parameter, gradient in zip(worker._parameters, found, strict=True):
+        parameter.grad = gradient
+    worker.apply(worker._prepared.optimizers)
+
+
+@pytest.mark.parametrize(("number", "servers"), [(1, 0), (2, 0), (3, 1), (4, 2)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_workers_that_take_turns_end_as_the_serial_run_does_with_the_optimizers_state(
+    number: int, servers: int, name: str
+) -> None:
+    """The loss is such that the gradient is the weights' distance from what the step wants."""
+    steps, rounds = 12, (5, 12)
+
+    def wants(step: int, like: Sequence[Tensor]) -> list[Tensor]:
+        return [weight - want for weight, want in zip(like, gradients(step, like), strict=True)]
+
+    def work(workers: Workers) -> Prepared:
+        one = asynchronous(workers, strategy(servers=servers), OPTIMIZERS[name])
+        computing = number - servers
+        try:
+            for step in range(steps):
+                if workers.rank == step % computing:
+                    assert one.claim(step) == 0
+                    push(one, wants(step, one.replica.weights))
+                elif workers.rank >= computing:
+                    assert one.claim(step) is None
+                workers.barrier()
+                if step + 1 in rounds:
+                    one.settle(after_loss=False)
+            return one._prepared
+        finally:
+            one.close()
+
+    expected = prepared(OPTIMIZERS[name])
+    for step in range(steps):
+        for parameter, gradient in zip(expected.parameters.values(), wants(step, weights_of(expected)), strict=True):
+            parameter.grad = gradient
+        expected.optimizers[0].step()
+    for found in side_by_side(number, work):
+        assert all(map(torch.equal, weights_of(found), weights_of(expected)))
+        for mine, theirs in zip(found.parameters.values(), expected.parameters.values(), strict=True):
+            torch.testing.assert_close(
+                dict(found.optimizers[0].state[mine]), dict(expected.optimizers[0].state[theirs]), rtol=0, atol=0
+            )
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize(("number", "servers"), [(2, 0), (4, 0), (4, 2)])
+def test_no_gradient_is_staler_than_the_bound(number: int, servers: int, bound: int) -> None:
+    def work(workers: Workers) -> dict[str, Any]:
+        one = asynchronous(workers, strategy(servers=servers, max_staleness=bound))
+        try:
+            for step in range(30):
+                while one.claim(step) is not None:
+                    push(one, gradients(step, one.replica.weights))
+            workers.barrier()
+            return one.figures()
+        finally:
+            one.close()
+
+    found = side_by_side(number, work)
+    assert sum(each["updates"] for each in found) == 30
+    for each in found:
+        assert len(each["staleness"]) in (0, 30)
+        assert all(0 <= staleness <= bound for staleness in each["staleness"])
+    assert any(each["staleness"] for each in found)
+
+
+def test_the_staleness_of_each_gradient_is_the_number_of_updates_since_its_weights_were_read() -> None:
+    turns = [0, 1, 2]
+
+    def work(workers: Workers) -> dict[str, Any]:
+        one = asynchronous(workers, strategy())
+        try:
+            for step in range(2):
+                one._pull()
+                workers.barrier()
+                for turn in turns:
+                    if workers.rank == turn:
+                        push(one, gradients(step, one.replica.weights))
+                    workers.barrier()
+            found = one.figures()
+            assert one.figures() == {"updates": 0, "staleness": []}
+            return found
+        finally:
+            one.close()
+
+    for found in side_by_side(3, work):
+        assert found == {"updates": 2, "staleness": [0, 1, 2, 0, 1, 2]}
+
+
+class Loss:
+    """Three workers of which one is lost: what each had then.
+
+    Attributes:
+        expected: the weights that the others go on with: those of a server that lives, and else the newest copy.
+    """
+
+    def __init__(self, servers: int, lost: int) -> None:
+        self.how, self.lost = strategy(servers=servers), lost
+        self.all: dict[int, AsynchronousServer] = {}
+        side_by_side(3, self._work)
+        copies = self.all[self._newest].replica.weights
+        self.expected = [weight.clone() for weight in copies]
+        for rank, one in self.all.items():
+            for number, weight in zip(one._central.numbers, one._central.weights, strict=True):
+                if rank != lost:
+                    assert not torch.equal(weight, copies[number])
+                    self.expected[number] = weight.detach().clone()
+        self.survivors = [one for rank, one in sorted(self.all.items()) if rank != lost]
+
+    @property
+    def _newest(self) -> int:
+        return 1 if self.lost == 2 else 2
+
+    def _work(self, workers: Workers) -> None:
+        one = self.all[workers.rank] = asynchronous(workers, self.how)
+        try:
+            one._pull()
+            workers.barrier()
+            for step in range(4):
+                if workers.rank == self._newest and step == 2:
+                    one._pull()  # nobody else has this
+                workers.barrier()
+                if workers.rank == 0:
+                    push(one, gradients(step, one.replica.weights))
+                workers.barrier()
+            if workers.rank == self.lost:
+                workers.abort()
+            with pytest.raises(WorkerLost):
+                workers.barrier()
+        finally:
+            workers.abort()
+            one.close()
+
+    def followed(self, work: Callable[[AsynchronousServer], None] = lambda one: None) -> list[list[Tensor]]:
+        """What the others pull from those who serve next."""
+
+        def follow(workers: Workers) -> list[Tensor]:
+            known = self.survivors[workers.rank]
+            one = AsynchronousServer(Ground(workers, known._prepared, PATIENCE_S, seed=0), self.how)
+            try:
+                one.follow(known)
+                one.settle(after_loss=True)
+                work(one)
+                one._pull()
+                workers.barrier()
+                return one.replica.copies()
+            finally:
+                one.close()
+
+        found: list[list[Tensor]] = side_by_side(2, follow)
+        return found
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize("lost", [1, 2])
+def test_what_a_lost_server_held_comes_from_the_newest_copy_and_all_else_from_its_server(
+    servers: int, lost: int
+) -> None:
+    loss = Loss(servers, lost)
+    for found in loss.followed():
+        assert all(map(torch.equal, found, loss.expected))
+
+
+def test_many_threads_at_one_server_lose_no_update() -> None:
+    known = prepared(lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    central = CentralWeights(strategy(), known, range(len(known.parameters)))
+    before = [weight.detach().clone() for weight in central.weights]
+    ones = pack([torch.ones_like(weight) for weight in before])
+    begin = threading.Barrier(8)
+
+    def work(worker: int) -> None:
+        begin.wait(PATIENCE_S)
+        for _ in range(50):
+            version = central.pull(worker).said["version"]
+            about = {"optimizers": [0], "rates": [[0.5]], "version": version, "used": [True] * len(before)}
+            central.push(worker, Letter(about, ones))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert central.version == 400
+    assert len(central.staleness()) == 400
+    for weight, was in zip(unpack(central.pull(0).packed, before), before, strict=True):
+        torch.testing.assert_close(weight, was - 200.0)

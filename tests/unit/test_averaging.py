@@ -1,0 +1,335 @@
+"""Local SGD, DiLoCo and model averaging against their formulas in float64; what becomes of buffers and optimizers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from side_by_side import PATIENCE_S, side_by_side
+from unisono.errors import WorkerLost
+from unisono.reduce.averaging import Averaging
+from unisono.sync.local_sgd import DiLoCo, LocalSGD
+from unisono.sync.model_averaging import ModelAveraging
+from unisono.sync.strategy import Strategy
+from unisono.train.central_averaging import CentralAveraging
+from unisono.train.local_updates import LocalUpdates, OuterUpdates
+from unisono.train.prepared import Prepared
+from unisono.train.synchroniser import Ground, Synchroniser
+from unisono.train.workers import Workers
+
+pytestmark = pytest.mark.unit
+
+Make = Callable[[Any], Optimizer]
+RATE = 0.1
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE)
+
+
+class Net(nn.Module):
+    """With a parameter without dimensions, and buffers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 4), nn.BatchNorm1d(4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("nothing", torch.empty(0))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def prepared(make: Make = sgd) -> Prepared:
+    model = Net()
+    return Prepared.of(model, [make(model.parameters())])
+
+
+def weights_of(known: Prepared) -> list[Tensor]:
+    return [parameter.detach() for parameter in known.parameters.values()]
+
+
+def gradients(rank: int, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(weight.shape, generator=generator) for weight in weights_of(prepared())]
+
+
+def in_float64(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().double() for tensor in tensors]
+
+
+def mean(vectors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [torch.stack(list(each)).mean(0) for each in zip(*vectors, strict=True)]
+
+
+def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-5, atol=1e-5)
+
+
+KINDS: dict[type[Strategy], Callable[[Ground, Any], Synchroniser]] = {
+    LocalSGD: LocalUpdates,
+    DiLoCo: OuterUpdates,
+    ModelAveraging: CentralAveraging,
+}
+
+
+def trained(number: int, how: Strategy, steps: int, rounds: Sequence[int]) -> list[list[list[Tensor]]]:
+    """The replicas after each step, by worker."""
+
+    def work(workers: Workers) -> list[list[Tensor]]:
+        known, found = prepared(), []
+        one = KINDS[type(how)](Ground(workers, known, PATIENCE_S, seed=0), how)
+        for step in range(steps):
+            one.step_begins()
+            for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
+                parameter.grad = gradient
+            one.apply(known.optimizers)
+            one.step_ends(step, ends_round=step in rounds)
+            if step in rounds:
+                one.settle(after_loss=False)
+            found.append(in_float64(weights_of(known)))
+        one.close()
+        return found
+
+    return side_by_side(number, work)
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_local_sgd_takes_the_mean_every_so_many_steps_and_at_a_rounds_end(number: int) -> None:
+    found = trained(number, LocalSGD(every=3), 11, rounds=[5, 7])
+    replicas = [in_float64(weights_of(prepared())) for _ in range(number)]
+    for step in range(11):
+        for rank, replica in enumerate(replicas):
+            for weight, gradient in zip(replica, gradients(rank, step), strict=True):
+                weight.sub_(RATE * gradient.double())
+        if step in (2, 5, 7, 8):
+            replicas = [[each.clone() for each in mean(replicas)] for _ in replicas]
+        for rank, replica in enumerate(replicas):
+            assert_close(found[rank][step], replica)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_diloco_gives_what_has_changed_to_torchs_sgd_with_nesterov_momentum(number: int) -> None:
+    found = trained(number, DiLoCo(every=3, outer_rate=0.7, outer_momentum=0.9), 11, rounds=[5, 7])
+    outer = [nn.Parameter(weight) for weight in in_float64(weights_of(prepared()))]
+    optimizer = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
+    replicas = [in_float64(outer) for _ in range(number)]
+    replicas = [[each.clone() for each in replica] for replica in replicas]
+    for step in range(11):
+        for rank, replica in enumerate(replicas):
+            for weight, gradient in zip(replica, gradients(rank, step), strict=True):
+                weight.sub_(RATE * gradient.double())
+        if step in (2, 5, 7, 8):
+            for parameter, average in zip(outer, mean(replicas), strict=True):
+                parameter.grad = parameter.detach() - average
+            optimizer.step()
+            replicas = [[each.detach().clone() for each in outer] for _ in replicas]
+        for rank, replica in enumerate(replicas):
+            assert_close(found[rank][step], replica)
+
+
+def test_a_round_that_ends_again_without_a_step_in_between_moves_no_weight() -> None:
+    def work(workers: Workers) -> list[list[Tensor]]:
+        known = prepared()
+        one = OuterUpdates(Ground(workers, known, PATIENCE_S, seed=0), DiLoCo(every=4))
+        for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, 0), strict=True):
+            parameter.grad = gradient
+        one.apply(known.optimizers)
+        one.step_ends(0, ends_round=True)
+        found = []
+        for _ in range(2):
+            one.settle(after_loss=False)
+            found.append(one.replica.copies())
+        return found
+
+    for first, second in side_by_side(2, work):
+        assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("how", [ModelAveraging(), ModelAveraging(alpha=0.2, momentum=0.7)], ids=str)
+def test_model_averaging_draws_replicas_to_a_central_model_as_in_crossbow(how: ModelAveraging, number: int) -> None:
+    found = trained(number, how, 12, rounds=[6, 11])
+    alpha = how.alpha or 1 / number
+    start = in_float64(weights_of(prepared()))
+    replicas = [[each.clone() for each in start] for _ in range(number)]
+    central, before = [each.clone() for each in start], [each.clone() for each in start]
+    for step in range(12):
+        apart = [[w - z for w, z in zip(replica, central, strict=True)] for replica in replicas]
+        for rank, (replica, far) in enumerate(zip(replicas, apart, strict=True)):
+            for weight, gradient, d in zip(replica, gradients(rank, step), far, strict=True):
+                weight.sub_(RATE * gradient.double() + alpha * d)
+        sums = [number * each for each in mean(apart)]
+        after = [z + alpha * d + how.momentum * (z - was) for z, d, was in zip(central, sums, before, strict=True)]
+        central, before = after, central
+        if step in (6, 11):
+            replicas = [[each.clone() for each in central] for _ in replicas]
+        for rank, replica in enumerate(replicas):
+            assert_close(found[rank][step], replica)
+
+
+@pytest.mark.parametrize("how", [DiLoCo(every=2), ModelAveraging(momentum=0.9)], ids=str)
+def test_what_goes_on_from_round_to_round_goes_on_in_the_next_generation(how: Strategy) -> None:
+    kind = KINDS[type(how)]
+
+    def work(workers: Workers, *, again: bool) -> list[Tensor]:
+        known = prepared()
+        one = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
+        for step in range(6):
+            one.step_begins()
+            for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
+                parameter.grad = gradient
+            one.apply(known.optimizers)
+            one.step_ends(step, ends_round=step % 2 == 1)
+            if step % 2 == 1:
+                one.settle(after_loss=False)
+                if again:
+                    state = {name: [each.clone() for each in kept] for name, kept in one.state_dict().items()}
+                    one = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
+                    one.load_state_dict(state)
+        return weights_of(known)
+
+    expected = side_by_side(2, lambda workers: work(workers, again=False))
+    found = side_by_side(2, lambda workers: work(workers, again=True))
+    assert all(map(torch.equal, found[0], expected[0]))
+
+
+@pytest.mark.parametrize("how", [LocalSGD(every=4), DiLoCo(every=4), ModelAveraging(momentum=0.5)], ids=str)
+def test_after_a_loss_the_others_go_on_from_one_model_with_what_they_have_done(how: Strategy) -> None:
+    kind = KINDS[type(how)]
+    before: dict[int, tuple[Synchroniser, Prepared]] = {}
+
+    def work(workers: Workers) -> None:
+        known = prepared()
+        one = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
+        before[workers.rank] = one, known
+        for step in range(2 if isinstance(how, ModelAveraging) else 3):
+            one.step_begins()
+            for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
+                parameter.grad = gradient
+            one.apply(known.optimizers)
+            one.step_ends(step, ends_round=False)
+        workers.barrier()
+        if workers.rank == 1:
+            workers.abort()
+        with pytest.raises(WorkerLost):
+            workers.barrier()
+        workers.abort()
+
+    side_by_side(3, work)
+    replicas = [in_float64(weights_of(before[rank][1])) for rank in (0, 2)]
+    expected = mean(replicas)
+    if isinstance(how, DiLoCo):
+        start = in_float64(weights_of(prepared()))
+        expected = [w - 0.7 * 1.9 * (w - average) for w, average in zip(start, expected, strict=True)]
+    if isinstance(how, ModelAveraging):
+        central = before[0][0]._central  # type: ignore[attr-defined]
+        expected = in_float64(central)
+
+    def follow(workers: Workers) -> list[Tensor]:
+        known, mine = before[(0, 2)[workers.rank]]
+        one = kind(Ground(workers, mine, PATIENCE_S, seed=0), how)
+        one.follow(known)
+        one.settle(after_loss=True)
+        return weights_of(mine)
+
+    first, second = side_by_side(2, follow)
+    assert_close(first, expected)
+    assert all(map(torch.equal, first, second))
+
+
+# -- buffers and optimizers
+
+
+def settled(number: int, make: Make, updates: Sequence[int]) -> list[Prepared]:
+    """Workers that made so many updates each, and came together."""
+
+    def work(workers: Workers) -> Prepared:
+        known = prepared(make)
+        one = LocalUpdates(Ground(workers, known, PATIENCE_S, seed=0), LocalSGD())
+        for step in range(updates[workers.rank]):
+            for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
+                parameter.grad = gradient
+            one.apply(known.optimizers)
+        norm = known.modules[0].norm
+        norm.running_mean.fill_(float(workers.rank))  # type: ignore[operator, union-attr]
+        norm.running_var.fill_(float(workers.rank**2))  # type: ignore[operator, union-attr]
+        norm.num_batches_tracked.fill_(7 + workers.rank)  # type: ignore[operator, union-attr]
+        one.settle(after_loss=False)
+        return known
+
+    return side_by_side(number, work)
+
+
+def test_statistics_of_batch_norm_become_the_mean_and_counts_those_of_the_first_worker() -> None:
+    for known in settled(3, sgd, [1, 1, 1]):
+        norm: Any = known.modules[0].norm
+        torch.testing.assert_close(norm.running_mean, torch.full((4,), 1.0))
+        torch.testing.assert_close(norm.running_var, torch.full((4,), 5 / 3))
+        assert norm.num_batches_tracked == 7
+        assert norm.num_batches_tracked.dtype == torch.int64
+
+
+def alone(make: Make, rank: int, updates: int) -> list[dict[str, Any]]:
+    """What a worker's optimizer keeps, if nobody comes together with it."""
+    known = prepared(make)
+    for step in range(updates):
+        for parameter, gradient in zip(known.parameters.values(), gradients(rank, step), strict=True):
+            parameter.grad = gradient
+        known.optimizers[0].step()
+    return [dict(known.optimizers[0].state[parameter]) for parameter in known.parameters.values()]
+
+
+def test_moments_become_the_mean_also_those_of_a_number_and_counts_the_largest() -> None:
+    updates = [2, 5, 3]
+    found = settled(3, torch.optim.Adam, updates)
+    each = [alone(torch.optim.Adam, rank, times) for rank, times in enumerate(updates)]
+    for known in found:
+        for number, parameter in enumerate(known.parameters.values()):
+            state = known.optimizers[0].state[parameter]
+            assert state["step"] == 5
+            for name in ("exp_avg", "exp_avg_sq"):
+                expected = torch.stack([one[number][name].double() for one in each]).mean(0)
+                torch.testing.assert_close(state[name].double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_where_a_worker_has_made_no_update_all_take_what_the_one_with_the_most_has() -> None:
+    found = settled(3, lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9), [0, 2, 1])
+    expected = alone(lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9), 1, 2)
+    for known in found:
+        for kept, parameter in zip(expected, known.parameters.values(), strict=True):
+            assert torch.equal(known.optimizers[0].state[parameter]["momentum_buffer"], kept["momentum_buffer"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_means_of_many_tensors_of_all_shapes_are_the_same_on_all_workers(dtype: torch.dtype) -> None:
+    shapes: list[tuple[int, ...]] = [(), (3,), (0,), (7, 5), (1,), (300, 200)]
+
+    def tensors(rank: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+    def work(workers: Workers) -> list[list[Tensor]]:
+        averaging = Averaging(workers.transport)
+        assert averaging.mean([]) == []
+        found = [[each.clone() for each in averaging.mean(tensors(workers.rank), by)] for by in (None, 1.0)]
+        found.append([each.clone() for each in averaging.mean(tensors(workers.rank)[:2])])
+        return found
+
+    everybody = side_by_side(3, work)
+    exact = [
+        torch.stack([each.double() for each in group]).sum(0) for group in zip(*map(tensors, range(3)), strict=True)
+    ]
+    for means, sums, few in everybody:
+        assert all(map(torch.equal, means, everybody[0][0]))
+        for mine, summed, total in zip(means, sums, exact, strict=True):
+            assert mine.dtype == dtype
+            loose = 4 * torch.finfo(dtype).eps * 4
+            torch.testing.assert_close(mine.double(), total / 3, rtol=loose, atol=loose)
+            torch.testing.assert_close(summed.double(), total, rtol=loose, atol=loose)
+        assert all(map(torch.equal, few, means[:2]))

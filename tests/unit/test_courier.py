@@ -1,0 +1,297 @@
+"""Workers ask each other, one at a time or several at once; whoever hangs up wakes everybody."""
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Client
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unisono.errors import NoProgress, UnisonoError, WorkerLost
+from unisono.reduce.courier import Courier, Letter
+from unisono.reduce.packing import pack, unpack
+from unisono.reduce.traffic import Traffic
+
+pytestmark = pytest.mark.unit
+
+PATIENCE_S = 20.0
+HOSTS = pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["one host", "several hosts"])
+
+
+class Table:
+    """Where as many workers gather as have threads here.
+
+    Attributes:
+        said: everybody's values, one list for each time.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._barrier = threading.Barrier(workers, timeout=PATIENCE_S)
+        self._values: list[Any] = [None] * workers
+        self.said: list[list[Any]] = []
+
+    def gather(self, rank: int) -> Callable[[Any], list[Any]]:
+        def gathered(value: Any) -> list[Any]:
+            self._values[rank] = value
+            try:
+                if self._barrier.wait() == 0:
+                    self.said.append(list(self._values))
+                self._barrier.wait()
+            except threading.BrokenBarrierError:
+                raise WorkerLost("somebody left the table") from None
+            return self.said[-1]
+
+        return gathered
+
+    def leave(self) -> None:
+        self._barrier.abort()
+
+
+def echo(rank: int, letter: Letter) -> Letter:
+    return Letter({**letter.said, "to": rank}, letter.packed)
+
+
+class Office:
+    """Some couriers in one process."""
+
+    def __init__(
+        self,
+        workers: int,
+        host: str = "",
+        answer: Callable[[int, Letter], Letter] = echo,
+        timeout_s: float = PATIENCE_S,
+    ) -> None:
+        self.table = Table(workers)
+        self.traffic = [Traffic() for _ in range(workers)]
+
+        def formed(rank: int) -> Courier:
+            return Courier(rank, host, self.table.gather(rank), answer, self.traffic[rank], timeout_s)
+
+        with ThreadPoolExecutor(workers) as pool:
+            self.couriers = list(pool.map(formed, range(workers)))
+
+    def __enter__(self) -> Sequence[Courier]:
+        return self.couriers
+
+    def __exit__(self, *error: object) -> None:
+        for courier in self.couriers:
+            courier.close()
+
+
+@HOSTS
+def test_the_one_who_is_asked_answers_with_words_and_tensors(host: str) -> None:
+    tensors = [torch.randn(3, 5), torch.arange(7), torch.tensor(2.5, dtype=torch.bfloat16)]
+    with Office(2, host) as (first, second):
+        found = first.ask({1: Letter({"a": [1, None, "é"]}, pack(tensors))})[1]
+        assert found.said == {"a": [1, None, "é"], "to": 0}
+        for got, expected in zip(unpack(found.packed, tensors), tensors, strict=True):
+            assert got.dtype == expected.dtype
+            assert torch.equal(got, expected)
+        assert second.ask({0: Letter()})[0].said == {"to": 1}
+
+
+def test_several_are_asked_at_once_with_more_than_fits_into_a_socket() -> None:
+    large = torch.randint(0, 255, (4_000_000,), dtype=torch.uint8)
+
+    def asked(courier: Courier) -> bool:
+        others = {rank: Letter({"n": rank}, large) for rank in range(3) if rank != courier._rank}
+        answers = courier.ask(others)
+        return all(torch.equal(answers[rank].packed, large) and answers[rank].said["n"] == rank for rank in others)
+
+    with Office(3) as couriers, ThreadPoolExecutor(3) as pool:  # all at once, too
+        assert all(pool.map(asked, couriers))
+
+
+def test_questions_are_answered_while_another_ones_is_thought_about() -> None:
+    asked, done = threading.Event(), threading.Event()
+
+    def answer(rank: int, letter: Letter) -> Letter:
+        if rank == 1:
+            asked.set()
+            assert done.wait(PATIENCE_S)
+        return Letter({"for": rank})
+
+    with Office(3, answer=answer) as couriers, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(couriers[1].ask, {0: Letter()})
+        assert asked.wait(PATIENCE_S)
+        assert couriers[2].ask({0: Letter()})[0].said == {"for": 2}
+        done.set()
+        assert slow.result(PATIENCE_S)[0].said == {"for": 1}
+
+
+def test_who_cannot_answer_says_why_and_goes_on_answering() -> None:
+    def answer(rank: int, letter: Letter) -> Letter:
+        if letter.said["n"] == 1:
+            raise KeyError("nothing of that name")
+        return letter
+
+    with Office(2, answer=answer) as (first, _):
+        with pytest.raises(UnisonoError, match="rank 1 could not answer rank 0: KeyError: 'nothing of that name'"):
+            first.ask({1: Letter({"n": 1})})
+        assert first.ask({1: Letter({"n": 2})})[1].said == {"n": 2}
+
+
+@HOSTS
+def test_a_peer_that_hangs_up_wakes_everybody_who_waits_for_anybody(host: str) -> None:
+    waiting = [threading.Event() for _ in range(3)]
+    ended = [threading.Event() for _ in range(3)]
+
+    def answer(rank: int, letter: Letter) -> Letter:
+        waiting[rank].set()
+        assert ended[letter.said["whom"]].wait(PATIENCE_S)
+        raise WorkerLost("the workers part")
+
+    with Office(3, host, answer) as couriers, ThreadPoolExecutor(2) as pool:
+        for courier, event in zip(couriers, ended, strict=True):
+            courier.ends = event.set
+        asks = [pool.submit(couriers[0].ask, {1: Letter({"whom": 1})})]  # neither asks the one that hangs up
+        asks.append(pool.submit(couriers[1].ask, {0: Letter({"whom": 0})}))
+        assert all(event.wait(PATIENCE_S) for event in waiting[:2])
+        couriers[2].close()
+        for ask in asks:
+            assert isinstance(ask.exception(PATIENCE_S), WorkerLost)
+
+
+def test_to_abort_from_another_thread_wakes_the_one_who_waits() -> None:
+    asked, ended = threading.Event(), threading.Event()
+
+    def answer(rank: int, letter: Letter) -> Letter:
+        asked.set()
+        assert ended.wait(PATIENCE_S)
+        return letter
+
+    with Office(2, answer=answer) as (first, second), ThreadPoolExecutor(1) as pool:
+        second.ends = ended.set
+        ask = pool.submit(first.ask, {1: Letter()})
+        assert asked.wait(PATIENCE_S)
+        first.abort()
+        with pytest.raises(WorkerLost, match="rank 0 lost its connection"):
+            ask.result(PATIENCE_S)
+        with pytest.raises(WorkerLost):
+            first.ask({1: Letter()})
+
+
+def test_who_gives_no_answer_in_time_is_named() -> None:
+    ended = threading.Event()
+
+    def answer(rank: int, letter: Letter) -> Letter:
+        assert ended.wait(PATIENCE_S)
+        return letter
+
+    with Office(2, answer=answer, timeout_s=0.1) as (first, second):
+        second.ends = ended.set
+        with pytest.raises(NoProgress, match=r"rank 0 waited for rank 1 in vain.*failure_timeout_s"):
+            first.ask({1: Letter()})
+
+
+def address_of(office: Office, rank: int) -> Any:
+    address = office.table.said[0][rank][0]
+    return tuple(address) if isinstance(address, list) else address
+
+
+@HOSTS
+@settings(max_examples=20)
+@given(words=st.lists(st.binary(max_size=400), max_size=4))
+def test_a_stranger_without_the_secret_is_turned_away_and_harms_nobody(host: str, words: list[bytes]) -> None:
+    office = Office(2, host)
+    with office as (first, second):
+        with Client(address_of(office, 1)) as stranger:
+            assert b"CHALLENGE" in stranger.recv_bytes()
+            try:
+                for word in words:
+                    stranger.send_bytes(word)
+                said = stranger.recv_bytes() if words else b"#FAILURE#"
+            except (OSError, EOFError):
+                said = b"#FAILURE#"
+            assert said == b"#FAILURE#"
+            assert first.ask({1: Letter()})[1].said == {"to": 0}
+        assert second.ask({0: Letter()})[0].said == {"to": 1}
+
+
+@pytest.mark.parametrize("raw", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x7f\xff\xff\xff", b"\xff" * 4096])
+def test_neither_does_one_who_speaks_another_language(raw: bytes) -> None:
+    office = Office(2, "127.0.0.1")
+    with office as (first, _), socket.create_connection(address_of(office, 1), PATIENCE_S) as stranger:
+        stranger.sendall(raw)
+        stranger.shutdown(socket.SHUT_WR)
+        while stranger_hears(stranger):
+            pass
+        assert first.ask({1: Letter()})[1].said == {"to": 0}
+
+
+def stranger_hears(stranger: socket.socket) -> bytes:
+    try:
+        return stranger.recv(4096)
+    except ConnectionResetError:
+        return b""
+
+
+def test_a_stranger_that_says_nothing_does_not_keep_a_worker_from_closing() -> None:
+    office = Office(2, "127.0.0.1")
+    with office as (first, _), socket.create_connection(address_of(office, 1), PATIENCE_S):
+        assert first.ask({1: Letter()})[1].said == {"to": 0}
+        for courier in office.couriers:
+            courier.close()
+
+
+@HOSTS
+@pytest.mark.parametrize("after", [0, 1], ids=["before anybody has called", "after all have called"])
+def test_nothing_is_left_behind_where_forming_fails(host: str, after: int) -> None:
+    table = Table(3)
+
+    def formed(rank: int) -> BaseException | None:
+        gather, times = table.gather(rank), [0]
+
+        def lossy(value: Any) -> list[Any]:
+            if rank == 2 and times[0] == after:
+                table.leave()
+                raise WorkerLost("rank 2 is gone")
+            times[0] += 1
+            return gather(value)
+
+        try:
+            Courier(rank, host, lossy, echo, Traffic(), PATIENCE_S).close()
+        except WorkerLost as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(isinstance(error, WorkerLost) for error in pool.map(formed, range(3)))
+
+
+@HOSTS
+def test_a_worker_that_is_gone_before_it_is_called_is_lost(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = list(gone.getsockname()) if host else "\0nobody"
+
+    def gather(value: Any) -> list[Any]:
+        return [value, [address, "secret"]]
+
+    with pytest.raises(WorkerLost, match="rank 0 found another worker gone"):
+        Courier(0, host, gather, echo, Traffic(), PATIENCE_S)
+
+
+def test_bytes_and_letters_are_counted_where_they_are_sent() -> None:
+    office = Office(2)
+    with office as (first, _):
+        before = [(one.sent_bytes, one.sent_messages) for one in office.traffic]
+        first.ask({1: Letter({"a": 1}, torch.zeros(1000, dtype=torch.uint8))})
+        first.ask({1: Letter()})
+    sent = [  # counted behind the sending, so complete when all is closed
+        (one.sent_bytes - was[0], one.sent_messages - was[1]) for one, was in zip(office.traffic, before, strict=True)
+    ]
+    questions = len('[{"a": 1}, 1000]') + 1000 + len("[{}, 0]")
+    answers = len('[{"a": 1, "to": 0}, 1000]') + 1000 + len('[{"to": 0}, 0]')
+    assert sent == [(questions, 2), (answers, 2)]
+
+
+def test_to_close_twice_does_no_harm() -> None:
+    with Office(2) as couriers:
+        for courier in couriers:
+            courier.close()
+            courier.close()
