@@ -275,6 +275,29 @@ def test_statistics_of_batch_norm_become_the_mean_and_counts_those_of_the_first_
         assert norm.num_batches_tracked.dtype == torch.int64
 
 
+def averaged(weights: Sequence[float]) -> list[float]:
+    """The statistics, counts and infinities of workers that count so much."""
+
+    def work(workers: Workers) -> list[float]:
+        known = prepared()
+        norm: Any = known.modules[0].norm
+        norm.running_mean.fill_(float(workers.rank))
+        norm.running_var.fill_(1.0 if weights[workers.rank] else torch.inf)
+        norm.num_batches_tracked.fill_(7 + workers.rank)
+        replica = LocalUpdates(Ground(workers, known, PATIENCE_S, seed=0), LocalSGD()).replica
+        replica.average_buffers(weights[workers.rank])
+        return [float(norm.running_mean[0]), float(norm.running_var[0]), int(norm.num_batches_tracked)]
+
+    found = side_by_side(len(weights), work)
+    assert all(one == found[0] for one in found)
+    return list(found[0])
+
+
+def test_workers_that_computed_nothing_have_no_part_in_the_statistics() -> None:
+    assert averaged([0.0, 1.0, 3.0]) == [1.75, 1.0, 9]
+    assert averaged([0.0, 0.0, 0.0])[::2] == [1.0, 7]
+
+
 def alone(make: Make, rank: int, updates: int) -> list[dict[str, Any]]:
     """What a worker's optimizer keeps, if nobody comes together with it."""
     known = prepared(make)

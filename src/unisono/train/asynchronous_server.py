@@ -114,7 +114,7 @@ class AsynchronousServer(SharedWork):
             source = (serving[0], True) if serving else (newest, False)
             sources.setdefault(source, []).append(number)
         shared = [self._shared(*source, numbers) for source, numbers in sources.items()]
-        self.replica.average_buffers()
+        self.replica.average_buffers(self._updates)
         for numbers, found in zip(sources.values(), shared, strict=True):
             self._take(numbers, *found)
 

@@ -105,7 +105,7 @@ class Pairs(SharedWork):
         means = [mean.clone() for mean in self.averaging.mean(self._live)]
         self.replica.load(means)
         self._live = means  # before anybody can go on, and ask for them
-        self.replica.average_buffers()
+        self.replica.average_buffers(self._updates)
         self.replica.average_states()
 
     @torch.no_grad()

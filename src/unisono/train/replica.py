@@ -43,14 +43,23 @@ class Replica:
         return self._averaging.mean(self.weights)
 
     @torch.no_grad()
-    def average_buffers(self) -> None:
-        """Buffers of floating-point numbers become the mean of all workers'; others those of rank 0. Collective."""
+    def average_buffers(self, weight: float = 1.0) -> None:
+        """Buffers of floating-point numbers become the mean of all workers', others those of the heaviest. Collective.
+
+        Args:
+            weight: of this worker in the mean; where nobody has any, all count alike.
+        """
+        weights = self._workers.gather_json(weight)
+        weights = weights if any(weights) else [1.0] * len(weights)
+        own, total = weights[self._workers.rank], sum(weights)
         buffers = [place.tensor for place in self._prepared.buffers if place.tensor.numel()]
         floats = [buffer for buffer in buffers if buffer.is_floating_point()]
-        means = [mean.clone() for mean in self._averaging.mean(floats)]
+        # A buffer may hold infinities, of which nothing must be left where it does not count.
+        parts = [buffer * own if own else torch.zeros_like(buffer) for buffer in floats]
+        means = [mean.clone() for mean in self._averaging.mean(parts, divisor=total)]
         whole = [buffer.clone() for buffer in buffers if not buffer.is_floating_point()]
         for value in whole:
-            self._workers.transport.broadcast(value, 0)
+            self._workers.transport.broadcast(value, weights.index(max(weights)))
         for buffer, mean in zip(floats, means, strict=True):
             buffer.copy_(mean)
         for buffer, value in zip((one for one in buffers if not one.is_floating_point()), whole, strict=True):
