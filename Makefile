@@ -10,7 +10,7 @@ BENCH_READY := $(VENV)/.ready-bench
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-recovery bench-growth bench-elastic bench-monitor bench-sampling bench-accuracy bench-adaptive bench-disturbed soak format clean
+.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-sampling bench-accuracy bench-adaptive bench-disturbed soak format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -76,6 +76,9 @@ soak: $(READY)  ## half an hour of faults: memory, files and threads stay as the
 
 bench-network: $(BENCH_READY)  ## how much of the communication is hidden over a slow network; needs root
 	@$(BIN)/python -m benchmarks network $(OPTIONS)
+
+bench-topologies: $(READY)  ## ring, tree, star, direct and a server over a slow network: predicted and measured; needs root
+	@$(BIN)/python -m benchmarks topologies $(OPTIONS)
 
 format: $(READY)  ## lay out the code and mend what ruff can mend
 	@$(BIN)/ruff format .

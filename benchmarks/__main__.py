@@ -22,6 +22,7 @@ from benchmarks import (
     shards,
     soak,
     step,
+    topologies,
 )
 from benchmarks.contenders import everybody
 from benchmarks.crew import Allocator, CrewFailed
@@ -165,6 +166,32 @@ def network_command(
     except CrewFailed as failure:
         print(f"No batch size could be found:\n{failure}")
         raise typer.Exit(1) from failure
+
+
+@app.command("topologies")
+def topologies_command(
+    rate: Annotated[str, typer.Option(help="of each host's cable, as tc says it")] = "200mbit",
+    delay: Annotated[str, typer.Option(help="of a cable, one way, as tc says it")] = "1ms",
+    workers: Annotated[list[int] | None, typer.Option("--workers", "-n", min=2, help="hosts; repeat for more")] = None,
+    size: Annotated[list[int] | None, typer.Option(help="bytes of a bucket; repeat for more")] = None,
+    turns: Annotated[int | None, typer.Option(help="of each way, for each size")] = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """Ring, tree, star, direct and a server over a slow network: predicted and measured."""
+    usual = topologies.Choice()
+    choice = topologies.Choice(
+        cable=replace(usual.cable, rate=rate, delay=delay),
+        workers=tuple(workers or ((2,) if quick else usual.workers)),
+        sizes=tuple(size or (usual.sizes[:2] if quick else usual.sizes)),
+        turns=turns or (1 if quick else usual.turns),
+        seed=seed,
+    )
+    try:
+        _publish(topologies.run(choice), output)
+    except NoLink as reason:
+        print(f"Skipped: a slow network cannot be made here: {reason}")
 
 
 @app.command("recovery")

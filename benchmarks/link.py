@@ -21,10 +21,14 @@ class NoLink(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Cable:
-    """How slow, in the words of ``tc``: ``1gbit``, ``1ms``. The delay is that of one way."""
+    """How slow, in the words of ``tc``: ``1gbit``, ``1ms``. The delay is that of one way.
+
+    After a pause a burst goes at full speed, where there is no netem.
+    """
 
     rate: str = "1gbit"
     delay: str = "1ms"
+    burst: str = "256kb"
 
     def queues(self, interface: str) -> dict[str, list[str]]:
         """The commands that slow an interface down, best first, by what they bring about."""
@@ -34,7 +38,7 @@ class Cable:
                 *queue, "netem", "rate", self.rate, "delay", self.delay, "limit", str(PACKETS)
             ],
             f"{self.rate}, no added delay (tbf; this kernel has no netem)": [
-                *queue, "tbf", "rate", self.rate, "burst", "256kb", "latency", "100ms"
+                *queue, "tbf", "rate", self.rate, "burst", self.burst, "latency", "100ms"
             ],
         }  # fmt: skip
 
@@ -120,6 +124,36 @@ def mesh(count: int, cable: Cable) -> Iterator[Mesh]:
                     speeds.add(_slowed(enter[a], interface, cable))
         hosts = tuple(Host(_address(a), f"to{0 if a else 1}", enter[a]) for a in numbers)
         yield Mesh(hosts, " / ".join(sorted(speeds)), cables)
+
+
+@contextmanager
+def switched(count: int, cable: Cable) -> Iterator[tuple[tuple[Host, ...], str]]:
+    """So many hosts, each with one cable to a switch, as long as the context lasts; and the cables' speed in words.
+
+    A cable is as slow towards the host as it is from there.
+
+    Raises:
+        NoLink: not root, a tool is missing, or the kernel cannot do it.
+    """
+    if reason := obstacle():
+        raise NoLink(reason)
+    with ExitStack() as opened:
+        switch, *pids = (opened.enter_context(_namespace()) for _ in range(count + 1))
+        inside = ["nsenter", f"--net=/proc/{switch}/ns/net"]
+        _do([*inside, "ip", "link", "add", "switch", "type", "bridge"])
+        _do([*inside, "ip", "link", "set", "switch", "up"])
+        hosts, speeds = [], set()
+        for number, pid in enumerate(pids):
+            host = Host(f"10.80.0.{number + 1}", f"cable{number}", ("nsenter", f"--net=/proc/{pid}/ns/net"))
+            port = ["peer", "name", f"port{number}", "netns", str(switch)]
+            _do(["ip", "link", "add", host.interface, "netns", str(pid), "type", "veth", *port])
+            _do([*inside, "ip", "link", "set", f"port{number}", "master", "switch", "up"])
+            _do([*host.enter, "ip", "address", "add", f"{host.address}/24", "dev", host.interface])
+            _do([*host.enter, "ip", "link", "set", host.interface, "up"])
+            _do([*host.enter, "ip", "link", "set", "lo", "up"])
+            speeds |= {_slowed(host.enter, host.interface, cable), _slowed(inside, f"port{number}", cable)}
+            hosts.append(host)
+        yield tuple(hosts), " / ".join(sorted(speeds))
 
 
 def _address(number: int) -> str:

@@ -18,8 +18,15 @@ if TYPE_CHECKING:
     from unisono.adapt.scaling_policy import ScalingPolicy
     from unisono.adapt.spot_policy import SpotPolicy
     from unisono.adapt.straggler_policy import StragglerPolicy
+    from unisono.adapt.strategy_policy import StrategyPolicy
     from unisono.adapt.topology_policy import TopologyPolicy
     from unisono.adapt.view import View
+    from unisono.sync.all_reduce import AllReduce
+    from unisono.sync.local_sgd import DiLoCo, LocalSGD
+    from unisono.sync.model_averaging import ModelAveraging
+    from unisono.sync.pair_averaging import PairAveraging
+    from unisono.sync.parameter_server import ParameterServer
+    from unisono.sync.strategy import Strategy
     from unisono.train.digest import digest
     from unisono.train.load import load
     from unisono.train.run import Run
@@ -31,18 +38,26 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaScale",
+    "AllReduce",
     "BatchSizeSchedule",
     "Callback",
+    "DiLoCo",
     "GoodputPolicy",
     "LinearScaling",
+    "LocalSGD",
+    "ModelAveraging",
     "Monitoring",
     "NoiseScalePolicy",
+    "PairAveraging",
+    "ParameterServer",
     "Policy",
     "Run",
     "ScalingPolicy",
     "SpotPolicy",
-    "StragglerPolicy",
     "Step",
+    "StragglerPolicy",
+    "Strategy",
+    "StrategyPolicy",
     "TopologyPolicy",
     "Trainer",
     "View",
@@ -54,21 +69,29 @@ __all__ = [
 
 _HOMES = {
     "AdaScale": "unisono.adapt.ada_scale",
+    "AllReduce": "unisono.sync.all_reduce",
     "BatchSizeSchedule": "unisono.adapt.batch_size_schedule",
+    "Callback": "unisono.train.trainer",
+    "DiLoCo": "unisono.sync.local_sgd",
     "GoodputPolicy": "unisono.adapt.goodput_policy",
     "LinearScaling": "unisono.adapt.linear_scaling",
+    "LocalSGD": "unisono.sync.local_sgd",
+    "ModelAveraging": "unisono.sync.model_averaging",
     "Monitoring": "unisono.adapt.monitoring",
     "NoiseScalePolicy": "unisono.adapt.noise_scale_policy",
+    "PairAveraging": "unisono.sync.pair_averaging",
+    "ParameterServer": "unisono.sync.parameter_server",
     "Policy": "unisono.adapt.policy",
+    "Run": "unisono.train.run",
     "ScalingPolicy": "unisono.adapt.scaling_policy",
     "SpotPolicy": "unisono.adapt.spot_policy",
-    "StragglerPolicy": "unisono.adapt.straggler_policy",
-    "TopologyPolicy": "unisono.adapt.topology_policy",
-    "View": "unisono.adapt.view",
-    "Run": "unisono.train.run",
     "Step": "unisono.train.step",
+    "StragglerPolicy": "unisono.adapt.straggler_policy",
+    "Strategy": "unisono.sync.strategy",
+    "StrategyPolicy": "unisono.adapt.strategy_policy",
+    "TopologyPolicy": "unisono.adapt.topology_policy",
     "Trainer": "unisono.train.trainer",
-    "Callback": "unisono.train.trainer",
+    "View": "unisono.adapt.view",
     "digest": "unisono.train.digest",
     "init": "unisono.train.start",
     "load": "unisono.train.load",

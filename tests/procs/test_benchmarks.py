@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.crew import Crew, CrewFailed
-from benchmarks.link import Cable, NoLink, slow_link
+from benchmarks.link import Cable, NoLink, obstacle, slow_link
 from benchmarks.task import Task, Trained
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
@@ -54,6 +54,25 @@ def test_two_hosts_reach_each_other_over_the_slow_cable_and_nothing_stays_of_it(
             assert "1gbit" in link.speed
     except NoLink as reason:
         pytest.skip(str(reason))
+
+
+def test_over_a_switch_with_slow_cables_every_way_of_the_sums_is_measured(tmp_path: Path) -> None:
+    if reason := obstacle():
+        pytest.skip(reason)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "topologies", "--quick", "--workers=3", f"--output={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "Skipped" in done.stdout:
+        pytest.skip(done.stdout)
+    rows = json.loads((tmp_path / "topologies.json").read_text())["rows"]
+    assert [row["way"] for row in rows] == 2 * ["direct", "ring", "tree", "1 server"]
+    assert all(min(row["seconds"]) > 0 < row["forecast"]["seconds"] for row in rows)
 
 
 def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(tmp_path: Path) -> None:

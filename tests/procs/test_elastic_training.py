@@ -74,3 +74,36 @@ def test_over_a_process_group_that_forms_at_the_coordinator_a_loss_changes_no_bi
     started.append(Training(tmp_path / "run", *options, faults=faults, UNISONO_TRANSPORT="process_group"))
     assert started[0].end() == serial.end()
     assert len(started[0].journal("lost")) == 1
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_server_that_is_killed_takes_nothing_with_it(
+    transport: str, serial: Trained, started: list[Training], tmp_path: Path
+) -> None:
+    faults = [
+        {"place": "between", "step": 3, "rank": 2},  # the server
+        {"place": "after", "step": 6, "rank": 1, "size": 2},  # whoever serves then: one is left, who computes
+        {"place": "first", "step": 9, "rank": 0},
+    ]
+    options = ("-n", "3", "--max-restarts", "9", "--strategy", "parameter-server:servers=1")
+    started.append(Training(tmp_path / "run", *options, faults=faults, UNISONO_TRANSPORT=transport))
+    training = started[0]
+    assert training.end() == serial.end()
+    assert len(training.journal("lost")) >= 2
+    assert training.steps == serial.steps
+    assert training.said == serial.said
+
+
+def test_a_job_that_becomes_too_small_for_its_servers_computes_on_all_workers_and_says_so(
+    serial: Trained, started: list[Training], tmp_path: Path
+) -> None:
+    options = ("-n", "1:3", "--strategy", "parameter-server:servers=2")
+    started.append(Training(tmp_path / "run", *options, PACE_S="0.02"))
+    training = started[0]
+    training.until("minted", generation=1)
+    training.ask("resize", "3")
+    training.until("minted", workers=["w1", "w2", "w3"])
+    training.ask("resize", "2")
+    assert training.end() == serial.end()
+    assert {one["workers"] for one in training.journal("all compute")} <= {1, 2}
+    assert training.journal("all compute")

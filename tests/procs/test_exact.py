@@ -128,6 +128,37 @@ def test_over_a_process_group_the_bits_are_those_of_shared_memory(
     assert all(report == results[1][report["job"]][0] for report in reports)
 
 
+SERVED = (
+    "batch_norm_dropout_tied_unused",
+    "a_last_batch_smaller_than_the_number_of_shards",
+    "adamw_clipped_by_norm",
+    "a_gan_with_two_updates_on_one_batch",
+    "metrics_and_a_scheduler",
+    "gradients_that_are_watched",
+    "random_augmentation_in_loader_processes",
+    "gradients_compressed_to_bf16",
+)
+"""Jobs in which a worker that only serves could fail in a way of its own."""
+
+
+@pytest.mark.parametrize(
+    ("servers", "workers", "transport"),
+    [(1, 2, "shared_memory"), (2, 3, "process_group"), (2, 5, "shared_memory")],
+)
+def test_whether_workers_or_servers_finish_the_sums_changes_no_bit(
+    servers: int,
+    workers: int,
+    transport: str,
+    launch: Launches,
+    results: dict[int, dict[str, list[Any]]],
+    tmp_path: Path,
+) -> None:
+    way = {"UNISONO_STRATEGY": f"parameter-server:servers={servers}", "UNISONO_TRANSPORT": transport}
+    reports = reports_in(launch(workers, str(JOBS), *SERVED, folder=tmp_path / "run", **way))
+    assert len(reports) == workers * len(SERVED)
+    assert all(report == results[1][report["job"]][0] for report in reports)
+
+
 def test_the_topology_that_was_measured_to_be_the_fastest_changes_no_bit_and_is_in_the_journal(
     launch: Launches, results: dict[int, dict[str, list[Any]]], tmp_path: Path
 ) -> None:
@@ -330,6 +361,16 @@ def test_an_update_that_is_split_between_workers_changes_no_bit(
     job: str, workers: int, results: dict[int, dict[str, list[Any]]]
 ) -> None:
     assert results[workers][f"{job}_split"][0]["digest"] == results[1][job][0]["digest"]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_servers_that_come_and_go_between_the_steps_change_no_bit(
+    workers: int, results: dict[int, dict[str, list[Any]]]
+) -> None:
+    switched, whole = (
+        results[workers][name][0]["digest"] for name in ("exact_strategies_in_turn", "batch_norm_dropout_tied_unused")
+    )
+    assert switched == whole
 
 
 def test_compression_gives_other_bits(results: dict[int, dict[str, list[Any]]]) -> None:

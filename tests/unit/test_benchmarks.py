@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import accuracy, adaptive, growth, network, pairs, recovery, shards, soak
+from benchmarks import accuracy, adaptive, growth, network, pairs, recovery, shards, soak, topologies
 from benchmarks.contenders import Contender, everybody
 from benchmarks.contenders.loop import batches
 from benchmarks.crew import Crew, Host, cleaned
@@ -23,12 +23,14 @@ from benchmarks.link import Cable, End, joined, obstacle
 from benchmarks.noise import Noise
 from benchmarks.place import Place
 from benchmarks.programs.exchange import calls_for, traffic
+from benchmarks.programs.reduced import Reduced, ways
 from benchmarks.report import Grid, Report
 from benchmarks.standings import FAILED, NOT_INSTALLED, standings
 from benchmarks.step import Choice, cells
 from benchmarks.task import Task, Trained
 from benchmarks.workloads import WORKLOADS
 from unisono.launch.tuning import tune
+from unisono.plan.topology import distinct
 
 pytestmark = pytest.mark.unit
 
@@ -233,6 +235,23 @@ def test_a_cable_is_laid_between_two_namespaces_and_slowed_down_as_well_as_the_k
     assert "tbf" in without
     assert "1ms" in netem
     assert "no added delay" in tbf
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_of_each_way_it_is_told_what_was_expected_and_what_the_slowest_worker_took(workers: int) -> None:
+    looks = [
+        {"latency_s": [[0.0, late], [late, 0.0]], "bytes_per_s": [[0.0, 1e6], [1e6, 0.0]]} for late in (1e-3, 2e-3, 9.0)
+    ]
+    first, second = ({2**12: dict.fromkeys(ways(workers), took)} for took in ([0.1, 0.2, 0.3], [0.3, 0.1, 0.2]))
+    found = [Reduced(seconds=second if rank % 2 else first, links=looks) for rank in range(workers)]
+    assert topologies.link_of(found[0]) == (2e-3, 1e6)
+    rows = list(topologies.rows_of(found, 2e-3, 1e6))
+    assert [row.way for row in rows] == [*distinct(workers), "1 server"]
+    assert all(row.seconds == [0.3, 0.2, 0.3] and row.measured_s == 0.3 for row in rows)
+    direct = 2 * (2e-3 + (workers - 1) / workers * 2**12 / 1e6)
+    assert rows[0].forecast.seconds == pytest.approx(direct)
+    (grid,) = topologies.grids(rows, {workers: (2e-3, 1e6)}, "slow")
+    assert all(len(cells) == len(grid.columns) for cells in grid.rows)
 
 
 def test_without_root_there_is_no_slow_network_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

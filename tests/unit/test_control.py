@@ -6,7 +6,7 @@ import torch
 
 from unisono.errors import LossError
 from unisono.plan.split import Split
-from unisono.train.control import MAX_METRICS, ControlWord, Flags, ShardReport, StepReport
+from unisono.train.control import MAX_METRICS, ControlWord, Flags, ShardReport, StepReport, signature_of
 
 pytestmark = pytest.mark.unit
 
@@ -77,3 +77,12 @@ def test_a_worker_with_nothing_but_empty_shards_is_recognised() -> None:
     words = torch.stack([word.pack([REPORTS[0]], [], Flags()), word.pack([ShardReport()], [], Flags())])
     assert word.has_silent_worker(words)
     assert not word.has_silent_worker(words[[0, 0]])
+
+
+def test_which_metrics_were_logged_is_told_by_the_first_shard_that_is_not_empty() -> None:
+    split = Split.even(2, 2)
+    word = ControlWord(split, 0)
+    empty, full, other = (word.pack([one], [], Flags()) for one in (ShardReport(), REPORTS[0], ShardReport(0.0, 1.0)))
+    assert word.logged(torch.stack([empty, full])) == word.logged(torch.stack([full, other])) == signature_of("ab")
+    assert word.logged(torch.stack([other, full])) == signature_of(())
+    assert word.logged(torch.stack([empty, empty])) is None

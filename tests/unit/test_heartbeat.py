@@ -15,15 +15,13 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(module, "perf_counter", lambda: self.now)
-        self.workers: Any = SimpleNamespace(
-            generation=SimpleNamespace(number=1), ticks=0, is_called=False, transport=SimpleNamespace(waits=False)
-        )
+        self.workers: Any = SimpleNamespace(generation=SimpleNamespace(number=1), ticks=0, is_called=False, waits=False)
         self.heart = Heartbeat()
 
     def after(self, seconds: float, *, ticks: int = 0, called: bool = False, waits: bool = False) -> Any:
         self.now += seconds
         self.workers.ticks += ticks
-        self.workers.is_called, self.workers.transport.waits = called, waits
+        self.workers.is_called, self.workers.waits = called, waits
         return self.heart.look(self.workers)
 
 

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.unit
 LAYOUTS = [(2, 1), (2, 2), (3, 1), (2, 3), (3, 2), (4, 2)]
 """Hosts, and workers of each."""
 
+SERVED = [(2, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 3), (3, 2, 2), (3, 2, 3)]
+"""Also how many of them only serve: some of the last host's, all, or more."""
+
 
 class Noticeboard:
     """Where threads find each other."""
@@ -72,14 +75,17 @@ def tree_sum(values: list[Tensor]) -> Tensor:
 def partials_of(values: list[Tensor], shards: range) -> list[Tensor]:
     tree = SummationTree(len(values))
     leaves = {Node(shard, shard + 1): values[shard] for shard in shards}
-    return [tree.finish(leaves, torch.add, node).clone() for node in tree.cover(shards.start, shards.stop)]
+    partials = [tree.finish(leaves, torch.add, node).clone() for node in tree.cover(shards.start, shards.stop)]
+    return partials or [torch.full_like(values[0], 77)]  # of a server, whose values are not read
 
 
 @pytest.mark.parametrize("shards", [8, 13])
-@pytest.mark.parametrize(("hosts", "local"), LAYOUTS)
-def test_every_worker_of_every_host_gets_the_bits_of_the_tree(hosts: int, local: int, shards: int) -> None:
+@pytest.mark.parametrize(("hosts", "local", "servers"), [*((*each, 0) for each in LAYOUTS), *SERVED])
+def test_every_worker_of_every_host_gets_the_bits_of_the_tree(
+    hosts: int, local: int, servers: int, shards: int
+) -> None:
     torch.manual_seed(0)
-    split = Split.even(shards, hosts * local)
+    split = Split.even(shards, hosts * local).with_servers(servers)
     sizes = [64, 64 * 101, 192]
     values = [[torch.randn(size) * 10.0 ** (shard % 5) for shard in range(shards)] for size in sizes]
     buckets = [Bucket((), size, torch.float32, torch.device("cpu")) for size in sizes]

@@ -106,6 +106,13 @@ def test_nobody_waits_for_the_slowest_longer_than_it_waits_at_all() -> None:
     assert (found.wait_s, found.exposed_s) == (0.5, 0.5)
 
 
+def test_who_serves_computes_nothing_and_the_others_have_its_shards() -> None:
+    lines = [line(0, **workers(1.0, 1.0, 0.0)), line(1, **workers(1.0, 1.0, 0.0, exposed_s=9.0))]
+    (found,) = step_times(lines)
+    assert found.compute_s == 2.0  # 3, 3 and 0
+    assert found.wait_s == 1.0
+
+
 def test_several_calls_in_a_step_count_as_the_main_workers_whole_time_tells() -> None:
     twice: dict[str, Any] = {"losses": [1.0, 2.0]}
     seconds = {"compute": 4.0, "total": 9.0}

@@ -148,6 +148,11 @@ def test_a_folder_that_is_no_studys_is_left_alone(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_search_for_the_largest_batch_may_have_come_first(tmp_path: Path) -> None:
+    (tmp_path / "batch-size.json").write_text("{}")
+    assert len(study(tmp_path, Launcher()).runs) == 4
+
+
 def test_two_studies_do_not_measure_in_one_folder_at_a_time(tmp_path: Path) -> None:
     first, second = StudyFolder(tmp_path / "s"), StudyFolder(tmp_path / "s")
     with first.opened(SETTINGS), pytest.raises(JobError, match="another study measures"), second.opened(SETTINGS):

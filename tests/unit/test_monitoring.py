@@ -86,6 +86,17 @@ def test_the_figures_are_those_of_an_independent_computation(watch: Watch) -> No
         assert line["loss_variance"] == pytest.approx(spread, rel=1e-4)
 
 
+def test_a_large_mean_that_is_shared_out_has_the_norm_of_one_that_is_not(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = watch(monitor=Monitoring(every=1, one_in=1))
+    monkeypatch.setattr("unisono.train.gradients.LARGE", 1000)
+    shared = watch(monitor=Monitoring(every=1, one_in=1))
+    norms = [[line["gradient_norm"] for line in lines] for lines in (alone, shared)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+    assert norms[1] != norms[0]  # it was read in other pieces
+
+
 def test_only_the_steps_that_are_watched_have_figures_and_no_weight_depends_on_it(watch: Watch) -> None:
     watched, alone = watch(monitor=2), watch()
     assert ["gradient_norm" in line for line in watched] == [True, False, True, False, True, False]

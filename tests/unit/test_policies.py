@@ -133,6 +133,14 @@ def test_a_worker_for_which_fewer_shards_make_up_stays() -> None:
     assert said == [[], [("set_balance", "speed")], *[[]] * 7]
 
 
+def test_workers_that_serve_are_neither_slow_nor_what_others_are_compared_with() -> None:
+    policy = StragglerPolicy(patience=1)
+    serving = [Timings(shard_s=0.0)] * 3
+    alike, slow = [Timings(shard_s=0.01)] * 2, [Timings(shard_s=0.01), Timings(shard_s=0.05)]
+    assert timed(policy, VIEW, *alike, *serving) == []
+    assert timed(policy, VIEW, *slow, *serving) == [("set_balance", "speed")]
+
+
 def test_one_slow_step_is_no_straggler_and_one_worker_has_none() -> None:
     policy = StragglerPolicy(patience=2)
     for seconds in (0.05, 0.01, 0.05, 0.01):

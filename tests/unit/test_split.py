@@ -51,3 +51,31 @@ def test_a_finer_split_gives_every_worker_the_pieces_of_its_shards(split: Split)
 def test_shards_that_are_no_multiple_are_refused(shards: int) -> None:
     with pytest.raises(ValueError, match=f"{shards} shards are no multiple of 8"):
         Split.even(8, 3).refined(shards)
+
+
+@given(st.data())
+def test_servers_are_the_last_ranks_and_the_others_share_the_shards_out_evenly(data: st.DataObject) -> None:
+    workers = data.draw(st.integers(1, 8))
+    shards = data.draw(st.integers(workers, 32))
+    servers = data.draw(st.integers(0, workers - 1))
+    split = Split.even(shards, workers).with_servers(servers)
+    computing = Split.even(shards, workers - servers)
+    assert (split.workers, split.shards) == (workers, shards)
+    assert list(split.servers) == [rank for rank in range(workers) if not split.of(rank)]
+    assert len(split.servers) == servers
+    assert [split.of(rank) for rank in range(computing.workers)] == [
+        computing.of(rank) for rank in range(computing.workers)
+    ]
+    assert [split.owner(shard) for shard in range(shards)] == [computing.owner(shard) for shard in range(shards)]
+    assert split.refined(3 * shards).servers == split.servers
+
+
+@pytest.mark.parametrize("servers", [3, 4, 9])
+def test_where_nobody_would_be_left_to_compute_nobody_only_serves(servers: int) -> None:
+    split = Split.even(8, 3)
+    assert split.with_servers(servers) == split
+    assert not split.servers
+
+
+def test_workers_of_different_speed_keep_to_it_when_another_one_serves() -> None:
+    assert Split((0, 5, 6, 8)).with_servers(1).bounds == (0, 7, 8, 8)  # five times as fast, and once

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.adapt.squared_norms import BLOCK, SquaredNorms
+from unisono.adapt.squared_norms import BLOCK, PIECE, SMALL, SquaredNorms, squares_of
 
 pytestmark = pytest.mark.unit
 
@@ -57,5 +57,17 @@ def test_blocks_that_are_read_stand_for_the_others_and_all_come_by() -> None:
 
 
 def test_small_tensors_are_always_read() -> None:
-    tensors = gradient()[:2]
+    tensors = [*gradient()[:2], torch.randn(SMALL, generator=torch.Generator().manual_seed(1))]
     assert norm_of(tensors, one_in=8, offset=5) == pytest.approx(exact(tensors), rel=1e-6)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_pieces_shared_out_among_workers_have_the_bits_of_one_worker(workers: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(numel, generator=draw) for numel in (3 * PIECE + 64, 0, 192, PIECE)]
+    alone = squares_of([*tensors, None], 0, 1)
+    rows = torch.stack([squares_of([*tensors, None], rank, workers) for rank in range(workers)])
+    assert alone.shape == (6,)
+    assert torch.equal(rows.sum(0), alone)
+    assert [int((row != 0).sum()) for row in rows] == [len(range(rank, 6, workers)) for rank in range(workers)]
+    assert float(alone.sum()) == pytest.approx(exact(tensors), rel=1e-6)

@@ -77,7 +77,13 @@ def splits(draw: st.DrawFn) -> Split:
     return Split((0, *sorted(cuts), shards))
 
 
-@given(split=splits(), topology=st.sampled_from(TOPOLOGIES), pieces=st.integers(1, 13))
+@st.composite
+def served(draw: st.DrawFn) -> Split:
+    split = draw(splits())
+    return split.with_servers(draw(st.integers(1, split.workers - 1)))
+
+
+@given(split=splits() | served(), topology=st.sampled_from(TOPOLOGIES), pieces=st.integers(1, 13))
 def test_every_worker_ends_with_the_root_of_every_piece_and_with_nothing_else(
     split: Split, topology: str, pieces: int
 ) -> None:
@@ -86,7 +92,7 @@ def test_every_worker_ends_with_the_root_of_every_piece_and_with_nothing_else(
         assert held == {(piece, root): expression(root) for piece in range(pieces)}
 
 
-@given(split=splits(), topology=st.sampled_from(TOPOLOGIES))
+@given(split=splits() | served(), topology=st.sampled_from(TOPOLOGIES))
 def test_a_message_waits_only_for_messages_of_earlier_rounds(split: Split, topology: str) -> None:
     graph = plan(split, topology, split.workers + 1)
     numbers = {message: number for number, messages in enumerate(graph.rounds) for message in messages}
@@ -101,6 +107,25 @@ def test_on_a_ring_partial_sums_go_to_the_next_neighbour_and_roots_to_the_one_be
     root = (Node(0, split.shards),)
     for message in plan(split, "ring", pieces).messages:
         assert message.receiver == (message.sender + (-1 if message.nodes == root else 1)) % split.workers
+
+
+@given(split=served(), topology=st.sampled_from(TOPOLOGIES), pieces=st.integers(1, 13))
+def test_servers_finish_the_pieces_in_turn_and_the_others_add_nothing_and_talk_to_nobody_else(
+    split: Split, topology: str, pieces: int
+) -> None:
+    graph, root = plan(split, topology, pieces), (Node(0, split.shards),)
+    server = {piece: split.servers[piece % len(split.servers)] for piece in range(pieces)}
+    for rank in range(split.workers):
+        for turn in graph.turns(rank):
+            assert all(server[one.piece] == rank for one in turn.sums)
+    computing = range(split.servers.start)
+    pushed = [message for message in graph.messages if message.receiver == server[message.piece]]
+    pulled = [message for message in graph.messages if message.sender == server[message.piece]]
+    assert len(pushed) + len(pulled) == len(list(graph.messages))
+    assert sorted((one.piece, one.sender) for one in pushed) == [(p, rank) for p in range(pieces) for rank in computing]
+    assert all(one.nodes == root for one in pulled)
+    others = [(p, rank) for p in range(pieces) for rank in range(split.workers) if rank != server[p]]
+    assert sorted((one.piece, one.receiver) for one in pulled) == others
 
 
 @given(split=splits(), pieces=st.integers(1, 4))

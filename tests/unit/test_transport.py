@@ -20,6 +20,7 @@ from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import Bucket
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
+from unisono.reduce.reduction import native
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
 
@@ -37,6 +38,10 @@ SPLITS = [
     Split.even(7, 3),
     Split.even(5, 5),
     Split.even(13, 4),
+    Split.even(8, 2).with_servers(1),
+    Split.even(8, 3).with_servers(1),
+    Split.even(8, 3).with_servers(2),
+    Split.even(13, 5).with_servers(2),
 ]
 
 
@@ -115,7 +120,8 @@ def run_over(connect: Connect, split: Split, work: Callable[[Transport], Any], t
 def partials_of(values: list[Tensor], shards: range) -> list[Tensor]:
     tree = SummationTree(len(values))
     leaves = {Node(shard, shard + 1): values[shard] for shard in shards}
-    return [tree.finish(leaves, torch.add, node).clone() for node in tree.cover(shards.start, shards.stop)]
+    partials = [tree.finish(leaves, torch.add, node).clone() for node in tree.cover(shards.start, shards.stop)]
+    return partials or [torch.full_like(values[0], 77)]  # of a server, whose values are not read
 
 
 def tree_sum(values: list[Tensor]) -> Tensor:
@@ -141,11 +147,11 @@ def test_every_worker_gets_the_bits_of_the_tree(split: Split, with_workers: With
             assert torch.equal(total, tree_sum(values[total.numel()]))
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
-def test_the_sum_is_divided_once_where_it_is_finished(workers: int, with_workers: WithWorkers) -> None:
+@pytest.mark.parametrize(("workers", "servers"), [(2, 0), (3, 0), (5, 0), (2, 1), (3, 2), (5, 2)])
+def test_the_sum_is_divided_once_where_it_is_finished(workers: int, servers: int, with_workers: WithWorkers) -> None:
     torch.manual_seed(0)
     values = [torch.randn(64 * 7) for _ in range(8)]
-    split = Split.even(8, workers)
+    split = Split.even(8, workers).with_servers(servers)
 
     def reduce(transport: Transport) -> Tensor:
         return transport.reduce("bucket", partials_of(values, split.of(transport.rank)), 3.0).clone()
@@ -180,6 +186,55 @@ def test_the_total_of_a_bucket_stays_until_that_bucket_is_reduced_again(with_wor
     assert with_workers(split, reduce) == [(6.0, 60.0), (6.0, 60.0)]
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_what_workers_push_and_pull_is_the_cover_of_their_shards_and_the_sum(
+    servers: int, with_workers: WithWorkers
+) -> None:
+    split = Split.even(8, 5).with_servers(servers)
+
+    def work(transport: Transport) -> int:
+        transport.reduce("b", partials_of([torch.ones(64 * 120)] * 8, split.of(transport.rank)))
+        return transport.traffic.take()[0]
+
+    tree, size = SummationTree(8), 64 * 120 * 4
+    pushed = [size * len(tree.cover(split.of(rank).start, split.of(rank).stop)) for rank in range(5 - servers)]
+    assert with_workers(split, work) == [*pushed, *[4 * size // servers] * servers]
+
+
+def test_a_long_bucket_is_pushed_in_pieces_while_the_first_ones_are_pulled(with_workers: WithWorkers) -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(5 * 2**19) for _ in range(8)]  # 10 MiB
+    split = Split.even(8, 4).with_servers(2)
+    totals = with_workers(split, lambda own: own.reduce("b", partials_of(values, split.of(own.rank)), 7.0).clone())
+    assert all(torch.equal(total, tree_sum(values).div_(7.0)) for total in totals)
+
+
+def test_workers_become_servers_and_compute_again_between_two_steps(with_workers: WithWorkers) -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(64 * 101) for _ in range(8)]
+
+    def work(transport: Transport) -> list[Tensor]:
+        totals = []
+        for servers in (0, 2, 1, 0):
+            split = Split.even(8, 4).with_servers(servers)
+            transport.resplit(split)
+            totals.append(transport.reduce("b", partials_of(values, split.of(transport.rank)), 3.0).clone())
+        return totals
+
+    for totals in with_workers(Split.even(8, 4), work):
+        assert all(torch.equal(total, tree_sum(values).div_(3.0)) for total in totals)
+
+
+@pytest.mark.parametrize("with_workers", [OverProcessGroup("auto")], indirect=True)
+def test_there_is_but_one_way_to_servers_and_nothing_to_measure(with_workers: WithWorkers) -> None:
+    def work(transport: Transport) -> tuple[str, int]:
+        transport.allocate([Bucket((), 640, torch.float32, torch.device("cpu"))], 1)
+        transport.reduce("b", [torch.zeros(640)] * 8)
+        return transport.topology, len(transport.measured)
+
+    assert with_workers(Split.even(8, 3).with_servers(1), work) == [("direct", 0)] * 3
+
+
 @pytest.mark.parametrize("with_workers", [OverProcessGroup("direct")], indirect=True)
 def test_native_reduction_agrees_with_the_tree_up_to_rounding(with_workers: WithWorkers) -> None:
     torch.manual_seed(0)
@@ -187,6 +242,15 @@ def test_native_reduction_agrees_with_the_tree_up_to_rounding(with_workers: With
     split = Split.even(3, 3)
     totals = with_workers(split, lambda transport: transport.reduce_native(values[transport.rank].clone()))
     assert all(torch.allclose(total, tree_sum(values), rtol=1e-12) for total in totals)
+
+
+@pytest.mark.parametrize("with_workers", [OverProcessGroup("direct")], indirect=True)
+def test_a_server_adds_nothing_of_its_own_to_a_native_sum(with_workers: WithWorkers) -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(640, dtype=torch.float64) for _ in range(8)]
+    split = Split.even(8, 3).with_servers(1)
+    totals = with_workers(split, lambda own: native(own, "b", partials_of(values, split.of(own.rank)), 2.0).clone())
+    assert all(torch.allclose(total, tree_sum(values) / 2, rtol=1e-12) for total in totals)
 
 
 @over_any_kind
@@ -216,7 +280,11 @@ def test_partial_sums_that_lie_where_the_transport_wants_them_give_the_bits_of_t
             assert torch.equal(total, tree_sum([value[number] for value in values]))
 
 
-@pytest.mark.parametrize("split", [Split.even(8, 1), Split.even(8, 3), Split((0, 3, 8)), Split.even(5, 5)])
+@pytest.mark.parametrize(
+    "split",
+    [Split.even(8, 1), Split.even(8, 3), Split((0, 3, 8)), Split.even(5, 5), Split.even(8, 3).with_servers(1)],
+    ids=str,
+)
 def test_workers_that_are_given_other_shards_get_the_bits_of_their_tree(
     split: Split, with_workers: WithWorkers
 ) -> None:

@@ -115,8 +115,8 @@ def test_an_even_split_gives_every_shard_one_owner_and_sizes_that_differ_by_one_
     assert split.widest == max(sizes)
 
 
-@pytest.mark.parametrize("bounds", [(), (0,), (1, 2), (0, 2, 2), (0, 3, 1)])
-def test_a_split_with_a_gap_or_an_empty_worker_is_refused(bounds: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("bounds", [(), (0,), (1, 2), (0, 0), (0, 0, 2), (0, 2, 2, 3), (0, 3, 1), (0, 3, 1, 1)])
+def test_a_split_with_a_gap_or_an_empty_worker_in_front_of_others_is_refused(bounds: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="ascending bounds"):
         Split(bounds)
 

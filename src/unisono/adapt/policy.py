@@ -86,9 +86,9 @@ class Policy:
         """
         self._decide("set_topology", name, why)
 
-    def set_strategy(self, name: str, **why: Figure) -> None:
-        """Change how workers synchronise: ``all-reduce``, so far."""
-        self._decide("set_strategy", name, why)
+    def set_strategy(self, strategy: object, **why: Figure) -> None:
+        """Change how workers synchronise: a strategy, or its text, such as ``local-sgd:every=16``."""
+        self._decide("set_strategy", str(strategy), why)
 
     def set_balance(self, balance: str, **why: Figure) -> None:
         """Split shards evenly (``even``), or by the workers' speed (``speed``); only elastic jobs do the latter."""

@@ -13,25 +13,32 @@ SMALL = 2**16
 BLOCK = 4096
 """Elements whose squares are added by one call: short enough for float32, and what is left out or not as one."""
 
+LARGE = 2**22
+"""Elements above which the mean gradient is shared out, if all of it is read: less is read sooner than asked for."""
+
+PIECE = 2**20
+"""Elements of the mean gradient that one worker reads for all of them. No number of workers decides where one ends."""
+
 
 class SquaredNorms:
     """Adds up squares in an order that nothing but the tensors' sizes decides, so that it always gives the same bits.
 
     With ``one_in`` above 1 only every so many-th block of a tensor is read, and stands for the others. Which ones
-    changes with ``offset``: over the steps all of them come by. Tensors that have fewer blocks, and what the last block
-    lacks, are always read.
+    changes with ``offset``: over the steps all of them come by. Small tensors, tensors that have fewer blocks, and what
+    the last block lacks, are always read.
 
     Args:
         tensors: how many a gradient has.
         one_in: how many blocks one stands for.
 
     Attributes:
+        one_in: the same.
         offset: of the first block that is read.
     """
 
     def __init__(self, tensors: int, one_in: int = 1) -> None:
         self.offset = 0
-        self._one_in = one_in
+        self.one_in = one_in
         self._parts: list[Sequence[_Part]] = [()] * tensors
         self._small: dict[int, Tensor] = {}
         self._scales: dict[tuple[tuple[int, float], ...], Tensor] = {}
@@ -45,7 +52,7 @@ class SquaredNorms:
         """One of its tensors, once each, in any order; not changed before :meth:`total`. What is absent is 0."""
         if tensor is None or not tensor.numel():
             return
-        if tensor.numel() <= SMALL and self._one_in == 1:
+        if tensor.numel() <= SMALL:
             self._small[number] = tensor
             return
         tensor = tensor.detach()
@@ -56,8 +63,8 @@ class SquaredNorms:
             parts.append(_Part(torch.linalg.vector_norm(flat[-rest:] if blocks else flat).view(1), 1.0))
         if blocks:
             rows = flat[: blocks * BLOCK].view(blocks, BLOCK)
-            if blocks >= self._one_in:
-                rows = rows[self.offset % self._one_in :: self._one_in]
+            if blocks >= self.one_in:
+                rows = rows[self.offset % self.one_in :: self.one_in]
             parts.append(_Part(torch.linalg.vector_norm(rows, dim=1), blocks / len(rows)))
         self._parts[number] = parts
 
@@ -80,6 +87,29 @@ class SquaredNorms:
             each = [torch.full((count,), scale, dtype=torch.float64) for count, scale in key]
             self._scales[key] = torch.cat(each)
         return self._scales[key]
+
+
+def squares_of(tensors: Sequence[Tensor | None], rank: int, workers: int) -> Tensor:
+    """The squared norms of the pieces of a gradient that are one worker's to read.
+
+    The places of the others are 0, so the sum over all workers has every piece's, with the same bits for any number.
+
+    Returns:
+        1-D of float64, a place per piece.
+    """
+    pieces = [piece for tensor in tensors if tensor is not None for piece in _pieces(tensor.detach().reshape(-1))]
+    squares = torch.zeros(len(pieces), dtype=torch.float64)
+    if mine := pieces[rank::workers]:
+        norms = [torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=1)) for rows in mine]
+        squares[rank::workers] = torch.stack(norms).double().square()
+    return squares
+
+
+def _pieces(flat: Tensor) -> list[Tensor]:
+    """Blocks as rows of matrices, and what the last block lacks in one of a single row."""
+    whole = flat.numel() // BLOCK * BLOCK
+    found = [*flat[:whole].view(-1, BLOCK).split(PIECE // BLOCK), flat[whole:].view(1, -1)]
+    return [piece for piece in found if piece.numel()]
 
 
 class _Part(NamedTuple):

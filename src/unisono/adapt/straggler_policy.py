@@ -66,6 +66,6 @@ class StragglerPolicy(Policy):
 
 
 def _ratios(seconds: list[float]) -> list[float]:
-    """How many times as long as the others each worker takes."""
-    others = (median(seconds[:rank] + seconds[rank + 1 :]) for rank in range(len(seconds)))
-    return [each / other if other > 0 else 1.0 for each, other in zip(seconds, others, strict=True)]
+    """How many times as long as the others each worker takes. Who only serves takes none for a shard."""
+    others = ([one for one in seconds[:rank] + seconds[rank + 1 :] if one > 0] for rank in range(len(seconds)))
+    return [each / median(other) if other else 1.0 for each, other in zip(seconds, others, strict=True)]

@@ -42,6 +42,7 @@ class View:
         generation: of the workers.
         departures: workers that were lost or left on notice so far, in the whole job.
         topology: the way of the partial sums over a process group; empty where there is none.
+        strategy: by which workers synchronise, as its text.
         links: between the workers, as measured last; None as long as nobody has, or where workers share memory.
         observed: what policies' :meth:`~unisono.Policy.observe` said last, by the policy's name.
     """
@@ -64,6 +65,7 @@ class View:
     generation: int = 0
     departures: int = 0
     topology: str = ""
+    strategy: str = "all-reduce"
     links: Links | None = None
     observed: Mapping[str, Mapping[str, Figure]] = field(default_factory=dict)
 

@@ -44,6 +44,13 @@ MaxRestarts = Annotated[
         help=f"Elastic: how often a place gets a new worker, on average; {MAX_RESTARTS} for A:B.", show_default=False
     ),
 ]
+StrategyName = Annotated[
+    str | None,
+    typer.Option(
+        help="How workers synchronise: all-reduce, parameter-server, model-averaging, pair-averaging, local-sgd or "
+        "diloco; settings after a colon: local-sgd:every=16."
+    ),
+]
 PolicyNames = Annotated[
     list[str] | None,
     typer.Option(
@@ -52,6 +59,11 @@ PolicyNames = Annotated[
 ]
 WorkerRange = Annotated[
     str, typer.Option("-n", "--workers", metavar="N|A:B", help="How many workers; A:B for an elastic job.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what each worker would be started with.")]
+ScriptName = Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.", metavar="SCRIPT")]
+ScriptArguments = Annotated[
+    list[str] | None, typer.Argument(help="Everything after the script belongs to the script.", metavar="ARGS")
 ]
 FaultScript = Annotated[
     Path | None, typer.Option("--faults", help="A script of faults to strike the job with: a rehearsal of failures.")

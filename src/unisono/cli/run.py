@@ -2,13 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from unisono.cli.options import (
     AllowJobChange,
     CheckpointEvery,
+    DryRun,
     FailureTimeout,
     FaultScript,
     Grace,
@@ -19,7 +19,10 @@ from unisono.cli.options import (
     PolicyNames,
     RestartOnError,
     RunDir,
+    ScriptArguments,
+    ScriptName,
     Shards,
+    StrategyName,
     Threads,
     TlsCert,
     TlsKey,
@@ -42,10 +45,8 @@ from unisono.membership.cores import usable_cores
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.", metavar="SCRIPT")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="Everything after the script belongs to the script.", metavar="ARGS")
-    ] = None,
+    script: ScriptName,
+    args: ScriptArguments = None,
     workers: WorkerRange = "1",
     module: Module = False,
     run_dir: RunDir = None,
@@ -65,7 +66,8 @@ def run(
     tls_key: TlsKey = None,
     faults: FaultScript = None,
     policy: PolicyNames = None,
-    dry: Annotated[bool, typer.Option("--dry-run", help="Print what each worker would be started with.")] = False,
+    strategy: StrategyName = None,
+    dry: DryRun = False,
 ) -> None:
     """Start workers that train together: unisono run -n 4 train.py --its-own flags.
 
@@ -88,6 +90,7 @@ def run(
         tuning=Tuning.of_this_process(wanted=tuned),
         warm_start=warm_start,
         policies=tuple(policy or ()),
+        strategy=strategy,
         extra_environment={} if faults is None else _rehearsal(faults),
     )
     elastic = ElasticSettings(

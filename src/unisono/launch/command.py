@@ -132,6 +132,7 @@ def _wishes(settings: LaunchSettings) -> dict[str, str]:
     wishes = {
         "UNISONO_SHARDS": settings.shards,
         "UNISONO_POLICIES": ",".join(settings.policies) or None,
+        "UNISONO_STRATEGY": settings.strategy,
         "UNISONO_THREADS": settings.threads,
         "UNISONO_CHECKPOINT_EVERY": settings.checkpoint_every,
     }

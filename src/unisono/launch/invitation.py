@@ -42,6 +42,7 @@ def _wishes(settings: ElasticSettings) -> list[str]:
         "--shards": launch.shards,
         "--threads": launch.threads,
         "--checkpoint-every": launch.checkpoint_every,
+        "--strategy": launch.strategy,
     }
     wishes = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     return [

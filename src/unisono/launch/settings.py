@@ -6,6 +6,7 @@ from pathlib import Path
 from unisono.errors import JobError
 from unisono.launch.script import Script
 from unisono.launch.tuning import Tuning
+from unisono.sync.named import strategy_of
 
 GRACE_S = 30.0
 """How long workers that were asked to leave may take, unless told otherwise."""
@@ -23,6 +24,7 @@ class LaunchSettings:
         threads: torch threads of each worker, if the person sets them here.
         checkpoint_every: steps between checkpoints, if the person sets them here.
         policies: by name, besides the script's; whether there are such, the workers find out.
+        strategy: by which the workers synchronise, if the person sets it here.
         allow_job_change: a resumed job may differ from the one of the checkpoint.
         grace_s: seconds that workers may take to leave after the first Ctrl-C or SIGTERM.
         tuning: how the workers' memory allocator is set.
@@ -38,6 +40,7 @@ class LaunchSettings:
     threads: int | None = None
     checkpoint_every: int | None = None
     policies: tuple[str, ...] = ()
+    strategy: str | None = None
     allow_job_change: bool = False
     grace_s: float = GRACE_S
     tuning: Tuning = field(default_factory=Tuning)
@@ -61,4 +64,6 @@ class LaunchSettings:
                 f"--workers {self.workers} with --shards {self.shards}: every worker needs at least one shard; "
                 f"set --shards {self.workers}, or start at most {self.shards} workers"
             )
+        if self.strategy is not None:
+            strategy_of(self.strategy)
         self.script.require_readable()

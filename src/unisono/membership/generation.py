@@ -12,7 +12,7 @@ class Generation:
     Attributes:
         number: 1, 2, 3 …, never reused within a run.
         rank: this worker's place in the roster.
-        split: which shards each worker computes.
+        split: which shards each worker computes, unless some only serve.
         departures: workers that were lost or left on notice before it, in the whole job.
     """
 
@@ -25,8 +25,3 @@ class Generation:
     def world_size(self) -> int:
         """The number of workers."""
         return self.split.workers
-
-    @property
-    def shards(self) -> range:
-        """The shards that this worker computes."""
-        return self.split.of(self.rank)

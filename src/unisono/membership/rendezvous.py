@@ -1,9 +1,11 @@
 """How the workers of a generation find each other and form a process group."""
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -126,6 +128,18 @@ def _gloo_device(store: dist.Store) -> Any:
     if address := getattr(store, "interface", ""):  # where this host reaches the coordinator, it reaches the others
         return dist.ProcessGroupGloo.create_device(hostname=address)
     return dist.ProcessGroupGloo.create_default_device()
+
+
+def own_address(store: dist.Store) -> str:
+    """Where workers of other hosts reach this one: as :func:`form_group` has it."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if getattr(store, "host", None) in ("127.0.0.1", "localhost", "::1"):
+        return "127.0.0.1"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    known = psutil.net_if_addrs().get(interface, [])
+    given = [address.address for address in known if address.family == socket.AF_INET]
+    return given[0] if given else getattr(store, "interface", "") or socket.gethostbyname(socket.gethostname())
 
 
 def backend_for(device: torch.device, environment: Environment) -> str:

@@ -47,6 +47,12 @@ class Batch:
         """The positions in the shuffled epoch that belong to a shard; may be empty."""
         return range(self.start + self.bounds[number], self.start + self.bounds[number + 1])
 
+    def part(self, shards: range) -> "Batch":
+        """What some neighbouring shards make up by themselves."""
+        first = self.bounds[shards.start]
+        bounds = tuple(bound - first for bound in self.bounds[shards.start : shards.stop + 1])
+        return replace(self, start=self.start + first, stop=self.start + first + bounds[-1], bounds=bounds)
+
 
 @dataclass(frozen=True, slots=True)
 class Batches:

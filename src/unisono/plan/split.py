@@ -2,22 +2,27 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """Contiguous ranges of shards, one per worker, in the order of ranks.
 
-    ``bounds`` has one entry more than there are workers: worker r owns ``bounds[r] … bounds[r+1]-1``.
+    ``bounds`` has one entry more than there are workers: worker r owns ``bounds[r] … bounds[r+1]-1``. Workers whose
+    range is empty are the last ones, and serve: they finish the sums of the others.
     """
 
     bounds: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        ascending = all(a < b for a, b in zip(self.bounds, self.bounds[1:], strict=False))
-        if len(self.bounds) < 2 or self.bounds[0] != 0 or not ascending:
-            raise ValueError(f"a split needs ascending bounds from 0, got {self.bounds}")
+        ends = [bound for bound in self.bounds[1:] if bound == self.bounds[-1]]
+        computing = self.bounds[: len(self.bounds) - len(ends) + 1]
+        ascending = all(a < b for a, b in pairwise(computing))
+        if len(computing) < 2 or self.bounds[0] != 0 or not ascending:
+            raise ValueError(
+                f"a split needs ascending bounds from 0, and may end in workers without shards; got {self.bounds}"
+            )
 
     @classmethod
     def even(cls, shards: int, workers: int) -> "Split":
@@ -49,6 +54,23 @@ class Split:
             counts[first] += 1
         return cls((0, *accumulate(counts)))
 
+    def with_servers(self, servers: int) -> "Split":
+        """The same workers, of which those of the highest ranks serve and compute nothing.
+
+        The others share the shards out evenly; where they do not now, by the speeds that this split speaks of.
+
+        Args:
+            servers: how many; none if nobody would be left to compute.
+        """
+        computing = self.workers - servers
+        if servers == 0 or computing < 1:
+            return self
+        if self == Split.even(self.shards, self.workers):
+            among = Split.even(self.shards, computing)
+        else:
+            among = Split.by_speed(self.shards, [1 / len(self.of(rank)) for rank in range(computing)])
+        return Split((*among.bounds, *(self.shards for _ in range(servers))))
+
     def refined(self, shards: int) -> "Split":
         """The same parts of a batch that is cut finer: each shard into equally many, which are neighbours.
 
@@ -75,6 +97,11 @@ class Split:
     def workers(self) -> int:
         """The number of workers."""
         return len(self.bounds) - 1
+
+    @property
+    def servers(self) -> range:
+        """The ranks of the workers that compute nothing; there may be none."""
+        return range(sum(bound < self.shards for bound in self.bounds), self.workers)
 
     @property
     def shards(self) -> int:

@@ -68,6 +68,10 @@ def _star(workers: int, piece: int) -> Parents:
     return (0,) * workers
 
 
+def _served(split: Split, piece: int) -> Parents:
+    return (split.servers[piece % len(split.servers)],) * split.workers
+
+
 _PARENTS: dict[str, Callable[[int, int], Parents]] = {"direct": _direct, "ring": _ring, "tree": _tree, "star": _star}
 
 TOPOLOGIES = tuple(_PARENTS)
@@ -130,22 +134,25 @@ def plan(split: Split, topology: str, pieces: int) -> Plan:
     """The graph of sends for buckets that are cut into so many pieces.
 
     Args:
-        split: which shards each worker computes.
-        topology: one of :data:`TOPOLOGIES`.
+        split: which shards each worker computes. Where some only serve, they finish the pieces, and all others send to
+            them.
+        topology: one of :data:`TOPOLOGIES`, for workers that all compute.
         pieces: any number. They follow each other on the same way; where workers share them out, in turn.
     """
+    abreast = finishers(split, topology)
     rounds: dict[int, list[Message]] = {}
     for piece in range(pieces):
-        parents = _PARENTS[topology](split.workers, piece)
-        start = piece // split.workers if shares_out(topology) else piece
+        parents = _served(split, piece) if split.servers else _PARENTS[topology](split.workers, piece)
         for number, message in _messages(split, parents, piece):
-            rounds.setdefault(start + number, []).append(message)
+            rounds.setdefault(piece // abreast + number, []).append(message)
     return Plan(split, pieces, tuple(tuple(rounds[number]) for number in sorted(rounds)))
 
 
-def shares_out(topology: str) -> bool:
-    """Whether every worker finishes a piece of its own, so that there should be as many pieces as workers."""
-    return topology in ("direct", "ring")
+def finishers(split: Split, topology: str) -> int:
+    """How many workers finish pieces of their own, so that there should be as many pieces, or several times as many."""
+    if split.servers:
+        return len(split.servers)
+    return split.workers if topology in ("direct", "ring") else 1
 
 
 def distinct(workers: int) -> tuple[str, ...]:
@@ -166,9 +173,10 @@ def _messages(split: Split, parents: Parents, piece: int) -> Iterator[tuple[int,
     depths = [_depth(parents, rank) for rank in ranks]
     heights = _heights(parents, depths)
     for rank in sorted(ranks, key=lambda rank: heights[rank])[:-1]:
-        nodes, _ = _added(tree, held[rank])
-        yield heights[rank], Message(piece, rank, parents[rank], nodes)
-        held[parents[rank]] += nodes
+        if held[rank]:  # a server has nothing of its own
+            nodes, _ = _added(tree, held[rank])
+            yield heights[rank], Message(piece, rank, parents[rank], nodes)
+            held[parents[rank]] += nodes
     # Of those that one worker sends to, the one with the longest way below itself comes first.
     for rank in sorted(ranks, key=lambda rank: (depths[rank], -heights[rank]))[1:]:
         yield max(heights) + depths[rank] - 1, Message(piece, parents[rank], rank, (tree.root,))

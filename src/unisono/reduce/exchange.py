@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.plan.split import Split, even_bounds
-from unisono.plan.topology import Message, Sum, plan, shares_out
+from unisono.plan.topology import Message, Sum, finishers, plan
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import ALIGNMENT
 
@@ -17,7 +17,7 @@ PIECE = 2**19
 """Bytes that a piece has at least, where the number of pieces is free."""
 
 MOST_PIECES = 4
-"""Where the number of pieces is free."""
+"""For each worker that finishes some, where the number of pieces is free."""
 
 Place = tuple[int, Node]
 """Which partial sum: the piece of the bucket, and the node of the summation tree."""
@@ -61,7 +61,7 @@ class Messages(Exchange):
         tree, mine = SummationTree(split.shards), split.of(rank)
         self._root = tree.root
         self._cover = tree.cover(mine.start, mine.stop)
-        pieces = _pieces(like, split.workers, topology)
+        pieces = pieces_of(like, split, topology)
         bounds = [unit * ALIGNMENT for unit in even_bounds(like.numel() // ALIGNMENT, pieces)]
         self._parts = [slice(start, stop) for start, stop in pairwise(bounds)]
         graph = plan(split, topology, pieces)
@@ -83,8 +83,10 @@ class Messages(Exchange):
         arriving = [self._receive(turn.received) if turn.received else [] for turn in self._turns]
         leaving: list[Any] = []
         values = dict(self._slots)
+        if divisor is not None and self._cover == (self._root,):  # the only worker that computes: nobody adds anything
+            partials[0].div_(divisor)
         for piece, part in enumerate(self._parts):
-            values |= {(piece, node): partial[part] for node, partial in zip(self._cover, partials, strict=True)}
+            values |= {(piece, node): partial[part] for node, partial in zip(self._cover, partials, strict=False)}
         for turn, works in zip(self._turns, arriving, strict=True):
             for work in works:
                 work.wait()
@@ -116,9 +118,10 @@ class Messages(Exchange):
 
 
 class Collectives(Exchange):
-    """The topology ``direct`` by two standard collectives, for backends that have nothing else in common.
+    """The topology ``direct`` by standard collectives, for backends that have nothing else in common.
 
-    An all-to-all of the partial sums, and an all-gather of the finished pieces. It copies more than :class:`Messages`.
+    An all-to-all of the partial sums, and an all-gather of the finished pieces; where only some workers finish pieces,
+    a broadcast from each of them. It copies more than :class:`Messages`.
 
     Args:
         group: any backend.
@@ -128,11 +131,13 @@ class Collectives(Exchange):
     """
 
     def __init__(self, group: Any, like: Tensor, rank: int, split: Split) -> None:
-        self._group = group
+        self._group, self._rank = group, rank
         self._tree = SummationTree(split.shards)
         covers = [self._tree.cover(split.of(peer).start, split.of(peer).stop) for peer in range(split.workers)]
-        length = -(-like.numel() // (ALIGNMENT * split.workers)) * ALIGNMENT
-        self._starts = [min(peer * length, like.numel()) for peer in range(split.workers + 1)]
+        self._servers = split.servers
+        first, parts = (self._servers.start, len(self._servers)) if self._servers else (0, split.workers)
+        length = -(-like.numel() // (ALIGNMENT * parts)) * ALIGNMENT
+        self._starts = [min(max(peer - first, 0) * length, like.numel()) for peer in range(split.workers + 1)]
         sizes = [stop - start for start, stop in pairwise(self._starts)]
         mine, own = sizes[rank], len(covers[rank])
         self._nodes = [node for cover in covers for node in cover]
@@ -141,33 +146,50 @@ class Collectives(Exchange):
         self._receive_sizes = [len(cover) * mine for cover in covers]
         self._received = like.new_empty(len(self._nodes) * mine)
         self._part = like.new_zeros(length)
-        self._gathered = like.new_empty(split.workers * length)
+        self._gathered = like.new_empty(parts * length)
         self._total = self._gathered[: like.numel()]
-        others = split.workers - 1
-        self.sent_messages = 2 * others
-        self.sent_bytes = (sum(self._send_sizes) - self._send_sizes[rank] + others * length) * like.itemsize
+        self._shares = [self._total[start:stop] for start, stop in pairwise(self._starts)]
+        others, told = split.workers - 1, mine if self._servers else length
+        self.sent_messages = sum(size > 0 for size in self._send_sizes) - (self._send_sizes[rank] > 0)
+        self.sent_messages += others if told else 0
+        self.sent_bytes = (sum(self._send_sizes) - self._send_sizes[rank] + others * told) * like.itemsize
 
     def reduce(self, partials: Sequence[Tensor], divisor: float | None) -> Tensor:
-        """All-to-all, finish the tree on this worker's piece, all-gather."""
+        """All-to-all, finish the tree on this worker's piece, all-gather or broadcast."""
         packed = self._pack(partials)
         self._group.alltoall_base(self._received, packed, self._receive_sizes, self._send_sizes).wait()
         parts = self._received.view(len(self._nodes), -1)
         part = self._tree.finish(dict(zip(self._nodes, parts, strict=True)), lambda left, right: left.add_(right))
         if divisor is not None:
             part.div_(divisor)
+        if self._servers:
+            self._hand_out(part)
+            return self._total
         self._part[: part.numel()].copy_(part)
         self._group._allgather_base(self._gathered, self._part).wait()
         return self._total
 
+    def _hand_out(self, part: Tensor) -> None:
+        if self._rank in self._servers:
+            self._shares[self._rank].copy_(part)
+        for server in self._servers:
+            if self._shares[server].numel():
+                self._group.broadcast(self._shares[server], server).wait()
+
     def _pack(self, partials: Sequence[Tensor]) -> Tensor:
         """The partial sums in the order in which they are sent: by receiver, then from left to right."""
+        if self._rank in self._servers:
+            return self._packed
         if len(partials) == 1:
             return partials[0]
         pieces = [partial[start:stop] for start, stop in pairwise(self._starts) for partial in partials]
         return torch.cat(pieces, out=self._packed)
 
 
-def _pieces(like: Tensor, workers: int, topology: str) -> int:
+def pieces_of(like: Tensor, split: Split, topology: str) -> int:
     """Into how many pieces a bucket is cut."""
-    wanted = workers if shares_out(topology) else min(like.nbytes // PIECE, MOST_PIECES)
-    return max(1, min(wanted, like.numel() // ALIGNMENT))
+    abreast = finishers(split, topology)
+    in_turn = 1
+    if abreast < split.workers:  # while one piece comes back, the next is on its way there
+        in_turn = max(1, min(like.nbytes // abreast // PIECE, MOST_PIECES))
+    return max(1, min(abreast * in_turn, like.numel() // ALIGNMENT))

@@ -18,7 +18,8 @@ class HierarchicalTransport(HostTransport):
     """Every worker adds its part of a bucket over its host, and finishes it with the workers of equal local rank.
 
     A host's partial sums are whole subtrees, since its workers have neighbouring shards, so the order of additions is
-    the tree's. Between hosts, every element travels once per host and not once per worker.
+    the tree's. Between hosts, every element travels once per host and not once per worker. Workers that serve compute
+    nothing, and add like all others of their host; a host of servers finishes the sums of the other hosts.
 
     Args:
         peers: the workers of this host; every host has as many.
@@ -75,9 +76,9 @@ class HierarchicalTransport(HostTransport):
             part = slice(mine.start, mine.stop)
             own = {node: value[part] for node, value in gathered.partials.items()}
             sums = [self.tree.finish(own, lambda left, right: left.add_(right), node) for node in self._cover]
-            result[part].copy_(self._across.reduce(bucket, sums, divisor))
+            result[part].copy_(self._across.reduce(bucket, sums or [result[part]], divisor))
         self._memory.meet()
-        self._count_reduction(result, len(partials))
+        self._count_reduction(result, len(partials) if self.computes else 0)
         return result
 
     def all_gather(self, row: Tensor) -> Tensor:

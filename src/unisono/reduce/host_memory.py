@@ -49,8 +49,7 @@ class HostMemory:
 
     def part(self, numel: int) -> range:
         """The elements of a flat buffer that are this worker's to change."""
-        bounds = even_bounds(numel // ALIGNMENT, len(self._covers))
-        return range(bounds[self._peers.rank] * ALIGNMENT, bounds[self._peers.rank + 1] * ALIGNMENT)
+        return part_of(numel, self._peers.rank, len(self._covers))
 
     def private(self, total: Tensor) -> Tensor:
         """A result as it is now, in memory that this worker may change."""
@@ -65,7 +64,8 @@ class HostMemory:
 
         Args:
             bucket: names the bucket.
-            partials: this worker's, from left to right; copied if they are not in a row that was allocated here.
+            partials: this worker's, from left to right; copied if they are not in a row that was allocated here. From a
+                worker without shards one that tells which bucket it is.
 
         Returns:
             everybody's partial sums, and the buffer for the result.
@@ -75,7 +75,8 @@ class HostMemory:
             places = list(self._copied(bucket, partials))
         known = [place for place in places if place is not None]
         pool, number = known[0].pool, known[0].bucket
-        told = self._peers.exchange(bytes(place.row for place in known))
+        own = self._covers[self._peers.rank]
+        told = self._peers.exchange(bytes(place.row for place, _ in zip(known, own, strict=False)))
         leaves = {
             node: pool.rows[rank][row][number]
             for rank, cover in enumerate(self._covers)
@@ -108,6 +109,12 @@ class HostMemory:
         for row, partial in zip(pool.rows[self._peers.rank], partials, strict=True):
             row[0].copy_(partial)
         return [_Place(pool, number, 0) for number in range(len(partials))]
+
+
+def part_of(numel: int, number: int, parts: int) -> range:
+    """The elements of one of so many parts of a flat buffer, whose ends are aligned."""
+    bounds = even_bounds(numel // ALIGNMENT, parts)
+    return range(bounds[number] * ALIGNMENT, bounds[number + 1] * ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,16 @@ class HostTransport(Transport, ABC):
         return self._memory.share(buckets)
 
     def part(self, numel: int) -> range:
-        """The part that this worker adds, for its host."""
+        """An equal part for each worker of this host."""
         return self._memory.part(numel)
+
+    def summed(self, numel: int) -> range:
+        """Which elements of a bucket this worker adds, for its host.
+
+        Args:
+            numel: of the bucket.
+        """
+        return self.part(numel)
 
     def private(self, total: Tensor) -> Tensor:
         """A copy that costs nothing until it is written to."""
@@ -55,7 +63,7 @@ class HostTransport(Transport, ABC):
 
     def _count_reduction(self, total: Tensor, partials: int) -> None:
         """Others of this host read their parts of this worker's partial sums, and its part of the total."""
-        others, mine = len(self._peers.ranks), len(self.part(total.numel()))
+        others, mine = len(self._peers.ranks), len(self.summed(total.numel()))
         self.traffic.count((partials * (total.numel() - mine) + others * mine) * total.itemsize, 2 * others)
 
     def _count_copies(self, tensor: Tensor) -> None:

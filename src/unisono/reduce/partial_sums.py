@@ -38,7 +38,7 @@ class PartialSums:
     Args:
         tree: the summation tree.
         shards: of this worker.
-        rows: as many as ``tree.most_kept`` of these shards.
+        rows: as many as ``tree.most_kept`` of these shards; one without shards, which tells what the buckets are like.
     """
 
     def __init__(self, tree: SummationTree, shards: range, rows: Sequence[Row]) -> None:
@@ -87,7 +87,7 @@ class PartialSums:
         All of its tensors were put.
 
         Returns:
-            flat buffers, from left to right.
+            flat buffers, from left to right; one that holds nothing where there are no shards.
         """
         return [row.flats[bucket] for row in self._left()]
 
@@ -97,6 +97,8 @@ class PartialSums:
         return tuple(self._left())
 
     def _left(self) -> list[Row]:
+        if not self._merge_counts:
+            return self._free
         # Asked while the last shard is open, the rows that it makes whole still lie on the stack.
         merged = max(0, self._merges[-1] - 1) if self._merges else 0
         assert len(self._merges) <= 1, f"{len(self._merges) - 1} more shards are to come"

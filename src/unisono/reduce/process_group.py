@@ -60,8 +60,8 @@ class ProcessGroupTransport(Transport):
 
     @property
     def topology(self) -> str:
-        """Of the largest buckets."""
-        return "direct" if self._by_collectives else self._choice.topology(LARGEST)
+        """Of the largest buckets; to servers it is always direct."""
+        return "direct" if self._by_collectives or self.split.servers else self._choice.topology(LARGEST)
 
     @property
     def waits(self) -> bool:
@@ -120,6 +120,8 @@ class ProcessGroupTransport(Transport):
         return perf_counter() - begun
 
     def _compare(self, buckets: Sequence[Bucket]) -> None:
+        if self.split.servers:  # there is but one way
+            return
         for bucket in self._choice.open(buckets):
             seconds = self._choice.measure(bucket, partial(self._trial, bucket))
             size = bucket.numel * bucket.dtype.itemsize

@@ -26,6 +26,8 @@ def exact(transport: Transport, bucket: Hashable, partials: Sequence[Tensor], di
 def native(transport: Transport, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None) -> Tensor:
     """By the backend's own all-reduce: its own order of additions."""
     total, *others = partials
+    if not transport.computes:
+        total.zero_()
     for other in others:
         total.add_(other)
     total = transport.reduce_native(total)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree, children
-from unisono.reduce.host_memory import Gathered
+from unisono.reduce.host_memory import Gathered, part_of
 from unisono.reduce.host_transport import HostTransport
 from unisono.reduce.peers import LARGEST_MESSAGE, Peers
 from unisono.reduce.segments import pages, share_segments
@@ -22,6 +22,8 @@ RELAY = 4 * 2**20
 
 class SharedMemoryTransport(HostTransport):
     """Every worker writes its partial sums into memory that all share, and adds its part of the tree over all of them.
+
+    Where some only serve, they add, and the others read what became of it.
 
     A reduction has two meetings, each a small message to every peer: when all partial sums are written, and when all
     parts of the result are. Nothing is copied through a socket, and nobody waits busily.
@@ -49,13 +51,20 @@ class SharedMemoryTransport(HostTransport):
         if gathered.place not in self._additions:
             self._additions[gathered.place] = list(self._plan(gathered))
         for additions in self._additions[gathered.place]:
-            for left, right, out in additions:
-                torch.add(left, right, out=out)
+            for addition in additions:
+                addition.carry_out()
             if divisor is not None:
                 additions[-1].out.div_(divisor)
         self._memory.meet()
-        self._count_reduction(gathered.result, len(partials))
+        self._count_reduction(gathered.result, len(partials) if self.computes else 0)
         return gathered.result
+
+    def summed(self, numel: int) -> range:
+        """A server's share, where there are some."""
+        servers = self.split.servers
+        if not servers:
+            return super().summed(numel)
+        return part_of(numel, self.rank - servers.start, len(servers)) if self.rank in servers else range(0)
 
     def all_gather(self, row: Tensor) -> Tensor:
         """Small rows travel as messages, large ones through memory that is given back at once."""
@@ -96,7 +105,7 @@ class SharedMemoryTransport(HostTransport):
 
     def _plan(self, gathered: Gathered) -> Iterator[list["_Addition"]]:
         """The additions of this worker's part, piece by piece. They are the same in every step."""
-        mine = self.part(gathered.result.numel())
+        mine = self.summed(gathered.result.numel())
         for begin in mine[::PIECE]:
             piece = slice(begin, min(begin + PIECE, mine.stop))
             partials = {node: value[piece] for node, value in gathered.partials.items()}
@@ -127,8 +136,14 @@ class SharedMemoryTransport(HostTransport):
 
 class _Addition(NamedTuple):
     left: Tensor
-    right: Tensor
+    right: Tensor | None  # where there is nothing to add, it is copied
     out: Tensor
+
+    def carry_out(self) -> None:
+        if self.right is None:
+            self.out.copy_(self.left)
+        else:
+            torch.add(self.left, self.right, out=self.out)
 
 
 def _additions(tree: SummationTree, partials: dict[Node, Tensor], result: Tensor) -> list[_Addition]:
@@ -139,5 +154,7 @@ def _additions(tree: SummationTree, partials: dict[Node, Tensor], result: Tensor
         found.append(_Addition(left, right, left))
         return left
 
+    if tree.root in partials:  # the others only serve
+        return [_Addition(partials[tree.root], None, result)]
     left, right = (tree.finish(partials, add, half) for half in children(tree.root))
     return [*found, _Addition(left, right, result)]

@@ -65,8 +65,13 @@ class Transport(ABC):
         """Whether a thread of this worker waits for another worker in a verb."""
         return False
 
+    @property
+    def computes(self) -> bool:
+        """Whether this worker has shards. Else it serves: it finishes sums, and adds nothing of its own to them."""
+        return self.rank not in self.split.servers
+
     def resplit(self, split: Split) -> None:
-        """The same workers have other shards from now on. Collective.
+        """The same workers have other shards from now on, or some of them serve. Collective.
 
         Connections stay. What was planned for the shards before is let go of: buffers that were allocated, and totals.
 
@@ -94,7 +99,8 @@ class Transport(ABC):
         Args:
             bucket: names the bucket, so that its buffers are allocated once.
             partials: this worker's partial sums, the cover of its shards from left to right: 1-D tensors of
-                one length, a multiple of 64 elements. They may be overwritten.
+                one length, a multiple of 64 elements. They may be overwritten. A worker that serves gives one tensor
+                that is like them; its values are not read.
             divisor: what the root's value is divided by, once, where it is finished; the same on every worker.
 
         Returns:

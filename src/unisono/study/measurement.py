@@ -23,7 +23,16 @@ OWN = ("UNISONO_STOP_AFTER", "UNISONO_STOP_AFTER_EPOCHS", "UNISONO_BATCH_SCALE")
 RATE_WARMUP_SHARE = 5
 """The learning rate grows over a fifth of the steps at most."""
 
-DECIDING = ("TRANSPORT", "TOPOLOGY", "OVERLAP", "SHARD_OPTIMIZER", "VERIFY_EVERY", "MONITOR_EVERY", "CHECKPOINT_EVERY")
+DECIDING = (
+    "STRATEGY",
+    "TRANSPORT",
+    "TOPOLOGY",
+    "OVERLAP",
+    "SHARD_OPTIMIZER",
+    "VERIFY_EVERY",
+    "MONITOR_EVERY",
+    "CHECKPOINT_EVERY",
+)
 ADDING = ("POLICIES", "PLUGINS", "BATCH_SCALE_WARMUP")
 """Variables that change how long a step takes, or what it computes, behind ``UNISONO_``."""
 

@@ -79,7 +79,8 @@ def _of_workers(line: Mapping[str, Any], after: Mapping[str, Any]) -> StepTimes 
 def _computed(line: Mapping[str, Any], shard_s: Sequence[float]) -> list[float]:
     """Seconds that each worker computed, by rank."""
     shards = line.get("shards") or line["setting"]["shards"]
-    split = Split.even(shards, len(shard_s))
+    serving = sum(not each for each in shard_s)  # who serves computes nothing, and tells no time for it
+    split = Split.even(shards, len(shard_s)).with_servers(serving)
     spent = [len(split.of(rank)) * each for rank, each in enumerate(shard_s)]
     # A shard's time is of the first call of step.run; the main worker's whole time tells what all calls came to.
     calls = line["seconds"]["compute"] / spent[0] if line.get("losses") and spent[0] > 0 else 1.0

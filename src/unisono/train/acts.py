@@ -30,6 +30,7 @@ class Acts:
     Attributes:
         done: how many this worker has completed.
         step: that it has committed last.
+        begins: called before each of the script's calls, outside of acts.
         formed_s: seconds that connecting and catching up took in the present generation; 0 in the first.
     """
 
@@ -37,6 +38,7 @@ class Acts:
         self.done = 0
         self.hand_over: HandOver = lambda arrival, changed: None
         self.depart: Callable[[Dismissed], NoReturn] = _leave
+        self.begins: Callable[[], None] = lambda: None
         self.step = 0
         self.formed_s = 0.0
         self._membership = membership
@@ -65,6 +67,7 @@ class Acts:
         """
         if self._membership.joins:
             return self._known()  # type: ignore[no-any-return]
+        self.begins()
         number = self.done
         while self.done == number:
             try:

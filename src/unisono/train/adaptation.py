@@ -15,10 +15,12 @@ from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
 from unisono.errors import JobError, PolicyError
 from unisono.plan.topology import TOPOLOGIES
+from unisono.sync.all_reduce import AllReduce
+from unisono.sync.named import strategy_of
+from unisono.sync.strategy import Strategy
 
 NAMES: dict[Verb, tuple[str, ...]] = {
     "set_topology": ("auto", *TOPOLOGIES),
-    "set_strategy": ("all-reduce",),
     "set_balance": ("even", "speed"),
 }
 """What verbs can be given that take a name."""
@@ -34,12 +36,14 @@ class Adaptation:
         batch_size: that the job begins with.
         shards: of the job.
         balances: whether shards are split by speed to begin with.
+        strategy: that the job begins with.
 
     Attributes:
         batch_size: of the next step.
         shards: that its batch is cut into: a multiple of the job's.
         rate: by which the script's learning rates are multiplied.
         topology: of the process group, if policies have chosen one.
+        strategy: by which workers synchronise.
         balances: whether shards are split by speed.
         measures_links: whether a policy wants to know how fast connections are.
         has_begun: whether the policies know that training has.
@@ -52,9 +56,18 @@ class Adaptation:
         JobError: two policies have one name.
     """
 
-    def __init__(self, policies: Sequence[Policy], batch_size: int, shards: int, *, balances: bool = False) -> None:
+    def __init__(
+        self,
+        policies: Sequence[Policy],
+        batch_size: int,
+        shards: int,
+        *,
+        balances: bool = False,
+        strategy: Strategy | None = None,
+    ) -> None:
         self.batch_size, self.shards, self.rate = batch_size, shards, 1.0
         self.topology: str | None = None
+        self.strategy = self._first_strategy = strategy or AllReduce()
         self.balances, self.measures_links = balances, False
         self.has_begun = False
         self.stopped: int | None = None
@@ -127,6 +140,8 @@ class Adaptation:
                     self.rate *= float(decision.value or 0.0) / view.learning_rate
                 case "set_topology":
                     self.topology = str(decision.value)
+                case "set_strategy":
+                    self.strategy = strategy_of(str(decision.value))
                 case "set_balance":
                     self.balances = decision.value == "speed"
                 case "measure_links":
@@ -158,6 +173,7 @@ class Adaptation:
             "base": asdict(self._base),
             "rate": self.rate,
             "topology": self.topology,
+            "strategies": [str(self._first_strategy), str(self.strategy)],
             "balances": self.balances,
             "measures_links": self.measures_links,
             "has_begun": self.has_begun,
@@ -170,13 +186,16 @@ class Adaptation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`. A policy that is new begins anew; of one that is gone its effects stay.
 
-        A job that was changed on purpose, to another batch or number of shards, begins with its own.
+        A job that was changed on purpose, to another batch, number of shards or strategy, begins with its own.
         """
         if state["base"] == asdict(self._base):
             self.batch_size, self.shards = state["batch_size"], state["shards"]
         self.rate = state["rate"]
         self.has_begun, self.digest, self.stopped = state["has_begun"], state["digest"], state["stopped"]
         self.topology, self.balances = state["topology"], state["balances"]
+        first, strategy = state["strategies"]
+        if first == str(self._first_strategy):
+            self.strategy = strategy_of(strategy)
         self.measures_links = state["measures_links"]
         self.observed = {name: dict(figures) for name, figures in state["observed"].items()}
         for name, policy in self._policies.items():
@@ -200,8 +219,16 @@ class Adaptation:
             raise PolicyError(
                 f"the policy {decision.policy} wants {decision.verb}({value!r}): use one of {', '.join(known)}"
             )
+        if decision.verb == "set_strategy":
+            self._check_strategy(decision)
         if decision.verb == "set_batch_size":
             self._check_batch(decision)
+
+    def _check_strategy(self, decision: Decision) -> None:
+        try:
+            strategy_of(str(decision.value))
+        except JobError as error:
+            raise PolicyError(f"the policy {decision.policy} wants set_strategy({decision.value!r}): {error}") from None
 
     def _check_batch(self, decision: Decision) -> None:
         samples, base = decision.value, self._base.shards

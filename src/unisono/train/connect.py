@@ -12,7 +12,7 @@ from unisono.errors import JobError
 from unisono.job import Job
 from unisono.membership.environment import Environment
 from unisono.membership.generation import Generation
-from unisono.membership.rendezvous import backend_for, form_group
+from unisono.membership.rendezvous import backend_for, form_group, own_address
 from unisono.plan.topology import TOPOLOGIES
 from unisono.reduce.hierarchical import HierarchicalTransport, host_split
 from unisono.reduce.process_group import ProcessGroupTransport
@@ -62,9 +62,10 @@ def connect(job: Job, generation: Generation, meeting: Meeting, how: Connection)
     chosen = _chosen(job, environment, how)
     if chosen == "shared_memory":
         return Workers(generation, SharedMemoryTransport(meeting.peers(), generation.rank, generation.split))
-    everyone = Workers(generation, _over_process_group(job, meeting, generation, how))
+    host = "" if environment.local_world_size == environment.world_size else own_address(meeting.store())
+    everyone = Workers(generation, _over_process_group(job, meeting, generation, how), host)
     if chosen == "hierarchical" and _share_hosts(everyone, environment, how):
-        return Workers(generation, _over_hosts(everyone, meeting, how))
+        return Workers(generation, _over_hosts(everyone, meeting, how), host)
     return everyone
 
 

@@ -1,7 +1,7 @@
 """The control word: what every worker tells all others once per step, beside the gradients."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, fields
 
 import numpy as np
@@ -143,9 +143,15 @@ class ControlWord:
         return tuple(_flags(row) for row in self._numbers(words)[:, :_HEADER].tolist())
 
     def has_silent_worker(self, words: torch.Tensor) -> bool:
-        """Whether some worker had nothing but empty shards, and so cannot know which metrics were logged."""
+        """Whether some worker had nothing but empty shards, or none, and so cannot know which metrics were logged."""
         numbers = self._numbers(words)
         return any(not self._rows(numbers, rank)[:, 1].any() for rank in range(self.split.workers))
+
+    def logged(self, words: torch.Tensor) -> float | None:
+        """Tells which metrics the first shard that is not empty has logged; None if all are."""
+        numbers = self._numbers(words)
+        rows = (row for rank in range(self.split.workers) for row in self._rows(numbers, rank))
+        return next((float(row[_FIXED - 1]) for row in rows if row[1]), None)
 
     def _numbers(self, words: torch.Tensor) -> _Words:
         return np.ascontiguousarray(words.numpy()[:, : 8 * (_HEADER + self.split.widest * _ROW)]).view(np.float64)
@@ -166,7 +172,7 @@ def _flags(header: Sequence[float]) -> Flags:
 def _fill(row: _Words, report: ShardReport) -> None:
     if len(report.metrics) > MAX_METRICS:
         raise LossError(f"{len(report.metrics)} metrics logged in one loss function: at most {MAX_METRICS} fit")
-    row[:_FIXED] = report.loss, report.weight, report.squared_norm, _signature(report.metrics)
+    row[:_FIXED] = report.loss, report.weight, report.squared_norm, signature_of(report.metrics)
     for number, name in enumerate(sorted(report.metrics)):
         row[_FIXED + number] = report.metrics[name]
 
@@ -175,7 +181,7 @@ def _report(row: _Words, shard: int, names: Sequence[str]) -> ShardReport:
     loss, weight, squared_norm, signature = row[:_FIXED].tolist()
     if weight == 0:
         return ShardReport()
-    if signature != _signature(dict.fromkeys(names, 0.0)):
+    if signature != signature_of(names):
         logged = ", ".join(sorted(names)) or "nothing"
         raise LossError(
             f"shard {shard} logged other metrics than this worker's shards ({logged}): "
@@ -185,7 +191,8 @@ def _report(row: _Words, shard: int, names: Sequence[str]) -> ShardReport:
     return ShardReport(loss, weight, dict(zip(sorted(names), values, strict=True)), squared_norm)
 
 
-def _signature(metrics: Mapping[str, float]) -> float:
+def signature_of(metrics: Iterable[str]) -> float:
+    """A number that stands for these names."""
     digest = hashlib.blake2b("\n".join(sorted(metrics)).encode(), digest_size=6).digest()
     return float(int.from_bytes(digest, "little"))
 

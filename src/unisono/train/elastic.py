@@ -228,7 +228,7 @@ class Elastic(Membership):
                 with suppress(InvalidStateError):
                     self._forming.set_exception(WorkerLost("another worker was lost before all had met"))
                 self._door.close()
-                self._workers.transport.abort()
+                self._workers.abort()
 
     # -- the main thread ---------------------------------------------------------------------------------------------
 

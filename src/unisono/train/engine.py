@@ -1,8 +1,8 @@
 """Computes steps: this worker's shards, the reduction, the update."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -26,7 +26,7 @@ from unisono.reduce.reducer import Reducer
 from unisono.reduce.reduction import REDUCTIONS
 from unisono.reduce.transport import Transport
 from unisono.train.buffers import Buffers
-from unisono.train.control import ControlWord, Flags, ShardReport, StepReport
+from unisono.train.control import ControlWord, Flags, ShardReport, StepReport, signature_of
 from unisono.train.gradients import Fusion, Gradients
 from unisono.train.loss import WeightedLoss
 from unisono.train.prepared import Prepared
@@ -73,6 +73,7 @@ class Call:
         loss_fn: as given.
         optimizers: which of the optimizers the call updates with.
         clip: how the gradient is limited.
+        first: the number of the batch's first shard, where the batch is a worker's own part of another one.
     """
 
     step: int
@@ -82,6 +83,7 @@ class Call:
     loss_fn: LossFunction
     optimizers: tuple[Optimizer, ...]
     clip: Clip
+    first: int = 0
 
 
 @dataclass(slots=True)
@@ -127,13 +129,35 @@ class Execution:
 
 
 class StepEngine:
-    """Computes and commits the calls of one generation, whatever number of shards their batches are cut into."""
+    """Computes and commits the calls of one generation, whatever number of shards their batches are cut into.
+
+    Args:
+        job: that is trained.
+        workers: who compute together.
+        prepared: models and optimizers.
+        device: where to compute.
+        execution: how steps are carried out.
+        update: what is done with the step's gradient; by default the optimizers' update.
+
+    Attributes:
+        rank: of this worker, for people.
+        scaled: changes the optimizers' learning rates for an update.
+        decided: a digest of what policies decided before the step.
+        computed: told when this worker's shards are computed, after so many seconds.
+    """
 
     def __init__(
-        self, job: Job, workers: Workers, prepared: Prepared, device: torch.device, execution: Execution
+        self,
+        job: Job,
+        workers: Workers,
+        prepared: Prepared,
+        device: torch.device,
+        execution: Execution,
+        update: Update | None = None,
     ) -> None:
         self._job = job
         self._workers = workers
+        self.rank = workers.rank
         overlap = execution.overlaps(workers.transport, job.threads)
         self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap)
         self._prepared = prepared
@@ -141,11 +165,12 @@ class StepEngine:
         self._buffers = Buffers(prepared.buffers, workers.transport.split, workers.rank)
         self._gradients: dict[tuple[int, ...], Gradients] = {}
         self._monitoring = execution.monitoring
+        self._known: dict[float, list[str]] = {signature_of(()): []}
         self._shard: ShardReport | None = None
         self.scaled: Scaled = nullcontext
-        self.decided = 0  # a digest of what policies decided before the step
-        self.computed: Callable[[float], None] = lambda seconds: None  # this worker's shards are, after so many
-        self._update: Update | ShardedUpdate = Update()
+        self.decided = 0
+        self.computed: Callable[[float], None] = lambda seconds: None
+        self._update: Update | ShardedUpdate = update or Update()
         if execution.shard_optimizer:
             self._update = ShardedUpdate(prepared, workers.transport, self._bucket_bytes)
 
@@ -161,8 +186,8 @@ class StepEngine:
             PolicyError: the workers' policies decided differently before the step.
             WorkerLost: another worker is gone.
         """
-        if call.batch.shards != self._split.shards:
-            self._resplit(call.batch.shards)
+        if self._split != (split := self._workers.split(call.batch.shards)):
+            self._resplit(split)
         self._update.begin()
         self._buffers.begin()
         try:
@@ -198,16 +223,14 @@ class StepEngine:
         writable = call.clip.limits or any(map(may_change_gradients, call.optimizers))
         gradients.assign(attempt.totals, report.weight, used, writable=writable)
         if gradients.is_watched:
-            attempt.norms = self._measured(call, gradients, report)
+            with self._or_rewound():
+                attempt.norms = self._measured(call, gradients, report)
         norm = call.clip.apply(gradients.parameters)
         if not math.isfinite(norm):
             return self._refused(call, f"the norm of the gradient is {norm}")
         counts = [len(call.batch.shard(shard)) for shard in range(call.batch.shards)]
-        try:
+        with self._or_rewound():
             self._buffers.finish(self._workers.transport, used_buffers, counts)
-        except BaseException:
-            self._buffers.rewind()
-            raise
         with self.scaled(call.optimizers):
             self._update.apply(call.optimizers)
         gradients.release(used)
@@ -252,13 +275,13 @@ class StepEngine:
     def _mine(self) -> range:
         return self._split.of(self._workers.rank)
 
-    def _resplit(self, shards: int) -> None:
-        """Batches are cut into another number of shards: let go of all that was made for the number before."""
+    def _resplit(self, split: Split) -> None:
+        """Workers have other shards, or as many pieces of them: let go of all that was made for those before."""
         self._clear_gradients()
         for gradients in self._gradients.values():
             gradients.remove()
         self._gradients.clear()
-        self._workers.transport.resplit(self._workers.generation.split.refined(shards))
+        self._workers.transport.resplit(split)
         self._buffers = Buffers(self._prepared.buffers, self._split, self._workers.rank)
 
     def _attempt(self, call: Call, flags: Callable[[], Flags]) -> Attempt:
@@ -271,6 +294,10 @@ class StepEngine:
             for shard in shards:
                 self._compute(call, shard, gradients, shards)
                 self._workers.ticks += 1
+        if not shards:
+            self._clear_gradients()
+            gradients.serve(partial(self._weigh, []))
+            self._workers.ticks += 1
         self.computed(perf_counter() - started)
         computed = perf_counter()
         totals, reducing = gradients.totals()
@@ -300,12 +327,13 @@ class StepEngine:
             if shard.report.weight:
                 shard.report.squared_norm = gradients.squared_norm() / shard.report.weight**2
         except (LossError, ModelError) as error:
-            raise type(error)(f"step {call.step}, shard {shard.number}, rank {self._workers.rank}: {error}") from error
+            where = f"step {call.step}, shard {call.first + shard.number}, rank {self.rank}"
+            raise type(error)(f"{where}: {error}") from error
 
     def _forward(self, call: Call, shard: "_Shard") -> None:
         if shard.number != self._mine.start:  # the first one finds them as the step began
             self._buffers.rewind()
-        seed_generators(stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, shard.number))
+        seed_generators(stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, call.first + shard.number))
         self._shard = shard.report
         try:
             with self._autocast(), _explained():
@@ -337,8 +365,12 @@ class StepEngine:
         word = ControlWord(self._split, len(used))
         words = self._workers.transport.all_gather(word.pack(reports, used, replace(flags, again=gradients.came_twice)))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
-        if word.has_silent_worker(words):
-            names = next((known for known in self._workers.gather_json(names) if known is not None), None)
+        logged = word.logged(words)
+        if logged is not None and word.has_silent_worker(words):
+            if logged not in self._known:  # on any worker: all of them have seen the same
+                everybody = self._workers.gather_json(names)
+                self._known[logged] = next(known for known in everybody if known is not None)
+            names = self._known[logged] if names is None else names
         return word.read(words, names or []), word.flags(words)
 
     def _measured(self, call: Call, gradients: Gradients, report: StepReport) -> GradientNorms:
@@ -349,12 +381,22 @@ class StepEngine:
             mean=gradients.mean_squared_norm(),
         )
 
+    @contextmanager
+    def _or_rewound(self) -> Iterator[None]:
+        """What is done in here is collective: if it fails, the step is computed again, and buffers are as it began."""
+        try:
+            yield
+        except BaseException:
+            self._buffers.rewind()
+            raise
+
     def _trouble(self, call: Call, report: StepReport) -> str:
         if report.weight == 0:
             raise LossError(f"step {call.step}: all shards returned the weight 0, so there is no mean to follow")
         for shard, part in enumerate(report.shards):
             if part.weight and not math.isfinite(part.loss):
-                return f"the loss is {part.loss} in shard {shard} (rank {self._split.owner(shard)})"
+                rank = self._split.owner(shard) if self._workers.world_size > 1 else self.rank
+                return f"the loss is {part.loss} in shard {call.first + shard} (rank {rank})"
         return ""
 
     def _refused(self, call: Call, trouble: str) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unisono.adapt.squared_norms import SquaredNorms
+from unisono.adapt.squared_norms import LARGE, SquaredNorms, squares_of
 from unisono.errors import ModelError
 from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import PartialSums, Row, views_of
@@ -58,6 +58,8 @@ class Gradients:
         self._buckets: tuple[Bucket, ...] = ()
         if not self._single:
             self._buckets = plan_buckets(self.parameters, fusion.bucket_bytes, fusion.compressed)
+        size = sum(parameter.numel() for parameter in self.parameters)
+        self._shares_reading = norms.one_in == 1 and size > LARGE and not self._single
         self._names_of_buckets = [(next(_numbers), bucket) for bucket in range(len(self._buckets))]
         self._places = {slot.index: bucket for bucket, one in enumerate(self._buckets) for slot in one.slots}
         self._sums = self._allocated_sums()
@@ -102,6 +104,12 @@ class Gradients:
         if not self._single:
             self._reducer.begin(self._names_of_buckets, weigh)
 
+    def serve(self, weigh: Weigh) -> None:
+        """There are no shards here: the sums of the others are finished."""
+        self.send(weigh)
+        for bucket in range(len(self._buckets)):
+            self._reducer.ready(bucket, self._sums.partials(bucket))
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take gradients as they arrive in the backward pass that runs in here."""
@@ -140,10 +148,15 @@ class Gradients:
         return self._norms.total() if self.is_watched and not self._single else 0.0
 
     def mean_squared_norm(self) -> float:
-        """Of the mean gradient, which was assigned."""
+        """Of the mean gradient, which was assigned. Collective: where all of a large one is read, each reads a part."""
+        mean = [parameter.grad for parameter in self.parameters]
+        if self._shares_reading:
+            transport = self._reducer.transport
+            squares = transport.all_gather(squares_of(mean, transport.rank, transport.world_size))
+            return float(squares.sum(0).sum())
         self._norms.begin()
-        for number, parameter in enumerate(self.parameters):
-            self._norms.take(number, parameter.grad)
+        for number, gradient in enumerate(mean):
+            self._norms.take(number, gradient)
         return self._norms.total()
 
     def totals(self) -> tuple[tuple[Tensor, ...], float]:
@@ -232,6 +245,6 @@ class Gradients:
     def _allocated_sums(self) -> PartialSums:
         transport = self._reducer.transport
         mine = transport.split.of(transport.rank)
-        count = 0 if self._single else transport.tree.most_kept(mine.start, mine.stop)
-        flats = transport.allocate(self._buckets, count) if count else []
+        count = max(1, transport.tree.most_kept(mine.start, mine.stop))
+        flats = [] if self._single else transport.allocate(self._buckets, count)
         return PartialSums(transport.tree, mine, [Row.of(self._buckets, row) for row in flats])

@@ -28,7 +28,7 @@ class Heartbeat:
     def look(self, workers: Workers) -> Pulse:
         """How it does now, at work with these workers."""
         now = perf_counter()
-        waits = self.forms or workers.transport.waits
+        waits = self.forms or workers.waits
         seen = (workers.generation.number, workers.ticks, workers.is_called)
         if seen != self._seen and self._was_called:
             self._longest_s = max(self._longest_s, now - self._since)

@@ -172,7 +172,7 @@ class Membership(ABC):
         Args:
             seconds: until the coordinator can be reached again.
         """
-        self.workers.transport.abort()
+        self.workers.abort()
 
     @abstractmethod
     def close(self) -> None:

@@ -14,8 +14,9 @@ class Pace:
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def note(self, seconds: float, shards: int) -> None:
-        """So many shards were computed in so many seconds."""
-        self._recent.append(seconds / shards)
+        """So many shards were computed in so many seconds; without any there is nothing to know."""
+        if shards:
+            self._recent.append(seconds / shards)
 
     @property
     def shard_s(self) -> float:

@@ -47,11 +47,11 @@ class Recorder:
         self._ran = perf_counter()
 
     def step_ends(self, line: Mapping[str, Any], samples: int) -> None:
-        """Write the line of a step, with its duration in seconds and its throughput in samples per second."""
+        """Write the line of a step, with its duration in seconds and, unless it has it, its samples per second."""
         total = self._ran - self._started
         seconds = {"data": self._loaded - self._started, **line["seconds"], "total": total}
         rate = samples / total if total > 0 else 0.0
-        self._newest = {**line, "samples_per_s": round(rate, 3), "seconds": seconds}
+        self._newest = {"samples_per_s": round(rate, 3), **line, "seconds": seconds}
         self.write(self._newest)
         self.next_step()
 

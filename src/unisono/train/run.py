@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.adapt.setting import Setting
+from unisono.adapt.timings import Timings
 from unisono.checkpoint.store import Snapshot
 from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.data.streams import seed_generators
@@ -29,6 +30,7 @@ from unisono.job import SAMPLES_PER_SHARD, Job
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.streams import Stream, stream_seed
+from unisono.train.apart import Apart
 from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.control import Flags, StepReport
 from unisono.train.device import to_device
@@ -47,6 +49,7 @@ from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory,
 from unisono.train.recorder import Recorder
 from unisono.train.reduction_probe import reduction_probe
 from unisono.train.sample_log import SampleLog
+from unisono.train.serving import serve
 from unisono.train.sharing import share_weights
 from unisono.train.signals import PREEMPTED
 from unisono.train.state import Progress, Reading
@@ -55,6 +58,7 @@ from unisono.train.step import Step
 from unisono.train.stopwatch import Stopwatch
 from unisono.train.supply import Load
 from unisono.train.surroundings import Surroundings
+from unisono.train.total_weight import require_agreement
 from unisono.train.trace import Trace
 from unisono.train.trained import Trained
 from unisono.train.workers import Operation, Workers
@@ -63,7 +67,7 @@ RESERVED = frozenset(
     (
         *("step", "epoch", "position", "loss", "losses", "lr", "generation", "world_size", "seconds", "samples_per_s"),
         *("batch_size", "shards", "ends_epoch", "learning_rate", "lr_factor", "workers", "links", "setting"),
-        "norms",
+        *("norms", "strategy", "round"),
         *NAMES,
     )
 )
@@ -97,13 +101,18 @@ class Run:
         self._trained = Trained(about, self._adaptation)
         self._steering = Steering(job, self._trained, membership, checkpoints, self._recorder, around)
         self._engine: StepEngine | None = None
+        timeout_s = around.care.failure_timeout_s
+        self._apart = Apart(job, device, self._trained, membership, around.acts, timeout_s)
+        self._acts.begins = self._come_together
+        self._strategy = self._adaptation.strategy  # that engine or rounds were made for
+        self._source: ShardSource | None = None
         self._loops = 0
         self._step_line: dict[str, Any] = {}
         self._live: weakref.ref[Generator[Step, None, None]] | None = None
         self._step: Step | None = None
         self._computing = False  # from the call of step.run until its commit
         self._evaluating = False
-        self._leaving = False
+        self._leaving = self._comes_together = False
         self._regroups = False
         self._seconds: dict[str, float] = {}
         self._pace = Pace()
@@ -290,7 +299,8 @@ class Run:
         if self._evaluating:
             return
         number = float(value)
-        if self._engine is None or not self._engine.log(name, number):
+        computes = self._apart.rounds or self._engine
+        if computes is None or not computes.log(name, number):
             self._recorder.write({"step": self._trained.progress.position.step, name: number})
 
     # -- beside training -------------------------------------------------------------------------------------
@@ -403,7 +413,8 @@ class Run:
             live.close()  # a loop that was left, and whose steps somebody still holds
         if self._membership.joins:
             self._membership.await_end()
-        self._require_engine().require_whole()
+        if self._engine is not None:
+            self._engine.require_whole()
         self._steering.end()
         weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))
         self._acts.agree("set of weights", {"sha256": weights})
@@ -455,8 +466,7 @@ class Run:
         atexit.unregister(self.close)
         if (live := self._newest_loop) is not None and getgeneratorstate(live) != GEN_RUNNING:
             live.close()  # it may have loader processes
-        if self._engine is not None:
-            self._engine.close()
+        self._drop_engine()
         if self._trace is not None:
             self._trace.close()
         if self._samples is not None:
@@ -480,6 +490,8 @@ class Run:
         prepared.check_unchanged()
         self._computing = True
         optimizers = _chosen(prepared, optimizer)
+        if self._apart.rounds is not None:
+            return self._compute_apart(step, loss_fn, optimizers, clip)
         train = partial(self._train, step, loss_fn, optimizers, clip)
         self._seconds = {}
         loss, metrics, figures = self._acts.together(train, changes_state=True)
@@ -488,6 +500,23 @@ class Run:
         self._note(optimizers, loss, {**metrics, **figures})
         self._recorder.step_ran()
         return float(loss)
+
+    def _compute_apart(self, step: Step, loss_fn: LossFunction, optimizers: tuple[Optimizer, ...], clip: Clip) -> float:
+        """This worker's part of a step, by itself."""
+        assert self._source is not None, "a step comes from a loop"
+
+        def call(part: range, shards: Sequence[Any]) -> Call:
+            batch = step.batch.part(part)
+            return Call(step.number, step.calls, batch, shards, loss_fn, optimizers, clip, part.start)
+
+        own = self._apart.compute(step, call, self._source, partial(self._computed, step))
+        self._computing = False
+        step.metrics |= own.metrics
+        self._seconds = own.seconds
+        if own.samples:
+            self._note(optimizers, own.loss, own.metrics)
+        self._recorder.step_ran()
+        return own.loss
 
     def _train(
         self, step: Step, loss_fn: LossFunction, optimizers: tuple[Optimizer, ...], clip: Clip, workers: Workers
@@ -498,7 +527,7 @@ class Run:
         generation, mine = workers.generation, self._shards_of(step.batch.shards)
         if self._samples is not None:
             self._samples.computed(step.number, step.calls, generation.number, step.batch, mine)
-        engine.computed, engine.decided = partial(self._computed, step), self._adaptation.digest
+        engine.computed, engine.decided = partial(self._computed, step, len(mine)), self._adaptation.digest
         try:
             attempt = engine.attempt(call, partial(self._flags, self._weights_digest(step)))
         except PolicyError:
@@ -522,7 +551,7 @@ class Run:
         self._leaving = self._leaving or attempt.report.leave
         self._regroups = self._regroups or attempt.report.regroup
         self._seconds = attempt.seconds
-        self._pace.note(attempt.seconds["compute"], len(workers.generation.shards))
+        self._pace.note(attempt.seconds["compute"], len(self._shards_of(self.job.shards)))
         if not committed:
             self._tell_of_skip(step, attempt.report)
             return math.nan, attempt.report.metrics, {}
@@ -550,18 +579,22 @@ class Run:
             departures=workers.generation.departures,
         )
 
+    def _shards_to_load(self) -> range:
+        """Which shards of the next step are this worker's, as far as that is known beforehand."""
+        rounds = self._apart.rounds
+        return range(0) if rounds is not None and rounds.shares_work else self._shards_of(self._adaptation.shards)
+
     def _shards_of(self, shards: int) -> range:
         """Which of so many shards this worker computes."""
-        generation = self._workers.generation
-        return generation.split.refined(shards).of(generation.rank)
+        return self._workers.split(shards).of(self._workers.rank)
 
-    def _computed(self, step: Step, seconds: float) -> None:
+    def _computed(self, step: Step, shards: int, seconds: float) -> None:
         step.computed_s = seconds
         begun = perf_counter()
         self._stopwatch.formed_s, self._stopwatch.checkpoint_s = self._acts.formed_s, self._checkpoints.seconds
         self._observers.tell("step_computed", self, step)
         seconds += perf_counter() - begun
-        self._stopwatch.shard_s = seconds / len(self._shards_of(step.batch.shards))
+        self._stopwatch.shard_s = seconds / shards if shards else 0.0
 
     def _weights_digest(self, step: Step) -> int:
         every = self._around.care.verify_every
@@ -621,14 +654,20 @@ class Run:
 
     def _make_engine(self) -> None:
         self._drop_engine()
-        prepared = self._trained.prepared
-        if not self._membership.joins and prepared is not None:
-            if (chosen := self._adaptation.topology) is not None:
-                self._workers.transport.use_topology(chosen)
+        prepared, self._strategy = self._trained.prepared, self._adaptation.strategy
+        if self._membership.joins or prepared is None:
+            return
+        if (chosen := self._adaptation.topology) is not None:
+            self._workers.transport.use_topology(chosen)
+        if not serve(self._workers, self._strategy) and self.is_main:
+            self._around.folder.journal("all compute", strategy=str(self._strategy), workers=self.world_size)
+        self._apart.make()
+        if self._apart.rounds is None:
             self._engine = StepEngine(self.job, self._workers, prepared, self.device, self._around.execution)
             self._engine.scaled = self._adaptation.scaled
 
     def _drop_engine(self) -> None:
+        self._apart.drop()
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -709,7 +748,7 @@ class Run:
         loop = Loop(number, reading, batches, epochs, settings.stop_after, settings.stop_after_epochs)
         self._epoch_samples = batches.epoch_samples
         hooks = Hooks(
-            shards=lambda: self._shards_of(self._adaptation.shards),
+            shards=self._shards_to_load,
             compute=self._compute,
             move=self._move,
             begin=self._begin,
@@ -719,7 +758,7 @@ class Run:
             shape=lambda: self._adaptation.shape,
             is_stopped=lambda: self._adaptation.stopped == number,
         )
-        self._computing = False
+        self._computing, self._source = False, source
         self._recorder.next_step()
         if self._samples is not None:
             self._samples.loop_begins(number, batches.samples, batches.epoch_samples, source.samples_at)
@@ -760,6 +799,7 @@ class Run:
             return
         self._trained.progress = after
         self._acts.step = after.position.step
+        settled = self._settles(step)
         if self._steering.links_are_due() or self._around.execution.monitoring.measures_links(self._acts.step):
             self._measure_links()
         if "loss" in self._step_line:
@@ -770,7 +810,79 @@ class Run:
         if self._trace is not None:
             self._trace.step(after.position.step, self._require_prepared().tensors())
         self._observers.tell("step_ends", self, step)
-        self._steering.step_ends(step)
+        if settled:
+            self._steering.step_ends(step)
+            self._follow_strategy()
+
+    def _settles(self, step: Step) -> bool:
+        """Whether all workers have the same weights after a step that is over."""
+        rounds = self._apart.rounds
+        if rounds is None:
+            return True
+        ends = (
+            step.is_last_in_epoch
+            or (step.number + 1) % rounds.strategy.round_steps == 0
+            or self._leaving
+            or self._regroups
+            or self._checkpoints.due(step.number + 1)
+        )
+        self._apart.step_ends(step.number, ends_round=ends)
+        if ends:
+            self._come_together()
+        return ends
+
+    def _come_together(self) -> None:
+        """The round is over, if one is under way: all workers have the same weights afterwards."""
+        if not self._apart.is_open or self._comes_together:
+            return
+        self._comes_together = True
+        try:
+            told = self._apart.come_together(self._trained.progress.position.step, self._told)
+        finally:
+            self._comes_together = False
+        self._leaving = self._leaving or any(one["leave"] for one in told)
+        self._regroups = self._regroups or any(one["regroup"] for one in told)
+        self._trained.monitors.time(self._setting(self._workers), [Timings(*one["timings"]) for one in told])
+        self._note_round(told)
+
+    def _told(self) -> dict[str, Any]:
+        flags = self._flags(0)
+        return {"leave": flags.leave, "regroup": flags.regroup, "timings": astuple(flags.timings)}
+
+    def _note_round(self, told: Sequence[Mapping[str, Any]]) -> None:
+        samples = sum(one["samples"] for one in told)
+        if not samples or "step" not in self._step_line:
+            return
+        self._step_line.pop("loss", None)
+        names = dict.fromkeys(name for one in told for name in one["metrics"])
+        metrics = {name: sum(one["metrics"].get(name, 0.0) for one in told) / samples for name in names}
+        figures = {
+            name: [one.get(name) for one in told] for name in ("samples", "updates", "staleness", "exchanges", "sent")
+        }
+        figures = {name: values for name, values in figures.items() if any(value is not None for value in values)}
+        seconds = max(one["seconds"] for one in told)
+        about = {
+            "strategy": str(self._strategy),
+            "round": {"steps": told[0]["steps"], "seconds": seconds, **figures},
+            "samples_per_s": round(samples / seconds, 3),
+        }
+        times = {} if self._adaptation.is_empty else self._trained.monitors.times
+        loss = sum(one["loss"] for one in told) / samples
+        self._note(self._require_prepared().optimizers, loss, {**metrics, **about, **times})
+
+    def _follow_strategy(self) -> None:
+        """Policies may have chosen another strategy."""
+        is_new = self._adaptation.strategy != self._strategy
+        if is_new or (self._apart.rounds is not None and not self._adaptation.is_empty):
+            self._acts.together(self._switch)
+
+    def _switch(self, workers: Workers) -> None:
+        try:
+            require_agreement(workers.transport, self._adaptation.digest)
+        except PolicyError:
+            self._steering.refuse(self._trained.progress.position.step)
+        if self._adaptation.strategy != self._strategy:
+            self._make_engine()
 
     def _measure_links(self) -> None:
         measured = self._acts.together(_measured_links)
@@ -779,7 +891,9 @@ class Run:
             self._step_line["links"] = measured
 
     def _at_boundary(self) -> None:
-        """The loop's body is done, and every worker stands here with the same state."""
+        """The loop's body is done, and every worker stands here; with the same state, unless a round is under way."""
+        if self._apart.is_open:
+            return
         if self._leaving:
             self._depart()
         self._checkpoint_if_due()
@@ -804,6 +918,8 @@ class Run:
     def _renew(self, arrival: Arrival | None) -> None:
         """Make the engine anew, after giving the state to those who lack it, if any do. Collective."""
         self._drop_engine()
+        if arrival is not None and self.rank in arrival.behind:
+            self._apart.forget()
         if self._trained.prepared is not None and arrival is not None:
             self._trained.hand_over(self._workers, arrival)
         self._membership.joins = False

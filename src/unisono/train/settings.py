@@ -52,6 +52,7 @@ class Settings:
     allow_job_change: bool = False
     transport: str = "auto"
     topology: str = "auto"
+    strategy: str | None = None
     overlap: bool | None = None
     shard_optimizer: bool | None = None
     checkpoint_every: int | None = None
@@ -81,6 +82,7 @@ class Settings:
             allow_job_change=environ.get("UNISONO_ALLOW_JOB_CHANGE") == "1",
             transport=environ.get("UNISONO_TRANSPORT") or "auto",
             topology=environ.get("UNISONO_TOPOLOGY") or "auto",
+            strategy=environ.get("UNISONO_STRATEGY") or None,
             overlap=_switch(environ, "UNISONO_OVERLAP"),
             shard_optimizer=_switch(environ, "UNISONO_SHARD_OPTIMIZER"),
             checkpoint_every=_count(environ, "UNISONO_CHECKPOINT_EVERY"),

@@ -27,6 +27,10 @@ from unisono.membership.environment import Environment, recognise
 from unisono.membership.generation import Generation
 from unisono.plan.split import Split
 from unisono.plan.streams import Stream, stream_seed
+from unisono.sync.all_reduce import AllReduce
+from unisono.sync.named import strategy_of
+from unisono.sync.parameter_server import ParameterServer
+from unisono.sync.strategy import Strategy
 from unisono.train.acts import Acts
 from unisono.train.adaptation import Adaptation
 from unisono.train.checkpoints import Checkpoints, require_same_job
@@ -42,15 +46,12 @@ from unisono.train.plugins import load_plugins
 from unisono.train.run import Run
 from unisono.train.settings import Settings
 from unisono.train.signals import LeaveRequest
-from unisono.train.surroundings import Care, Surroundings
+from unisono.train.surroundings import BACKSTOP, Care, Surroundings
 from unisono.train.workers import Workers
 
 G = TypeVar("G")
 
 _runs = itertools.count(1)
-
-BACKSTOP = 3.0
-"""How many times ``failure_timeout_s`` workers of an elastic job wait for each other."""
 
 
 def init(
@@ -79,6 +80,7 @@ def init(
     balance: Literal["even", "speed"] = "even",
     monitor: int | Monitoring = 0,
     policies: Sequence[Policy] = (),
+    strategy: Strategy | str | None = None,
 ) -> Run:
     """Start a run, on however many workers the launcher started.
 
@@ -120,6 +122,8 @@ def init(
         balance: ``speed`` gives slower workers fewer shards, in an elastic job. Decides no bit.
         monitor: steps from one whose gradients' noise is measured to the next; 0 for none. Decides no bit.
         policies: watch the training, and change batch, learning rate and workers while it runs.
+        strategy: how workers synchronise (default: :class:`~unisono.AllReduce`), as a value or by its name. Only
+            all-reduce and the synchronous parameter server are exact.
 
     Raises:
         JobError: a setting is out of range, or there are more workers than shards; says which to change.
@@ -142,21 +146,20 @@ def init(
     care = Care.of(failure_timeout_s, _first(verify_every, settings.verify_every), balance)
     environment = recognise(os.environ)
     chosen = choose_device(device, environment.local_rank)
-    adaptation = _adaptation(policies, settings, job, balances=care.balances)
+    adaptation = _adaptation(policies, settings, job, care, strategy)
     execution = _execution(overlap, shard_optimizer, settings, _monitoring(monitor, settings, adaptation))
     wanted = _folder(run_dir, settings, _number(settings))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
         membership = opened.enter_context(closing(_membership(job, environment, how, settings)))
+        _require_strategy(adaptation.strategy, job, membership, execution, settings)
         acts = Acts(membership)
         acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(adaptation))
-        folder = _agreed_folder(acts, membership, wanted, job, settings)
-        opened.callback(folder.close)
+        folder = opened.enter_context(closing(_agreed_folder(acts, membership, wanted, job, settings)))
         checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        how_to = (leave, execution, care, adaptation)
-        around = Surroundings(settings, folder, marks, acts, *how_to, opened.pop_all())
+        around = Surroundings(settings, folder, marks, acts, leave, execution, care, adaptation, opened.pop_all())
     return _begun(Run(job, membership, chosen, checkpoints, around), environment)
 
 
@@ -207,13 +210,34 @@ def _execution(
 
 
 def _besides(adaptation: Adaptation) -> dict[str, Any]:
-    return {"script": script_digest(), "policies": adaptation.names}
+    return {"script": script_digest(), "policies": adaptation.names, "strategy": str(adaptation.strategy)}
 
 
-def _adaptation(policies: Sequence[Policy], settings: Settings, job: Job, *, balances: bool) -> Adaptation:
+def _adaptation(
+    policies: Sequence[Policy], settings: Settings, job: Job, care: Care, given: Strategy | str | None
+) -> Adaptation:
     named = policies_named(settings.policies, job.batch_size)
-    all_of_them = settings.batch_scale.policies([*policies, *named], job.batch_size)
-    return Adaptation(all_of_them, job.batch_size, job.shards, balances=balances)
+    together = settings.batch_scale.policies([*policies, *named], job.batch_size)
+    strategy = strategy_of(given or settings.strategy or AllReduce())
+    return Adaptation(together, job.batch_size, job.shards, balances=care.balances, strategy=strategy)
+
+
+def _require_strategy(
+    strategy: Strategy, job: Job, membership: Membership, execution: Execution, settings: Settings
+) -> None:
+    if job.reduction != "exact" and isinstance(strategy, ParameterServer) and strategy.synchronous:
+        raise JobError(
+            f"strategy={str(strategy)!r} has servers finish exact sums, and reduction={job.reduction!r} is the "
+            f"backend's own: leave one of them out"
+        )
+    if (settings.trace is not None or settings.samples) and not strategy.is_exact:
+        raise JobError(
+            f"unisono verify and unisono chaos compare bits, which strategy={str(strategy)!r} does not promise: only "
+            f"all-reduce and the synchronous parameter-server do"
+        )
+    workers = membership.workers.world_size
+    if not membership.is_elastic:  # else others may come
+        strategy.require(workers, shards_optimizer=execution.shard_optimizer)
 
 
 def _number(settings: Settings) -> int:

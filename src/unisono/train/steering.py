@@ -120,6 +120,7 @@ class Steering:
             generation=setting.generation,
             departures=setting.departures,
             topology=setting.topology,
+            strategy=str(self._adaptation.strategy),
             links=monitors.links,
             observed=dict(self._adaptation.observed),
         )

@@ -53,7 +53,8 @@ class Step:
         """Compute the loss and its gradient over the global batch, and update the weights.
 
         Every worker calls it, and every worker returns the same. It is atomic: it commits on all workers or on
-        none. It may be called several times in a step, for several optimizers on one batch.
+        none. It may be called several times in a step, for several optimizers on one batch. With a strategy that is not
+        exact each worker updates its own weights, with its own part of the batch.
 
         Args:
             loss_fn: ``loss_fn(model, batch)``, called once for each shard of this worker; returns the mean loss
@@ -64,7 +65,8 @@ class Step:
 
         Returns:
             the mean loss over the global batch, weighted by the shards' samples or weights; NaN if the step was
-            skipped.
+            skipped. With a strategy that is not exact, the mean over what this worker computed or, if others
+            took all of the step, the newest that it knows of: NaN if there is none yet.
 
         Raises:
             LossError: the loss is no scalar, NaN or infinite; names step, shard and rank.

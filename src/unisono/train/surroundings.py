@@ -16,6 +16,9 @@ from unisono.train.signals import LeaveRequest
 
 VERIFY_EVERY = 100
 
+BACKSTOP = 3.0
+"""How many times ``failure_timeout_s`` workers of an elastic job wait for each other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Care:

@@ -30,6 +30,7 @@ class Trained:
         progress: where the run stands.
         registered: objects of the script.
         monitors: what was measured in the steps so far.
+        strategy: what the present strategy keeps from round to round: its text, and its state by name.
         restored: what the script has yet to ask for of a state that models are restored from already.
     """
 
@@ -39,6 +40,7 @@ class Trained:
         self.progress = Progress()
         self.registered = Registered()
         self.monitors = Monitors()
+        self.strategy: tuple[str, dict[str, Any]] = "", {}
         self.restored: Snapshot | None = None
         self._about = about
 
@@ -49,6 +51,7 @@ class Trained:
             "about": dict(self._about),
             "monitors": self.monitors.state_dict(),
             "adaptation": self.adaptation.state_dict(),
+            "strategy": list(self.strategy),
         }
         return capture(self.prepared, self.progress, self.registered, own)
 
@@ -102,3 +105,5 @@ class Trained:
 
     def _recall(self, snapshot: Snapshot) -> None:
         self.monitors.load_state_dict(snapshot.state["monitors"])
+        name, state = snapshot.state["strategy"]
+        self.strategy = name, dict(state)

@@ -1,7 +1,7 @@
 """The workers of this generation, and the things they do together."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ from unisono.checkpoint.codec import flatten, unflatten
 from unisono.errors import JobMismatch
 from unisono.job import differences
 from unisono.membership.generation import Generation
+from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.transport import Transport
 
@@ -21,16 +22,27 @@ Operation = Literal["mean", "sum", "max", "min"]
 class Workers:
     """The collective verbs: every worker calls the same ones in the same order.
 
+    Args:
+        generation: that they are.
+        transport: between them.
+        host: where others reach this worker; empty if all of them are on one host.
+
     Attributes:
+        servers: so many workers, those of the highest ranks, are to serve and compute nothing. The same on all.
         ticks: how often this worker got on: a shard computed, a batch evaluated.
         is_called: whether a collective call of the script is under way.
+        is_asking: whether it waits for another worker, other than in the transport.
     """
 
-    def __init__(self, generation: Generation, transport: Transport) -> None:
+    def __init__(self, generation: Generation, transport: Transport, host: str = "") -> None:
         self.generation = generation
         self.transport = transport
+        self.host = host
+        self.servers = 0
         self.ticks = 0
-        self.is_called = False
+        self.is_called = self.is_asking = False
+        self._is_aborted = False
+        self._abort: Callable[[], None] | None = None
 
     @property
     def rank(self) -> int:
@@ -41,6 +53,37 @@ class Workers:
     def world_size(self) -> int:
         """The number of workers."""
         return self.generation.world_size
+
+    @property
+    def waits(self) -> bool:
+        """Whether this worker waits for another one."""
+        return self.is_asking or self.transport.waits
+
+    def attach(self, abort: Callable[[], None] | None) -> None:
+        """Have this called as well when the workers part; None for nothing."""
+        self._abort = abort
+        if self._is_aborted and abort is not None:
+            abort()
+
+    def abort(self) -> None:
+        """Wake whoever waits for another worker, here and there: it raises ``WorkerLost``. From any thread."""
+        self._is_aborted = True
+        self.transport.abort()
+        if (abort := self._abort) is not None:
+            abort()
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the workers have parted."""
+        return self._is_aborted
+
+    def split(self, shards: int) -> Split:
+        """Who computes which of so many shards. Where all would have to serve, all compute and serve.
+
+        Args:
+            shards: of a batch, a multiple of the job's.
+        """
+        return self.generation.split.with_servers(self.servers).refined(shards)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every worker's JSON value, in the order of ranks."""

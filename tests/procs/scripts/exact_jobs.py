@@ -19,6 +19,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import unisono
 from unisono.adapt.monitoring import Monitoring
+from unisono.adapt.policy import Policy
+from unisono.adapt.view import View
 
 JOBS: dict[str, Callable[[], Any]] = {}
 WATCHED = ("gradient_norm", "gradient_variance", "loss_variance", "noise_scale", "ada_scale_gain")
@@ -409,6 +411,20 @@ def adamw_clipped_by_norm_split() -> Any:
         stepping={"clip_norm": 0.1},
         shard_optimizer=True,
     )
+
+
+class InTurn(Policy):
+    """Takes another strategy after each step."""
+
+    STRATEGIES = ("parameter-server:servers=1", "all-reduce", "parameter-server:servers=2", "parameter-server")
+
+    def after_step(self, view: View) -> None:
+        self.set_strategy(self.STRATEGIES[view.step % len(self.STRATEGIES)])
+
+
+@job
+def exact_strategies_in_turn() -> Any:
+    return train(policies=[InTurn()])
 
 
 @job

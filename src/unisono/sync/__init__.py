@@ -1,0 +1,1 @@
+"""Synchronisation strategies: how the weights of several workers become those of one model."""

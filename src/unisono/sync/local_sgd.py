@@ -1,0 +1,85 @@
+"""Workers that train by themselves for a while, and then average."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from unisono.sync.strategy import Rounds
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LocalSGD(Rounds):
+    """K local steps, then the mean of all replicas (Stich, ICLR 2019, arXiv 1805.09767).
+
+    In each step a worker updates its replica on its own part of the batch. After every K steps w_j ← Σ w_i / n.
+
+    Args:
+        every: K, steps from one averaging to the next.
+        round_every: as for :class:`Rounds`; taken up to a multiple of ``every``.
+
+    Raises:
+        JobError: a value is out of range.
+    """
+
+    name: ClassVar[str] = "local-sgd"
+
+    every: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_count("every", 1)
+
+    @property
+    def round_steps(self) -> int:
+        """A multiple of ``every``."""
+        return -(-self.round_every // self.every) * self.every
+
+
+@dataclass(frozen=True)
+class DiLoCo(LocalSGD):
+    """Local steps by an inner optimizer, and an outer one for what comes of them (Douillard et al., arXiv 2311.08105).
+
+    The script's optimizer is the inner one; each worker keeps its state. After every K steps, with θ_prev where they
+    began, Δ = θ_prev - Σ θ_i / n is a gradient for SGD with Nesterov momentum::
+
+        v ← μ·v + Δ        θ ← θ_prev - η·(Δ + μ·v)
+
+    Args:
+        every: K, steps from one outer update to the next.
+        outer_rate: η.
+        outer_momentum: μ.
+        round_every: as for :class:`LocalSGD`.
+
+    Raises:
+        JobError: a value is out of range.
+    """
+
+    name: ClassVar[str] = "diloco"
+
+    every: int = 32
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_rate("outer_rate")
+        self._require_rate("outer_momentum", below=1.0)
+
+    def update(self, start: Tensor, mean: Tensor, velocity: Tensor) -> Tensor:
+        """The outer update.
+
+        Args:
+            start: θ_prev, of any shape.
+            mean: of the replicas, of the same shape.
+            velocity: v, of the same shape, changed in place.
+
+        Returns:
+            θ, a new tensor.
+        """
+        delta = start - mean
+        velocity.mul_(self.outer_momentum).add_(delta)
+        return start - (delta.add_(velocity, alpha=self.outer_momentum)).mul_(self.outer_rate)

@@ -1,0 +1,54 @@
+"""Strategies by name, as the command line, the environment and policies give them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from unisono.errors import JobError
+from unisono.sync.all_reduce import AllReduce
+from unisono.sync.local_sgd import DiLoCo, LocalSGD
+from unisono.sync.model_averaging import ModelAveraging
+from unisono.sync.pair_averaging import PairAveraging
+from unisono.sync.parameter_server import ParameterServer
+from unisono.sync.strategy import Strategy
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    kind.name: kind for kind in (AllReduce, ParameterServer, ModelAveraging, PairAveraging, LocalSGD, DiLoCo)
+}
+
+
+def strategy_of(given: Strategy | str) -> Strategy:
+    """A strategy, from itself or from its text: ``local-sgd``, ``parameter-server:synchronous=false,max_staleness=8``.
+
+    Raises:
+        JobError: there is no such strategy or setting, or a value is out of range; says which there are.
+    """
+    if isinstance(given, Strategy):
+        return given
+    if not isinstance(given, str):
+        raise JobError(f"strategy={given!r}: give a unisono.Strategy, or the name of one: {', '.join(STRATEGIES)}")
+    name, _, settings = given.partition(":")
+    if name not in STRATEGIES:
+        raise JobError(f"strategy={given!r}: there is no such strategy; choose of {', '.join(STRATEGIES)}")
+    kind = STRATEGIES[name]
+    return kind(**dict(_setting(kind, given, word) for word in settings.split(",") if word))
+
+
+def _setting(kind: type[Strategy], given: str, word: str) -> tuple[str, object]:
+    name, equals, value = word.partition("=")
+    known = [field.name for field in fields(kind)]
+    if not equals or name not in known:
+        listed = f"its settings are {', '.join(known)}" if known else "it has no settings"
+        raise JobError(f"strategy={given!r}: {word!r} is no setting of {kind.name}; {listed}, as in NAME=VALUE")
+    return name, _value(value)
+
+
+def _value(text: str) -> object:
+    if text in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text  # which the strategy refuses in its own words

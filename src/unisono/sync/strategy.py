@@ -1,0 +1,105 @@
+"""What all synchronisation strategies have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from unisono.errors import JobError
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How workers synchronise, as a value: a run begins with one, and a policy may change it.
+
+    ``str(strategy)`` is its text on the command line: the name, and what differs from the defaults.
+
+    Attributes:
+        name: of the strategy.
+        is_exact: whether all workers have the same weights after each step, and those of the serial run.
+        shares_work: whether a worker takes the next part of the work when it is done with one, so that nobody waits for
+            the slowest; else each has its own part of every batch.
+    """
+
+    name: ClassVar[str]
+    is_exact: ClassVar[bool] = False
+    shares_work: ClassVar[bool] = False
+
+    @property
+    def round_steps(self) -> int:
+        """Steps from one moment at which all workers hold the same weights to the next."""
+        return 1
+
+    def require(self, workers: int, *, shards_optimizer: bool = False) -> None:
+        """Refuse what cannot be before anything is trained.
+
+        Args:
+            workers: that there are.
+            shards_optimizer: whether the update is to be split over the workers of a host.
+
+        Raises:
+            JobError: says what to change.
+        """
+        if self.is_exact:
+            return
+        if workers == 1:
+            raise JobError(
+                f"strategy={str(self)!r} with one worker: there is nobody to synchronise with. Start several "
+                f"(unisono run -n 2 …), or leave the strategy out"
+            )
+        if shards_optimizer:
+            raise JobError(
+                f"shard_optimizer=True splits one update over all workers, and with strategy={str(self)!r} each has "
+                f"its own: leave one of them out"
+            )
+
+    def __str__(self) -> str:
+        changed = [
+            f"{field.name}={_word(getattr(self, field.name))}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return self.name + (f":{','.join(changed)}" if changed else "")
+
+    def _require_count(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or value < least:
+            raise JobError(f"{type(self).__name__}({name}={value!r}): needs a whole number of at least {least}")
+
+    def _require_rate(self, name: str, below: float = float("inf")) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
+            limit = "" if below == float("inf") else f" and below {below:g}"
+            raise JobError(f"{type(self).__name__}({name}={value!r}): needs a number of at least 0{limit}")
+
+    def _require_switch(self, name: str) -> None:
+        if not isinstance(getattr(self, name), bool):
+            raise JobError(f"{type(self).__name__}({name}={getattr(self, name)!r}): use True or False")
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+ROUND = 32
+"""Steps of a round, unless something else is wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds(Strategy):
+    """A strategy whose workers have weights of their own in between.
+
+    Args:
+        round_every: steps from one moment to the next at which all of them come together: the strategy's central model
+            becomes everybody's, policies are asked, checkpoints written, workers taken in. An epoch's end is one, too.
+    """
+
+    round_every: int = ROUND
+
+    def __post_init__(self) -> None:
+        self._require_count("round_every", 1)
+
+    @property
+    def round_steps(self) -> int:
+        """As given."""
+        return self.round_every

@@ -1,0 +1,207 @@
+"""Training under a strategy whose workers have weights of their own in between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from unisono.data.shards import ShardSource, ShardsRequest
+from unisono.data.streams import generators_kept
+from unisono.errors import JobError, WorkerLost
+from unisono.job import Job
+from unisono.train.acts import Acts
+from unisono.train.device import to_device
+from unisono.train.engine import Call
+from unisono.train.membership import Membership
+from unisono.train.rounds import Means, Rounds
+from unisono.train.step import Step
+from unisono.train.surroundings import BACKSTOP
+from unisono.train.trained import Trained
+
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class Own:
+    """What a step came to on this worker alone.
+
+    Attributes:
+        samples: that it computed.
+        loss: their mean; if it computed none, the newest that it knows of; NaN if there is none.
+        metrics: means of what the loss functions logged.
+        seconds: by part.
+    """
+
+    samples: int = 0
+    loss: float = math.nan
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, samples: int, loss: float, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        """A part of it was computed."""
+        total = self.samples + samples
+        before = {"loss": self.loss, **self.metrics} if self.samples else {}
+        means = {
+            name: (before.get(name, 0.0) * self.samples + value * samples) / total
+            for name, value in {"loss": loss, **metrics}.items()
+        }
+        self.loss, self.metrics, self.samples = means.pop("loss"), means, total
+        for name, value in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + value
+
+
+class Apart:
+    """A run's rounds, from generation to generation and from strategy to strategy.
+
+    Args:
+        job: that is trained.
+        device: where this worker computes.
+        trained: what is trained, with the strategy that is to be followed.
+        membership: who trains.
+        acts: the collective calls.
+        timeout_s: how long another worker may be silent.
+    """
+
+    def __init__(
+        self, job: Job, device: torch.device, trained: Trained, membership: Membership, acts: Acts, timeout_s: float
+    ) -> None:
+        self._job, self._device, self._trained = job, device, trained
+        self._membership, self._acts = membership, acts
+        self._timeout_s = BACKSTOP * timeout_s if membership.is_elastic else timeout_s
+        self._rounds: Rounds | None = None
+        self._broken: Rounds | None = None
+        self._loss = math.nan
+
+    @property
+    def rounds(self) -> Rounds | None:
+        """Those of the present strategy; None where all workers always have the same weights."""
+        return self._rounds
+
+    @property
+    def is_open(self) -> bool:
+        """Whether workers may have weights of their own now."""
+        return self._rounds is not None and self._rounds.is_open
+
+    def drop(self) -> None:
+        """The generation is over, or the strategy."""
+        rounds, self._rounds = self._rounds, None
+        if rounds is not None:
+            rounds.close()
+            if rounds.is_open:
+                self._broken = rounds
+
+    def forget(self) -> None:
+        """This worker gets another one's state: what it had before does not count."""
+        self._broken = None
+
+    def make(self) -> None:
+        """Begin, if the present strategy is one of these. Collective."""
+        strategy = self._trained.adaptation.strategy
+        assert self._trained.prepared is not None, "there is something to train"
+        if not strategy.is_exact:
+            scaled = self._trained.adaptation.scaled
+            means = Means(strategy, self._job, self._trained.prepared, self._device, scaled, self._timeout_s)
+            rounds = Rounds(means, self._membership.workers, self._broken)
+            name, state = self._trained.strategy
+            if name == str(strategy) and self._broken is None:
+                rounds.synchroniser.load_state_dict(state)
+            self._rounds = rounds
+        self._broken = None
+
+    def compute(
+        self,
+        step: Step,
+        calls: Callable[[range, Sequence[Any]], Call],
+        source: ShardSource,
+        told: Callable[[int, float], None],
+    ) -> Own:
+        """Compute this worker's part of a step, and update its weights.
+
+        Args:
+            step: that is under way.
+            calls: makes a call for some shards, whose batches are here.
+            source: where shards come from that nobody has loaded yet.
+            told: is told of each part that is computed: how many shards, and the seconds that it took.
+
+        Raises:
+            JobError: the step was computed already, and its work cannot be shared out again.
+            UnisonoError: whatever the engine raises.
+        """
+        own = Own(loss=self._loss)
+        if step.calls and self._rounds is not None and self._rounds.shares_work:
+            raise JobError(
+                f"step.run was called twice in step {step.number}: with strategy={str(self._rounds.strategy)!r} a step "
+                f"is whoever's comes first, so it has one call. Use all-reduce or local-sgd"
+            )
+        self._with_others(lambda rounds: rounds.begin())
+        while not self._with_others(lambda rounds: self._parts(rounds, step, calls, source, told, own)):
+            pass
+        self._loss = own.loss
+        return own
+
+    def step_ends(self, step: int, *, ends_round: bool) -> None:
+        """A step is over on this worker."""
+        self._with_others(lambda rounds: rounds.step_ends(step, ends_round=ends_round))
+
+    def come_together(self, step: int, told: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """End the round: from here on all workers have the same weights.
+
+        Args:
+            step: steps committed so far.
+            told: JSON values by name that this worker has to say.
+
+        Returns:
+            what every worker says, with its figures of the round.
+        """
+
+        def end() -> Any:
+            assert self._rounds is not None, "the strategy stays as long as a round is open"
+            everybody = self._rounds.end(step, told())
+            self._trained.strategy = str(self._rounds.strategy), self._rounds.synchroniser.state_dict()
+            return everybody
+
+        found: list[dict[str, Any]] = self._acts.together(lambda workers: end(), changes_state=True)
+        if samples := sum(one["samples"] for one in found):
+            self._loss = sum(one["loss"] for one in found) / samples
+        return found
+
+    def _parts(
+        self,
+        rounds: Rounds,
+        step: Step,
+        calls: Callable[[range, Sequence[Any]], Call],
+        source: ShardSource,
+        told: Callable[[int, float], None],
+        own: Own,
+    ) -> bool:
+        for part in rounds.parts(step.number, step.batch):
+            shards = self._loaded(step, part, source) if rounds.shares_work else step.shards
+            rounds.computed = partial(told, len(part))
+            call = calls(part, shards)
+            attempt = rounds.train(call)
+            if attempt is not None:
+                report = attempt.report
+                own.add(call.batch.size, report.loss, report.metrics, attempt.seconds)
+        return True
+
+    def _loaded(self, step: Step, part: range, source: ShardSource) -> list[Any]:
+        with generators_kept():
+            shards = source.load(ShardsRequest(step.epoch, tuple(step.batch.shard(shard) for shard in part)))
+        return [to_device(shard, self._device) for shard in shards]
+
+    def _with_others(self, action: Callable[[Rounds], R]) -> R | None:
+        """Do something in which others may be lost; what was under way then is given up."""
+        if self._rounds is None:
+            return None
+        try:
+            if self._membership.workers.is_aborted:
+                raise WorkerLost("another worker was lost in the middle of a round")
+            return action(self._rounds)
+        except WorkerLost as lost:
+            self._acts.regroup(lost)
+            return None

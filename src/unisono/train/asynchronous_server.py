@@ -1,0 +1,140 @@
+"""The asynchronous parameter server at work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.reduce.courier import Letter
+from unisono.reduce.packing import pack, unpack
+from unisono.sync.parameter_server import ParameterServer
+from unisono.sync.shares import shares
+from unisono.train.central_weights import CentralWeights
+from unisono.train.replica import set_states, states_of
+from unisono.train.shared_work import SharedWork
+from unisono.train.synchroniser import Ground, Synchroniser
+
+
+class AsynchronousServer(SharedWork):
+    """A worker takes the next batch, pulls the weights, and pushes its gradient; it may be a server, too.
+
+    Args:
+        ground: what it stands on.
+        strategy: how stale gradients are treated, and who serves.
+    """
+
+    def __init__(self, ground: Ground, strategy: ParameterServer) -> None:
+        super().__init__(ground, parts=1, bound=strategy.max_staleness)
+        size = self.workers.world_size
+        apart = strategy.servers if strategy.servers < size else 0
+        self._servers = list(range(size - apart, size)) if apart else list(range(size))
+        self._computes = not apart or self.rank < size - apart
+        self._prepared, self._strategy = ground.prepared, strategy
+        self._parameters = list(ground.prepared.parameters.values())
+        held = shares([weight.nbytes for weight in self.replica.weights], len(self._servers))
+        self._held = dict(zip(self._servers, held, strict=True))
+        self._central = CentralWeights(strategy, ground.prepared, self._held.get(self.rank, []))
+        self._seen = [0] * len(self._parameters)  # of each, the version that is here
+        self._versions = dict.fromkeys(self._servers, 0)
+        self._updates = 0
+        self.open()
+
+    def follow(self, before: Synchroniser) -> None:
+        """What this worker served, and what it has seen of the others', until all have agreed."""
+        super().follow(before)
+        assert isinstance(before, AsynchronousServer)
+        self._central, self._seen = before._central, before._seen
+
+    def settle(self, *, after_loss: bool) -> None:
+        """All updates that have arrived are everybody's."""
+        super().settle(after_loss=after_loss)
+        if after_loss:
+            self._central = CentralWeights(self._strategy, self._prepared, self._held.get(self.rank, []))
+            self._seen = [0] * len(self._parameters)
+            self.workers.barrier()  # nobody is asked for weights before it has them
+
+    def claim(self, step: int) -> int | None:
+        """The next batch, and the newest weights for it; nothing for whoever only serves."""
+        part = super().claim(step) if self._computes else None
+        if part is not None:
+            self._pull()
+        return part
+
+    def apply(self, optimizers: Sequence[Optimizer]) -> None:
+        """Push the gradients to the servers."""
+        self._may_push()
+        gradients = [parameter.grad for parameter in self._parameters]
+        known = self._prepared.optimizers
+        chosen = [number for number, one in enumerate(known) if any(one is each for each in optimizers)]
+        about = {"ask": "update", "optimizers": chosen, "rates": [_rates(one) for one in known]}
+        self._ask({server: self._push(gradients, server, about) for server, held in self._held.items() if held})
+        self._updates += 1
+        self._has_arrived()
+
+    def figures(self) -> dict[str, Any]:
+        """Updates that this worker has asked for in the round, and the staleness of those that it made."""
+        found = {"updates": self._updates, "staleness": self._central.staleness()}
+        self._updates = 0
+        return found
+
+    def _push(self, gradients: Sequence[Tensor | None], server: int, about: Mapping[str, Any]) -> Letter:
+        mine = [(gradients[number], self.replica.weights[number]) for number in self._held[server]]
+        packed = pack([torch.zeros_like(weight) if gradient is None else gradient for gradient, weight in mine])
+        used = [gradient is not None for gradient, _ in mine]
+        return Letter({**about, "used": used, "version": self._versions[server]}, packed)
+
+    @torch.no_grad()
+    def _pull(self) -> None:
+        servers = {server: Letter({"ask": "weights"}) for server, numbers in self._held.items() if numbers}
+        for server, letter in self._ask(servers).items():
+            weights = [self.replica.weights[number] for number in self._held[server]]
+            for weight, newest in zip(weights, unpack(letter.packed, weights), strict=True):
+                weight.copy_(newest)
+            self._versions[server] = letter.said["version"]
+            for number in self._held[server]:
+                self._seen[number] = letter.said["version"]
+
+    def _answered(self, rank: int, letter: Letter) -> Letter:
+        if letter.said["ask"] == "weights":
+            return self._central.pull(rank)
+        return self._central.push(rank, letter)
+
+    @torch.no_grad()
+    def _agree(self) -> None:
+        """Each parameter comes from its server; if that one is lost, from whoever has seen its newest version."""
+        told = self.workers.gather_json([self._central.numbers, self._seen])
+        sources: dict[int, list[int]] = {}
+        for number in range(len(self.replica.weights)):
+            serving = [rank for rank, (numbers, _) in enumerate(told) if number in numbers]
+            newest = max(range(len(told)), key=lambda rank: (told[rank][1][number], -rank))
+            sources.setdefault(serving[0] if serving else newest, []).append(number)
+        shared = {source: self._shared(source, numbers) for source, numbers in sources.items()}
+        self.replica.average_buffers()
+        for source, numbers in sources.items():
+            self._take(numbers, *shared[source])
+
+    def _shared(self, source: int, numbers: Sequence[int]) -> Any:
+        """Weights and what optimizers keep of some parameters, as one worker has them. Collective."""
+        if self.rank != source:
+            return self.workers.broadcast(None, source)
+        held = dict(zip(self._central.numbers, self._central.weights, strict=True))
+        is_server = all(number in held for number in numbers)
+        optimizers = self._central.optimizers if is_server else self._prepared.optimizers
+        mine: list[Tensor] = [held[number] if is_server else self._parameters[number] for number in numbers]
+        states = [states_of(optimizer, mine) for optimizer in optimizers]
+        return self.workers.broadcast([[weight.detach() for weight in mine], states], source)
+
+    def _take(self, numbers: Sequence[int], weights: Sequence[Tensor], states: Sequence[Any]) -> None:
+        for number, weight in zip(numbers, weights, strict=True):
+            self.replica.weights[number].copy_(weight)
+        mine = [self._parameters[number] for number in numbers]
+        for optimizer, kept in zip(self._prepared.optimizers, states, strict=True):
+            set_states(optimizer, mine, kept)
+
+
+def _rates(optimizer: Optimizer) -> list[float | None]:
+    return [float(group["lr"]) if "lr" in group else None for group in optimizer.param_groups]

@@ -1,0 +1,91 @@
+"""Local SGD and DiLoCo at work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from unisono.sync.local_sgd import DiLoCo, LocalSGD
+from unisono.train.synchroniser import Ground, Synchroniser
+
+
+class LocalUpdates(Synchroniser):
+    """Every worker makes updates of its own; every so many steps their weights become the mean.
+
+    Args:
+        ground: what it stands on.
+        strategy: how often.
+    """
+
+    def __init__(self, ground: Ground, strategy: LocalSGD) -> None:
+        super().__init__(ground)
+        self._strategy = strategy
+
+    def step_ends(self, step: int, *, ends_round: bool) -> None:
+        """Average, if this is the time."""
+        if (step + 1) % self._strategy.every == 0 and not ends_round:
+            self._synchronise()
+
+    def settle(self, *, after_loss: bool) -> None:
+        """The mean of everything."""
+        self._synchronise()
+        self.replica.average_buffers()
+        self.replica.average_states()
+
+    def _synchronise(self) -> None:
+        self.replica.load(self.replica.mean())
+
+
+class OuterUpdates(LocalUpdates):
+    """The same with an outer optimizer, whose velocity all workers have alike.
+
+    Args:
+        ground: what it stands on.
+        strategy: how often, and how fast.
+    """
+
+    def __init__(self, ground: Ground, strategy: DiLoCo) -> None:
+        super().__init__(ground, strategy)
+        self._outer = strategy
+        self._start = self.replica.copies()
+        self._velocity = [torch.zeros_like(weight) for weight in self._start]
+        self._steps = 0
+
+    def follow(self, before: Synchroniser) -> None:
+        """Begin where all began."""
+        assert isinstance(before, OuterUpdates)
+        self._start, self._velocity, self._steps = before._start, before._velocity, before._steps
+
+    def settle(self, *, after_loss: bool) -> None:
+        """An outer update, too."""
+        if after_loss:  # one of them may have made an outer update that others have not
+            self._start = [mean.clone() for mean in self.averaging.mean(self._start)]
+            self._velocity = [mean.clone() for mean in self.averaging.mean(self._velocity)]
+        super().settle(after_loss=after_loss)
+
+    def step_ends(self, step: int, *, ends_round: bool) -> None:
+        """Count, and make the outer update, if this is the time."""
+        self._steps += 1
+        super().step_ends(step, ends_round=ends_round)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The velocity."""
+        return {"velocity": self._velocity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The velocity."""
+        for mine, kept in zip(self._velocity, state["velocity"], strict=True):
+            mine.copy_(kept)
+
+    def _synchronise(self) -> None:
+        is_due = any(self.workers.gather_json(self._steps))
+        mean = self.replica.mean()
+        if is_due:  # without a step in between nothing has changed, and momentum alone must not move the weights
+            velocity = [each.clone() for each in self._velocity]
+            pairs = zip(self._start, mean, velocity, strict=True)
+            moved = [self._outer.update(start, each, speed) for start, each, speed in pairs]
+            self.replica.load(moved)
+            self._start, self._velocity = moved, velocity
+        self._steps = 0

@@ -1,0 +1,243 @@
+"""Steps that workers take by themselves, and the moments at which all of them come together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from unisono.errors import JobError
+from unisono.job import Job
+from unisono.membership.generation import Generation
+from unisono.plan.batches import Batch
+from unisono.plan.split import Split
+from unisono.reduce.transport import Solo
+from unisono.sync.local_sgd import DiLoCo, LocalSGD
+from unisono.sync.model_averaging import ModelAveraging
+from unisono.sync.pair_averaging import PairAveraging
+from unisono.sync.parameter_server import ParameterServer
+from unisono.sync.strategy import Strategy
+from unisono.train.asynchronous_server import AsynchronousServer
+from unisono.train.central_averaging import CentralAveraging
+from unisono.train.engine import Attempt, Call, Execution, Scaled, StepEngine
+from unisono.train.local_updates import LocalUpdates, OuterUpdates
+from unisono.train.pairs import Pairs
+from unisono.train.prepared import Prepared
+from unisono.train.synchroniser import Ground, Synchroniser
+from unisono.train.workers import Workers
+
+
+@dataclass(frozen=True)
+class Means:
+    """How steps are computed, besides who computes them.
+
+    Attributes:
+        strategy: that the workers follow.
+        job: that is trained.
+        prepared: models and optimizers.
+        device: where this worker computes.
+        scaled: changes optimizers' learning rates for a while.
+        timeout_s: how long to wait for another worker.
+    """
+
+    strategy: Strategy
+    job: Job
+    prepared: Prepared
+    device: torch.device
+    scaled: Scaled
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class Tally:
+    """What this worker has done since all came together last.
+
+    Attributes:
+        steps: that it went through.
+        samples: that it computed.
+        loss: the sum of their losses.
+        metrics: the sums of what the loss functions logged, over the same samples.
+        begun: when it began, by the clock.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    begun: float = field(default_factory=perf_counter)
+
+    def add(self, samples: int, loss: float, metrics: Mapping[str, float]) -> None:
+        """A part was computed."""
+        self.samples += samples
+        self.loss += loss * samples
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value * samples
+
+
+class Rounds:
+    """A generation's steps under one strategy whose workers have weights of their own in between.
+
+    A round is what lies between two moments at which all workers hold the same weights. Making it is collective; after
+    a loss in the middle of a round, the workers that are left come together first.
+
+    Args:
+        means: how steps are computed.
+        workers: of this generation.
+        before: this worker's part in the round that was broken off; None for a worker that has all that it needs.
+
+    Attributes:
+        is_open: whether something was done since all came together last.
+
+    Raises:
+        WorkerLost: from every method, when another worker is gone.
+    """
+
+    def __init__(self, means: Means, workers: Workers, before: Rounds | None) -> None:
+        self.is_open = False
+        self.tally = Tally()
+        self.strategy = means.strategy
+        self.computed: Callable[[float], None] = lambda seconds: None
+        self._means, self._workers = means, workers
+        self._engines: dict[int, StepEngine] = {}
+        self._engine: StepEngine | None = None
+        self._sent = workers.transport.traffic.sent_bytes, workers.transport.traffic.sent_messages
+        ground = Ground(workers, means.prepared, means.timeout_s, means.job.seed)
+        self.synchroniser = _synchroniser(means.strategy, ground)
+        try:
+            self._take_over(before if before is not None and before.is_open else None)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether a worker finds out what it computes when it gets there."""
+        return self.synchroniser.parts > 0
+
+    def begin(self) -> None:
+        """A step begins, on every worker."""
+        self.is_open = True
+        self.tally.steps += 1
+        self.synchroniser.step_begins()
+
+    def parts(self, step: int, batch: Batch) -> Iterator[range]:
+        """The shards of a step that this worker computes, part by part. Empty parts are left out."""
+        parts = self.synchroniser.parts
+        if not parts:
+            generation = self._workers.generation
+            mine = generation.split.refined(batch.shards).of(generation.rank)
+            yield from [mine] if batch.part(mine).size else []
+            return
+        split = Split.even(batch.shards, parts)
+        while (number := self.synchroniser.claim(step)) is not None:
+            if batch.part(split.of(number)).size:
+                yield split.of(number)
+
+    def train(self, call: Call) -> Attempt | None:
+        """Compute a part, and make this worker's update with it.
+
+        Returns:
+            what it came to; nothing if the loss is NaN or infinite, and such steps are skipped.
+
+        Raises:
+            UnisonoError: whatever :meth:`StepEngine.attempt` and ``commit`` raise.
+        """
+        self._engine = engine = self._engine_for(call.batch.shards)
+        engine.computed, engine.scaled = self.computed, self._means.scaled
+        attempt = engine.attempt(call)
+        self._workers.ticks += 1
+        if not engine.commit(call, attempt):
+            return None
+        self.tally.add(call.batch.size, attempt.report.loss, attempt.report.metrics)
+        return attempt
+
+    def step_ends(self, step: int, *, ends_round: bool) -> None:
+        """A step is over, on this worker."""
+        self.synchroniser.step_ends(step, ends_round=ends_round)
+
+    def end(self, step: int, told: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """All come together. Collective.
+
+        Args:
+            step: after which this worker stands.
+            told: JSON values by name that this worker has to say.
+
+        Returns:
+            what every worker says, by rank, with its figures of the round.
+
+        Raises:
+            JobError: workers stand at different steps.
+        """
+        steps = self._workers.gather_json(step)
+        if any(other != step for other in steps):
+            listed = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(steps))
+            raise JobError(
+                f"the workers come together after different steps ({listed}): with strategy={str(self.strategy)!r} "
+                f"each has a loss of its own, so leave loops by something that is the same on all, such as "
+                f"run.evaluate or run.all_reduce"
+            )
+        self.synchroniser.settle(after_loss=False)
+        everybody = self._workers.gather_json({**told, **self._figures()})
+        self.is_open = False
+        self.tally = Tally()
+        return everybody
+
+    def log(self, name: str, value: float) -> bool:
+        """Note a metric of the shard that is being computed; False if none is."""
+        return self._engine is not None and self._engine.log(name, value)
+
+    def close(self) -> None:
+        """Let go of connections and of the model's parameters."""
+        self.synchroniser.close()
+        for engine in self._engines.values():
+            engine.close()
+
+    def _figures(self) -> dict[str, Any]:
+        """Of this worker, in the round. Nobody asks anybody now, so they are complete."""
+        before, traffic = self._sent, self._workers.transport.traffic
+        self._sent = traffic.sent_bytes, traffic.sent_messages
+        return {
+            "samples": self.tally.samples,
+            "loss": self.tally.loss,
+            "metrics": self.tally.metrics,
+            "steps": self.tally.steps,
+            "seconds": perf_counter() - self.tally.begun,
+            "sent": [self._sent[0] - before[0], self._sent[1] - before[1]],
+            **self.synchroniser.figures(),
+        }
+
+    def _take_over(self, before: Rounds | None) -> None:
+        if not any(self._workers.gather_json(before is not None)):
+            return
+        if before is not None:
+            self.synchroniser.follow(before.synchroniser)
+            self.tally, self.is_open = before.tally, True
+        self.synchroniser.settle(after_loss=True)
+
+    def _engine_for(self, shards: int) -> StepEngine:
+        if shards not in self._engines:
+            alone = Workers(Generation(self._workers.generation.number, 0, Split.even(shards, 1)), Solo(shards))
+            how = Execution(overlap=False)
+            means = self._means
+            engine = StepEngine(means.job, alone, means.prepared, means.device, how, self.synchroniser)
+            engine.rank = self._workers.rank
+            self._engines[shards] = engine
+        return self._engines[shards]
+
+
+def _synchroniser(strategy: Strategy, ground: Ground) -> Synchroniser:
+    match strategy:
+        case DiLoCo():
+            return OuterUpdates(ground, strategy)
+        case LocalSGD():
+            return LocalUpdates(ground, strategy)
+        case ModelAveraging():
+            return CentralAveraging(ground, strategy)
+        case PairAveraging():
+            return Pairs(ground)
+        case ParameterServer(synchronous=False):
+            return AsynchronousServer(ground, strategy)
+    raise JobError(f"strategy={str(strategy)!r} cannot be used here")

@@ -1,0 +1,23 @@
+"""Which workers serve, by the strategy."""
+
+from unisono.sync.parameter_server import ParameterServer
+from unisono.sync.strategy import Strategy
+from unisono.train.workers import Workers
+
+
+def serve(workers: Workers, strategy: Strategy) -> bool:
+    """Have workers serve from the next step on, as a strategy wants it; or all compute. All workers do this alike.
+
+    Args:
+        workers: of this generation.
+        strategy: that is in use.
+
+    Returns:
+        whether that can be: else there are too few workers, and all of them serve and compute.
+    """
+    workers.servers = 0
+    if isinstance(strategy, ParameterServer) and strategy.synchronous:
+        workers.servers = strategy.servers
+        if not strategy.servers:
+            workers.transport.use_topology("direct")  # by which each finishes a share
+    return workers.servers < workers.world_size

@@ -1,0 +1,115 @@
+"""What strategies have in common whose workers take the next part of the work when they are done with one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from unisono.reduce.courier import Courier, Letter
+from unisono.sync.staleness import Reads
+from unisono.train.synchroniser import Ground, Synchroniser
+from unisono.train.tickets import Tickets
+
+OFFICE = 0
+"""The rank that hands out tickets."""
+
+
+class SharedWork(Synchroniser):
+    """Workers ask each other, one at a time, and rank 0 for the next part of the work.
+
+    Args:
+        ground: what it stands on.
+        parts: of a step's work.
+        bound: the largest staleness of a gradient; None for no limit.
+    """
+
+    def __init__(self, ground: Ground, parts: int, bound: int | None) -> None:
+        super().__init__(ground)
+        self.parts = parts
+        self.rank = ground.workers.rank
+        self._is_bounded = bound is not None
+        self._tickets = Tickets(parts, Reads(bound), 0)
+        self._ticket = 0  # the number behind the newest one that this worker has had
+        self._courier: Courier | None = None
+        self._ground = ground
+
+    def open(self) -> None:
+        """Connect with the others. Collective; the last thing that making a synchroniser does."""
+        workers = self.workers
+        if workers.world_size > 1:
+            traffic = workers.transport.traffic
+            self._courier = Courier(
+                self.rank, workers.host, workers.gather_json, self._answer, traffic, self._ground.timeout_s
+            )
+            self._courier.ends = self._tickets.end
+            workers.attach(self._courier.abort)
+
+    def follow(self, before: Synchroniser) -> None:
+        """Go on with the work where it was."""
+        assert isinstance(before, SharedWork)
+        self._ticket = before._ticket * self.parts // before.parts
+
+    def claim(self, step: int) -> int | None:
+        """The next part, from rank 0."""
+        said = self._ask_one(OFFICE, Letter({"ask": "claim", "step": step})).said["ticket"]
+        if said is None:
+            return None
+        self._ticket = said + 1
+        return int(said) % self.parts
+
+    def settle(self, *, after_loss: bool) -> None:
+        """All go on behind the newest ticket that any of them has had."""
+        if after_loss:
+            self._ticket = self._tickets.next = max(self.workers.gather_json(self._ticket))
+        self._agree()
+
+    def close(self) -> None:
+        """Hang up on the others."""
+        if self._courier is not None:
+            self.workers.attach(None)
+            self._courier.close()
+            self._courier = None
+
+    @abstractmethod
+    def _agree(self) -> None:
+        """Make the central model everybody's. Collective."""
+
+    @abstractmethod
+    def _answered(self, rank: int, letter: Letter) -> Letter:
+        """What to say to the worker of this rank. On any thread."""
+
+    def _may_push(self) -> None:
+        if self._is_bounded:
+            self._ask_one(OFFICE, Letter({"ask": "push"}))
+
+    def _has_arrived(self) -> None:
+        if self._is_bounded:
+            self._ask_one(OFFICE, Letter({"ask": "arrived"}))
+
+    def _ask_one(self, rank: int, letter: Letter) -> Letter:
+        return self._ask({rank: letter})[rank]
+
+    def _ask(self, questions: Mapping[int, Letter]) -> dict[int, Letter]:
+        others = {rank: letter for rank, letter in questions.items() if rank != self.rank}
+        self.workers.is_asking = True
+        try:
+            answers = self._courier.ask(others) if others and self._courier is not None else {}
+            if self.rank in questions:
+                answers[self.rank] = self._answer(self.rank, questions[self.rank])
+        finally:
+            self.workers.is_asking = False
+        return answers
+
+    def _answer(self, rank: int, letter: Letter) -> Letter:
+        said: Mapping[str, Any] = letter.said
+        match said["ask"]:
+            case "claim":
+                return Letter({"ticket": self._tickets.claim(rank, said["step"])})
+            case "push":
+                self._tickets.push(rank)
+                return Letter()
+            case "arrived":
+                self._tickets.arrived()
+                return Letter()
+        return self._answered(rank, letter)

@@ -1,0 +1,125 @@
+"""Strategies at work: they train, whoever comes, goes and dies, and all-reduce between them is exact."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outcomes import train
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
+
+SCRIPTS = Path(__file__).parent / "scripts"
+DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
+LOOSE = (
+    "local-sgd:every=4",
+    "diloco:every=8",
+    "model-averaging",
+    "pair-averaging",
+    "parameter-server:synchronous=false",
+    "parameter-server:synchronous=false,servers=1,max_staleness=3",
+)
+
+
+def lines(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def kills(tmp_path: Path, *faults: tuple[int, int]) -> Path:
+    script = tmp_path / "faults.toml"
+    script.write_text(
+        "".join(
+            f"[[fault]]\nkind = 'kill'\nrank = {rank}\nat_step = {step}\nafter_s = 0.002\n" for step, rank in faults
+        )
+    )
+    return script
+
+
+def accuracy(output: str) -> float:
+    return float(output.rpartition("accuracy ")[2].partition("%")[0])
+
+
+@pytest.mark.parametrize("strategy", LOOSE)
+def test_a_strategy_learns_the_digits_while_workers_are_killed_and_replaced(strategy: str, tmp_path: Path) -> None:
+    faults = kills(tmp_path, (10, 1), (30, 0))
+    options = ("-n", "2:3", "--max-restarts", "9", "--faults", str(faults), "--strategy", strategy)
+
+    ended = train(tmp_path / "run", *options, script=DIGITS, arguments=["--epochs", "5"])
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert accuracy(ended.stdout) > 90
+    journal = lines(tmp_path / "run" / "journal.jsonl")
+    assert len([line for line in journal if line["event"] == "lost"]) == 2
+    rounds = [line["round"] for line in lines(tmp_path / "run" / "metrics.jsonl") if "round" in line]
+    assert len(rounds) >= 5
+    assert all(sum(one["samples"]) > 0 for one in rounds)
+
+
+def test_strategies_change_twenty_times_with_kills_between_and_all_reduce_is_exact_from_where_it_starts(
+    tmp_path: Path,
+) -> None:
+    script, folder = SCRIPTS / "switching.py", tmp_path / "run"
+    faults = kills(tmp_path, (9, 0), (31, 1), (52, 0), (90, 1), (121, 0))
+
+    ended = train(folder, "-n", "1:4", "--max-restarts", "20", "--faults", str(faults), script=script)
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    journal = lines(folder / "journal.jsonl")
+    switched = {line["step"]: line["value"] for line in journal if line.get("verb") == "set_strategy"}
+    assert len(switched) >= 20
+    assert len([line for line in journal if line["event"] == "lost"]) >= 3
+    assert all(math.isfinite(line["loss"]) for line in lines(folder / "metrics.jsonl"))
+
+    ours = weights_after_each_step(folder)
+    for first in [step for step, strategy in switched.items() if strategy == "all-reduce"][1:8:3]:
+        last = min(step for step in switched if step > first)
+        assert {step: ours[step] for step in range(first, last)} == serial_weights(folder, tmp_path, first, last)
+
+
+def weights_after_each_step(folder: Path) -> dict[int, set[str]]:
+    """Of all workers, in the steps of all-reduce: they have to be the same."""
+    found: dict[int, set[str]] = {}
+    for file in folder.glob("digests-*.jsonl"):
+        for step, _, weights in lines(file):
+            found.setdefault(step, set()).add(weights)
+    return found
+
+
+def serial_weights(folder: Path, tmp_path: Path, first: int, last: int) -> dict[int, set[str]]:
+    """What one worker makes of the checkpoint from which a stretch of all-reduce began."""
+    alone = tmp_path / f"from-{first}"
+    (checkpoint,) = (folder / "checkpoints").glob(f"*{first:08d}*")
+    shutil.copytree(checkpoint, alone / "checkpoints" / checkpoint.name)
+    ended = train(alone, "-n", "1", script=SCRIPTS / "switching.py", settings={"UNISONO_STOP_AFTER": str(last)})
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "resumes after step" in ended.stdout
+    return weights_after_each_step(alone)
+
+
+@pytest.mark.parametrize(
+    ("workers", "strategy", "words"),
+    [
+        ("2", "gossip", "there is no such strategy"),
+        ("1", "pair-averaging", "nobody to synchronise with"),
+        ("2", "parameter-server:servers=2", "nobody to compute"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_trained(
+    workers: str, strategy: str, words: str, tmp_path: Path
+) -> None:
+    ended = train(tmp_path / "run", "-n", workers, "--strategy", strategy, script=DIGITS)
+
+    assert ended.returncode == 2
+    assert words in " ".join((ended.stdout + ended.stderr).split())
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_an_update_split_over_workers_is_refused_where_each_has_its_own(tmp_path: Path) -> None:
+    options = ("-n", "2", "--strategy", "local-sgd")
+    ended = train(tmp_path / "run", *options, script=DIGITS, settings={"UNISONO_SHARD_OPTIMIZER": "1"})
+
+    assert ended.returncode == 2
+    assert "leave one of them out" in " ".join((ended.stdout + ended.stderr).split())
