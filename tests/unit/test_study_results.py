@@ -223,6 +223,15 @@ def test_speedups_against_one_worker_and_against_the_plain_loop_are_apart() -> N
     assert row.over_baseline.value == pytest.approx((256 / 0.176) / (5120 / 6.02), rel=0.03)
 
 
+def test_one_worker_is_as_fast_as_itself_without_any_doubt() -> None:
+    cells = tuple(Cell(workers=1, epoch=epoch, samples=100, seconds=40.0 + epoch) for epoch in range(1, 6))
+
+    (row,) = rows(Results(cells=cells))
+
+    assert row.samples_per_s.low is not None  # of epochs that differ
+    assert (row.speedup, row.efficiency, row.serial_share) == (Estimate(1.0), Estimate(1.0), None)
+
+
 def test_runs_that_failed_are_in_no_figure() -> None:
     good = Cell(workers=1, samples=10, seconds=1.0)
     bad = Cell(workers=1, repeat=1, samples=0, seconds=0.0, exit_code=139)
