@@ -35,7 +35,7 @@ class Exercise(BaseModel):
     rate: float = 3e-3
     shard_ms: float = 0.0
     slow: float = 1.0
-    documents: int = 4800
+    documents: int = 3200
 
 
 class Exercises(BaseModel):

@@ -17,7 +17,6 @@ TREATED = {
     "staleness-aware": f"{PLAIN},staleness_aware=true",
     "compensated, λ = 0.04": f"{PLAIN},delay_compensation=0.04",
     "compensated, λ = 1": f"{PLAIN},delay_compensation=1.0",
-    "both, λ = 0.04": f"{PLAIN},staleness_aware=true,delay_compensation=0.04",
 }
 
 
@@ -41,13 +40,13 @@ class Choice:
     strategies: tuple[str, ...] = ALL
     workers: int = 2
     rounds: int = 3
-    epochs: int = 3
+    epochs: int = 2
     slow: float = 3.0
-    shard_ms: float = 20.0
+    shard_ms: float = 10.0
     crowd: int = 10
-    rates: tuple[float, ...] = (0.1, 0.3)
+    rates: tuple[float, ...] = (0.1, 0.5)
     seeds: int = 5
-    crowd_epochs: int = 15
+    crowd_epochs: int = 10
 
     def timed(self, strategy: str, seed: int) -> Exercise:
         """A training whose throughput counts."""
@@ -72,7 +71,7 @@ class Choice:
             batch_size=32,
             shards=1 if strategy == SERIAL else self.crowd,
             rate=rate,
-            shard_ms=0.0 if strategy == SERIAL else self.shard_ms / 5,
+            shard_ms=0.0 if strategy == SERIAL else self.shard_ms / 4,
         )
 
 
