@@ -102,7 +102,7 @@ def grid(model: str, choice: Choice, found: Mapping[Key, Runs]) -> Grid:
          "kB a step", "messages a step", "samples/s", "staleness", "same weights"),
         rows,
         (
-            "Held-out samples. Beside serial: the mean over seeds (the lowest … the highest), in points and in percent.",
+            "Held-out samples. Beside serial: the mean over seeds (lowest … highest), in points and in percent.",
             "Traffic is that of all workers together, in a step with one batch; staleness: mean, and the largest.",
         ),
     )  # fmt: skip
