@@ -447,7 +447,14 @@ def test_held_out_images_are_as_noisy_as_those_that_are_trained_on_and_the_same_
 
 
 def ended(accuracy: float = 0.98, loss: float = 0.1, digest: str = "a", **more: Any) -> Outcome:
-    values = {"samples": 10, "seconds": 2.0, "steps": 3, "sent_bytes": 2500.0, "sent_messages": 4.0, "staleness": []}
+    values: dict[str, Any] = {
+        "samples": 10,
+        "seconds": 2.0,
+        "steps": 3,
+        "sent_bytes": 2500.0,
+        "sent_messages": 4.0,
+        "staleness": [],
+    }
     return Outcome(accuracy=accuracy, loss=loss, digest=digest, **(values | more))
 
 
