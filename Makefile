@@ -10,7 +10,7 @@ BENCH_READY := $(VENV)/.ready-bench
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-sampling bench-accuracy bench-adaptive bench-disturbed soak format clean
+.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies soak format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -70,6 +70,9 @@ bench-accuracy: $(BENCH_READY)  ## AdaScale at eight times the batch: accuracies
 
 bench-adaptive: $(BENCH_READY)  ## a batch that follows the noise: how soon it is accurate, beside batches that stay
 	@$(BIN)/python -m benchmarks adaptive $(OPTIONS)
+
+bench-strategies: $(READY)  ## every synchronisation strategy: accuracy, traffic, throughput; --slow: with a slow worker
+	@$(BIN)/python -m benchmarks strategies $(OPTIONS)
 
 soak: $(READY)  ## half an hour of faults: memory, files and threads stay as they are, and so do the bits
 	@$(BIN)/python -m benchmarks soak $(OPTIONS)

@@ -21,7 +21,9 @@ from benchmarks import (
     sampling,
     shards,
     soak,
+    stale,
     step,
+    strategies,
     topologies,
 )
 from benchmarks.contenders import everybody
@@ -30,6 +32,7 @@ from benchmarks.link import Cable, NoLink
 from benchmarks.report import RESULTS, Report
 from benchmarks.task import Update
 from benchmarks.workloads import WORKLOADS
+from unisono.sync.named import strategy_of
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
@@ -325,6 +328,30 @@ def adaptive_command(
     few = few or quick
     choice = adaptive.Choice(1 if quick else seeds, 3 if quick else epochs, workers, target, few=few)
     _publish(adaptive.run(choice), output)
+
+
+@app.command("strategies")
+def strategies_command(
+    models: Annotated[str, typer.Option(help="of digits, char_lm; commas between them")] = "digits,char_lm",
+    workers: Annotated[str, typer.Option(help="numbers of them; commas between them")] = "2,4",
+    seeds: Seeds = 3,
+    strategy: Annotated[list[str] | None, typer.Option(help="one of them, as its text; repeat for more")] = None,
+    slow: Annotated[bool, typer.Option("--slow", help="instead: one worker is three times slower")] = False,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """Every synchronisation strategy on the same trainings: accuracy, loss, traffic, throughput, staleness."""
+    chosen = tuple(str(strategy_of(one)) for one in strategy or strategies.ALL)
+    if slow:
+        few = {"rounds": 1, "epochs": 2, "rates": (0.1,), "seeds": 1, "crowd": 3, "crowd_epochs": 1}
+        _publish(stale.run(stale.Choice(chosen, **(few if quick else {}))), output)  # type: ignore[arg-type]
+        return
+    named = tuple(
+        name for name in strategies.SHAPES if name in _known(models.split(","), strategies.SHAPES, "--models")
+    )
+    numbers = tuple(int(number) for number in workers.split(","))
+    choice = strategies.Choice(named, numbers, 1 if quick else seeds, chosen, epochs=1 if quick else 0)
+    _publish(strategies.run(choice), output)
 
 
 @app.command("soak")

@@ -96,6 +96,7 @@ def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(tmp_path: Pa
         ("growth", ["--quick"]),
         ("accuracy", ["--quick"]),
         ("adaptive", ["--quick", "--workers=2"]),
+        ("strategies", ["--quick", "--models=digits", "--workers=2", "--strategy=all-reduce", "--strategy=local-sgd"]),
         ("monitor", ["--quick", "--model=tiny", "--step-ms=20"]),
         ("soak", ["--minutes=0.3", "--pause=2", "--rare=4"]),
     ],
@@ -128,6 +129,10 @@ def test_the_benchmarks_of_elastic_jobs_find_something(name: str, options: list[
         assert sizes["batch 64, rate 0.1"] == {64}
         assert max(sizes["noise scale, rate by √"]) > 64
         assert all(len(runs[0]) == 3 and runs[0][-1]["cpu_seconds"] > 0 for runs in ways.values())
+    elif name == "strategies":
+        serial, all_reduce, local = (one["runs"][0] for one in found["found"])
+        assert serial["digest"] == all_reduce["digest"] != local["digest"]
+        assert 0 < local["sent_bytes"] < all_reduce["sent_bytes"]
     elif name == "monitor":
         assert [len(turns) for turns in found["seconds"].values()] == [1, 1]
         assert all(seconds > 0 for turns in found["seconds"].values() for seconds in turns[0])

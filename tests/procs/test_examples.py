@@ -107,6 +107,14 @@ def test_real_images_are_augmented_alike_on_any_number_of_workers_and_loader_pro
     assert "epoch 0" in alone.output
 
 
+def test_another_number_of_workers_synchronises_in_another_way(tmp_path: Path) -> None:
+    alone = run(tmp_path / "alone", "strategies.py --epochs 2", steps=1000)
+    together = run(tmp_path / "together", "strategies.py --epochs 2", workers=2, steps=1000)
+    assert re.findall(r"epoch \d: (.+), acc", alone.output) == ["all-reduce among 1"] * 2
+    assert re.findall(r"epoch \d: (.+), acc", together.output) == ["local-sgd:every=4 among 2"] * 2
+    assert alone.weights != together.weights
+
+
 def test_cifar10_can_be_tried_without_the_data(tmp_path: Path) -> None:
     done = run(tmp_path / "synthetic", "cifar10.py --synthetic --batch-size 32 --max-steps 2")
     assert done.result["steps"] == 2

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import accuracy, adaptive, growth, network, pairs, recovery, shards, soak, topologies
+from benchmarks import accuracy, adaptive, growth, network, pairs, recovery, shards, soak, stale, strategies, topologies
 from benchmarks.contenders import Contender, everybody
 from benchmarks.contenders.loop import batches
 from benchmarks.crew import Crew, Host, cleaned
 from benchmarks.elastic_job import seconds_of
+from benchmarks.exercise import Outcome
 from benchmarks.family import growth_per_hour
 from benchmarks.figures import Ratio, bootstrap, difference, mean_of_workers, slowest, times_as_fast, times_as_long
 from benchmarks.harness import Measured, interleaved
@@ -23,6 +24,7 @@ from benchmarks.link import Cable, End, joined, obstacle
 from benchmarks.noise import Noise
 from benchmarks.place import Place
 from benchmarks.programs.exchange import calls_for, traffic
+from benchmarks.programs.exercises import Traffic
 from benchmarks.programs.reduced import Reduced, ways
 from benchmarks.report import Grid, Report
 from benchmarks.standings import FAILED, NOT_INSTALLED, standings
@@ -439,3 +441,56 @@ def test_held_out_images_are_as_noisy_as_those_that_are_trained_on_and_the_same_
     clean, noisy = held_out(0.0).tensors[0], held_out(0.3).tensors[0]
     assert float((noisy - clean.repeat(5, 1)).std()) == pytest.approx(0.3, rel=0.01)
     assert torch.equal(noisy, held_out(0.3).tensors[0])
+
+
+# -- strategies
+
+
+def ended(accuracy: float = 0.98, loss: float = 0.1, digest: str = "a", **more: Any) -> Outcome:
+    values: dict[str, Any] = {
+        "samples": 10,
+        "seconds": 2.0,
+        "steps": 3,
+        "sent_bytes": 2500.0,
+        "sent_messages": 4.0,
+        "staleness": [],
+    }
+    return Outcome(accuracy=accuracy, loss=loss, digest=digest, **(values | more))
+
+
+def test_a_strategy_stands_beside_the_serial_run_of_the_same_seed() -> None:
+    serial = [ended(0.98, 0.1), ended(0.96, 0.2)]
+    runs = [ended(0.97, 0.1), ended(0.96, 0.22, staleness=[0, 3])]
+    cells = strategies.row("diloco", 2, runs, serial)
+    assert cells[2:6] == ("96.50%", "-0.50 (-1.00 … +0.00)", "0.1600", "+5.00 (+0.00 … +10.00)")
+    assert cells[6:] == ("2.5", "4.0", "5", "1.50, 3", "yes")
+    assert strategies.row("diloco", 2, [None, ended(0.96, 0.2, "b")], serial)[0] == "diloco (1 of 2 seeds)"
+    assert strategies.row("diloco", 2, [ended(digest="b")] * 2, serial)[-1] == "no"
+    assert set(strategies.row("diloco", 2, [None, None], serial)[2:]) == {"no number"}
+
+
+def test_traffic_per_step_is_read_from_rounds_or_from_what_workers_said_of_the_step_before(tmp_path: Path) -> None:
+    apart, together = tmp_path / "apart.jsonl", tmp_path / "together.jsonl"
+    rounds = [
+        {"steps": 4, "sent": [[100, 1], [300, 3]], "staleness": [[0, 1], [2]]},
+        {"steps": 1, "sent": [[50, 1], [50, 0]], "staleness": [[], [5]]},
+    ]
+    apart.write_text("".join(json.dumps({"round": one}) + "\n" for one in rounds) + json.dumps({"step": 9}) + "\n")
+    assert Traffic.read(apart) == Traffic(100.0, 1.0, [0, 1, 2, 5])
+    watched = [[(9, 9), (9, 9)], [(10, 1), (20, 2)], [(30, 1), (40, 4)]]  # the first is of no step
+    together.write_text(
+        "".join(
+            json.dumps({"workers": [{"sent_bytes": sent, "sent_messages": count} for sent, count in one]}) + "\n"
+            for one in watched
+        )
+    )
+    assert Traffic.read(together) == Traffic(50.0, 4.0, [])
+
+
+def test_the_throughput_with_a_slow_worker_stands_beside_the_first_strategys() -> None:
+    choice = stale.Choice(strategies=("all-reduce", "pair-averaging"), rounds=1)
+    fast = [ended(seconds=1.0)]
+    rows = stale.speed_grid(choice, {"all-reduce": [ended()], "pair-averaging": fast}).rows
+    assert [row[2] for row in rows] == ["1.00", "2.00"]
+    judged = {(0.1, way): [ended(0.9), None] for way in ("serial", *stale.TREATED)}
+    assert stale.stale_grid(choice, 0.1, judged).rows[0][1] == "45.00% (0.00% … 90.00%)"

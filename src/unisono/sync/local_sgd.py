@@ -48,10 +48,13 @@ class DiLoCo(LocalSGD):
 
         v ← μ·v + Δ        θ ← θ_prev - η·(Δ + μ·v)
 
+    The authors' μ = 0.9 lets one outer gradient move the weights seven times as far as it says, over the next dozens of
+    outer updates. A run that has only a few overshoots with it, so the default is less.
+
     Args:
         every: K, steps from one outer update to the next.
         outer_rate: η.
-        outer_momentum: μ.
+        outer_momentum: μ; 0.9 for a run of hundreds of outer updates.
         round_every: as for :class:`LocalSGD`.
 
     Raises:
@@ -62,7 +65,7 @@ class DiLoCo(LocalSGD):
 
     every: int = 32
     outer_rate: float = 0.7
-    outer_momentum: float = 0.9
+    outer_momentum: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -103,7 +103,9 @@ class Apart:
         """Begin, if the present strategy is one of these. Collective."""
         strategy = self._trained.adaptation.strategy
         assert self._trained.prepared is not None, "there is something to train"
-        if not strategy.is_exact:
+        if strategy.is_exact:
+            self._trained.strategy = "", {}  # what one kept that comes again later is of weights long gone
+        else:
             scaled = self._trained.adaptation.scaled
             means = Means(strategy, self._job, self._trained.prepared, self._device, scaled, self._timeout_s)
             rounds = Rounds(means, self._membership.workers, self._broken)

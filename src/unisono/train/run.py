@@ -155,6 +155,11 @@ class Run:
         """The newest line of ``metrics.jsonl``."""
         return self._recorder.latest
 
+    @property
+    def strategy(self) -> str:
+        """By which the workers synchronise now, as its text."""
+        return str(self._strategy)
+
     def print(self, *values: Any, **options: Any) -> None:
         """Print on the main worker alone."""
         if self.is_main:

@@ -1,0 +1,151 @@
+"""Every synchronisation strategy on the same trainings: accuracy, loss, traffic, throughput, staleness."""
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+
+from benchmarks.crew import Crew
+from benchmarks.exercise import Exercise, Exercises, ModelName, Outcome, Outcomes
+from benchmarks.figures import counted
+from benchmarks.noise import NoiseMeter
+from benchmarks.report import Grid, Report
+
+SERIAL = "all-reduce"
+
+ALL = (
+    "all-reduce",
+    "parameter-server",
+    "parameter-server:synchronous=false",
+    "model-averaging",
+    "pair-averaging",
+    "local-sgd",
+    "diloco",
+)
+
+SHAPES: Mapping[ModelName, Exercise] = {
+    "digits": Exercise(model="digits", strategy=SERIAL),
+    "char_lm": Exercise(model="char_lm", strategy=SERIAL, epochs=3, batch_size=64, rate=6e-3),
+}
+
+Runs = Sequence[Outcome | None]
+"""One for each seed; None where the loss was no number any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the benchmark is run.
+
+    Attributes:
+        models: on which strategies are compared.
+        workers: numbers of them.
+        seeds: how many.
+        strategies: that are compared, as their texts.
+        epochs: instead of each model's own; 0 for those.
+    """
+
+    models: tuple[ModelName, ...] = ("digits", "char_lm")
+    workers: tuple[int, ...] = (2, 4)
+    seeds: int = 3
+    strategies: tuple[str, ...] = ALL
+    epochs: int = 0
+
+    def exercise(self, model: ModelName, strategy: str, seed: int) -> Exercise:
+        """One training."""
+        shape = SHAPES[model]
+        return shape.model_copy(update={"strategy": strategy, "seed": seed, "epochs": self.epochs or shape.epochs})
+
+
+Key = tuple[str, int, str]
+"""A model, a number of workers, a strategy."""
+
+
+def run(choice: Choice) -> Report:
+    """Train all of it: one crew for each number of workers and seed, in which the strategies take turns."""
+    meter, order = NoiseMeter(), random.Random(0)  # noqa: S311  the order is to be repeatable
+    found: dict[Key, list[Outcome | None]] = {}
+    for seed, workers in product(range(choice.seeds), (1, *choice.workers)):
+        meter.calibrate()
+        strategies = (SERIAL,) if workers == 1 else choice.strategies
+        pairs = list(product(choice.models, strategies))
+        pairs = order.sample(pairs, len(pairs))
+        ended = learn(workers, [choice.exercise(model, strategy, seed) for model, strategy in pairs])
+        for (model, strategy), outcome in zip(pairs, ended, strict=True):
+            found.setdefault((model, workers, strategy), []).append(outcome)
+    return Report(
+        name="strategies",
+        settings=asdict(choice),
+        noise=meter.read(),
+        grids=[grid(model, choice, found) for model in choice.models],
+        figures={"found": as_json(found)},
+    )
+
+
+def learn(workers: int, exercises: Sequence[Exercise]) -> list[Outcome | None]:
+    """How they end on so many workers, one after the other in the same processes."""
+    (first, *_) = Crew.here(workers).run("exercises", Exercises(exercises=list(exercises)), Outcomes)
+    return first.outcomes
+
+
+def grid(model: str, choice: Choice, found: Mapping[Key, Runs]) -> Grid:
+    """All strategies on one model."""
+    serial = found[(model, 1, SERIAL)]
+    rows = [row("serial", 1, serial, serial)]
+    rows += [
+        row(strategy, workers, found[(model, workers, strategy)], serial)
+        for workers, strategy in product(choice.workers, choice.strategies)
+    ]
+    return Grid(
+        f"{model}, {counted(choice.seeds, 'seed')}",
+        ("", "workers", "accuracy", "beside serial", "loss", "beside serial",
+         "kB a step", "messages a step", "samples/s", "staleness", "same weights"),
+        rows,
+        (
+            "Held-out samples. Beside serial: the mean over seeds (lowest … highest), in points and in percent.",
+            "Traffic is that of all workers together, in a step with one batch; staleness: mean, and the largest.",
+        ),
+    )  # fmt: skip
+
+
+def row(name: str, workers: int, runs: Runs, serial: Runs) -> tuple[str, ...]:
+    """One line of the table."""
+    pairs = [(one, other) for one, other in zip(runs, serial, strict=True) if one and other]
+    if not pairs:
+        return (name, f"{workers}", *("no number",) * 9)
+    ended = [one for one, _ in pairs]
+    stale = [tau for one in ended for tau in one.staleness]
+    points = [100 * (one.accuracy - other.accuracy) for one, other in pairs]
+    percent = [100 * (one.loss / other.loss - 1) for one, other in pairs]
+    shows_accuracy = any(one.accuracy for one in ended)
+    return (
+        name if len(pairs) == len(runs) else f"{name} ({len(pairs)} of {len(runs)} seeds)",
+        f"{workers}",
+        f"{statistics.fmean(one.accuracy for one in ended):.2%}" if shows_accuracy else "",
+        spread(points) if shows_accuracy else "",
+        f"{statistics.fmean(one.loss for one in ended):.4f}",
+        spread(percent),
+        f"{statistics.fmean(one.sent_bytes for one in ended) / 1000:.1f}",
+        f"{statistics.fmean(one.sent_messages for one in ended):.1f}",
+        f"{statistics.median(one.samples_per_s for one in ended):.0f}",
+        f"{statistics.fmean(stale):.2f}, {max(stale)}" if stale else "",
+        "yes" if all(one.digest == other.digest for one, other in pairs) else "no",
+    )
+
+
+def spread(values: Sequence[float]) -> str:
+    """The mean, and where the values lie."""
+    return f"{statistics.fmean(values):+.2f} ({min(values):+.2f} … {max(values):+.2f})"
+
+
+def as_json(found: Mapping[Key, Runs]) -> list[dict[str, object]]:
+    """For programs."""
+    return [
+        {
+            "model": model,
+            "workers": workers,
+            "strategy": strategy,
+            "runs": [one and one.model_dump() for one in runs],
+        }
+        for (model, workers, strategy), runs in found.items()
+    ]
