@@ -15,6 +15,7 @@ from unisono.cli.remote import RemoteCommand
 from unisono.cli.replay import replay
 from unisono.cli.resize import resize
 from unisono.cli.run import run
+from unisono.cli.slurm import slurm
 from unisono.cli.status import status
 from unisono.cli.stop import stop
 from unisono.cli.study import StudyCommand, study
@@ -43,6 +44,7 @@ app.command("doctor")(doctor)
 app.command("replay", no_args_is_help=True)(replay)
 app.command("chaos")(chaos)
 app.command("study", cls=StudyCommand, no_args_is_help=True)(study)
+app.command("slurm", no_args_is_help=True)(slurm)
 app.command("verify", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(verify)
 
 

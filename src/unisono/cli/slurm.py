@@ -1,0 +1,106 @@
+"""``unisono slurm``: write the script of a Slurm job that trains, and submit it."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unisono.cli.options import CheckpointEvery
+from unisono.errors import JobError
+from unisono.launch.batch_job import REQUEUES, Allocation, BatchJob, read_numbers, split_words
+from unisono.launch.batch_script import require_valid, submit, text_of, write
+from unisono.launch.result import RUNS
+from unisono.launch.script import Script
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(help="Behind --: the script's own arguments; or study, and what it is to do.", metavar="ARGS"),
+]
+Time = Annotated[str, typer.Option(help="The limit, as Slurm takes it: 00:30:00 or 1-12:00:00.", metavar="TIME")]
+Cores = Annotated[
+    int | None,
+    typer.Option(
+        "--cores-per-gpu",
+        "--cores-per-worker",
+        help="Cores for each worker; by default as many as the cluster's own rule gives.",
+    ),
+]
+Modules = Annotated[
+    list[str] | None, typer.Option("--module", help="Load this module of the cluster first; repeat for more.")
+]
+More = Annotated[
+    list[str] | None,
+    typer.Option("--sbatch", metavar="NAME=VALUE", help="Another option of sbatch; repeat for more."),
+]
+Workers = Annotated[
+    str | None, typer.Option(metavar="N,N,…", help="A job array: an element for each of these numbers of workers.")
+]
+Interpreter = Annotated[
+    str, typer.Option(help="The interpreter; the one that runs this unless given.", show_default=False)
+]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the script there, not to the terminal.")
+]
+
+
+def slurm(
+    script: Annotated[str, typer.Argument(help="What to train; a Python module's name with -m.", metavar="SCRIPT")],
+    time: Time,
+    args: Words = None,
+    nodes: Annotated[int, typer.Option(help="How many nodes.")] = 1,
+    gpus: Annotated[int, typer.Option(help="GPUs of each node, with a worker for each.")] = 0,
+    workers_per_node: Annotated[int | None, typer.Option(help="Without GPUs: workers of each node.")] = None,
+    cores: Cores = None,
+    account: Annotated[str | None, typer.Option(help="Who pays.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Where to run.")] = None,
+    job_name: Annotated[str | None, typer.Option(help="The script's name unless given.")] = None,
+    load: Modules = None,
+    more: More = None,
+    workers: Workers = None,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a Python module.")] = False,
+    python: Interpreter = sys.executable,
+    runs: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the run folders are made.")] = RUNS,
+    checkpoint_every: CheckpointEvery = None,
+    requeues: Annotated[int, typer.Option(help="How often a preempted job starts again.")] = REQUEUES,
+    output: Output = None,
+    send: Annotated[bool, typer.Option("--submit", help="Give it to sbatch.")] = False,
+) -> None:
+    """Write the script of a Slurm job that trains: unisono slurm train.py --time 00:30:00 --gpus 4 -- --its-own flags.
+
+    It starts one worker for each GPU, asks them for a checkpoint before the time is over or when the job has to make
+    room, and goes on from there when Slurm starts it again.
+    """
+    study, words = split_words(args or ())
+    target = Script(script, () if study else words, is_module=is_module)
+    target.require_readable()
+    job = BatchJob(
+        script=target,
+        allocation=Allocation(time, nodes, gpus, workers_per_node, cores, account, partition, tuple(more or ())),
+        name=target.stem if job_name is None else job_name,
+        folder=_here(),
+        python=python,
+        workers=() if workers is None else read_numbers(workers),
+        study_words=words if study else None,
+        modules=tuple(load or ()),
+        runs=runs,
+        checkpoint_every=checkpoint_every,
+        requeues=requeues,
+    )
+    text = text_of(job, ["unisono", *sys.argv[1:]])
+    require_valid(text)
+    if output is not None:
+        write(text, output)
+        typer.echo(f"written: {output}")
+    if send:
+        typer.echo(submit(text, output))
+    elif output is None:
+        sys.stdout.buffer.write(os.fsencode(text))
+
+
+def _here() -> Path:
+    try:
+        return Path.cwd()
+    except OSError as error:
+        raise JobError(f"the working folder is gone: {error}") from error

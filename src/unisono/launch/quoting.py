@@ -1,0 +1,62 @@
+"""Words that stay one word: in a bash script, and in the lines of it that Slurm reads."""
+
+import re
+import shlex
+
+from unisono.errors import JobError
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+"""What would end a line, or is not seen in a terminal."""
+
+
+def shell_word(text: str) -> str:
+    """A text as one word of bash, on one line, which nothing in it can end or expand.
+
+    Args:
+        text: anything without a NUL, as arguments and paths are; bytes that are no text as ``os.fsdecode`` has them.
+
+    Returns:
+        the text itself if nothing in it means anything to a shell; in ``'…'``; or in ``$'…'`` if it holds
+        control characters, which bash then makes from their numbers.
+    """
+    if not CONTROL.search(text):
+        return shlex.quote(text)
+    plain = text.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + CONTROL.sub(lambda found: f"\\{ord(found.group()):03o}", plain) + "'"
+
+
+def directive(name: str, value: str) -> str:
+    """An option of sbatch, as the part of a ``#SBATCH`` line that Slurm takes for one argument.
+
+    Slurm does not read these lines as a shell does: a backslash escapes the next character within quotes of either
+    kind, and nothing can stand for a new line (``get_argument`` in Slurm's ``src/sbatch/opt.c``).
+
+    Args:
+        name: of the option, without dashes.
+        value: of it.
+
+    Raises:
+        JobError: the value is empty, or has control characters, which no such line can hold.
+    """
+    require_line(f"--{name}", value)
+    if re.fullmatch(r"[\w.,:/@%+=-]+", value, re.ASCII):
+        return f"--{name}={value}"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'--{name}="{escaped}"'
+
+
+def require_line(what: str, value: str) -> None:
+    """Refuse what cannot stand in a line that Slurm reads.
+
+    Raises:
+        JobError: the value is empty, has control characters or bytes that are no text.
+    """
+    if not value:
+        raise JobError(f"{what} is empty")
+    found = CONTROL.search(value)
+    if found:
+        raise JobError(f"{what} {value!r}: a {found.group()!r} in it cannot be told to Slurm, which reads line by line")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise JobError(f"{what} {value!r}: not all of it is text in UTF-8") from None
