@@ -69,6 +69,7 @@ def run(folder: Path, command: str, workers: int | None = None, steps: int = 3) 
         ("spot.py", 2),
         ("schedules.py", 2),
         ("slow_worker.py --shard-ms 0", 3),
+        ("resnet_cifar10.py --image-size 32 --width 0.125 --synthetic --batch-size 16 --workers 2", 2),
     ],
 )
 def test_an_example_ends_in_the_same_weights_on_one_worker_and_on_several(
