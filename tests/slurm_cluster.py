@@ -183,8 +183,10 @@ def srun(arguments: Sequence[str]) -> None:
     most = int(os.environ["SLURM_NTASKS_PER_NODE"])
     assert per_node <= int(options.get("ntasks-per-node", most)) <= most
     assert nodes <= int(os.environ["SLURM_NNODES"])
-    import sklearn.datasets  # noqa: F401
     import torch  # noqa: F401 (once, and not in each task: they are forked)
+
+    if "sklearn" in Path(arguments[begin + 1]).read_text():
+        import sklearn.datasets  # noqa: F401
 
     started = []
     for rank in range(tasks):
@@ -212,8 +214,6 @@ def _task(command: Sequence[str], variables: Mapping[str, str]) -> None:
     assert python == sys.executable
     os.environ.update(variables)
     sys.argv[:] = command[1:]
-    if script == "-m":
-        os.execv(python, command)
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")
 
