@@ -183,7 +183,7 @@ def srun(arguments: Sequence[str]) -> None:
     most = int(os.environ["SLURM_NTASKS_PER_NODE"])
     assert per_node <= int(options.get("ntasks-per-node", most)) <= most
     assert nodes <= int(os.environ["SLURM_NNODES"])
-    import torch  # noqa: F401 (once, and not in each task: they are forked)
+    import unisono.train.start  # noqa: F401 (torch, too: once, and not in each task, since they are forked)
 
     if "sklearn" in Path(arguments[begin + 1]).read_text():
         import sklearn.datasets  # noqa: F401
