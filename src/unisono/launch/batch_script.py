@@ -46,7 +46,8 @@ def text_of(job: BatchJob, command: Sequence[str]) -> str:
     template = shell.from_string(TEMPLATE.read_text(encoding="utf-8"))
     made_by = " ".join(map(shell_word, command))
     asked_to_leave = INTERRUPTED if job.study else PREEMPTED
-    return str(template.render(job=job, mark=MARK, made_by=made_by, asked_to_leave=asked_to_leave)) + "\n"
+    rendered: str = template.render(job=job, mark=MARK, made_by=made_by, asked_to_leave=asked_to_leave)
+    return rendered + "\n"
 
 
 def require_valid(script: str) -> None:
