@@ -226,7 +226,10 @@ def test_after_a_loss_the_others_go_on_from_one_model_with_what_they_have_done(h
     expected = mean(replicas)
     if isinstance(how, DiLoCo):
         start = in_float64(weights_of(prepared()))
-        expected = [w - how.outer_rate * (1 + how.outer_momentum) * (w - average) for w, average in zip(start, expected, strict=True)]
+        expected = [
+            w - how.outer_rate * (1 + how.outer_momentum) * (w - average)
+            for w, average in zip(start, expected, strict=True)
+        ]
     if isinstance(how, ModelAveraging):
         central = before[0][0]._central  # type: ignore[attr-defined]
         expected = in_float64(central)
