@@ -492,5 +492,18 @@ def test_the_throughput_with_a_slow_worker_stands_beside_the_first_strategys() -
     fast = [ended(seconds=1.0)]
     rows = stale.speed_grid(choice, {"all-reduce": [ended()], "pair-averaging": fast}).rows
     assert [row[2] for row in rows] == ["1.00", "2.00"]
-    judged = {(0.1, way): [ended(0.9), None] for way in ("serial", *stale.TREATED)}
-    assert stale.stale_grid(choice, 0.1, judged).rows[0][1] == "45.00% (0.00% … 90.00%)"
+
+
+def test_workers_in_turns_have_gradients_as_stale_as_there_are_others() -> None:
+    choice = stale.Choice(stale_epochs=2)
+    fresh, old, slower = (
+        stale.stale_accuracy(choice, stale.TREATED[way], 0.3, workers, seed=0)
+        for way, workers in (("plain", 1), ("plain", 17), ("staleness-aware", 17))
+    )
+    assert fresh > slower > old
+    judged = {(0.3, 1, "plain"): [fresh], (0.3, 17, "plain"): [old], (0.3, 17, "staleness-aware"): [slower]}
+    assert [row[0] for row in stale.stale_grid(choice, 0.3, judged).rows] == [
+        "serial",
+        "plain, staleness 16",
+        "staleness-aware, staleness 16",
+    ]
