@@ -112,6 +112,7 @@ def throughputs(choice: Choice, meter: NoiseMeter, order: random.Random) -> dict
 
 def accuracies(choice: Choice) -> dict[Key, list[float]]:
     """For each rate: alone, and with stale gradients that are treated in one way or another; for each seed."""
+    torch.set_num_threads(1)
     alone = [(rate, 1, "plain") for rate in choice.rates]
     return {
         (rate, workers, way): [
@@ -127,7 +128,6 @@ def stale_accuracy(choice: Choice, strategy: str, rate: float, workers: int, see
     Each reads the weights right after its push, and pushes again when all others have: but for the first turn the
     staleness of each gradient is the number of the others, whatever else this machine does.
     """
-    torch.set_num_threads(1)
     torch.manual_seed(seed)
     training, held_out = lesson.digits()
     images, labels = training.tensors

@@ -461,12 +461,13 @@ def ended(accuracy: float = 0.98, loss: float = 0.1, digest: str = "a", **more: 
 def test_a_strategy_stands_beside_the_serial_run_of_the_same_seed() -> None:
     serial = [ended(0.98, 0.1), ended(0.96, 0.2)]
     runs = [ended(0.97, 0.1), ended(0.96, 0.22, staleness=[0, 3])]
-    cells = strategies.row("diloco", 2, runs, serial)
-    assert cells[2:6] == ("96.50%", "-0.50 (-1.00 … +0.00)", "0.1600", "+5.00 (+0.00 … +10.00)")
-    assert cells[6:] == ("2.5", "4.0", "5", "1.50, 3", "yes")
-    assert strategies.row("diloco", 2, [None, ended(0.96, 0.2, "b")], serial)[0] == "diloco (1 of 2 seeds)"
-    assert strategies.row("diloco", 2, [ended(digest="b")] * 2, serial)[-1] == "no"
-    assert set(strategies.row("diloco", 2, [None, None], serial)[2:]) == {"no number"}
+    told = strategies.learned("diloco", 2, runs, serial)
+    assert told[2:] == ("96.50%", "-0.50 (-1.00 … +0.00)", "0.1600", "+5.00 (+0.00 … +10.00)", "yes")
+    assert strategies.costs("diloco", 2, runs) == ("diloco", "2", "2.5", "4.0", "5", "1.50, 3")
+    assert strategies.learned("diloco", 2, [None, ended(0.96, 0.2)], serial)[0] == "diloco (1 of 2 seeds)"
+    assert strategies.learned("diloco", 2, [ended(digest="b")] * 2, serial)[-1] == "no"
+    assert set(strategies.learned("diloco", 2, [None, None], serial)[2:]) == {"no number"}
+    assert set(strategies.costs("diloco", 2, [None, None])[2:]) == {"no number"}
 
 
 def test_traffic_per_step_is_read_from_rounds_or_from_what_workers_said_of_the_step_before(tmp_path: Path) -> None:
