@@ -60,7 +60,7 @@ class Choice:
     slow: float = 3.0
     shard_ms: float = 10.0
     crowd: tuple[int, ...] = (9,)
-    rates: tuple[float, ...] = (0.05, 0.1)
+    rates: tuple[float, ...] = (0.05, 0.1, 0.5)
     seeds: int = 5
     stale_epochs: int = 10
 
