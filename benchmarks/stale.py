@@ -140,7 +140,7 @@ def stale_accuracy(choice: Choice, strategy: str, rate: float, workers: int, see
         worker = turn % workers
         take(parameters, read[worker])
         model.zero_grad()
-        F.cross_entropy(model(images[chosen]), labels[chosen]).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         about = {"used": [True] * len(gradients), "optimizers": [0], "rates": [[rate]]}
         server.push(worker, Letter({**about, "version": read[worker].said["version"]}, pack(gradients)))
@@ -159,7 +159,7 @@ def batches(samples: int, epochs: int, seed: int) -> Iterator[torch.Tensor]:
 
 
 @torch.no_grad()
-def take(parameters: list[torch.nn.Parameter], letter: Letter) -> None:
+def take(parameters: list[torch.Tensor], letter: Letter) -> None:
     """The weights that a server has sent."""
     for mine, theirs in zip(parameters, unpack(letter.packed, parameters), strict=True):
         mine.copy_(theirs)
