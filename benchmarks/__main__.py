@@ -343,7 +343,7 @@ def strategies_command(
     """Every synchronisation strategy on the same trainings: accuracy, loss, traffic, throughput, staleness."""
     chosen = tuple(str(strategy_of(one)) for one in strategy or strategies.ALL)
     if slow:
-        few = {"rounds": 1, "epochs": 2, "rates": (0.1,), "seeds": 1, "crowd": 3, "crowd_epochs": 1}
+        few = {"rounds": 1, "epochs": 2, "rates": (0.1,), "seeds": 1, "crowd": (5,), "stale_epochs": 1}
         _publish(stale.run(stale.Choice(chosen, **(few if quick else {}))), output)  # type: ignore[arg-type]
         return
     named = tuple(

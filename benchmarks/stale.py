@@ -2,14 +2,26 @@
 
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
+from typing import cast
 
+import torch
+import torch.nn.functional as F
+
+from benchmarks import lesson
 from benchmarks.exercise import Exercise, Outcome
 from benchmarks.figures import counted, times_as_fast
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
-from benchmarks.strategies import ALL, SERIAL, Runs, learn, spread
+from benchmarks.strategies import ALL, Runs, learn, spread
+from unisono.reduce.courier import Letter
+from unisono.reduce.packing import pack, unpack
+from unisono.sync.named import strategy_of
+from unisono.sync.parameter_server import ParameterServer
+from unisono.train.central_weights import CentralWeights
+from unisono.train.prepared import Prepared
 
 PLAIN = "parameter-server:synchronous=false"
 TREATED = {
@@ -17,7 +29,11 @@ TREATED = {
     "staleness-aware": f"{PLAIN},staleness_aware=true",
     "compensated, λ = 0.04": f"{PLAIN},delay_compensation=0.04",
     "compensated, λ = 1": f"{PLAIN},delay_compensation=1.0",
+    "both, λ = 0.04": f"{PLAIN},staleness_aware=true,delay_compensation=0.04",
 }
+
+Key = tuple[float, int, str]
+"""A rate, a number of workers, a way to treat stale gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +47,10 @@ class Choice:
         epochs: of each.
         slow: how many times slower one worker is.
         shard_ms: that a shard takes to compute, asleep.
-        crowd: workers that make gradients stale.
+        crowd: numbers of workers in turns, each of whose gradients is as stale as there are others.
         rates: of learning, with stale gradients.
         seeds: of each of these trainings.
-        crowd_epochs: of each of these trainings.
+        stale_epochs: of each of these trainings.
     """
 
     strategies: tuple[str, ...] = ALL
@@ -43,10 +59,10 @@ class Choice:
     epochs: int = 2
     slow: float = 3.0
     shard_ms: float = 10.0
-    crowd: int = 10
-    rates: tuple[float, ...] = (0.1, 0.5)
+    crowd: tuple[int, ...] = (9,)
+    rates: tuple[float, ...] = (0.05, 0.1, 0.5)
     seeds: int = 5
-    crowd_epochs: int = 10
+    stale_epochs: int = 10
 
     def timed(self, strategy: str, seed: int) -> Exercise:
         """A training whose throughput counts."""
@@ -61,35 +77,22 @@ class Choice:
             slow=self.slow,
         )
 
-    def judged(self, strategy: str, rate: float, seed: int) -> Exercise:
-        """A training whose accuracy counts. A batch is one shard, whose time is that of the others all the same."""
-        return Exercise(
-            model="mlp",
-            strategy=strategy,
-            seed=seed,
-            epochs=self.crowd_epochs,
-            batch_size=32,
-            shards=1 if strategy == SERIAL else self.crowd,
-            rate=rate,
-            shard_ms=0.0 if strategy == SERIAL else self.shard_ms / 4,
-        )
-
 
 def run(choice: Choice) -> Report:
     """Both."""
     meter, order = NoiseMeter(), random.Random(0)  # noqa: S311  the order is to be repeatable
     timed = throughputs(choice, meter, order)
-    judged = accuracies(choice, meter, order)
+    judged = accuracies(choice)
     return Report(
         name="strategies-slow",
         settings=asdict(choice),
         noise=meter.read(),
-        grids=[speed_grid(choice, timed), *(stale_grid(choice, rate, judged) for rate in choice.rates)],
+        grids=[speed_grid(choice, timed), *stale_grids(choice, judged)],
         figures={
             "throughput": {name: [one and one.model_dump() for one in runs] for name, runs in timed.items()},
             "stale": [
-                {"rate": rate, "way": way, "runs": [one and one.model_dump() for one in runs]}
-                for (rate, way), runs in judged.items()
+                {"rate": rate, "workers": workers, "way": way, "accuracies": runs}
+                for (rate, workers, way), runs in judged.items()
             ],
         },
     )
@@ -107,20 +110,59 @@ def throughputs(choice: Choice, meter: NoiseMeter, order: random.Random) -> dict
     return found
 
 
-def accuracies(
-    choice: Choice, meter: NoiseMeter, order: random.Random
-) -> dict[tuple[float, str], list[Outcome | None]]:
-    """For each rate: alone, and with stale gradients that are treated in one way or another."""
-    ways = [(rate, way) for rate in choice.rates for way in TREATED]
-    serial = [(rate, "serial") for rate in choice.rates]
-    found: dict[tuple[float, str], list[Outcome | None]] = {key: [] for key in (*serial, *ways)}
-    for seed in range(choice.seeds):
-        for workers, keys in ((1, serial), (choice.crowd, order.sample(ways, len(ways)))):
-            meter.calibrate()
-            ended = learn(workers, [choice.judged(TREATED.get(way, SERIAL), rate, seed) for rate, way in keys])
-            for key, outcome in zip(keys, ended, strict=True):
-                found[key].append(outcome)
-    return found
+def accuracies(choice: Choice) -> dict[Key, list[float]]:
+    """For each rate: alone, and with stale gradients that are treated in one way or another; for each seed."""
+    torch.set_num_threads(1)
+    alone = [(rate, 1, "plain") for rate in choice.rates]
+    return {
+        (rate, workers, way): [
+            stale_accuracy(choice, TREATED[way], rate, workers, seed) for seed in range(choice.seeds)
+        ]
+        for rate, workers, way in (*alone, *product(choice.rates, choice.crowd, TREATED))
+    }
+
+
+def stale_accuracy(choice: Choice, strategy: str, rate: float, workers: int, seed: int) -> float:
+    """Train in this process, with a server as it is in jobs, and workers that take turns.
+
+    Each reads the weights right after its push, and pushes again when all others have: but for the first turn the
+    staleness of each gradient is the number of the others, whatever else this machine does.
+    """
+    torch.manual_seed(seed)
+    training, held_out = lesson.digits()
+    images, labels = training.tensors
+    model = lesson.network()
+    prepared = Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=rate)])
+    parameters = list(prepared.parameters.values())
+    server = CentralWeights(cast("ParameterServer", strategy_of(strategy)), prepared, range(len(parameters)))
+    read = [server.pull(worker) for worker in range(workers)]
+    for turn, chosen in enumerate(batches(len(images), choice.stale_epochs, seed)):
+        worker = turn % workers
+        take(parameters, read[worker])
+        model.zero_grad()
+        F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        about = {"used": [True] * len(gradients), "optimizers": [0], "rates": [[rate]]}
+        server.push(worker, Letter({**about, "version": read[worker].said["version"]}, pack(gradients)))
+        read[worker] = server.pull(worker)
+    take(parameters, server.pull(0))
+    with torch.no_grad():
+        told = model(held_out.tensors[0]).argmax(1)
+    return float((told == held_out.tensors[1]).float().mean())
+
+
+def batches(samples: int, epochs: int, seed: int) -> Iterator[torch.Tensor]:
+    """Of 32 samples each."""
+    order = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        yield from torch.randperm(samples, generator=order).split(32)
+
+
+@torch.no_grad()
+def take(parameters: list[torch.Tensor], letter: Letter) -> None:
+    """The weights that a server has sent."""
+    for mine, theirs in zip(parameters, unpack(letter.packed, parameters), strict=True):
+        mine.copy_(theirs)
 
 
 def speed_grid(choice: Choice, timed: Mapping[str, Runs]) -> Grid:
@@ -146,33 +188,23 @@ def speed_grid(choice: Choice, timed: Mapping[str, Runs]) -> Grid:
     )
 
 
-def stale_grid(choice: Choice, rate: float, judged: Mapping[tuple[float, str], Runs]) -> Grid:
+def stale_grids(choice: Choice, judged: Mapping[Key, list[float]]) -> list[Grid]:
+    """What treating stale gradients does to the accuracy, for each rate."""
+    return [stale_grid(choice, rate, judged) for rate in choice.rates]
+
+
+def stale_grid(choice: Choice, rate: float, judged: Mapping[Key, list[float]]) -> Grid:
     """What treating stale gradients does to the accuracy."""
-    plain = judged[(rate, "plain")]
     rows = []
-    for way in ("serial", *TREATED):
-        runs = judged[(rate, way)]
-        stale = [tau for one in runs if one for tau in one.staleness]
-        told, others = shares(runs), shares(plain)
-        points = [100 * (one - other) for one, other in zip(told, others, strict=True)]
-        losses = [one.loss for one in runs if one]
-        rows.append(
-            (
-                way,
-                f"{statistics.fmean(told):.2%} ({min(told):.2%} … {max(told):.2%})",
-                spread(points),
-                f"{statistics.fmean(losses):.4f}" if losses else "no number",
-                f"{statistics.fmean(stale):.2f}, {max(stale)}" if stale else "",
-            )
-        )
+    for (its_rate, workers, way), found in judged.items():
+        if its_rate == rate:
+            plain = judged[(rate, workers, "plain")]
+            points = [100 * (one - other) for one, other in zip(found, plain, strict=True)]
+            name = "serial" if workers == 1 else f"{way}, staleness {workers - 1}"
+            told = f"{statistics.fmean(found):.2%} ({min(found):.2%} … {max(found):.2%})"
+            rows.append((name, told, spread(points) if way != "plain" else ""))
     return Grid(
-        f"{counted(choice.crowd, 'worker')}, plain SGD with rate {rate:g}, {counted(choice.seeds, 'seed')}",
-        ("", "accuracy (lowest … highest)", "beside plain, points", "loss", "staleness"),
+        f"Plain SGD with rate {rate:g}, {counted(choice.seeds, 'seed')}: accuracy with stale gradients",
+        ("", "accuracy (lowest … highest)", "beside plain, points"),
         rows,
-        ("A run whose loss is no number any more knows nothing.",),
     )
-
-
-def shares(runs: Runs) -> list[float]:
-    """Accuracies, one for each seed."""
-    return [one.accuracy if one else 0.0 for one in runs]

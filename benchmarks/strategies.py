@@ -77,7 +77,7 @@ def run(choice: Choice) -> Report:
         name="strategies",
         settings=asdict(choice),
         noise=meter.read(),
-        grids=[grid(model, choice, found) for model in choice.models],
+        grids=[grid for model in choice.models for grid in grids(model, choice, found)],
         figures={"found": as_json(found)},
     )
 
@@ -88,33 +88,36 @@ def learn(workers: int, exercises: Sequence[Exercise]) -> list[Outcome | None]:
     return first.outcomes
 
 
-def grid(model: str, choice: Choice, found: Mapping[Key, Runs]) -> Grid:
-    """All strategies on one model."""
+def grids(model: str, choice: Choice, found: Mapping[Key, Runs]) -> list[Grid]:
+    """All strategies on one model: what they learn, and what they cost."""
     serial = found[(model, 1, SERIAL)]
-    rows = [row("serial", 1, serial, serial)]
-    rows += [
-        row(strategy, workers, found[(model, workers, strategy)], serial)
+    shown = [("serial", 1, serial)]
+    shown += [
+        (strategy, workers, found[(model, workers, strategy)])
         for workers, strategy in product(choice.workers, choice.strategies)
     ]
-    return Grid(
-        f"{model}, {counted(choice.seeds, 'seed')}",
-        ("", "workers", "accuracy", "beside serial", "loss", "beside serial",
-         "kB a step", "messages a step", "samples/s", "staleness", "same weights"),
-        rows,
-        (
-            "Held-out samples. Beside serial: the mean over seeds (lowest … highest), in points and in percent.",
-            "Traffic is that of all workers together, in a step with one batch; staleness: mean, and the largest.",
+    title = f"{model}, {counted(choice.seeds, 'seed')}: "
+    return [
+        Grid(
+            f"{title}held-out samples",
+            ("", "workers", "accuracy", "beside serial, points", "loss", "beside serial, %", "same weights"),
+            [learned(*one, serial) for one in shown],
+            ("Beside serial: the mean over seeds (lowest … highest).",),
         ),
-    )  # fmt: skip
+        Grid(
+            f"{title}a step with one batch, all workers together",
+            ("", "workers", "kB", "messages", "samples/s", "staleness: mean, largest"),
+            [costs(*one) for one in shown],
+        ),
+    ]
 
 
-def row(name: str, workers: int, runs: Runs, serial: Runs) -> tuple[str, ...]:
-    """One line of the table."""
+def learned(name: str, workers: int, runs: Runs, serial: Runs) -> tuple[str, ...]:
+    """One line of the first table."""
     pairs = [(one, other) for one, other in zip(runs, serial, strict=True) if one and other]
     if not pairs:
-        return (name, f"{workers}", *("no number",) * 9)
+        return (name, f"{workers}", *("no number",) * 5)
     ended = [one for one, _ in pairs]
-    stale = [tau for one in ended for tau in one.staleness]
     points = [100 * (one.accuracy - other.accuracy) for one, other in pairs]
     percent = [100 * (one.loss / other.loss - 1) for one, other in pairs]
     shows_accuracy = any(one.accuracy for one in ended)
@@ -125,11 +128,23 @@ def row(name: str, workers: int, runs: Runs, serial: Runs) -> tuple[str, ...]:
         spread(points) if shows_accuracy else "",
         f"{statistics.fmean(one.loss for one in ended):.4f}",
         spread(percent),
+        "yes" if all(one.digest == other.digest for one, other in pairs) else "no",
+    )
+
+
+def costs(name: str, workers: int, runs: Runs) -> tuple[str, ...]:
+    """One line of the second table."""
+    ended = [one for one in runs if one]
+    if not ended:
+        return (name, f"{workers}", *("no number",) * 4)
+    stale = [tau for one in ended for tau in one.staleness]
+    return (
+        name,
+        f"{workers}",
         f"{statistics.fmean(one.sent_bytes for one in ended) / 1000:.1f}",
         f"{statistics.fmean(one.sent_messages for one in ended):.1f}",
         f"{statistics.median(one.samples_per_s for one in ended):.0f}",
         f"{statistics.fmean(stale):.2f}, {max(stale)}" if stale else "",
-        "yes" if all(one.digest == other.digest for one, other in pairs) else "no",
     )
 
 

@@ -461,12 +461,13 @@ def ended(accuracy: float = 0.98, loss: float = 0.1, digest: str = "a", **more: 
 def test_a_strategy_stands_beside_the_serial_run_of_the_same_seed() -> None:
     serial = [ended(0.98, 0.1), ended(0.96, 0.2)]
     runs = [ended(0.97, 0.1), ended(0.96, 0.22, staleness=[0, 3])]
-    cells = strategies.row("diloco", 2, runs, serial)
-    assert cells[2:6] == ("96.50%", "-0.50 (-1.00 … +0.00)", "0.1600", "+5.00 (+0.00 … +10.00)")
-    assert cells[6:] == ("2.5", "4.0", "5", "1.50, 3", "yes")
-    assert strategies.row("diloco", 2, [None, ended(0.96, 0.2, "b")], serial)[0] == "diloco (1 of 2 seeds)"
-    assert strategies.row("diloco", 2, [ended(digest="b")] * 2, serial)[-1] == "no"
-    assert set(strategies.row("diloco", 2, [None, None], serial)[2:]) == {"no number"}
+    told = strategies.learned("diloco", 2, runs, serial)
+    assert told[2:] == ("96.50%", "-0.50 (-1.00 … +0.00)", "0.1600", "+5.00 (+0.00 … +10.00)", "yes")
+    assert strategies.costs("diloco", 2, runs) == ("diloco", "2", "2.5", "4.0", "5", "1.50, 3")
+    assert strategies.learned("diloco", 2, [None, ended(0.96, 0.2)], serial)[0] == "diloco (1 of 2 seeds)"
+    assert strategies.learned("diloco", 2, [ended(digest="b")] * 2, serial)[-1] == "no"
+    assert set(strategies.learned("diloco", 2, [None, None], serial)[2:]) == {"no number"}
+    assert set(strategies.costs("diloco", 2, [None, None])[2:]) == {"no number"}
 
 
 def test_traffic_per_step_is_read_from_rounds_or_from_what_workers_said_of_the_step_before(tmp_path: Path) -> None:
@@ -492,5 +493,18 @@ def test_the_throughput_with_a_slow_worker_stands_beside_the_first_strategys() -
     fast = [ended(seconds=1.0)]
     rows = stale.speed_grid(choice, {"all-reduce": [ended()], "pair-averaging": fast}).rows
     assert [row[2] for row in rows] == ["1.00", "2.00"]
-    judged = {(0.1, way): [ended(0.9), None] for way in ("serial", *stale.TREATED)}
-    assert stale.stale_grid(choice, 0.1, judged).rows[0][1] == "45.00% (0.00% … 90.00%)"
+
+
+def test_workers_in_turns_have_gradients_as_stale_as_there_are_others() -> None:
+    choice = stale.Choice(stale_epochs=2)
+    fresh, old, slower = (
+        stale.stale_accuracy(choice, stale.TREATED[way], 0.3, workers, seed=0)
+        for way, workers in (("plain", 1), ("plain", 17), ("staleness-aware", 17))
+    )
+    assert fresh > slower > old
+    judged = {(0.3, 1, "plain"): [fresh], (0.3, 17, "plain"): [old], (0.3, 17, "staleness-aware"): [slower]}
+    assert [row[0] for row in stale.stale_grid(choice, 0.3, judged).rows] == [
+        "serial",
+        "plain, staleness 16",
+        "staleness-aware, staleness 16",
+    ]
