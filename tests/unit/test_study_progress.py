@@ -38,7 +38,8 @@ def test_without_a_terminal_there_are_lines_with_the_time_that_is_left() -> None
     ]
 
 
-def test_in_a_terminal_there_is_a_bar_that_counts_down() -> None:
+def test_in_a_terminal_there_is_a_bar_that_counts_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # or rich takes it for one that cannot move its cursor
     shown = show(is_terminal=True)
     assert "2/3" in shown
     assert "strong, 2 workers, repeat 1" in shown
