@@ -336,6 +336,7 @@ def strategies_command(
     workers: Annotated[str, typer.Option(help="numbers of them; commas between them")] = "2,4",
     seeds: Seeds = 3,
     strategy: Annotated[list[str] | None, typer.Option(help="one of them, as its text; repeat for more")] = None,
+    epochs: Annotated[int, typer.Option(help="passes over the data; 0 for each model's own")] = 0,
     slow: Annotated[bool, typer.Option("--slow", help="instead: one worker is three times slower")] = False,
     quick: Quick = False,
     output: Output = RESULTS,
@@ -350,7 +351,7 @@ def strategies_command(
         name for name in strategies.SHAPES if name in _known(models.split(","), strategies.SHAPES, "--models")
     )
     numbers = tuple(int(number) for number in workers.split(","))
-    choice = strategies.Choice(named, numbers, 1 if quick else seeds, chosen, epochs=1 if quick else 0)
+    choice = strategies.Choice(named, numbers, 1 if quick else seeds, chosen, epochs=1 if quick else epochs)
     _publish(strategies.run(choice), output)
 
 
