@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from unisono.cli.batch_size import batch_size
 from unisono.cli.chaos import chaos
 from unisono.cli.doctor import doctor
 from unisono.cli.join import join
@@ -43,6 +44,7 @@ app.command("stop", cls=RemoteCommand)(stop)
 app.command("doctor")(doctor)
 app.command("replay", no_args_is_help=True)(replay)
 app.command("chaos")(chaos)
+app.command("batch-size", cls=StudyCommand, no_args_is_help=True)(batch_size)
 app.command("study", cls=StudyCommand, no_args_is_help=True)(study)
 app.command("slurm", no_args_is_help=True)(slurm)
 app.command("verify", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(verify)

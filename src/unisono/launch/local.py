@@ -19,6 +19,7 @@ from unisono.errors import LaunchError
 from unisono.launch.command import Meeting, elastic_command, worker_command
 from unisono.launch.failure import Failure
 from unisono.launch.guard import Guard, kill_group
+from unisono.launch.memory import LOOK_S, offer, peak_mib
 from unisono.launch.outcome import Blame, Outcome, WorkerExit
 from unisono.launch.output import WorkerOutput
 from unisono.launch.result import End, conclude
@@ -110,6 +111,8 @@ class _Worker:
     process: Process
     output: WorkerOutput
     told_at: float | None = None
+    peak_mib: float | None = None
+    over_mib: float | None = None
 
 
 class _Crew:
@@ -132,6 +135,8 @@ class _Crew:
             async with AsyncExitStack() as opened:
                 opened.push_async_callback(self._all_said)
                 opened.push_async_callback(self._begins.close)
+                if self._settings.memory_limit_mib is not None:
+                    opened.callback(asyncio.create_task(self._mind_memory(self._settings.memory_limit_mib)).cancel)
                 try:
                     await self._start_all(guard)
                 except BaseException:
@@ -183,8 +188,21 @@ class _Crew:
         kill_group(worker.process.pid)
         guard.forget(worker.process.pid)
         del self._running[worker.rank]
-        self._note(WorkerExit(worker.rank, code, ended_at, self._failure_of(worker.rank), worker.told_at))
+        failure, memory = self._failure_of(worker.rank), (worker.peak_mib, worker.over_mib)
+        self._note(WorkerExit(worker.rank, code, ended_at, failure, worker.told_at, *memory))
         await worker.output.drain()
+
+    async def _mind_memory(self, limit_mib: float) -> None:
+        """End workers that need more than they may, as long as there are any."""
+        while True:
+            for worker in self._running.values():
+                if worker.peak_mib is None:
+                    offer(worker.process.pid)
+                worker.peak_mib = max(worker.peak_mib or 0.0, peak_mib(worker.process.pid))
+                if worker.peak_mib > limit_mib and worker.told_at is None and worker.over_mib is None:
+                    worker.over_mib = limit_mib
+                    kill_group(worker.process.pid)
+            await asyncio.sleep(LOOK_S)
 
     def _failure_of(self, rank: int) -> Failure | None:
         try:

@@ -45,6 +45,8 @@ class WorkerExit:
         time: when, in seconds since 1970.
         failure: what it recorded, if an exception ended its script.
         told_at: when the launcher, ending the job, told it to end; None if it did not.
+        peak_mib: memory that it was seen to need at most; None if nobody looked.
+        over_mib: the limit above which it was, and for which the launcher ended it; None if it did not.
     """
 
     rank: WorkerName
@@ -52,6 +54,8 @@ class WorkerExit:
     time: float
     failure: Failure | None = None
     told_at: float | None = None
+    peak_mib: float | None = None
+    over_mib: float | None = None
 
     @property
     def began(self) -> float:
@@ -204,6 +208,10 @@ def find_cause(exits: Sequence[WorkerExit], interrupted: int | None = None) -> W
 def describe(worker: WorkerExit, host: str) -> str:
     """One exit in words: ``rank 1 on host a was killed by SIGKILL: likely the memory ran out …``."""
     who = f"{called(worker.rank)} on host {host}"
+    if worker.over_mib is not None:
+        return (
+            f"{who} was ended: it needed {worker.peak_mib or 0:.0f} MiB, more than its limit of {worker.over_mib:.0f}"
+        )
     if worker.code < 0 and not worker.had_failed:
         hint = HINTS.get(worker.signal_name)
         return f"{who} was killed by {worker.signal_name}" + (f": {hint}" if hint else "")

@@ -31,6 +31,8 @@ class LaunchSettings:
         warm_start: whether workers are forked from a process that has torch loaded already, where that can be, and
             where there are several or may be.
         extra_environment: further variables for every worker.
+        memory_limit_mib: memory of the host that each worker may need, its loader processes with it; who needs more is
+            ended. None does not look.
     """
 
     script: Script
@@ -46,6 +48,7 @@ class LaunchSettings:
     tuning: Tuning = field(default_factory=Tuning)
     warm_start: bool = True
     extra_environment: dict[str, str] = field(default_factory=dict)
+    memory_limit_mib: float | None = None
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is started.

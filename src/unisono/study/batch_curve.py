@@ -30,12 +30,17 @@ class BatchTrial(BaseModel):
 
 
 class BatchCurve(BaseModel):
-    """All of them.
+    """All of them. Batches are samples per worker.
 
     Attributes:
         rows: what was tried.
         largest: batch that fits; None if none did.
-        best: batch with the highest throughput.
+        best: batch with the highest throughput, among those that leave the margin.
+        with_margin: the largest that leaves the margin.
+        workers: how many there were.
+        memory_limit_mib: that each of them had.
+        margin: share of the largest batch by which the other two stay below it.
+        command: of the search.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -43,6 +48,11 @@ class BatchCurve(BaseModel):
     rows: tuple[BatchTrial, ...] = ()
     largest: int | None = None
     best: int | None = None
+    with_margin: int | None = None
+    workers: int = 1
+    memory_limit_mib: float | None = None
+    margin: float | None = None
+    command: str = ""
 
     @property
     def fitting(self) -> list[BatchTrial]:

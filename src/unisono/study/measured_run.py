@@ -107,7 +107,7 @@ def measured_run(folder: Path, warmup_steps: int) -> MeasuredRun:
         trained=lines[-1]["position"] + lines[-1]["batch_size"],
         epoch_s=_epoch_s(timed, epoch_samples),
         times=StepTimes.medians(step_times(timed)),
-        peak_memory_mib=max((_peak(one) for one in workers), default=0.0) or None,
+        peak_memory_mib=max((peak_mib(one) for one in workers), default=0.0) or None,
         batch_size=record.job.batch_size,
         learning_rate=rate,
         accuracy=_accuracy(record.metrics),
@@ -204,7 +204,8 @@ def _bytes(result: Line, record: Record) -> int | None:
     return whole // 2 if whole and record.job.compression == "bf16" else whole
 
 
-def _peak(worker: Line) -> float:
+def peak_mib(worker: Line) -> float:
+    """Memory that a worker needed at most, as ``result.json`` has it: of its GPU, or else of the host; 0 if unknown."""
     return float(worker.get("peak_device_memory_mib") or worker.get("peak_memory_mib") or 0.0)
 
 

@@ -44,7 +44,10 @@ class Coordination:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings from ``UNISONO_*`` variables; an argument in the script goes before each of them."""
+    """Settings from ``UNISONO_*`` variables; an argument in the script goes before each of them.
+
+    Save ``batch_size`` and ``batch_scale``, which are there to change what every script says.
+    """
 
     run_dir: Path | None = None
     shards: int | None = None
@@ -66,6 +69,7 @@ class Settings:
     policies: tuple[str, ...] = ()
     samples: bool = False
     study: bool = False
+    batch_size: int | None = None
     batch_scale: BatchScale = field(default_factory=BatchScale)
 
     @classmethod
@@ -96,6 +100,7 @@ class Settings:
             policies=_names(environ, "UNISONO_POLICIES"),
             samples=_switch(environ, "UNISONO_SAMPLES") is True,
             study=_switch(environ, "UNISONO_STUDY") is True,
+            batch_size=_count(environ, "UNISONO_BATCH_SIZE"),
             batch_scale=_batch_scale(environ),
         )
 

@@ -132,7 +132,7 @@ def init(
     """
     settings = Settings.from_environ(os.environ).allowing(allow_job_change)
     job = Job.create(
-        **settings.batch_scale.scaled(batch_size, _first(shards, settings.shards)),
+        **settings.batch_scale.scaled(_first(settings.batch_size, batch_size), _first(shards, settings.shards)),
         seed=seed,
         threads=_first(threads, settings.threads, 1),
         reduction=reduction,
@@ -157,6 +157,9 @@ def init(
         acts = Acts(membership)
         acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(adaptation))
         folder = opened.enter_context(closing(_agreed_folder(acts, membership, wanted, job, settings)))
+        if settings.batch_size is not None and membership.workers.rank == 0:
+            about = {"variable": "UNISONO_BATCH_SIZE", "script": batch_size, "batch_size": job.batch_size}
+            folder.journal("batch size set from outside", **about)
         checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
         around = Surroundings(settings, folder, marks, acts, leave, execution, care, adaptation, opened.pop_all())

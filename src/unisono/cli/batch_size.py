@@ -1,0 +1,237 @@
+"""``unisono batch-size``: the largest batch that fits into memory, and the fastest."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from unisono.cli.options import Module, ScriptName, Shards, Threads, Tuned
+from unisono.cli.study_options import ScriptArgs
+from unisono.errors import JobError, LaunchError
+from unisono.launch.local import Launches
+from unisono.launch.memory import MIB, room_mib
+from unisono.launch.out_of_memory import ran_out_of_memory
+from unisono.launch.report import last_lines
+from unisono.launch.result import open_folder
+from unisono.launch.script import Script
+from unisono.launch.settings import LaunchSettings
+from unisono.launch.terminal import SilentTerminal
+from unisono.launch.tuning import Tuning
+
+if TYPE_CHECKING:
+    from unisono.launch.outcome import Outcome
+    from unisono.study.batch_search import Ask, BatchSearch, Tried
+
+GRACE_S = 5.0
+"""How long the workers of a trial that is interrupted may take to leave: nobody wants their checkpoint."""
+
+ROOM_SHARE = 0.9
+"""Of the memory that is free now, what trials may take where no limit is given: the rest is for everybody else."""
+
+OTHERS = ("UNISONO_STOP_AFTER_EPOCHS", "UNISONO_BATCH_SCALE", "UNISONO_BATCH_SCALE_WARMUP")
+"""Variables of the shell that would change what is tried."""
+
+Workers = Annotated[int, typer.Option("-n", "--workers", help="How many workers; each gets the batch that is tried.")]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of the host for each worker, such as 2GiB; by default its share of what is free now.",
+        show_default=False,
+    ),
+]
+First = Annotated[int, typer.Option("--from", help="The batch per worker to begin with.")]
+Most = Annotated[int | None, typer.Option(help="The largest batch per worker to try.", show_default=False)]
+Steps = Annotated[int, typer.Option(help="Over which an answer is tried.")]
+Margin = Annotated[float, typer.Option(help="Share of the largest batch to stay below it.")]
+Json = Annotated[
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Where the figures go; by default where a study finds them.", show_default=False
+    ),
+]
+
+
+def batch_size(
+    script: ScriptName,
+    args: ScriptArgs = None,
+    workers: Workers = 1,
+    memory_limit: MemoryLimit = None,
+    first: First = 16,
+    most: Most = None,
+    steps: Steps = 20,
+    margin: Margin = 0.1,
+    json: Json = None,
+    module: Module = False,
+    shards: Shards = None,
+    threads: Threads = None,
+    tuned: Tuned = True,
+) -> None:
+    """Find the largest batch per worker that fits, and the one with the best throughput.
+
+        unisono batch-size train.py -n 2 --memory-limit 2GiB -- --lr 0.1
+
+    The script runs unchanged, with other batches, in fresh processes for each. Exit code 0 if a batch fits, 1 if none
+    does or the script fails.
+    """
+    from unisono.study.batch_search import BatchSearch
+
+    launched = Script(script, tuple(args or ()), is_module=module)
+    search = BatchSearch(workers, first, most, steps, margin)
+    search.check()
+    limit = ROOM_SHARE * room_mib() / workers if memory_limit is None else read_mib(memory_limit)
+    runner = Runner(
+        LaunchSettings(
+            launched,
+            workers=workers,
+            shards=shards,
+            threads=threads,
+            grace_s=GRACE_S,
+            tuning=Tuning.of_this_process(wanted=tuned),
+            memory_limit_mib=limit,
+        )
+    )
+    runner.settings.check()
+    raise typer.Exit(start(search, runner, json))
+
+
+def read_mib(text: str) -> float:
+    """``2GiB``, ``500 MB`` or a number of bytes, in MiB.
+
+    Raises:
+        JobError: it is no size.
+    """
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        size = TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
+        size = ByteSize(0)
+    if size <= 0:
+        raise JobError(f"--memory-limit {text}: needs a size, such as 2GiB, 500MiB or 1.5GB")
+    return size / MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Tries batches with this machine's launcher.
+
+    Attributes:
+        settings: of all trials.
+    """
+
+    settings: LaunchSettings
+
+    def attempt(self, ask: Ask, launches: Launches, folder: Path) -> Tried:
+        """Try one. Main thread only.
+
+        Args:
+            ask: what to try.
+            launches: that all trials have in common.
+            folder: for its run folder; what a good trial leaves there is removed.
+
+        Raises:
+            Interrupted: by a signal.
+            LaunchError: the script failed, and not for its memory; names its log.
+        """
+        from unisono.study.batch_searching import failing_trial, fitting_trial
+        from unisono.study.measuring import Interrupted
+
+        place = folder / f"batch-{ask.batch}-steps-{ask.steps}"
+        run_folder = open_folder(place, self.settings.script.stem)
+        outcome = launches.launch(self.told(ask), run_folder, SilentTerminal())
+        if outcome.interrupted is not None:
+            raise Interrupted(outcome.interrupted)
+        silent = [each.rank for each in outcome.exits if each.failure is None]
+        said = {rank: last_lines(run_folder.log_of(rank)) for rank in silent}
+        peak = max((each.peak_mib or 0.0 for each in outcome.exits), default=0.0) or None
+        if words := ran_out_of_memory(outcome, said):
+            tried = failing_trial(place, ask, peak, words)
+        elif outcome.exit_code != 0:
+            raise LaunchError(_failed(outcome, ask, self.settings.workers, place))
+        else:
+            tried = fitting_trial(place, ask, peak)
+        shutil.rmtree(place, ignore_errors=True)
+        return tried
+
+    def told(self, ask: Ask) -> LaunchSettings:
+        """How to start a trial."""
+        from dataclasses import replace
+
+        variables = {
+            "UNISONO_STUDY": "1",
+            "UNISONO_BATCH_SIZE": str(ask.batch * self.settings.workers),
+            "UNISONO_STOP_AFTER": str(ask.steps),
+            **{name: "" for name in OTHERS if os.environ.get(name)},
+        }
+        return replace(self.settings, extra_environment=variables)
+
+
+def start(search: BatchSearch, runner: Runner, json: Path | None) -> int:
+    """Search, print, and keep the figures.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        JobError: the file cannot be written, or the script takes no steps.
+        LaunchError: the script failed, and not for its memory.
+    """
+    from unisono.cli.batch_size_report import file_of, line, report
+    from unisono.study.batch_searching import searched
+    from unisono.study.measuring import Interrupted
+
+    settings = runner.settings
+    path = file_of(json, settings.script.stem)
+    err = Console(stderr=True, highlight=False, emoji=False)
+
+    def tell(tried: Tried) -> None:
+        err.print(Text(line(tried)), soft_wrap=True)
+
+    try:
+        with _trials() as folder, Launches(share=True) as launches:
+            whole = searched(search, lambda ask: runner.attempt(ask, launches, folder), tell)
+    except (Interrupted, KeyboardInterrupt) as interrupted:
+        number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
+        err.print(Text(f"unisono: ended by {signal.Signals(number).name}: nothing is kept"), soft_wrap=True)
+        return 128 + number
+    command = shlex.join(["unisono", *sys.argv[1:]])
+    report(whole, whole.curve(search, settings.memory_limit_mib, command), path)
+    return 1 if whole.found.largest is None else 0
+
+
+@contextmanager
+def _trials() -> Iterator[Path]:
+    """A folder for the trials. It stays if one of them failed, for its log."""
+    folder = Path(tempfile.mkdtemp(prefix="unisono-batch-size-"))
+    try:
+        yield folder
+    except (LaunchError, JobError):
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _failed(outcome: Outcome, ask: Ask, workers: int, place: Path) -> str:
+    batch = f"{ask.batch} per worker" if workers > 1 else f"{ask.batch}"
+    cause = outcome.cause
+    log = place / "logs" if cause is None else place / "logs" / f"rank-{cause.rank}.log"
+    words = outcome.summary()
+    if cause is not None and cause.failure is None:  # what it printed is all there is
+        words = "; ".join([words, *last_lines(log, 1)])
+    return f"with a batch of {batch} the script fails, and not for its memory: {words} (log: {log})"

@@ -1,0 +1,200 @@
+"""The search for the largest batch that fits, as a pure function of what was tried: doubling, then bisection.
+
+The same trials always lead to the same next one, so the search is tested with memories that are made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+from unisono.errors import JobError
+
+FIRST = 16
+STEPS = 20
+PROBE_STEPS = 4
+"""Of a trial in the bisection, which only looks whether a batch fits: the optimizer's state is there from the second
+step on. It says little of throughput: memory that is used for the first time is slow."""
+
+MARGIN = 0.1
+RESOLUTION = 0.02
+"""Bisection ends when the largest batch that fits is known to this share of itself."""
+
+Bound = Literal["memory", "data", "most"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What to try next.
+
+    Attributes:
+        batch: samples per worker.
+        steps: to take.
+    """
+
+    batch: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What came of a trial.
+
+    Attributes:
+        batch: samples per worker.
+        steps: that it was to take.
+        fits: whether every worker took them within its memory.
+        samples_per_s: of all workers together; None if it could not be timed.
+        peak_mib: memory that a worker needed at most; None if it is not known.
+        shards: of the job; None if it did not come so far.
+        epoch_samples: of an epoch of the script's data; None likewise.
+        words: why it does not fit.
+    """
+
+    batch: int
+    steps: int
+    fits: bool
+    samples_per_s: float | None = None
+    peak_mib: float | None = None
+    shards: int | None = None
+    epoch_samples: int | None = None
+    words: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer.
+
+    Attributes:
+        largest: batch that fits, tried over all steps; None if none does.
+        with_margin: the largest that leaves the margin, tried likewise.
+        best: the batch with the best throughput among those that leave the margin; None if none could be timed.
+        bound: what keeps the largest from being larger.
+    """
+
+    largest: int | None
+    with_margin: int | None = None
+    best: int | None = None
+    bound: Bound = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSearch:
+    """What to search for.
+
+    Attributes:
+        workers: how many.
+        first: the batch per worker to begin with.
+        most: the largest to try; None without such a bound.
+        steps: over which an answer is tried.
+        margin: share of the largest batch by which the recommended ones stay below it.
+    """
+
+    workers: int = 1
+    first: int = FIRST
+    most: int | None = None
+    steps: int = STEPS
+    margin: float = MARGIN
+
+    def check(self) -> None:
+        """Refuse what cannot work, before anything is started.
+
+        Raises:
+            JobError: a number is out of range; names it.
+        """
+        for name, value, least in (
+            ("workers", self.workers, 1),
+            ("from", self.first, 1),
+            ("steps", self.steps, PROBE_STEPS),
+        ):
+            if value < least:
+                raise JobError(f"--{name} {value}: at least {least} is needed")
+        if self.most is not None and self.most < self.first:
+            raise JobError(f"--most {self.most}: less than --from {self.first}, where the search begins")
+        if not 0 <= self.margin < 1:
+            raise JobError(f"--margin {self.margin:g}: a share of the largest batch, from 0 and below 1")
+
+    def next(self, trials: Mapping[int, Tried]) -> Ask | Found:
+        """What to try next, or the answer.
+
+        Args:
+            trials: by batch; the last one, where a batch was tried twice.
+        """
+        known = _Known(self, trials)
+        if (batch := known.wanted()) is not None:
+            return Ask(batch, PROBE_STEPS if known.is_bisecting else self.steps)
+        largest = known.low
+        if largest is None:
+            return Found(None)
+        with_margin = known.below(largest * (1 - self.margin)) if known.bound == "memory" else largest
+        for batch in (largest, with_margin):
+            if batch not in trials or trials[batch].steps < self.steps:
+                return Ask(batch, self.steps)
+        timed = [one for one in trials.values() if self.times(one) and one.batch <= with_margin]
+        best = max(timed, key=lambda one: (one.samples_per_s or 0.0, -one.batch), default=None)
+        return Found(largest, with_margin, None if best is None else best.batch, known.bound)
+
+    def times(self, tried: Tried) -> bool:
+        """Whether a trial's throughput can be compared with that of others."""
+        return tried.fits and tried.samples_per_s is not None and tried.steps >= self.steps
+
+
+class _Known:
+    """What trials say of the largest batch. Where they contradict each other, the smaller batch that failed counts."""
+
+    def __init__(self, search: BatchSearch, trials: Mapping[int, Tried]) -> None:
+        shards = [one.shards for one in trials.values() if one.shards]
+        data = [one.epoch_samples // search.workers for one in trials.values() if one.epoch_samples]
+        self._first = search.first
+        # Batches of which every shard has equally many samples: a larger one decides what memory is needed.
+        self.unit = max((each // gcd(each, search.workers) for each in shards), default=1)
+        self._data, self._wished = min(data, default=None), search.most
+        limits = [limit for limit in (self._data, self._wished) if limit is not None]
+        self.most = max(self._multiple(min(limits)), 1) if limits else None
+        within = [one for one in trials.values() if self.most is None or one.batch <= self.most]
+        self.high = min((one.batch for one in within if not one.fits), default=None)
+        fitting = [one.batch for one in within if one.fits and (self.high is None or one.batch < self.high)]
+        self.low = max(fitting, default=None)
+
+    @property
+    def bound(self) -> Bound:
+        """What ends the search upwards."""
+        if self.high is not None or self.low != self.most:
+            return "memory"
+        return "data" if self._wished is None or (self._data or self._wished) < self._wished else "most"
+
+    @property
+    def is_bisecting(self) -> bool:
+        """Whether the largest lies between two that were tried."""
+        return self.low is not None and self.high is not None
+
+    def wanted(self) -> int | None:
+        """The next batch to look at; None if the largest is known well enough."""
+        if self.low is None:
+            return self._downwards()
+        if self.high is None:
+            if self.most is not None and self.low >= self.most:
+                return None
+            larger = self._multiple(2 * self.low)
+            return larger if self.most is None else min(larger, self.most)
+        gap = self.high - self.low
+        if gap <= max(self.unit, self.low * RESOLUTION):
+            return None
+        middle = self._multiple(self.low + gap // 2)
+        return middle if middle > self.low else middle + self.unit
+
+    def below(self, batch: float) -> int:
+        """The largest batch up to this one that is worth trying; the largest that fits, if there is none."""
+        assert self.low is not None, "a batch fits"
+        whole = int(batch) // self.unit * self.unit
+        return whole or self.low
+
+    def _downwards(self) -> int | None:
+        if self.high is None:
+            return self._first if self.most is None else min(self._first, self.most)
+        return None if self.high <= self.unit else max(self._multiple(self.high // 2), self.unit)
+
+    def _multiple(self, batch: int) -> int:
+        return batch // self.unit * self.unit or batch

@@ -1,0 +1,123 @@
+"""Searching for the largest batch: trials are run, one after the other, and what came of them is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.errors import JobError
+from unisono.study.batch_curve import BatchCurve, BatchTrial
+from unisono.study.batch_search import Ask, BatchSearch, Found, Tried
+from unisono.study.measured_run import peak_mib
+from unisono.study.record import Record
+
+UNTIMED_SHARE = 10
+"""A tenth of a trial's steps, one at least, is not timed."""
+
+Try = Callable[[Ask], Tried]
+"""Tries a batch, in processes that know nothing of those before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """A search that is over.
+
+    Attributes:
+        found: the answer.
+        trials: by batch, smallest first.
+    """
+
+    found: Found
+    trials: dict[int, Tried]
+
+    def curve(self, search: BatchSearch, memory_limit_mib: float | None, command: str) -> BatchCurve:
+        """As it is kept for reports.
+
+        Args:
+            search: what was searched for.
+            memory_limit_mib: of each worker.
+            command: of the search.
+        """
+        rows = tuple(
+            BatchTrial(
+                batch=one.batch,
+                samples_per_s=one.samples_per_s if search.times(one) else None,
+                peak_mib=one.peak_mib and round(one.peak_mib, 1),
+                fits=one.fits,
+            )
+            for one in self.trials.values()
+        )
+        return BatchCurve(
+            rows=rows,
+            largest=self.found.largest,
+            best=self.found.best,
+            with_margin=self.found.with_margin,
+            workers=search.workers,
+            memory_limit_mib=memory_limit_mib,
+            margin=search.margin,
+            command=command,
+        )
+
+
+def searched(search: BatchSearch, attempt: Try, tell: Callable[[Tried], None]) -> Searched:
+    """Search until there is an answer.
+
+    Args:
+        search: what to search for; must have been checked.
+        attempt: tries one.
+        tell: gets what came of each.
+    """
+    trials: dict[int, Tried] = {}
+    while isinstance(wanted := search.next(trials), Ask):
+        trials[wanted.batch] = attempt(wanted)
+        tell(trials[wanted.batch])
+    return Searched(wanted, dict(sorted(trials.items())))
+
+
+def fitting_trial(folder: Path, ask: Ask, peak: float | None) -> Tried:
+    """What the run folder of a trial tells that ended well.
+
+    Args:
+        folder: its run folder.
+        ask: what it was to try.
+        peak: MiB that a worker was seen to need at most, for a script that does not tell with ``run.finish``.
+
+    Raises:
+        JobError: it took no step.
+    """
+    record = Record.read(folder)
+    lines = record.steps
+    if not lines:
+        raise JobError(
+            "the script took no step, so nothing is known of its memory: it needs a loop over run.steps with data in it"
+        )
+    whole = [line for line in lines if line["batch_size"] == record.job.batch_size] or lines
+    timed = whole[max(1, ask.steps // UNTIMED_SHARE) :]
+    rates = [line["batch_size"] / line["seconds"]["total"] for line in timed]
+    result = RunFolder(folder).read_result() or {}
+    told = max((peak_mib(one) for one in result.get("workers") or []), default=0.0)
+    return Tried(
+        ask.batch,
+        ask.steps,
+        fits=True,
+        samples_per_s=round(median(rates), 3) if rates else None,
+        peak_mib=told or peak,
+        shards=record.job.shards,
+        epoch_samples=result.get("epoch_samples"),
+    )
+
+
+def failing_trial(folder: Path, ask: Ask, peak: float | None, words: str) -> Tried:
+    """What is known of a trial that needed too much memory.
+
+    Args:
+        folder: its run folder.
+        ask: what it was to try.
+        peak: MiB that a worker was seen to need at most.
+        words: what happened.
+    """
+    job = RunFolder(folder).read_job() or {}
+    return Tried(ask.batch, ask.steps, fits=False, peak_mib=peak, shards=job.get("shards"), words=words)
