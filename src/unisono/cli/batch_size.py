@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,13 +33,16 @@ from unisono.launch.tuning import Tuning
 
 if TYPE_CHECKING:
     from unisono.launch.outcome import Outcome
-    from unisono.study.batch_search import Ask, BatchSearch, Tried
+    from unisono.study.batch_search import BatchSearch, Tried
 
 GRACE_S = 5.0
 """How long the workers of a trial that is interrupted may take to leave: nobody wants their checkpoint."""
 
 ROOM_SHARE = 0.9
 """Of the memory that is free now, what trials may take where no limit is given: the rest is for everybody else."""
+
+LEAST_STEPS = 3
+"""The optimizer's state is there from the second step on."""
 
 OTHERS = ("UNISONO_STOP_AFTER_EPOCHS", "UNISONO_BATCH_SCALE", "UNISONO_BATCH_SCALE_WARMUP")
 """Variables of the shell that would change what is tried."""
@@ -55,7 +58,7 @@ MemoryLimit = Annotated[
 ]
 First = Annotated[int, typer.Option("--from", help="The batch per worker to begin with.")]
 Most = Annotated[int | None, typer.Option(help="The largest batch per worker to try.", show_default=False)]
-Steps = Annotated[int, typer.Option(help="Over which an answer is tried.")]
+Steps = Annotated[int, typer.Option(help="Of each trial.")]
 Margin = Annotated[float, typer.Option(help="Share of the largest batch to stay below it.")]
 Json = Annotated[
     Path | None,
@@ -90,8 +93,10 @@ def batch_size(
     from unisono.study.batch_search import BatchSearch
 
     launched = Script(script, tuple(args or ()), is_module=module)
-    search = BatchSearch(workers, first, most, steps, margin)
+    search = BatchSearch(workers, first, most, margin)
     search.check()
+    if steps < LEAST_STEPS:
+        raise JobError(f"--steps {steps}: a trial needs at least {LEAST_STEPS} to show what memory it takes")
     limit = ROOM_SHARE * room_mib() / workers if memory_limit is None else read_mib(memory_limit)
     runner = Runner(
         LaunchSettings(
@@ -102,7 +107,8 @@ def batch_size(
             grace_s=GRACE_S,
             tuning=Tuning.of_this_process(wanted=tuned),
             memory_limit_mib=limit,
-        )
+        ),
+        steps,
     )
     runner.settings.check()
     raise typer.Exit(start(search, runner, json))
@@ -131,15 +137,17 @@ class Runner:
 
     Attributes:
         settings: of all trials.
+        steps: of each.
     """
 
     settings: LaunchSettings
+    steps: int
 
-    def attempt(self, ask: Ask, launches: Launches, folder: Path) -> Tried:
+    def attempt(self, batch: int, launches: Launches, folder: Path) -> Tried:
         """Try one. Main thread only.
 
         Args:
-            ask: what to try.
+            batch: samples per worker.
             launches: that all trials have in common.
             folder: for its run folder; what a good trial leaves there is removed.
 
@@ -150,31 +158,29 @@ class Runner:
         from unisono.study.batch_searching import failing_trial, fitting_trial
         from unisono.study.measuring import Interrupted
 
-        place = folder / f"batch-{ask.batch}-steps-{ask.steps}"
+        place = folder / f"batch-{batch}"
         run_folder = open_folder(place, self.settings.script.stem)
-        outcome = launches.launch(self.told(ask), run_folder, SilentTerminal())
+        outcome = launches.launch(self.told(batch), run_folder, SilentTerminal())
         if outcome.interrupted is not None:
             raise Interrupted(outcome.interrupted)
         silent = [each.rank for each in outcome.exits if each.failure is None]
         said = {rank: last_lines(run_folder.log_of(rank)) for rank in silent}
         peak = max((each.peak_mib or 0.0 for each in outcome.exits), default=0.0) or None
         if words := ran_out_of_memory(outcome, said):
-            tried = failing_trial(place, ask, peak, words)
+            tried = failing_trial(place, batch, peak, words)
         elif outcome.exit_code != 0:
-            raise LaunchError(_failed(outcome, ask, self.settings.workers, place))
+            raise LaunchError(_failed(outcome, batch, self.settings.workers, place))
         else:
-            tried = fitting_trial(place, ask, peak)
+            tried = fitting_trial(place, batch, peak)
         shutil.rmtree(place, ignore_errors=True)
         return tried
 
-    def told(self, ask: Ask) -> LaunchSettings:
+    def told(self, batch: int) -> LaunchSettings:
         """How to start a trial."""
-        from dataclasses import replace
-
         variables = {
             "UNISONO_STUDY": "1",
-            "UNISONO_BATCH_SIZE": str(ask.batch * self.settings.workers),
-            "UNISONO_STOP_AFTER": str(ask.steps),
+            "UNISONO_BATCH_SIZE": str(batch * self.settings.workers),
+            "UNISONO_STOP_AFTER": str(self.steps),
             **{name: "" for name in OTHERS if os.environ.get(name)},
         }
         return replace(self.settings, extra_environment=variables)
@@ -203,7 +209,7 @@ def start(search: BatchSearch, runner: Runner, json: Path | None) -> int:
 
     try:
         with _trials() as folder, Launches(share=True) as launches:
-            whole = searched(search, lambda ask: runner.attempt(ask, launches, folder), tell)
+            whole = searched(search, lambda batch: runner.attempt(batch, launches, folder), tell)
     except (Interrupted, KeyboardInterrupt) as interrupted:
         number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
         err.print(Text(f"unisono: ended by {signal.Signals(number).name}: nothing is kept"), soft_wrap=True)
@@ -227,11 +233,11 @@ def _trials() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _failed(outcome: Outcome, ask: Ask, workers: int, place: Path) -> str:
-    batch = f"{ask.batch} per worker" if workers > 1 else f"{ask.batch}"
+def _failed(outcome: Outcome, batch: int, workers: int, place: Path) -> str:
+    samples = f"{batch} per worker" if workers > 1 else f"{batch}"
     cause = outcome.cause
     log = place / "logs" if cause is None else place / "logs" / f"rank-{cause.rank}.log"
     words = outcome.summary()
     if cause is not None and cause.failure is None:  # what it printed is all there is
         words = "; ".join([words, *last_lines(log, 1)])
-    return f"with a batch of {batch} the script fails, and not for its memory: {words} (log: {log})"
+    return f"with a batch of {samples} the script fails, and not for its memory: {words} (log: {log})"

@@ -47,10 +47,10 @@ def file_of(wanted: Path | None, stem: str) -> Path:
 def line(tried: Tried) -> str:
     """What came of a trial, in a line."""
     if not tried.fits:
-        return f"batch {tried.batch}, {tried.steps} steps: does not fit: {tried.words}"
+        return f"batch {tried.batch}: does not fit: {tried.words}"
     memory = "" if tried.peak_mib is None else f", {number(tried.peak_mib)} MiB"
     speed = "" if tried.samples_per_s is None else f", {number(tried.samples_per_s)} samples/s"
-    return f"batch {tried.batch}, {tried.steps} steps: fits{memory}{speed}"
+    return f"batch {tried.batch}: fits{memory}{speed}"
 
 
 def report(searched: Searched, curve: BatchCurve, path: Path) -> None:
@@ -86,11 +86,8 @@ def answer(searched: Searched, curve: BatchCurve) -> list[str]:
     if found.largest is None:
         smallest = min(trials)
         return [f"no batch fits, not even {_batch(smallest, curve.workers)}{limit}: {trials[smallest].words}"]
-    steps = trials[found.largest].steps
-    said = [
-        f"largest batch that fits: {_batch(found.largest, curve.workers)}, tried over {steps} steps; "
-        f"{ENDS[found.bound]}{limit if found.bound == 'memory' else ''}"
-    ]
+    ends = ENDS[found.bound] + (limit if found.bound == "memory" else "")
+    said = [f"largest batch that fits: {_batch(found.largest, curve.workers)}; {ends}"]
     if found.with_margin is not None and found.with_margin != found.largest:
         said.append(f"with a margin of {percent(curve.margin)}: {_batch(found.with_margin, curve.workers)}")
     return [*said, *_fastest(found, searched, curve.workers)]

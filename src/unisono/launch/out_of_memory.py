@@ -57,6 +57,6 @@ def _is_about_memory(failure: Failure) -> bool:
 
 def _words(worker: WorkerExit, host: str) -> str:
     if worker.failure is None:
-        return describe(worker, host)
+        return describe(worker, host).partition(":" if worker.over_mib is None else "\n")[0]
     first_line = (worker.failure.message.strip().splitlines() or [""])[0]
     return f"rank {worker.rank} on host {host}: {worker.failure.type}: {first_line}"

@@ -13,11 +13,6 @@ from typing import Literal
 from unisono.errors import JobError
 
 FIRST = 16
-STEPS = 20
-PROBE_STEPS = 4
-"""Of a trial in the bisection, which only looks whether a batch fits: the optimizer's state is there from the second
-step on. It says little of throughput: memory that is used for the first time is slow."""
-
 MARGIN = 0.1
 RESOLUTION = 0.02
 """Bisection ends when the largest batch that fits is known to this share of itself."""
@@ -26,26 +21,12 @@ Bound = Literal["memory", "data", "most"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What to try next.
-
-    Attributes:
-        batch: samples per worker.
-        steps: to take.
-    """
-
-    batch: int
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
 class Tried:
     """What came of a trial.
 
     Attributes:
         batch: samples per worker.
-        steps: that it was to take.
-        fits: whether every worker took them within its memory.
+        fits: whether every worker took all its steps within its memory.
         samples_per_s: of all workers together; None if it could not be timed.
         peak_mib: memory that a worker needed at most; None if it is not known.
         shards: of the job; None if it did not come so far.
@@ -54,7 +35,6 @@ class Tried:
     """
 
     batch: int
-    steps: int
     fits: bool
     samples_per_s: float | None = None
     peak_mib: float | None = None
@@ -68,8 +48,8 @@ class Found:
     """The answer.
 
     Attributes:
-        largest: batch that fits, tried over all steps; None if none does.
-        with_margin: the largest that leaves the margin, tried likewise.
+        largest: batch that fits; None if none does.
+        with_margin: the largest that leaves the margin; it was tried, too.
         best: the batch with the best throughput among those that leave the margin; None if none could be timed.
         bound: what keeps the largest from being larger.
     """
@@ -88,14 +68,12 @@ class BatchSearch:
         workers: how many.
         first: the batch per worker to begin with.
         most: the largest to try; None without such a bound.
-        steps: over which an answer is tried.
         margin: share of the largest batch by which the recommended ones stay below it.
     """
 
     workers: int = 1
     first: int = FIRST
     most: int | None = None
-    steps: int = STEPS
     margin: float = MARGIN
 
     def check(self) -> None:
@@ -104,41 +82,32 @@ class BatchSearch:
         Raises:
             JobError: a number is out of range; names it.
         """
-        for name, value, least in (
-            ("workers", self.workers, 1),
-            ("from", self.first, 1),
-            ("steps", self.steps, PROBE_STEPS),
-        ):
-            if value < least:
-                raise JobError(f"--{name} {value}: at least {least} is needed")
+        for name, value in (("workers", self.workers), ("from", self.first)):
+            if value < 1:
+                raise JobError(f"--{name} {value}: at least 1 is needed")
         if self.most is not None and self.most < self.first:
             raise JobError(f"--most {self.most}: less than --from {self.first}, where the search begins")
         if not 0 <= self.margin < 1:
             raise JobError(f"--margin {self.margin:g}: a share of the largest batch, from 0 and below 1")
 
-    def next(self, trials: Mapping[int, Tried]) -> Ask | Found:
-        """What to try next, or the answer.
+    def next(self, trials: Mapping[int, Tried]) -> int | Found:
+        """The batch to try next, or the answer.
 
         Args:
-            trials: by batch; the last one, where a batch was tried twice.
+            trials: by batch.
         """
         known = _Known(self, trials)
         if (batch := known.wanted()) is not None:
-            return Ask(batch, PROBE_STEPS if known.is_bisecting else self.steps)
+            return batch
         largest = known.low
         if largest is None:
             return Found(None)
         with_margin = known.below(largest * (1 - self.margin)) if known.bound == "memory" else largest
-        for batch in (largest, with_margin):
-            if batch not in trials or trials[batch].steps < self.steps:
-                return Ask(batch, self.steps)
-        timed = [one for one in trials.values() if self.times(one) and one.batch <= with_margin]
+        if with_margin not in trials:
+            return with_margin
+        timed = [one for one in trials.values() if one.fits and one.samples_per_s and one.batch <= with_margin]
         best = max(timed, key=lambda one: (one.samples_per_s or 0.0, -one.batch), default=None)
         return Found(largest, with_margin, None if best is None else best.batch, known.bound)
-
-    def times(self, tried: Tried) -> bool:
-        """Whether a trial's throughput can be compared with that of others."""
-        return tried.fits and tried.samples_per_s is not None and tried.steps >= self.steps
 
 
 class _Known:
@@ -165,11 +134,6 @@ class _Known:
             return "memory"
         return "data" if self._wished is None or (self._data or self._wished) < self._wished else "most"
 
-    @property
-    def is_bisecting(self) -> bool:
-        """Whether the largest lies between two that were tried."""
-        return self.low is not None and self.high is not None
-
     def wanted(self) -> int | None:
         """The next batch to look at; None if the largest is known well enough."""
         if self.low is None:
@@ -177,7 +141,7 @@ class _Known:
         if self.high is None:
             if self.most is not None and self.low >= self.most:
                 return None
-            larger = self._multiple(2 * self.low)
+            larger = max(self._multiple(2 * self.low), self.unit)
             return larger if self.most is None else min(larger, self.most)
         gap = self.high - self.low
         if gap <= max(self.unit, self.low * RESOLUTION):

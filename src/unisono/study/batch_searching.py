@@ -10,14 +10,14 @@ from statistics import median
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.study.batch_curve import BatchCurve, BatchTrial
-from unisono.study.batch_search import Ask, BatchSearch, Found, Tried
+from unisono.study.batch_search import BatchSearch, Found, Tried
 from unisono.study.measured_run import peak_mib
 from unisono.study.record import Record
 
 UNTIMED_SHARE = 10
 """A tenth of a trial's steps, one at least, is not timed."""
 
-Try = Callable[[Ask], Tried]
+Try = Callable[[int], Tried]
 """Tries a batch, in processes that know nothing of those before."""
 
 
@@ -44,7 +44,7 @@ class Searched:
         rows = tuple(
             BatchTrial(
                 batch=one.batch,
-                samples_per_s=one.samples_per_s if search.times(one) else None,
+                samples_per_s=one.samples_per_s,
                 peak_mib=one.peak_mib and round(one.peak_mib, 1),
                 fits=one.fits,
             )
@@ -71,18 +71,18 @@ def searched(search: BatchSearch, attempt: Try, tell: Callable[[Tried], None]) -
         tell: gets what came of each.
     """
     trials: dict[int, Tried] = {}
-    while isinstance(wanted := search.next(trials), Ask):
-        trials[wanted.batch] = attempt(wanted)
-        tell(trials[wanted.batch])
-    return Searched(wanted, dict(sorted(trials.items())))
+    while isinstance(batch := search.next(trials), int):
+        trials[batch] = attempt(batch)
+        tell(trials[batch])
+    return Searched(batch, dict(sorted(trials.items())))
 
 
-def fitting_trial(folder: Path, ask: Ask, peak: float | None) -> Tried:
+def fitting_trial(folder: Path, batch: int, peak: float | None) -> Tried:
     """What the run folder of a trial tells that ended well.
 
     Args:
         folder: its run folder.
-        ask: what it was to try.
+        batch: samples per worker.
         peak: MiB that a worker was seen to need at most, for a script that does not tell with ``run.finish``.
 
     Raises:
@@ -95,13 +95,12 @@ def fitting_trial(folder: Path, ask: Ask, peak: float | None) -> Tried:
             "the script took no step, so nothing is known of its memory: it needs a loop over run.steps with data in it"
         )
     whole = [line for line in lines if line["batch_size"] == record.job.batch_size] or lines
-    timed = whole[max(1, ask.steps // UNTIMED_SHARE) :]
+    timed = whole[max(1, len(whole) // UNTIMED_SHARE) :]
     rates = [line["batch_size"] / line["seconds"]["total"] for line in timed]
     result = RunFolder(folder).read_result() or {}
     told = max((peak_mib(one) for one in result.get("workers") or []), default=0.0)
     return Tried(
-        ask.batch,
-        ask.steps,
+        batch,
         fits=True,
         samples_per_s=round(median(rates), 3) if rates else None,
         peak_mib=told or peak,
@@ -110,14 +109,14 @@ def fitting_trial(folder: Path, ask: Ask, peak: float | None) -> Tried:
     )
 
 
-def failing_trial(folder: Path, ask: Ask, peak: float | None, words: str) -> Tried:
+def failing_trial(folder: Path, batch: int, peak: float | None, words: str) -> Tried:
     """What is known of a trial that needed too much memory.
 
     Args:
         folder: its run folder.
-        ask: what it was to try.
+        batch: samples per worker.
         peak: MiB that a worker was seen to need at most.
         words: what happened.
     """
     job = RunFolder(folder).read_job() or {}
-    return Tried(ask.batch, ask.steps, fits=False, peak_mib=peak, shards=job.get("shards"), words=words)
+    return Tried(batch, fits=False, peak_mib=peak, shards=job.get("shards"), words=words)
