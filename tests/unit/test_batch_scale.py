@@ -105,3 +105,21 @@ def test_under_a_study_the_launchers_folder_goes_before_the_scripts(
     assert run.dir.is_relative_to(tmp_path / "cell")
     trained(run)
     assert not (tmp_path / "own").exists()
+
+
+def test_a_batch_that_is_set_from_outside_goes_before_the_scripts_and_is_journalled(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_BATCH_SIZE", "24")
+    run = start(batch_size=16, shards=2)
+    assert (run.job.batch_size, run.job.shards) == (24, 2)
+    assert [step.size for step in _steps(run)] == [24] * 4
+    (told,) = (line for line in read_lines(run.dir / "journal.jsonl") if line["event"] == "batch size set from outside")
+    assert (told["variable"], told["script"], told["batch_size"]) == ("UNISONO_BATCH_SIZE", 16, 24)
+
+
+def test_shards_that_are_not_set_follow_from_the_batch_that_is_set_from_outside(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_BATCH_SIZE", "64")
+    assert start(batch_size=16, shards=None).job.shards == 4

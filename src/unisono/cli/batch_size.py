@@ -8,8 +8,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -90,6 +88,8 @@ def batch_size(
     The script runs unchanged, with other batches, in fresh processes for each. Exit code 0 if a batch fits, 1 if none
     does or the script fails.
     """
+    from unisono.cli.batch_size_report import file_of
+    from unisono.study.batch_curve import FAILED_NAME
     from unisono.study.batch_search import BatchSearch
 
     launched = Script(script, tuple(args or ()), is_module=module)
@@ -98,20 +98,18 @@ def batch_size(
     if steps < LEAST_STEPS:
         raise JobError(f"--steps {steps}: a trial needs at least {LEAST_STEPS} to show what memory it takes")
     limit = ROOM_SHARE * room_mib() / workers if memory_limit is None else read_mib(memory_limit)
-    runner = Runner(
-        LaunchSettings(
-            launched,
-            workers=workers,
-            shards=shards,
-            threads=threads,
-            grace_s=GRACE_S,
-            tuning=Tuning.of_this_process(wanted=tuned),
-            memory_limit_mib=limit,
-        ),
-        steps,
+    settings = LaunchSettings(
+        launched,
+        workers=workers,
+        shards=shards,
+        threads=threads,
+        grace_s=GRACE_S,
+        tuning=Tuning.of_this_process(wanted=tuned),
+        memory_limit_mib=limit,
     )
-    runner.settings.check()
-    raise typer.Exit(start(search, runner, json))
+    settings.check()
+    path = file_of(json, launched.stem)
+    raise typer.Exit(start(search, Runner(settings, steps, path.parent / FAILED_NAME), path))
 
 
 def read_mib(text: str) -> float:
@@ -138,10 +136,12 @@ class Runner:
     Attributes:
         settings: of all trials.
         steps: of each.
+        failed: where the run folder of a trial stays that failed for another reason than its memory.
     """
 
     settings: LaunchSettings
     steps: int
+    failed: Path
 
     def attempt(self, batch: int, launches: Launches, folder: Path) -> Tried:
         """Try one. Main thread only.
@@ -149,11 +149,12 @@ class Runner:
         Args:
             batch: samples per worker.
             launches: that all trials have in common.
-            folder: for its run folder; what a good trial leaves there is removed.
+            folder: for its run folder, which is removed.
 
         Raises:
             Interrupted: by a signal.
-            LaunchError: the script failed, and not for its memory; names its log.
+            JobError: the script takes no steps.
+            LaunchError: it failed, and not for its memory; names its log.
         """
         from unisono.study.batch_searching import failing_trial, fitting_trial
         from unisono.study.measuring import Interrupted
@@ -169,7 +170,9 @@ class Runner:
         if words := ran_out_of_memory(outcome, said):
             tried = failing_trial(place, batch, peak, words)
         elif outcome.exit_code != 0:
-            raise LaunchError(_failed(outcome, batch, self.settings.workers, place))
+            shutil.rmtree(self.failed, ignore_errors=True)
+            shutil.move(place, self.failed)
+            raise LaunchError(_failed(outcome, batch, self.settings.workers, self.failed))
         else:
             tried = fitting_trial(place, batch, peak)
         shutil.rmtree(place, ignore_errors=True)
@@ -186,8 +189,13 @@ class Runner:
         return replace(self.settings, extra_environment=variables)
 
 
-def start(search: BatchSearch, runner: Runner, json: Path | None) -> int:
+def start(search: BatchSearch, runner: Runner, path: Path) -> int:
     """Search, print, and keep the figures.
+
+    Args:
+        search: what to search for.
+        runner: tries a batch.
+        path: of the file for the figures.
 
     Returns:
         the exit code.
@@ -196,20 +204,19 @@ def start(search: BatchSearch, runner: Runner, json: Path | None) -> int:
         JobError: the file cannot be written, or the script takes no steps.
         LaunchError: the script failed, and not for its memory.
     """
-    from unisono.cli.batch_size_report import file_of, line, report
+    from unisono.cli.batch_size_report import line, report
     from unisono.study.batch_searching import searched
     from unisono.study.measuring import Interrupted
 
     settings = runner.settings
-    path = file_of(json, settings.script.stem)
     err = Console(stderr=True, highlight=False, emoji=False)
 
     def tell(tried: Tried) -> None:
         err.print(Text(line(tried)), soft_wrap=True)
 
     try:
-        with _trials() as folder, Launches(share=True) as launches:
-            whole = searched(search, lambda batch: runner.attempt(batch, launches, folder), tell)
+        with tempfile.TemporaryDirectory(prefix="unisono-batch-size-") as folder, Launches(share=True) as launches:
+            whole = searched(search, lambda batch: runner.attempt(batch, launches, Path(folder)), tell)
     except (Interrupted, KeyboardInterrupt) as interrupted:
         number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
         err.print(Text(f"unisono: ended by {signal.Signals(number).name}: nothing is kept"), soft_wrap=True)
@@ -217,20 +224,6 @@ def start(search: BatchSearch, runner: Runner, json: Path | None) -> int:
     command = shlex.join(["unisono", *sys.argv[1:]])
     report(whole, whole.curve(search, settings.memory_limit_mib, command), path)
     return 1 if whole.found.largest is None else 0
-
-
-@contextmanager
-def _trials() -> Iterator[Path]:
-    """A folder for the trials. It stays if one of them failed, for its log."""
-    folder = Path(tempfile.mkdtemp(prefix="unisono-batch-size-"))
-    try:
-        yield folder
-    except (LaunchError, JobError):
-        raise
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _failed(outcome: Outcome, batch: int, workers: int, place: Path) -> str:

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from unisono.errors import JobError
 
 NAME = "batch-size.json"
+FAILED_NAME = "batch-size.failed"
+"""Beside it: the run folder of a trial that failed, and not for its memory."""
 
 
 class BatchTrial(BaseModel):

@@ -14,6 +14,7 @@ from typing import Any
 from unisono.checkpoint.folder import RunFolder, write_json
 from unisono.errors import JobError
 from unisono.job import differences
+from unisono.study.batch_curve import FAILED_NAME
 from unisono.study.batch_curve import NAME as BATCHES_NAME
 from unisono.study.cells import PlannedCell
 
@@ -112,7 +113,7 @@ class StudyFolder:
     def _require_own(self) -> None:
         if not self.path.exists() or (self.path / SETTINGS_NAME).exists():
             return
-        own = (".lock", "cells", BATCHES_NAME)  # the search for the largest batch may have come first
+        own = (".lock", "cells", BATCHES_NAME, FAILED_NAME)  # the search for the largest batch may have come first
         others = sorted(one.name for one in self.path.iterdir() if one.name not in own)
         if others:
             raise JobError(f"{self.path} is no study's folder: it holds {others[0]}; name another with --out")
