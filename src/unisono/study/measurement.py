@@ -33,7 +33,7 @@ DECIDING = (
     "MONITOR_EVERY",
     "CHECKPOINT_EVERY",
 )
-ADDING = ("POLICIES", "PLUGINS", "BATCH_SCALE_WARMUP")
+ADDING = ("POLICIES", "PLUGINS", "BATCH_SIZE", "BATCH_SCALE_WARMUP")
 """Variables that change how long a step takes, or what it computes, behind ``UNISONO_``."""
 
 

@@ -31,7 +31,7 @@ class Hungry(nn.Module):
         self.first = nn.Linear(1, WIDTH)
 
     def forward(self, samples: Tensor) -> Tensor:
-        values = self.first(samples)
+        values: Tensor = self.first(samples)
         for _ in range(LAYERS):
             values = torch.sigmoid(values)
         return values.mean()
@@ -45,7 +45,8 @@ def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
         os.kill(os.getpid(), signal.SIGKILL)
     if 0 < options.breaks_above < count:
         raise ValueError(f"{count} samples in a shard are too many")
-    return model(batch[0])
+    loss: Tensor = model(batch[0])
+    return loss
 
 
 model, optimizer = run.prepare(model := Hungry(), torch.optim.Adam(model.parameters(), lr=1e-3))
