@@ -157,13 +157,17 @@ def init(
         acts = Acts(membership)
         acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(adaptation))
         folder = opened.enter_context(closing(_agreed_folder(acts, membership, wanted, job, settings)))
-        if settings.batch_size is not None and membership.workers.rank == 0:
-            about = {"variable": "UNISONO_BATCH_SIZE", "script": batch_size, "batch_size": job.batch_size}
-            folder.journal("batch size set from outside", **about)
+        _note_batch(batch_size, job, settings, membership, folder)
         checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
         around = Surroundings(settings, folder, marks, acts, leave, execution, care, adaptation, opened.pop_all())
     return _begun(Run(job, membership, chosen, checkpoints, around), environment)
+
+
+def _note_batch(said: int, job: Job, settings: Settings, membership: Membership, folder: RunFolder) -> None:
+    if settings.batch_size is not None and membership.workers.rank == 0:
+        about = {"variable": "UNISONO_BATCH_SIZE", "script": said, "batch_size": job.batch_size}
+        folder.journal("batch size set from outside", **about)
 
 
 def _membership(job: Job, environment: Environment, how: Connection, settings: Settings) -> Membership:
