@@ -58,7 +58,7 @@ def test_under_a_memory_limit_the_largest_batch_is_within_5_percent_of_one_that_
 ) -> None:
     limit = 330
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # without holes in its heap a larger batch always needs more
-    ended = search(tmp_path, "-n", workers, "--memory-limit", f"{limit}MiB", "--from", 256)
+    ended = search(tmp_path, "-n", workers, "--memory-limit", f"{limit}MiB", "--from", 512)
     assert ended.code == 0, ended.err
     curve = ended.curve
     assert ended.fits[curve["largest"]]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from unisono.errors import JobError
 from unisono.study.batch_curve import read_batch_curve
 from unisono.study.batch_search import RESOLUTION, BatchSearch, Tried
-from unisono.study.batch_searching import Searched, failing_trial, fitting_trial, searched
+from unisono.study.batch_searching import Searched, failing_trial, finished_trial, searched
 
 pytestmark = pytest.mark.unit
 
@@ -190,18 +190,27 @@ def run_folder(tmp_path: Path) -> Callable[..., Path]:
 def test_a_trials_throughput_is_the_median_without_its_first_steps(run_folder: Callable[..., Path]) -> None:
     workers = [{"device": "cpu", "peak_memory_mib": 300.0}, {"device": "cpu", "peak_memory_mib": 310.0}]
     folder = run_folder([9.0, 9.0, *[0.5] * 10, *[0.1] * 8], result={"workers": workers, "epoch_samples": 1000})
-    tried = fitting_trial(folder, 16, 250.0)
+    tried = finished_trial(folder, 16, 250.0)
     assert tried == Tried(16, True, 64.0, 310.0, 4, 1000)
 
 
+def test_a_worker_that_grew_beyond_its_limit_when_nobody_looked_did_not_fit(run_folder: Callable[..., Path]) -> None:
+    workers = [{"device": "cuda:0", "peak_memory_mib": 300.0, "peak_device_memory_mib": 9000.0}]
+    folder = run_folder([1.0, 1.0], result={"workers": workers, "epoch_samples": 1000})
+    assert finished_trial(folder, 16, 250.0, 300.0).fits
+    tried = finished_trial(folder, 16, 250.0, 299.0)
+    assert (tried.fits, tried.peak_mib, tried.shards) == (False, 300.0, 4)
+    assert tried.words == "a worker needed 300.0 MiB, more than its limit of 299"
+
+
 def test_a_script_that_does_not_finish_its_run_has_the_memory_that_was_seen(run_folder: Callable[..., Path]) -> None:
-    tried = fitting_trial(run_folder([1.0]), 16, 250.0)
+    tried = finished_trial(run_folder([1.0]), 16, 250.0)
     assert (tried.fits, tried.samples_per_s, tried.peak_mib) == (True, None, 250.0)
 
 
 def test_a_script_without_steps_is_refused(run_folder: Callable[..., Path]) -> None:
     with pytest.raises(JobError, match="took no step"):
-        fitting_trial(run_folder([]), 16, None)
+        finished_trial(run_folder([]), 16, None)
 
 
 def test_a_trial_that_failed_tells_the_shards_if_it_came_so_far(run_folder: Callable[..., Path]) -> None:

@@ -156,7 +156,7 @@ class Runner:
             JobError: the script takes no steps.
             LaunchError: it failed, and not for its memory; names its log.
         """
-        from unisono.study.batch_searching import failing_trial, fitting_trial
+        from unisono.study.batch_searching import failing_trial, finished_trial
         from unisono.study.measuring import Interrupted
 
         place = folder / f"batch-{batch}"
@@ -174,7 +174,7 @@ class Runner:
             shutil.move(place, self.failed)
             raise LaunchError(_failed(outcome, batch, self.settings.workers, self.failed))
         else:
-            tried = fitting_trial(place, batch, peak)
+            tried = finished_trial(place, batch, peak, self.settings.memory_limit_mib)
         shutil.rmtree(place, ignore_errors=True)
         return tried
 

@@ -77,13 +77,14 @@ def searched(search: BatchSearch, attempt: Try, tell: Callable[[Tried], None]) -
     return Searched(batch, dict(sorted(trials.items())))
 
 
-def fitting_trial(folder: Path, batch: int, peak: float | None) -> Tried:
+def finished_trial(folder: Path, batch: int, peak: float | None, limit: float | None = None) -> Tried:
     """What the run folder of a trial tells that ended well.
 
     Args:
         folder: its run folder.
         batch: samples per worker.
         peak: MiB that a worker was seen to need at most, for a script that does not tell with ``run.finish``.
+        limit: MiB of the host's memory that a worker may need; one may have grown beyond it when nobody looked.
 
     Raises:
         JobError: it took no step.
@@ -98,7 +99,13 @@ def fitting_trial(folder: Path, batch: int, peak: float | None) -> Tried:
     timed = whole[max(1, len(whole) // UNTIMED_SHARE) :]
     rates = [line["batch_size"] / line["seconds"]["total"] for line in timed]
     result = RunFolder(folder).read_result() or {}
-    told = max((peak_mib(one) for one in result.get("workers") or []), default=0.0)
+    workers = result.get("workers") or []
+    needed = max((one["peak_memory_mib"] for one in workers), default=0.0)
+    if limit is not None and needed > limit:
+        return failing_trial(
+            folder, batch, needed, f"a worker needed {needed:.1f} MiB, more than its limit of {limit:.0f}"
+        )
+    told = max((peak_mib(one) for one in workers), default=0.0)
     return Tried(
         batch,
         fits=True,
