@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.batch_scan import Scan
 from unisono.errors import JobError
 from unisono.study.batch_curve import read_batch_curve
 from unisono.study.batch_search import RESOLUTION, BatchSearch, Tried
@@ -216,3 +217,9 @@ def test_a_script_without_steps_is_refused(run_folder: Callable[..., Path]) -> N
 def test_a_trial_that_failed_tells_the_shards_if_it_came_so_far(run_folder: Callable[..., Path]) -> None:
     assert failing_trial(run_folder([]), 16, 99.0, "too much").shards == 4
     assert failing_trial(Path("nowhere"), 16, None, "too much").shards is None
+
+
+def test_a_noisy_scan_has_two_ends() -> None:
+    scan = Scan({10: True, 20: True, 30: False, 40: True, 50: False})
+    assert (scan.all_fit, scan.last) == (20, 40)
+    assert (Scan({10: True}).all_fit, Scan({10: False}).all_fit, Scan({10: False}).last) == (10, 0, 0)
