@@ -27,7 +27,6 @@ class PairAveraging(Rounds):
     """
 
     name: ClassVar[str] = "pair-averaging"
-    shares_work: ClassVar[bool] = True
 
 
 def average(mine: Tensor, theirs: Tensor) -> Tensor:

@@ -69,11 +69,6 @@ class ParameterServer(Strategy):
         return self.synchronous
 
     @property
-    def shares_work(self) -> bool:  # type: ignore[override]
-        """If asynchronous."""
-        return not self.synchronous
-
-    @property
     def round_steps(self) -> int:
         """Of the asynchronous form: as given."""
         return 1 if self.synchronous else self.round_every

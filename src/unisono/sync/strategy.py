@@ -17,13 +17,10 @@ class Strategy:
     Attributes:
         name: of the strategy.
         is_exact: whether all workers have the same weights after each step, and those of the serial run.
-        shares_work: whether a worker takes the next part of the work when it is done with one, so that nobody waits for
-            the slowest; else each has its own part of every batch.
     """
 
     name: ClassVar[str]
     is_exact: ClassVar[bool] = False
-    shares_work: ClassVar[bool] = False
 
     @property
     def round_steps(self) -> int:

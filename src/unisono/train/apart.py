@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,8 +22,6 @@ from unisono.train.rounds import Means, Rounds
 from unisono.train.step import Step
 from unisono.train.surroundings import BACKSTOP
 from unisono.train.trained import Trained
-
-R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -141,8 +139,7 @@ class Apart:
                 f"is whoever's comes first, so it has one call. Use all-reduce or local-sgd"
             )
         self._with_others(lambda rounds: rounds.begin())
-        while not self._with_others(lambda rounds: self._parts(rounds, step, calls, source, told, own)):
-            pass
+        self._with_others(lambda rounds: self._parts(rounds, step, calls, source, told, own))
         self._loss = own.loss
         return own
 
@@ -180,7 +177,7 @@ class Apart:
         source: ShardSource,
         told: Callable[[int, float], None],
         own: Own,
-    ) -> bool:
+    ) -> None:
         for part in rounds.parts(step.number, step.batch):
             shards = self._loaded(step, part, source) if rounds.shares_work else step.shards
             rounds.computed = partial(told, len(part))
@@ -189,21 +186,20 @@ class Apart:
             if attempt is not None:
                 report = attempt.report
                 own.add(call.batch.size, report.loss, report.metrics, attempt.seconds)
-        return True
 
     def _loaded(self, step: Step, part: range, source: ShardSource) -> list[Any]:
         with generators_kept():
             shards = source.load(ShardsRequest(step.epoch, tuple(step.batch.shard(shard) for shard in part)))
         return [to_device(shard, self._device) for shard in shards]
 
-    def _with_others(self, action: Callable[[Rounds], R]) -> R | None:
-        """Do something in which others may be lost; what was under way then is given up."""
-        if self._rounds is None:
-            return None
-        try:
-            if self._membership.workers.is_aborted:
-                raise WorkerLost("another worker was lost in the middle of a round")
-            return action(self._rounds)
-        except WorkerLost as lost:
-            self._acts.regroup(lost)
-            return None
+    def _with_others(self, action: Callable[[Rounds], None]) -> None:
+        """Do something in which others may be lost; then it is done again with those who are left."""
+        while (rounds := self._rounds) is not None:
+            try:
+                if self._membership.workers.is_aborted:
+                    raise WorkerLost("another worker was lost in the middle of a round")
+                action(rounds)
+            except WorkerLost as lost:
+                self._acts.regroup(lost)
+            else:
+                return

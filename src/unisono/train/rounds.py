@@ -90,6 +90,7 @@ class Rounds:
 
     Attributes:
         is_open: whether something was done since all came together last.
+        exchanged: the newest step after which this worker has exchanged what the strategy says, or others without it.
 
     Raises:
         WorkerLost: from every method, when another worker is gone.
@@ -97,6 +98,7 @@ class Rounds:
 
     def __init__(self, means: Means, workers: Workers, before: Rounds | None) -> None:
         self.is_open = False
+        self.exchanged = -1
         self.tally = Tally()
         self.strategy = means.strategy
         self.computed: Callable[[float], None] = lambda seconds: None
@@ -127,8 +129,7 @@ class Rounds:
         """The shards of a step that this worker computes, part by part. Empty parts are left out."""
         parts = self.synchroniser.parts
         if not parts:
-            generation = self._workers.generation
-            mine = generation.split.refined(batch.shards).of(generation.rank)
+            mine = self._workers.split(batch.shards).of(self._workers.rank)
             yield from [mine] if batch.part(mine).size else []
             return
         split = Split.even(batch.shards, parts)
@@ -155,8 +156,13 @@ class Rounds:
         return attempt
 
     def step_ends(self, step: int, *, ends_round: bool) -> None:
-        """A step is over, on this worker."""
-        self.synchroniser.step_ends(step, ends_round=ends_round)
+        """A step is over, on this worker. May be called again if a worker was lost in it.
+
+        What others had exchanged when one was lost is not exchanged again: they would wait for the next one in vain.
+        """
+        if step > self.exchanged:
+            self.synchroniser.step_ends(step, ends_round=ends_round)
+            self.exchanged = step
 
     def end(self, step: int, told: Mapping[str, Any]) -> list[dict[str, Any]]:
         """All come together. Collective.
@@ -210,8 +216,11 @@ class Rounds:
         }
 
     def _take_over(self, before: Rounds | None) -> None:
-        if not any(self._workers.gather_json(before is not None)):
+        told = self._workers.gather_json(None if before is None else before.exchanged)
+        known = [exchanged for exchanged in told if exchanged is not None]
+        if not known:
             return
+        self.exchanged = max(known)
         if before is not None:
             self.synchroniser.follow(before.synchroniser)
             self.tally, self.is_open = before.tally, True
