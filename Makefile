@@ -10,7 +10,7 @@ BENCH_READY := $(VENV)/.ready-bench
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies soak format clean
+.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies soak case-study format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -82,6 +82,15 @@ bench-network: $(BENCH_READY)  ## how much of the communication is hidden over a
 
 bench-topologies: $(READY)  ## ring, tree, star, direct and a server over a slow network: predicted and measured; needs root
 	@$(BIN)/python -m benchmarks topologies $(OPTIONS)
+
+SMALL = --synthetic --samples 1280 --image-size 32 --width 0.25
+case-study: $(READY)  ## how ResNet50V2 and ResNet152V2 scale, small, on one and two workers: a quarter of an hour
+	@for model in resnet50v2 resnet152v2; do \
+		$(BIN)/unisono study examples/resnet_cifar10.py --workers 1,2 --steps 20 --label $$model --out studies/$$model \
+			--baseline "examples/resnet_cifar10.py --plain --model $$model --steps 20 $(SMALL)" $(OPTIONS) \
+			-- --model $$model --steps 20 $(SMALL) || exit 1; \
+	done
+	@$(BIN)/unisono study compare studies/resnet50v2 studies/resnet152v2 --out studies/case-study
 
 format: $(READY)  ## lay out the code and mend what ruff can mend
 	@$(BIN)/ruff format .

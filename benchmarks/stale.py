@@ -62,7 +62,7 @@ class Choice:
     crowd: tuple[int, ...] = (9,)
     rates: tuple[float, ...] = (0.05, 0.1, 0.5)
     seeds: int = 5
-    stale_epochs: int = 10
+    stale_epochs: int = 40
 
     def timed(self, strategy: str, seed: int) -> Exercise:
         """A training whose throughput counts."""

@@ -18,6 +18,7 @@ ALL = (
     "all-reduce",
     "parameter-server",
     "parameter-server:synchronous=false",
+    "parameter-server:synchronous=false,max_staleness=1",
     "model-averaging",
     "pair-averaging",
     "local-sgd",
@@ -25,8 +26,8 @@ ALL = (
 )
 
 SHAPES: Mapping[ModelName, Exercise] = {
-    "digits": Exercise(model="digits", strategy=SERIAL),
-    "char_lm": Exercise(model="char_lm", strategy=SERIAL, epochs=3, batch_size=64, rate=6e-3),
+    "digits": Exercise(model="digits", strategy=SERIAL, epochs=30),
+    "char_lm": Exercise(model="char_lm", strategy=SERIAL, epochs=10, batch_size=64, rate=6e-3),
 }
 
 Runs = Sequence[Outcome | None]

@@ -6,14 +6,18 @@
 Small enough for a laptop, the same code:
 
     unisono run -n 2 examples/resnet_cifar10.py --image-size 32 --width 0.25 --synthetic --steps 20
+
+and --plain in an ordinary PyTorch loop, without Unisono, to compare with.
 """
 
 import argparse
+import json
 import time
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 import unisono
@@ -38,6 +42,7 @@ arguments.add_argument("--precision", choices=["float32", "bf16"], default="floa
 arguments.add_argument("--channels-last", action="store_true", help="pixels of all channels side by side in memory")
 arguments.add_argument("--seed", type=int, default=0)
 arguments.add_argument("--loader-workers", type=int, default=0, help="processes that load data, per worker")
+arguments.add_argument("--plain", action="store_true", help="train in an ordinary PyTorch loop")
 arguments.add_argument("--count", action="store_true", help="print the size of the model and do not train")
 
 
@@ -153,19 +158,43 @@ def metrics(model, batch):
     return {"loss": F.cross_entropy(logits, labels), "accuracy": (logits.argmax(1) == labels).float().mean()}
 
 
-def main():
-    args = arguments.parse_args()
-    if args.count:
-        for name, value in count(args.model, args.width, args.image_size).items():
-            print(f"{name:>44} {value:>16,}")
-        return
-    if args.synthetic:
-        training, held_out = SyntheticCifar10(args.samples, seed=0), SyntheticCifar10(1000, seed=1)
-    elif args.data_dir:
-        training, held_out = Cifar10(args.data_dir, train=True), Cifar10(args.data_dir, train=False)
-    else:
-        arguments.error("--data-dir FOLDER for the images, or --synthetic for made-up ones")
+def build(args):
+    model = ResNetV2(BLOCKS[args.model], args.width, args.image_size)
+    if args.channels_last:  # what tensor cores want: for GPUs, with bf16. On CPUs it makes no difference
+        model = model.to(memory_format=torch.channels_last)
+    return model, torch.optim.SGD(model.parameters(), lr=args.lr * args.workers)
 
+
+def plain(args, training):
+    """The same training without Unisono, on one device: what a scaling study compares with. It takes batches whole."""
+    torch.manual_seed(args.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, optimizer = build(args)
+    model.to(device)
+    loader = DataLoader(training, args.batch_size * args.workers, shuffle=True, num_workers=args.loader_workers)
+    steps = 0
+    for epoch in range(args.epochs):
+        losses, samples, begun = [], 0, time.perf_counter()
+        for batch in loader:
+            images, labels = (each.to(device) for each in batch)
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+                loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            samples += len(labels)
+            steps += 1
+            if steps == args.steps:
+                break
+        loss = torch.stack(losses).mean().item()  # waits for the GPU, too
+        seconds = time.perf_counter() - begun
+        print(json.dumps({"epoch": epoch, "seconds": seconds, "samples": samples, "loss": loss}), flush=True)
+        if steps == args.steps:
+            break
+
+
+def train(args, training, held_out):
     # The published rule: each worker brings a batch of 256 and a rate of 0.01. Both are numbers of the job, taken from
     # --workers, never from how many workers there are: however many train it, the weights are the same, bit for bit.
     run = unisono.init(
@@ -174,11 +203,7 @@ def main():
         seed=args.seed,
         precision=args.precision,
     )
-    model = ResNetV2(BLOCKS[args.model], args.width, args.image_size)
-    if args.channels_last:  # what tensor cores want: for GPUs, with bf16. On CPUs it makes no difference
-        model = model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * args.workers)
-    model, optimizer = run.prepare(model, optimizer)
+    model, _ = run.prepare(*build(args))
 
     losses, begun = [], time.perf_counter()
     for step in run.steps(training, epochs=args.epochs, loader_workers=args.loader_workers):
@@ -195,6 +220,25 @@ def main():
         if last:
             break
     run.finish(model)
+
+
+def main():
+    args = arguments.parse_args()
+    if args.count:
+        for name, value in count(args.model, args.width, args.image_size).items():
+            print(f"{name:>44} {value:>16,}")
+        return
+    if args.synthetic:
+        training, held_out = SyntheticCifar10(args.samples, seed=0), SyntheticCifar10(1000, seed=1)
+    elif args.data_dir:
+        training, held_out = Cifar10(args.data_dir, train=True), Cifar10(args.data_dir, train=False)
+    else:
+        arguments.error("--data-dir FOLDER for the images, or --synthetic for made-up ones")
+
+    if args.plain:
+        plain(args, training)
+    else:
+        train(args, training, held_out)
 
 
 if __name__ == "__main__":  # the loader's processes may import this file

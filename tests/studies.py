@@ -17,7 +17,7 @@ class MadeUp:
     repeats: int = 5
     crowded: Sequence[int] = ()
     noise: float = 0.01
-    has_baseline: bool = True
+    plain: Sequence[int] = (1,)
     seed: int = 0
 
     def results(self) -> Results:
@@ -30,8 +30,12 @@ class MadeUp:
             for mode in self.modes
             for workers in self.workers
         ]
-        if self.has_baseline:
-            cells += [self._plain(label, repeat) for label in self.labels for repeat in range(self.repeats)]
+        cells += [
+            self._plain(label, threads, repeat)
+            for label in self.labels
+            for threads in self.plain
+            for repeat in range(self.repeats)
+        ]
         return Results(
             cells=tuple(cells),
             environment={"cores": 8, "latency_s": 5e-5, "bandwidth_bytes_per_s": 5e9},
@@ -64,5 +68,6 @@ class MadeUp:
             oversubscribed=workers in self.crowded,
         )
 
-    def _plain(self, label: str, repeat: int) -> Cell:
-        return Cell(label=label, mode="baseline", workers=1, repeat=repeat, samples=5120, seconds=6.0 + 0.01 * repeat)
+    def _plain(self, label: str, threads: int, repeat: int) -> Cell:
+        seconds = (6.0 + 0.01 * repeat) / threads
+        return Cell(label=label, mode="baseline", workers=threads, repeat=repeat, samples=5120, seconds=seconds)

@@ -14,15 +14,18 @@ from typing import Any
 import psutil
 import pytest
 
+from unisono.membership.cores import usable_cores
+
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "scaled.py"
 PATIENCE_S = 200.0
 
 PLAIN = """
-import json
+import json, os
+threads = int(os.environ["OMP_NUM_THREADS"])
 for epoch in range(3):
-    print(json.dumps({"epoch": epoch, "seconds": 0.5, "samples": 128, "loss": 1.5}), flush=True)
+    print(json.dumps({"epoch": epoch, "seconds": 0.5 / threads, "samples": 128, "loss": 1.5}), flush=True)
 """
 
 
@@ -72,6 +75,10 @@ class Study:
         self.process.wait()
 
 
+PLAIN_LOOPS = min(usable_cores(), 2)
+"""With one thread, and with two where there are cores for them."""
+
+RUNS = 3 + PLAIN_LOOPS
 WORDS = ("--workers", "1,2", "--mode", "both", "--repeats", 1, "--steps", 20, "--baseline", "plain.py", "--warmup", 3)
 
 
@@ -104,10 +111,10 @@ def test_a_study_that_is_killed_leaves_no_process_behind(resumed: dict[str, Any]
 def test_started_again_it_measures_only_what_is_missing(resumed: dict[str, Any]) -> None:
     study, before = resumed["study"], resumed["before"]
     assert resumed["code"] == 0, study.said
-    assert len(study.kept) == 4
-    assert 2 <= len(before) < 4
+    assert len(study.kept) == RUNS
+    assert 2 <= len(before) < RUNS
     assert before.items() <= study.kept.items()
-    assert f"4 runs, {len(before)} of them measured before" in study.said
+    assert f"{RUNS} runs, {len(before)} of them measured before" in study.said
     assert not list((study.folder / "study" / "cells").glob(".*"))
 
 
@@ -126,11 +133,12 @@ def test_all_runs_of_strong_scaling_end_with_the_same_weights_and_weak_scaling_h
 
 def test_every_run_has_its_figures(resumed: dict[str, Any]) -> None:
     rows = resumed["study"].rows()
-    assert len(rows) == 5  # one worker's stands in both tables
+    assert len(rows) == RUNS + 1  # one worker's stands in both tables
     for row in rows:
         assert row["exit_code"] == "0"
         if row["mode"] == "baseline":
-            assert (row["samples"], row["seconds"], row["epoch_s"]) == ("256", "1.0", "0.5")
+            seconds = 0.5 / int(row["workers"])  # it has the threads of as many
+            assert (row["samples"], row["seconds"], row["epoch_s"]) == ("256", f"{2 * seconds}", f"{seconds}")
             continue
         parts = [float(row[name]) for name in ("data_s", "compute_s", "exposed_s", "update_s", "wait_s")]
         assert 0 < sum(parts) < 2 * float(row["step_s"])

@@ -12,21 +12,21 @@ from unisono.study.measurement import Measurement, text_digest
 
 pytestmark = pytest.mark.unit
 
-KINDS = [Kind("baseline", 1), Kind("strong", 1), Kind("strong", 2), Kind("weak", 2)]
+KINDS = [Kind("baseline", 1), Kind("baseline", 2), Kind("strong", 1), Kind("strong", 2), Kind("weak", 2)]
 
 
 def test_one_worker_is_measured_once_for_both_tables_and_stands_in_both() -> None:
-    assert kinds_of([1, 2], ["strong", "weak"], has_baseline=True) == KINDS
+    assert kinds_of([1, 2], ["strong", "weak"], baselines=[1, 2]) == KINDS
     assert modes_of(Kind("strong", 1), ["strong", "weak"]) == ["strong", "weak"]
     assert modes_of(Kind("strong", 2), ["strong", "weak"]) == ["strong"]
-    assert kinds_of([1, 2], ["weak"], has_baseline=False) == [Kind("weak", 1), Kind("weak", 2)]
+    assert kinds_of([1, 2], ["weak"]) == [Kind("weak", 1), Kind("weak", 2)]
 
 
 def test_every_kind_comes_once_before_any_comes_again() -> None:
     cells = planned(KINDS, repeats=6, seed=3)
-    assert len(cells) == len(set(cells)) == 24
+    assert len(cells) == len(set(cells)) == 30
     for repeat in range(6):
-        part = cells[4 * repeat : 4 * repeat + 4]
+        part = cells[5 * repeat : 5 * repeat + 5]
         assert {cell.kind for cell in part} == set(KINDS)
         assert {cell.repeat for cell in part} == {repeat}
 
@@ -34,7 +34,7 @@ def test_every_kind_comes_once_before_any_comes_again() -> None:
 def test_the_order_is_another_in_each_repeat_and_follows_from_the_seed() -> None:
     def orders(seed: int) -> list[tuple[Kind, ...]]:
         cells = planned(KINDS, 8, seed)
-        return [tuple(cell.kind for cell in cells[4 * number : 4 * number + 4]) for number in range(8)]
+        return [tuple(cell.kind for cell in cells[5 * number : 5 * number + 5]) for number in range(8)]
 
     assert len(set(orders(0))) > 3
     assert orders(0) == orders(0)
@@ -42,13 +42,13 @@ def test_the_order_is_another_in_each_repeat_and_follows_from_the_seed() -> None
 
 
 def test_more_repeats_leave_the_order_of_the_first_ones_as_it_was() -> None:
-    assert planned(KINDS, 7, seed=0)[:12] == planned(KINDS, 3, seed=0)
+    assert planned(KINDS, 7, seed=0)[:15] == planned(KINDS, 3, seed=0)
 
 
 def test_what_is_left_takes_as_long_as_its_kind_did_and_else_as_long_as_all_did() -> None:
-    cells = [PlannedCell(kind, 0) for kind in KINDS[1:]]
+    cells = [PlannedCell(kind, 0) for kind in KINDS[2:]]
     assert seconds_left(cells, {}) is None
-    assert seconds_left(cells, {KINDS[1]: [2.0, 4.0], KINDS[2]: [5.0]}) == 3.0 + 5.0 + 4.0
+    assert seconds_left(cells, {KINDS[2]: [2.0, 4.0], KINDS[3]: [5.0]}) == 3.0 + 5.0 + 4.0
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_other_digests_and_other_losses_are_told() -> None:
         (MadeUp(repeats=3), "Intervals rest on 3 repeats"),
         (MadeUp(repeats=1), "single run"),
         (MadeUp(noise=0.2), "Noise: "),
-        (MadeUp(has_baseline=False), "plain single-process loop was not measured"),
+        (MadeUp(plain=()), "plain single-process loop was not measured"),
         (MadeUp(workers=(2, 4)), "One worker was not measured"),
         (MadeUp(), "The fits rest on 3 numbers of workers"),
     ],

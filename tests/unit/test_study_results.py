@@ -164,7 +164,6 @@ def test_no_more_than_ten_bad_rows_are_listed(table: Path) -> None:
         ("workers,samples\n1,1\n", "one of seconds, epoch_s, samples_per_s is missing"),
         ("workers,seconds,samples,workers\n1,1,1,1\n", "workers is there twice"),
         ("workers,seconds,samples\n", "no rows"),
-        ("workers,mode,seconds,samples\n2,baseline,1,1\n", "a baseline has one worker"),
         ("workers,mode,seconds,samples\n2,fast,1,1\n", "'strong', 'weak' or 'baseline'"),
         ("workers,samples_per_s,samples\n1,0,1\n", "samples_per_s: a number above 0 is wanted, not '0'"),
         ("workers,seconds,samples\n1,nan,1\n", "seconds"),
@@ -221,6 +220,16 @@ def test_speedups_against_one_worker_and_against_the_plain_loop_are_apart() -> N
     assert row.over_baseline is not None
     assert row.speedup.value == pytest.approx(0.306 / 0.176, rel=0.03)
     assert row.over_baseline.value == pytest.approx((256 / 0.176) / (5120 / 6.02), rel=0.03)
+
+
+def test_workers_are_compared_with_the_plain_loop_that_has_as_many_threads() -> None:
+    alone, two, four = rows(MadeUp(plain=(1, 2)).results())
+
+    assert alone.over_equal == alone.over_baseline
+    assert two.over_equal is not None
+    assert two.over_equal.value == pytest.approx((256 / 0.176) / (2 * 5120 / 6.02), rel=0.03)
+    assert four.over_equal is None
+    assert four.over_baseline is not None
 
 
 def test_one_worker_is_as_fast_as_itself_without_any_doubt() -> None:

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -133,6 +134,7 @@ def study(
         steps=steps,
         epochs=epochs,
         baseline=plain,
+        baseline_workers=plain_workers(read_workers(workers), threads or 1) if plain else (),
         shards=shards,
         threads=threads,
         warmup_steps=warmup,
@@ -143,6 +145,17 @@ def study(
     measurement.check()
     title = f"Scaling study: {measurement.label}"
     raise typer.Exit(start(measurement, out or STUDIES / measurement.label, wanted(title)))
+
+
+def plain_workers(workers: Sequence[int], threads: int) -> tuple[int, ...]:
+    """The numbers of workers whose threads the plain loop is to have: what cores there are for, where there is no GPU.
+
+    A loop on one GPU has nothing of the others.
+    """
+    import torch
+
+    most = 1 if torch.cuda.is_available() else usable_cores() // threads
+    return tuple(sorted({1, *(number for number in workers if number <= most)}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +194,10 @@ class Runner:
         is_plain = kind.mode == "baseline"
         return LaunchSettings(
             Script.from_argv(wanted.baseline if is_plain else wanted.script),
-            workers=kind.workers,
+            workers=1 if is_plain else kind.workers,
             # Of weak scaling's batch there are more shards than these, one for every worker at least.
             shards=None if is_plain or kind.mode == "weak" else wanted.shards,
-            threads=wanted.threads,
+            threads=kind.workers * (wanted.threads or 1) if is_plain else wanted.threads,
             grace_s=GRACE_S,
             tuning=Tuning.of_this_process(wanted=wanted.tuned),
             extra_environment={} if is_plain else self._told(cell),
@@ -258,7 +271,8 @@ def commands(measurement: Measurement) -> list[str]:
     found = []
     for kind in measurement.kinds:
         if kind.mode == "baseline":
-            found.append(shlex.join(["python", *measurement.baseline]))
+            threads = kind.workers * (measurement.threads or 1)
+            found.append(shlex.join([f"OMP_NUM_THREADS={threads}", "python", *measurement.baseline]))
             continue
         told = measurement.variables(kind, os.environ)
         words = [f"{name}={value}" for name, value in told.items() if value]

@@ -42,7 +42,7 @@ class Curve:
         mode: strong or weak.
         label: of what was measured.
         rows: all numbers of workers, fewest first.
-        baseline: the plain loop; None if it was not measured.
+        plain: the plain loops, with the threads of one worker or of more; none if they were not measured.
         fits: of the laws that there are figures enough for.
         model: of a step, from its parts; None if they were not measured.
         step_time: as policies fit it; None if steps were not measured.
@@ -53,7 +53,7 @@ class Curve:
     mode: Mode
     label: str
     rows: Sequence[Row]
-    baseline: Row | None
+    plain: Sequence[Row]
     fits: Sequence[Fit]
     model: StepModel | None
     step_time: StepTime | None
@@ -121,7 +121,7 @@ def _curve(results: Results, wanted: Wanted, summary: Summary, mode: Mode, label
         mode=mode,
         label=label,
         rows=rows,
-        baseline=summary.baselines.get(label) or summary.baselines.get(""),
+        plain=summary.plain(label),
         fits=fits,
         model=step_model(results, usable) if usable else None,
         step_time=fitted_step_time(results, usable),

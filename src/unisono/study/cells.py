@@ -15,7 +15,7 @@ class Kind:
 
     Attributes:
         mode: ``strong``, ``weak``, or ``baseline`` for the plain loop.
-        workers: how many.
+        workers: how many; of the plain loop, which is one process, those whose threads it has.
     """
 
     mode: Mode
@@ -23,7 +23,7 @@ class Kind:
 
     def __str__(self) -> str:
         if self.mode == "baseline":
-            return "baseline"
+            return "baseline" + (f" with the threads of {self.workers} workers" if self.workers > 1 else "")
         return f"{self.mode}, {self.workers} worker{'s' if self.workers > 1 else ''}"
 
     @property
@@ -53,9 +53,15 @@ class PlannedCell:
         return f"{self.kind.mode}-{self.kind.workers}-{self.repeat}"
 
 
-def kinds_of(workers: Sequence[int], modes: Sequence[Mode], *, has_baseline: bool) -> list[Kind]:
-    """What a study measures. One worker is strong and weak scaling's beginning alike, and is measured once for both."""
-    found = [Kind("baseline", 1)] if has_baseline else []
+def kinds_of(workers: Sequence[int], modes: Sequence[Mode], baselines: Sequence[int] = ()) -> list[Kind]:
+    """What a study measures. One worker is strong and weak scaling's beginning alike, and is measured once for both.
+
+    Args:
+        workers: how many train together.
+        modes: strong, weak or both.
+        baselines: the plain loop, with the threads of so many workers.
+    """
+    found = [Kind("baseline", number) for number in baselines]
     for mode in modes:
         shared = "strong" in modes and mode == "weak"
         found += [Kind(mode, number) for number in workers if not (shared and number == 1)]

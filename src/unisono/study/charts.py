@@ -91,9 +91,11 @@ def _throughputs(curves: Sequence[Curve], mode: Mode) -> Chart | None:
         _plot(axis, curve, lambda row: row.samples_per_s, _Look(place, _names(curves)))
         if curve.usable and curve.usable[0].workers == 1:
             _ideal(axis, curve.usable[-1].workers, curve.usable[0].samples_per_s.value, power=1)
-        if curve.baseline is not None:
-            rate = curve.baseline.samples_per_s.value
-            axis.plot([1], [rate], "_", color=INK, markersize=16, markeredgewidth=1.6, label="plain loop", zorder=4)
+        threads = [row.workers for row in curve.plain]
+        rates = [row.samples_per_s.value for row in curve.plain]
+        if rates:
+            label = "plain loop" + (", equal threads" if max(threads) > 1 else "")
+            axis.plot(threads, rates, "_", color=INK, markersize=16, markeredgewidth=1.6, label=label, zorder=4)
     axis.set_ylim(bottom=0)
     _explain(figure, axis)
     words = "Samples per second: medians with 95 % intervals, and each run as a faint dot. Dotted: ideal."

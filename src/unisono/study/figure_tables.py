@@ -14,6 +14,8 @@ from unisono.study.written_table import Field, WrittenTable
 
 STEP_MODEL, STEP_TIME = "step model", "step time of Pollux"
 
+ONE_PLAIN, EQUAL_PLAIN = "× plain loop", "× plain loop, equal threads"
+
 CROWDED = "*"
 """Behind numbers of workers that shared cores."""
 
@@ -29,18 +31,13 @@ def speed_table(analysis: Analysis, curves: Sequence[Curve]) -> WrittenTable:
         "speedup",
         "efficiency",
         "serial share",
-        "× plain loop",
+        ONE_PLAIN,
+        EQUAL_PLAIN,
     ]
     rows = []
     for curve in curves:
         rows += [_speeds(analysis, row) for row in curve.rows]
-        if curve.baseline is not None:
-            plain = curve.baseline
-            figures = [_field(plain.epoch_s), _field(plain.samples_per_s)]
-            empty = [Field(NOTHING)] * 4
-            rows.append(
-                [Field(shown(curve.label)), Field("plain loop"), Field(str(len(plain.rates))), *figures, *empty]
-            )
+        rows += [_plain_speeds(curve, row) for row in curve.plain]
     notes = ["Serial share: Karp-Flatt, (1/S − 1/W) / (1 − 1/W)."]
     if any(curve.crowded for curve in curves):
         notes.append(f"{CROWDED} more workers than cores: they took turns, so there is no speedup to speak of.")
@@ -58,7 +55,15 @@ def _speeds(analysis: Analysis, row: Row) -> list[Field]:
         _share(row.efficiency),
         _share(row.serial_share),
         _field(row.over_baseline),
+        _field(row.over_equal),
     ]
+
+
+def _plain_speeds(curve: Curve, row: Row) -> list[Field]:
+    """The plain loop's, which has a process, and threads as that many workers."""
+    name = "plain loop" + (f", threads of {row.workers}" if row.workers > 1 else "")
+    figures = [_field(row.epoch_s), _field(row.samples_per_s)]
+    return [Field(shown(curve.label)), Field(name), Field(str(len(row.rates))), *figures, *[Field(NOTHING)] * 5]
 
 
 def trained_table(analysis: Analysis) -> WrittenTable:

@@ -49,6 +49,7 @@ class Measurement:
         steps: after which a run is cut short.
         epochs: after which a run is cut short.
         baseline: the plain loop with its arguments; empty without.
+        baseline_workers: the plain loop has the threads of so many workers, one number after the other.
         shards: of the job, if set here.
         threads: of each worker, if set here.
         warmup_steps: that are left out of all figures.
@@ -64,6 +65,7 @@ class Measurement:
     steps: int | None = None
     epochs: int | None = None
     baseline: tuple[str, ...] = ()
+    baseline_workers: tuple[int, ...] = (1,)
     shards: int | None = None
     threads: int | None = None
     warmup_steps: int = WARMUP_STEPS
@@ -97,7 +99,7 @@ class Measurement:
     @property
     def kinds(self) -> list[Kind]:
         """What there is to measure."""
-        return kinds_of(self.workers, self.modes, has_baseline=bool(self.baseline))
+        return kinds_of(self.workers, self.modes, self.baseline_workers if self.baseline else ())
 
     @property
     def cells(self) -> list[PlannedCell]:

@@ -30,9 +30,9 @@ class Cell(BaseModel):
 
     Attributes:
         label: of the model, the machine or the version that was measured; what is compared has different ones.
-        mode: ``strong`` keeps the global batch, ``weak`` the batch per worker, ``baseline`` is the plain loop, without
-            Unisono, on one device.
-        workers: how many trained; 1 for a baseline.
+        mode: ``strong`` keeps the global batch, ``weak`` the batch per worker, ``baseline`` is the plain loop, in one
+            process without Unisono.
+        workers: how many trained; for a baseline, those whose threads it had.
         repeat: which of several measurements of the same, from 0.
         batch_size: samples in a global batch.
         learning_rate: after the warm-up.
@@ -86,8 +86,6 @@ class Cell(BaseModel):
 
     @model_validator(mode="after")
     def _succeeded_or_not(self) -> Cell:
-        if self.mode == "baseline" and self.workers != 1:
-            raise ValueError(f"a baseline has one worker, not {self.workers}")
         if self.succeeded and not (self.samples > 0 and self.seconds > 0):
             raise ValueError("a run that succeeded has samples and seconds above 0")
         return self

@@ -41,7 +41,8 @@ class Row:
         samples_per_s: throughput.
         epoch_s: seconds of an epoch.
         speedup: against one worker; None if that was not measured, or if workers shared cores.
-        over_baseline: throughput as a multiple of the plain loop's; None as above.
+        over_baseline: throughput as a multiple of that of the plain loop with one worker's threads; None as above.
+        over_equal: as a multiple of that of the plain loop with as many threads as all workers have together.
     """
 
     label: str
@@ -54,6 +55,7 @@ class Row:
     epoch_s: Estimate | None
     speedup: Estimate | None = None
     over_baseline: Estimate | None = None
+    over_equal: Estimate | None = None
 
     @property
     def oversubscribed(self) -> bool:
@@ -128,13 +130,17 @@ class Summary:
 
     Attributes:
         rows: of strong and weak scaling, never mixed, by label and workers.
-        baselines: the plain loops, by label.
+        baselines: the plain loops, by label; each with the threads of one worker or of more, fewest first.
         failed: runs that did not succeed.
     """
 
     rows: Mapping[Mode, Sequence[Row]]
-    baselines: Mapping[str, Row]
+    baselines: Mapping[str, Sequence[Row]]
     failed: Sequence[Cell]
+
+    def plain(self, label: str) -> Sequence[Row]:
+        """The plain loops to compare with: of this label, or of none."""
+        return self.baselines.get(label) or self.baselines.get("") or ()
 
     @property
     def labels(self) -> list[str]:
@@ -164,19 +170,18 @@ def summarized(results: Results) -> Summary:
         groups.setdefault((cell.mode, cell.label, cell.workers), []).append(cell)
     labels = list(dict.fromkeys(cell.label for cell in succeeded))
     samples = {label: results.figure("epoch_samples", label) or None for label in labels}
-    baselines = {
-        label: _row(groups["baseline", label, 1], samples[label])
-        for label in labels
-        if ("baseline", label, 1) in groups
-    }
-    rows: dict[Mode, list[Row]] = {}
-    for mode in SCALING:
-        for label in labels:
-            found = sorted(workers for one, other, workers in groups if (one, other) == (mode, label))
-            curve = [_row(groups[mode, label, workers], samples[label]) for workers in found]
-            rows.setdefault(mode, []).extend(_related(curve, baselines.get(label) or baselines.get("")))
+
+    def curve(mode: Mode, label: str) -> list[Row]:
+        found = sorted(workers for one, other, workers in groups if (one, other) == (mode, label))
+        return [_row(groups[mode, label, workers], samples[label]) for workers in found]
+
     failed = [cell for cell in results.cells if not cell.succeeded]
-    return Summary({mode: found for mode, found in rows.items() if found}, baselines, failed)
+    summary = Summary({}, {label: found for label in labels if (found := curve("baseline", label))}, failed)
+    rows = {
+        mode: [row for label in labels for row in _related(curve(mode, label), summary.plain(label))]
+        for mode in SCALING
+    }
+    return replace(summary, rows={mode: found for mode, found in rows.items() if found})
 
 
 def _later_epochs(cells: Sequence[Cell]) -> list[Cell]:
@@ -218,13 +223,24 @@ def _epoch_s(unit: Sequence[Cell], rate: float, epoch_samples: float | None) -> 
     return None if epoch_samples is None else epoch_samples / rate
 
 
-def _related(curve: Sequence[Row], baseline: Row | None) -> list[Row]:
-    """With the ratios to one worker and to the plain loop."""
-    alone = next((row for row in curve if row.workers == 1), None)
+def _related(curve: Sequence[Row], plain: Sequence[Row]) -> list[Row]:
+    """With the ratios to one worker and to the plain loops."""
+    alone = _with_workers(curve, 1)
     return [
-        row if row.oversubscribed else replace(row, speedup=_times(row, alone), over_baseline=_times(row, baseline))
+        row
+        if row.oversubscribed
+        else replace(
+            row,
+            speedup=_times(row, alone),
+            over_baseline=_times(row, _with_workers(plain, 1)),
+            over_equal=_times(row, _with_workers(plain, row.workers)),
+        )
         for row in curve
     ]
+
+
+def _with_workers(rows: Sequence[Row], workers: int) -> Row | None:
+    return next((row for row in rows if row.workers == workers), None)
 
 
 def _times(row: Row, reference: Row | None) -> Estimate | None:

@@ -92,7 +92,7 @@ def _settings(curve: Curve) -> Iterator[str]:
 def _of_all(analysis: Analysis) -> Iterator[str]:
     if not analysis.curves:
         return
-    if not any(curve.baseline for curve in analysis.curves):
+    if not any(curve.plain for curve in analysis.curves):
         yield "The plain single-process loop was not measured: speedups are against one worker of the same software."
     if not analysis.results.environment:
         yield "Nothing is known of the machine and its software: the figures were measured elsewhere."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unisono.study.analysis import Analysis, Curve
+from unisono.study.estimate import Estimate
 from unisono.study.recommendation import Prices
 from unisono.study.summary import PARTS, Row
 from unisono.study.wording import counted, duration, interval, listed, number, percent, shown
@@ -30,16 +31,22 @@ def explanations(analysis: Analysis) -> list[str]:
 
 
 def overheads(analysis: Analysis) -> list[str]:
-    """For each label: one worker beside the plain loop."""
+    """For each label: its workers beside the plain loop with equal threads."""
     found: dict[str, str] = {}
     for curve in analysis.curves:
-        over = curve.usable[0].over_baseline if curve.usable and curve.usable[0].workers == 1 else None
-        if over is not None:
-            ends = interval(over, "percent")
-            words = f"One worker has {percent(over.value)} of the plain loop's throughput"
+        beside = [(row.workers, row.over_equal) for row in curve.usable if row.over_equal is not None]
+        if beside:
+            said = listed([_beside_plain(workers, over) for workers, over in beside])
             label = f"{shown(curve.label)}: " if curve.label else ""
-            found.setdefault(label, f"{label}{words}{f' ({ends})' if ends else ''}.")
+            threads = "with equal threads " if beside[-1][0] > 1 else ""
+            found.setdefault(label, f"{label}Beside the plain loop {threads}the throughput is {said}.")
     return list(found.values())
+
+
+def _beside_plain(workers: int, over: Estimate) -> str:
+    who = "one worker" if workers == 1 else f"{workers} workers"
+    ends = interval(over, "percent")
+    return f"{percent(over.value)}{f' ({ends})' if ends else ''} with {who}"
 
 
 def name_of(analysis: Analysis, curve: Curve) -> str:
