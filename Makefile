@@ -83,7 +83,7 @@ bench-network: $(BENCH_READY)  ## how much of the communication is hidden over a
 bench-topologies: $(READY)  ## ring, tree, star, direct and a server over a slow network: predicted and measured; needs root
 	@$(BIN)/python -m benchmarks topologies $(OPTIONS)
 
-SMALL = --synthetic --samples 1280 --image-size 32 --width 0.25
+SMALL = --synthetic --samples 1280 --image-size 32 --width 0.25 --shards 2
 case-study: $(READY)  ## how ResNet50V2 and ResNet152V2 scale, small, on one and two workers: a quarter of an hour
 	@for model in resnet50v2 resnet152v2; do \
 		$(BIN)/unisono study examples/resnet_cifar10.py --workers 1,2 --steps 20 --label $$model --out studies/$$model \
