@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -10,9 +10,10 @@ import torch
 from side_by_side import side_by_side
 from unisono.errors import WorkerLost
 from unisono.sync.all_reduce import AllReduce
+from unisono.sync.local_sgd import DiLoCo, LocalSGD
 from unisono.train import rounds
 from unisono.train.apart import Apart
-from unisono.train.rounds import Rounds
+from unisono.train.rounds import Rounds, Tally
 from unisono.train.workers import Workers
 
 pytestmark = pytest.mark.unit
@@ -70,15 +71,70 @@ def test_an_exchange_in_which_a_worker_is_lost_is_made_with_those_who_are_left()
     assert recorded.steps == [7]
 
 
+def broken_off(*, is_open: bool, exchanged: int = 4) -> Any:
+    return SimpleNamespace(is_open=is_open, exchanged=exchanged, synchroniser=object(), tally=Tally())
+
+
+@pytest.mark.parametrize("is_open", [(True, False), (False, True), (False, False)])
+def test_whoever_had_not_begun_the_round_comes_along_with_those_who_had(
+    monkeypatch: pytest.MonkeyPatch, is_open: tuple[bool, bool]
+) -> None:
+    monkeypatch.setattr(rounds, "_synchroniser", lambda strategy, ground: Mock())
+    before = [broken_off(is_open=each) for each in is_open]
+
+    def work(workers: Workers) -> Rounds:
+        return Rounds(cast("Any", Mock()), workers, before[workers.rank])
+
+    for rank, mine in enumerate(side_by_side(2, work)):
+        assert (mine.goes_on, mine.is_open) == (any(is_open), any(is_open))
+        synchroniser: Any = mine.synchroniser
+        assert synchroniser.follow.call_args_list == ([call(before[rank].synchroniser)] if any(is_open) else [])
+        assert synchroniser.settle.called == any(is_open)
+
+
+def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_synchroniser", lambda strategy, ground: Mock(figures=dict))
+
+    def work(workers: Workers) -> list[int]:
+        mine = Rounds(cast("Any", Mock()), workers, None)
+        for step in range(3):
+            mine.begin()
+            if step == 1:  # an evaluation
+                mine.end(step, {})
+            mine.step_ends(step, ends_round=False)
+        synchroniser: Any = mine.synchroniser
+        return [one.args[0] for one in synchroniser.step_ends.call_args_list]
+
+    assert side_by_side(2, work) == [[0, 2], [0, 2]]
+
+
+def test_rounds_of_another_strategy_are_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Rounds | None] = []
+    made = Mock(side_effect=lambda means, workers, before: seen.append(before) or Mock(goes_on=False))
+    monkeypatch.setattr("unisono.train.apart.Rounds", made)
+    trained = SimpleNamespace(
+        adaptation=SimpleNamespace(strategy=LocalSGD(), scaled=None), prepared=object(), strategy=("", {})
+    )
+    membership = Mock(is_elastic=True)
+    apart = Apart(cast("Any", None), torch.device("cpu"), cast("Any", trained), membership, Mock(), timeout_s=1.0)
+    for strategy in (LocalSGD(), LocalSGD(), DiLoCo()):
+        before: Any = Mock(strategy=strategy)
+        apart._rounds, apart._trained.adaptation.strategy = before, cast("Any", LocalSGD())
+        apart.drop()
+        apart.make()
+    assert [None if one is None else one.strategy for one in seen] == [LocalSGD(), LocalSGD(), None]
+
+
 def test_what_one_had_exchanged_when_a_worker_was_lost_nobody_exchanges_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_synchroniser", lambda strategy, ground: Mock())
 
     def work(workers: Workers) -> list[int]:
-        before: Any = SimpleNamespace(is_open=True, exchanged=6 - workers.rank, synchroniser=None, tally=None)
+        before = broken_off(is_open=True, exchanged=6 - workers.rank)
         mine = Rounds(cast("Any", Mock()), workers, before)
+        mine.begin()
         for step in range(6 - workers.rank, 9):  # one was lost in the exchange that the first had behind it
             mine.step_ends(step, ends_round=False)
         synchroniser: Any = mine.synchroniser
-        return [call.args[0] for call in synchroniser.step_ends.call_args_list]
+        return [one.args[0] for one in synchroniser.step_ends.call_args_list]
 
     assert side_by_side(2, work) == [[7, 8], [7, 8]]

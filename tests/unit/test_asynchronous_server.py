@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from side_by_side import PATIENCE_S, side_by_side
-from unisono.errors import WorkerLost
+from unisono.errors import ModelError, WorkerLost
 from unisono.reduce.courier import Letter
 from unisono.reduce.packing import pack, unpack
 from unisono.sync.parameter_server import ParameterServer
@@ -309,6 +309,52 @@ def test_what_a_lost_server_held_comes_from_the_newest_copy_and_all_else_from_it
     loss = Loss(servers, lost)
     for found in loss.followed():
         assert all(map(torch.equal, found, loss.expected))
+
+
+def test_whoever_was_given_anothers_state_serves_nothing_until_all_have_agreed() -> None:
+    loss = Loss(servers=0, lost=2)
+    expected = [weight.clone() for weight in loss.all[1].replica.weights]  # the newest copy of what two of them served
+    served = loss.all[0]._central
+    for number, weight in zip(served.numbers, served.weights, strict=True):
+        expected[number] = weight.detach().clone()
+
+    def follow(workers: Workers) -> list[Tensor]:
+        known = loss.survivors[workers.rank]
+        given = [prepared(), known._prepared][workers.rank == 0]
+        one = AsynchronousServer(Ground(workers, given, PATIENCE_S, seed=0), loss.how)
+        try:
+            if workers.rank == 0:
+                one.follow(known)
+            one.settle(after_loss=True)
+            one._pull()
+            workers.barrier()
+            return one.replica.copies()
+        finally:
+            one.close()
+
+    first, second = side_by_side(2, follow)
+    assert all(map(torch.equal, first, second))
+    for number in served.numbers:
+        assert torch.equal(first[number], expected[number])
+    for number in loss.all[1]._central.numbers:  # nobody is left who served them
+        assert torch.equal(first[number], loss.all[0].replica.weights[number])
+
+
+def test_weights_that_the_script_changes_between_steps_are_refused() -> None:
+    def work(workers: Workers) -> None:
+        one = asynchronous(workers, strategy())
+        try:
+            one._pull()
+            one.step_begins()
+            with torch.no_grad():
+                one.replica.weights[0].add_(1.0)
+            with pytest.raises(ModelError, match=r"changed weights between two steps.*before run\.prepare"):
+                one.step_begins()
+            workers.barrier()
+        finally:
+            one.close()
+
+    side_by_side(2, work)
 
 
 def test_many_threads_at_one_server_lose_no_update() -> None:

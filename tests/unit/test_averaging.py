@@ -168,9 +168,37 @@ def test_model_averaging_draws_replicas_to_a_central_model_as_in_crossbow(how: M
         after = [z + alpha * d + how.momentum * (z - was) for z, d, was in zip(central, sums, before, strict=True)]
         central, before = after, central
         if step in (6, 11):
+            central = mean(replicas)
             replicas = [[each.clone() for each in central] for _ in replicas]
         for rank, replica in enumerate(replicas):
             assert_close(found[rank][step], replica)
+
+
+def test_in_rounds_of_one_step_model_averaging_leaves_out_no_update() -> None:
+    found = trained(2, ModelAveraging(), 3, rounds=[0, 1, 2])
+    expected = in_float64(weights_of(prepared()))
+    for step in range(3):
+        for number, weight in enumerate(expected):
+            weight.sub_(RATE * mean([gradients(rank, step) for rank in range(2)])[number].double())
+    assert_close(found[0][-1], expected)
+
+
+@pytest.mark.parametrize("how", [DiLoCo(), ModelAveraging()], ids=str)
+def test_weights_that_the_script_has_loaded_between_rounds_are_those_that_training_goes_on_from(how: Strategy) -> None:
+    def work(workers: Workers) -> list[Tensor]:
+        known = prepared()
+        one = KINDS[type(how)](Ground(workers, known, PATIENCE_S, seed=0), how)
+        with torch.no_grad():
+            for weight in weights_of(known):
+                weight.fill_(7.0)
+        one.round_begins()
+        one.step_begins()
+        one.step_ends(0, ends_round=True)
+        one.settle(after_loss=False)
+        return weights_of(known)
+
+    for found in side_by_side(2, work):
+        assert all(bool((weight == 7.0).all()) for weight in found)
 
 
 @pytest.mark.parametrize("how", [DiLoCo(every=2), ModelAveraging(momentum=0.9)], ids=str)
@@ -230,9 +258,6 @@ def test_after_a_loss_the_others_go_on_from_one_model_with_what_they_have_done(h
             w - how.outer_rate * (1 + how.outer_momentum) * (w - average)
             for w, average in zip(start, expected, strict=True)
         ]
-    if isinstance(how, ModelAveraging):
-        central = before[0][0]._central  # type: ignore[attr-defined]
-        expected = in_float64(central)
 
     def follow(workers: Workers) -> list[Tensor]:
         known, mine = before[(0, 2)[workers.rank]]
@@ -244,6 +269,37 @@ def test_after_a_loss_the_others_go_on_from_one_model_with_what_they_have_done(h
     first, second = side_by_side(2, follow)
     assert_close(first, expected)
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("how", [DiLoCo(every=2), ModelAveraging(momentum=0.5)], ids=str)
+def test_whoever_was_given_anothers_state_in_the_middle_of_a_round_has_what_all_have_afterwards(how: Strategy) -> None:
+    kind = KINDS[type(how)]
+    kept: dict[str, list[Tensor]] = {}
+
+    def work(workers: Workers) -> tuple[list[Tensor], dict[str, Any]]:
+        known = prepared()
+        one = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
+        for step in range(5):
+            one.step_begins()
+            for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
+                parameter.grad = gradient
+            one.apply(known.optimizers)
+            one.step_ends(step, ends_round=False)
+        if workers.rank == 0:
+            kept.update({name: [each.clone() for each in values] for name, values in one.state_dict().items()})
+        again = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
+        if workers.rank != 2:
+            again.follow(one)
+        again.settle(after_loss=True)
+        return again.replica.copies(), again.state_dict()
+
+    found = side_by_side(3, work)
+    for weights, state in found:
+        assert all(map(torch.equal, weights, found[0][0]))
+        for name, values in state.items():
+            assert all(map(torch.equal, values, found[0][1][name]))
+    if isinstance(how, ModelAveraging):  # which has not moved it since
+        assert_close(found[2][1]["previous"], in_float64(kept["previous"]))
 
 
 # -- buffers and optimizers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from side_by_side import PATIENCE_S, side_by_side
-from unisono.errors import WorkerLost
+from unisono.errors import ModelError, WorkerLost
 from unisono.reduce.courier import Letter
 from unisono.train.pairs import Pairs
 from unisono.train.prepared import Prepared
@@ -138,6 +138,23 @@ def test_all_go_on_from_the_mean_of_the_replicas_when_they_come_together() -> No
         assert torch.equal(live, weights)
         assert torch.equal(live, found[0][1])
         assert_same_mean(live, expected, float(expected.abs().max()))
+
+
+def test_weights_that_the_script_changes_between_steps_are_refused() -> None:
+    def work(workers: Workers) -> None:
+        pairs = pairs_of(workers)
+        try:
+            pairs.settle(after_loss=False)
+            pairs.step_begins()
+            with torch.no_grad():
+                pairs.replica.weights[0].add_(1.0)
+            with pytest.raises(ModelError, match=r"changed weights between two steps.*before run\.prepare"):
+                pairs.step_begins()
+            workers.barrier()
+        finally:
+            pairs.close()
+
+    side_by_side(2, work)
 
 
 def test_nobody_is_asked_for_a_replica_of_before_when_all_have_come_together() -> None:

@@ -72,7 +72,7 @@ class Apart:
         self._membership, self._acts = membership, acts
         self._timeout_s = BACKSTOP * timeout_s if membership.is_elastic else timeout_s
         self._rounds: Rounds | None = None
-        self._broken: Rounds | None = None
+        self._before: Rounds | None = None  # of the generation or the strategy before
         self._loss = math.nan
 
     @property
@@ -90,12 +90,11 @@ class Apart:
         rounds, self._rounds = self._rounds, None
         if rounds is not None:
             rounds.close()
-            if rounds.is_open:
-                self._broken = rounds
+            self._before = rounds
 
     def forget(self) -> None:
         """This worker gets another one's state: what it had before does not count."""
-        self._broken = None
+        self._before = None
 
     def make(self) -> None:
         """Begin, if the present strategy is one of these. Collective."""
@@ -106,12 +105,14 @@ class Apart:
         else:
             scaled = self._trained.adaptation.scaled
             means = Means(strategy, self._job, self._trained.prepared, self._device, scaled, self._timeout_s)
-            rounds = Rounds(means, self._membership.workers, self._broken)
+            before = self._before
+            is_same = before is not None and before.strategy == strategy
+            rounds = Rounds(means, self._membership.workers, before if is_same else None)
             name, state = self._trained.strategy
-            if name == str(strategy) and self._broken is None:
+            if name == str(strategy) and not rounds.goes_on:
                 rounds.synchroniser.load_state_dict(state)
             self._rounds = rounds
-        self._broken = None
+        self._before = None
 
     def compute(
         self,

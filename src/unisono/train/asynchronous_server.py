@@ -38,6 +38,7 @@ class AsynchronousServer(SharedWork):
         held = shares([weight.nbytes for weight in self.replica.weights], len(self._servers))
         self._held = dict(zip(self._servers, held, strict=True))
         self._central = CentralWeights(strategy, ground.prepared, self._held.get(self.rank, []))
+        self._serves = True
         self._seen = [0] * len(self._parameters)  # of each, the version that is here
         self._versions = dict.fromkeys(self._servers, 0)
         self._updates = 0
@@ -51,7 +52,9 @@ class AsynchronousServer(SharedWork):
 
     def settle(self, *, after_loss: bool) -> None:
         """All updates that have arrived are everybody's."""
+        self._serves = self.follows or not after_loss  # what is new here, nobody has ever pushed to
         super().settle(after_loss=after_loss)
+        self._serves = True
         if after_loss:
             self._central = CentralWeights(self._strategy, self._prepared, self._held.get(self.rank, []))
             self._seen = [0] * len(self._parameters)
@@ -97,6 +100,7 @@ class AsynchronousServer(SharedWork):
             self._versions[server] = letter.said["version"]
             for number in self._held[server]:
                 self._seen[number] = letter.said["version"]
+        self._untouched.accept()
 
     def _answered(self, rank: int, letter: Letter) -> Letter:
         if letter.said["ask"] == "weights":
@@ -106,7 +110,7 @@ class AsynchronousServer(SharedWork):
     @torch.no_grad()
     def _agree(self) -> None:
         """Each parameter comes from its server; if that one is lost, from whoever has seen its newest version."""
-        told = self.workers.gather_json([self._central.numbers, self._seen])
+        told = self.workers.gather_json([self._central.numbers if self._serves else [], self._seen])
         sources: dict[tuple[int, bool], list[int]] = {}
         for number in range(len(self.replica.weights)):
             serving = [rank for rank, (numbers, _) in enumerate(told) if number in numbers]

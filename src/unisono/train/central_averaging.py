@@ -28,8 +28,13 @@ class CentralAveraging(Synchroniser):
 
     def follow(self, before: Synchroniser) -> None:
         """The same central model."""
+        super().follow(before)
         assert isinstance(before, CentralAveraging)
         self._central, self._previous = before._central, before._previous
+
+    def round_begins(self) -> None:
+        """The central model is what all have, which may be what the script has given them."""
+        self._central = self.replica.copies()
 
     def step_begins(self) -> None:
         """How far this replica is from the central model, times the strength of the correction."""
@@ -51,11 +56,14 @@ class CentralAveraging(Synchroniser):
         self._apart = []
 
     def settle(self, *, after_loss: bool) -> None:
-        """The central model. After a loss it may be one exchange further on some workers, and becomes the mean."""
-        central = self._central
+        """A last correction, all the way: the central model becomes the mean, and what replicas have learned is in it.
+
+        Without, the update after the newest correction would be in no model any more when replicas become the central
+        one: in rounds of one step, all of them.
+        """
         if after_loss:
-            central = [mean.clone() for mean in self.averaging.mean(central)]
-            self._previous = [mean.clone() for mean in self.averaging.mean(self._previous)]
+            self._previous = self.common(self._previous)
+        central = [mean.clone() for mean in self.replica.mean()]
         self.replica.average_buffers()
         self.replica.average_states()
         self.replica.load(central)

@@ -55,14 +55,18 @@ class OuterUpdates(LocalUpdates):
 
     def follow(self, before: Synchroniser) -> None:
         """Begin where all began."""
+        super().follow(before)
         assert isinstance(before, OuterUpdates)
         self._start, self._velocity, self._steps = before._start, before._velocity, before._steps
+
+    def round_begins(self) -> None:
+        """Begin where all are, which may be where the script has put them."""
+        self._start = self.replica.copies()
 
     def settle(self, *, after_loss: bool) -> None:
         """An outer update, too."""
         if after_loss:  # one of them may have made an outer update that others have not
-            self._start = [mean.clone() for mean in self.averaging.mean(self._start)]
-            self._velocity = [mean.clone() for mean in self.averaging.mean(self._velocity)]
+            self._start, self._velocity = self.common(self._start), self.common(self._velocity)
         super().settle(after_loss=after_loss)
 
     def step_ends(self, step: int, *, ends_round: bool) -> None:

@@ -68,6 +68,7 @@ class Pairs(SharedWork):
             super().apply(optimizers)
             for live, weight in zip(self._live, self.replica.weights, strict=True):
                 live.copy_(weight)
+            self._untouched.accept()
             self._updates += 1
 
     def figures(self) -> dict[str, int]:

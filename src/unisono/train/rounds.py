@@ -86,10 +86,12 @@ class Rounds:
     Args:
         means: how steps are computed.
         workers: of this generation.
-        before: this worker's part in the round that was broken off; None for a worker that has all that it needs.
+        before: this worker's rounds in the generation before, under the same strategy; None for one that was given
+            another worker's state.
 
     Attributes:
         is_open: whether something was done since all came together last.
+        goes_on: whether a round of the generation before was broken off; the same on all workers.
         exchanged: the newest step after which this worker has exchanged what the strategy says, or others without it.
 
     Raises:
@@ -97,7 +99,7 @@ class Rounds:
     """
 
     def __init__(self, means: Means, workers: Workers, before: Rounds | None) -> None:
-        self.is_open = False
+        self.is_open = self.goes_on = False
         self.exchanged = -1
         self.tally = Tally()
         self.strategy = means.strategy
@@ -109,7 +111,7 @@ class Rounds:
         ground = Ground(workers, means.prepared, means.timeout_s, means.job.seed)
         self.synchroniser = _synchroniser(means.strategy, ground)
         try:
-            self._take_over(before if before is not None and before.is_open else None)
+            self._take_over(before)
         except BaseException:
             self.close()
             raise
@@ -121,6 +123,8 @@ class Rounds:
 
     def begin(self) -> None:
         """A step begins, on every worker."""
+        if not self.is_open:
+            self.synchroniser.round_begins()
         self.is_open = True
         self.tally.steps += 1
         self.synchroniser.step_begins()
@@ -159,9 +163,11 @@ class Rounds:
         """A step is over, on this worker. May be called again if a worker was lost in it.
 
         What others had exchanged when one was lost is not exchanged again: they would wait for the next one in vain.
+        Nor is anything if the loop's body has made all come together, and has done nothing since.
         """
         if step > self.exchanged:
-            self.synchroniser.step_ends(step, ends_round=ends_round)
+            if self.is_open:
+                self.synchroniser.step_ends(step, ends_round=ends_round)
             self.exchanged = step
 
     def end(self, step: int, told: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -216,14 +222,16 @@ class Rounds:
         }
 
     def _take_over(self, before: Rounds | None) -> None:
-        told = self._workers.gather_json(None if before is None else before.exchanged)
-        known = [exchanged for exchanged in told if exchanged is not None]
-        if not known:
+        # Whoever had not begun the round comes along: others may have pushed to it, and asked it for its replica.
+        told = self._workers.gather_json(None if before is None else [before.exchanged, before.is_open])
+        known = [each for each in told if each is not None]
+        self.goes_on = self.is_open = any(is_open for _, is_open in known)
+        if not self.goes_on:
             return
-        self.exchanged = max(known)
+        self.exchanged = max(exchanged for exchanged, _ in known)
         if before is not None:
             self.synchroniser.follow(before.synchroniser)
-            self.tally, self.is_open = before.tally, True
+            self.tally = before.tally
         self.synchroniser.settle(after_loss=True)
 
     def _engine_for(self, shards: int) -> StepEngine:

@@ -868,7 +868,7 @@ class Run:
         seconds = max(one["seconds"] for one in told)
         about = {
             "strategy": str(self._strategy),
-            "round": {"steps": told[0]["steps"], "seconds": seconds, **figures},
+            "round": {"steps": max(one["steps"] for one in told), "seconds": seconds, **figures},
             "samples_per_s": round(samples / seconds, 3),
         }
         times = {} if self._adaptation.is_empty else self._trained.monitors.times

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.errors import JobError, ModelError, WorkerLost
+from unisono.errors import JobError, WorkerLost
 from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import views_of
 from unisono.reduce.transport import Transport
 from unisono.train.prepared import Prepared
+from unisono.train.untouched import Untouched
 from unisono.train.update import READERS, may_change_gradients
 
 SCALARS = frozenset(("step", "mu_product"))
@@ -50,7 +51,10 @@ class ShardedUpdate:
         for parameter, view in zip(self._parameters, self._weights.views, strict=True):
             parameter.data = view.copy_(parameter.detach())
         self._parts = [self._part(number, view) for number, view in enumerate(self._weights.views)]
-        self.accept()
+        self._untouched = Untouched(
+            self._parameters,
+            "With shard_optimizer=True the workers of a host share them, so that each would change them once more",
+        )
 
     @property
     def bytes_shared(self) -> int:
@@ -59,7 +63,7 @@ class ShardedUpdate:
 
     def accept(self) -> None:
         """The weights are as they should be: from now on only :meth:`apply` may change them."""
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._untouched.accept()
 
     def require_whole(self) -> None:
         """Refuse weights that a lost worker has left half updated.
@@ -81,11 +85,7 @@ class ShardedUpdate:
             ModelError: the script has changed weights.
         """
         self.require_whole()
-        if self._versions != [parameter._version for parameter in self._parameters]:
-            raise ModelError(
-                "the script has changed weights between two steps. With shard_optimizer=True the workers of a host "
-                "share them, so that each would change them once more: do it before run.prepare, or go without"
-            )
+        self._untouched.require()
 
     @torch.no_grad()
     def apply(self, optimizers: Sequence[Optimizer]) -> None:

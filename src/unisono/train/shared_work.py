@@ -10,6 +10,7 @@ from unisono.reduce.courier import Courier, Letter
 from unisono.sync.staleness import Reads
 from unisono.train.synchroniser import Ground, Synchroniser
 from unisono.train.tickets import Tickets
+from unisono.train.untouched import Untouched
 
 OFFICE = 0
 """The rank that hands out tickets."""
@@ -33,6 +34,8 @@ class SharedWork(Synchroniser):
         self._ticket = 0  # the number behind the newest one that this worker has had
         self._courier: Courier | None = None
         self._ground = ground
+        why = "With this strategy other workers have copies of them, and give them back as they were"
+        self._untouched = Untouched(self.replica.weights, why)
 
     def open(self) -> None:
         """Connect with the others. Collective; the last thing that making a synchroniser does."""
@@ -47,8 +50,13 @@ class SharedWork(Synchroniser):
 
     def follow(self, before: Synchroniser) -> None:
         """Go on with the work where it was."""
+        super().follow(before)
         assert isinstance(before, SharedWork)
         self._ticket = before._ticket * self.parts // before.parts
+
+    def step_begins(self) -> None:
+        """Refuse weights that the script has changed: others have copies, which would undo that."""
+        self._untouched.require()
 
     def claim(self, step: int) -> int | None:
         """The next part, from rank 0."""
@@ -63,6 +71,7 @@ class SharedWork(Synchroniser):
         if after_loss:
             self._ticket = self._tickets.next = max(self.workers.gather_json(self._ticket))
         self._agree()
+        self._untouched.accept()
 
     def close(self) -> None:
         """Hang up on the others."""

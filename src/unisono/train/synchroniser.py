@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from unisono.reduce.averaging import Averaging
 from unisono.train.prepared import Prepared
@@ -41,12 +44,14 @@ class Synchroniser(Update):
 
     Attributes:
         parts: into how many a step's work is cut that is not shared out beforehand; 0 if every worker has its own part.
+        follows: whether it goes on from what this worker knew before a loss.
 
     Raises:
         WorkerLost: from every method, when another worker is gone.
     """
 
     parts = 0
+    follows = False
 
     def __init__(self, ground: Ground) -> None:
         self.workers = ground.workers
@@ -55,10 +60,14 @@ class Synchroniser(Update):
 
     def follow(self, before: Synchroniser) -> None:
         """Some of the workers were lost: take over what this worker knows from before."""
+        self.follows = True
 
     def claim(self, step: int) -> int | None:
         """The next part of a step's work that is this worker's; None if none is left. May wait for other workers."""
         raise NotImplementedError("every worker has its own part")
+
+    def round_begins(self) -> None:
+        """The first step of a round is about to begin: all workers have the same weights."""
 
     def step_begins(self) -> None:
         """A step's first update is about to be computed."""
@@ -75,6 +84,15 @@ class Synchroniser(Update):
         Args:
             after_loss: whether workers may be at different steps, and one update or exchange apart.
         """
+
+    def common(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The mean of what those have who follow: before a loss all had it alike, or one exchange apart. Collective.
+
+        Whoever does not follow was given another worker's state in the middle of a round, and knows nothing of it.
+        """
+        counted = sum(self.workers.gather_json(self.follows))
+        mine = tensors if self.follows else [torch.zeros_like(tensor) for tensor in tensors]
+        return [mean.clone() for mean in self.averaging.mean(mine, divisor=float(counted))]
 
     def figures(self) -> Mapping[str, Any]:
         """What there is to tell of the round; forgets it."""
