@@ -110,7 +110,11 @@ def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more(monkeypat
 
 def test_rounds_of_another_strategy_are_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Rounds | None] = []
-    made = Mock(side_effect=lambda means, workers, before: seen.append(before) or Mock(goes_on=False))
+
+    def made(means: object, workers: Workers, before: Rounds | None) -> Any:
+        seen.append(before)
+        return Mock(goes_on=False)
+
     monkeypatch.setattr("unisono.train.apart.Rounds", made)
     trained = SimpleNamespace(
         adaptation=SimpleNamespace(strategy=LocalSGD(), scaled=None), prepared=object(), strategy=("", {})
