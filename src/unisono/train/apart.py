@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,37 +19,9 @@ from unisono.train.engine import Call
 from unisono.train.membership import Membership
 from unisono.train.rounds import Means, Rounds
 from unisono.train.step import Step
+from unisono.train.sums import Sums
 from unisono.train.surroundings import BACKSTOP
 from unisono.train.trained import Trained
-
-
-@dataclass(slots=True)
-class Own:
-    """What a step came to on this worker alone.
-
-    Attributes:
-        samples: that it computed.
-        loss: their mean; if it computed none, the newest that it knows of; NaN if there is none.
-        metrics: means of what the loss functions logged.
-        seconds: by part.
-    """
-
-    samples: int = 0
-    loss: float = math.nan
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def add(self, samples: int, loss: float, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """A part of it was computed."""
-        total = self.samples + samples
-        before = {"loss": self.loss, **self.metrics} if self.samples else {}
-        means = {
-            name: (before.get(name, 0.0) * self.samples + value * samples) / total
-            for name, value in {"loss": loss, **metrics}.items()
-        }
-        self.loss, self.metrics, self.samples = means.pop("loss"), means, total
-        for name, value in seconds.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + value
 
 
 class Apart:
@@ -79,6 +50,11 @@ class Apart:
     def rounds(self) -> Rounds | None:
         """Those of the present strategy; None where all workers always have the same weights."""
         return self._rounds
+
+    @property
+    def loss(self) -> float:
+        """The newest that this worker knows of: of its own samples, or of all in a round; NaN if there is none."""
+        return self._loss
 
     @property
     def is_open(self) -> bool:
@@ -120,7 +96,7 @@ class Apart:
         calls: Callable[[range, Sequence[Any]], Call],
         source: ShardSource,
         told: Callable[[int, float], None],
-    ) -> Own:
+    ) -> Sums:
         """Compute this worker's part of a step, and update its weights.
 
         Args:
@@ -129,11 +105,14 @@ class Apart:
             source: where shards come from that nobody has loaded yet.
             told: is told of each part that is computed: how many shards, and the seconds that it took.
 
+        Returns:
+            what the step came to on this worker alone.
+
         Raises:
             JobError: the step was computed already, and its work cannot be shared out again.
             UnisonoError: whatever the engine raises.
         """
-        own = Own(loss=self._loss)
+        own = Sums()
         if step.calls and self._rounds is not None and self._rounds.shares_work:
             raise JobError(
                 f"step.run was called twice in step {step.number}: with strategy={str(self._rounds.strategy)!r} a step "
@@ -141,7 +120,7 @@ class Apart:
             )
         self._with_others(lambda rounds: rounds.begin())
         self._with_others(lambda rounds: self._parts(rounds, step, calls, source, told, own))
-        self._loss = own.loss
+        self._loss = own.mean_loss(self._loss)
         return own
 
     def step_ends(self, step: int, *, ends_round: bool) -> None:
@@ -177,7 +156,7 @@ class Apart:
         calls: Callable[[range, Sequence[Any]], Call],
         source: ShardSource,
         told: Callable[[int, float], None],
-        own: Own,
+        own: Sums,
     ) -> None:
         for part in rounds.parts(step.number, step.batch):
             shards = self._loaded(step, part, source) if rounds.shares_work else step.shards

@@ -26,6 +26,7 @@ from unisono.train.engine import Attempt, Call, Execution, Scaled, StepEngine
 from unisono.train.local_updates import LocalUpdates, OuterUpdates
 from unisono.train.pairs import Pairs
 from unisono.train.prepared import Prepared
+from unisono.train.sums import Sums
 from unisono.train.synchroniser import Ground, Synchroniser
 from unisono.train.workers import Workers
 
@@ -57,24 +58,13 @@ class Tally:
 
     Attributes:
         steps: that it went through.
-        samples: that it computed.
-        loss: the sum of their losses.
-        metrics: the sums of what the loss functions logged, over the same samples.
+        sums: of what it computed.
         begun: when it began, by the clock.
     """
 
     steps: int = 0
-    samples: int = 0
-    loss: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
+    sums: Sums = field(default_factory=Sums)
     begun: float = field(default_factory=perf_counter)
-
-    def add(self, samples: int, loss: float, metrics: Mapping[str, float]) -> None:
-        """A part was computed."""
-        self.samples += samples
-        self.loss += loss * samples
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + value * samples
 
 
 class Rounds:
@@ -156,7 +146,7 @@ class Rounds:
         self._workers.ticks += 1
         if not engine.commit(call, attempt):
             return None
-        self.tally.add(call.batch.size, attempt.report.loss, attempt.report.metrics)
+        self.tally.sums.add(call.batch.size, attempt.report.loss, attempt.report.metrics, attempt.seconds)
         return attempt
 
     def step_ends(self, step: int, *, ends_round: bool) -> None:
@@ -212,9 +202,9 @@ class Rounds:
         before, traffic = self._sent, self._workers.transport.traffic
         self._sent = traffic.sent_bytes, traffic.sent_messages
         return {
-            "samples": self.tally.samples,
-            "loss": self.tally.loss,
-            "metrics": self.tally.metrics,
+            "samples": self.tally.sums.samples,
+            "loss": self.tally.sums.loss,
+            "metrics": self.tally.sums.metrics,
             "steps": self.tally.steps,
             "seconds": perf_counter() - self.tally.begun,
             "sent": [self._sent[0] - before[0], self._sent[1] - before[1]],

@@ -516,12 +516,12 @@ class Run:
 
         own = self._apart.compute(step, call, self._source, partial(self._computed, step))
         self._computing = False
-        step.metrics |= own.metrics
+        step.metrics |= own.mean_metrics
         self._seconds = own.seconds
         if own.samples:
-            self._note(optimizers, own.loss, own.metrics)
+            self._note(optimizers, self._apart.loss, own.mean_metrics)
         self._recorder.step_ran()
-        return own.loss
+        return self._apart.loss
 
     def _train(
         self, step: Step, loss_fn: LossFunction, optimizers: tuple[Optimizer, ...], clip: Clip, workers: Workers
