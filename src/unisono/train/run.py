@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import math
 import platform
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,14 +24,14 @@ from unisono.adapt.timings import Timings
 from unisono.checkpoint.store import Snapshot
 from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.data.streams import seed_generators
-from unisono.errors import DataError, JobError, ModelError, PolicyError, UnisonoWarning
-from unisono.job import SAMPLES_PER_SHARD, Job
+from unisono.errors import DataError, JobError, ModelError, PolicyError
+from unisono.job import Job
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.streams import Stream, stream_seed
 from unisono.train.apart import Apart
 from unisono.train.checkpoints import Checkpoints, require_same_job
-from unisono.train.control import Flags, StepReport
+from unisono.train.control import Flags
 from unisono.train.device import to_device
 from unisono.train.digest import digest_tensors
 from unisono.train.engine import Attempt, Call, Clip, LossFunction, StepEngine
@@ -42,10 +41,11 @@ from unisono.train.loop import Hooks, Loop
 from unisono.train.majority import healing, weights_digest
 from unisono.train.membership import Arrival, Dismissed, Membership
 from unisono.train.monitors import NAMES
+from unisono.train.notices import Notices
 from unisono.train.observers import Callback, Event, Observers
 from unisono.train.pace import Pace
 from unisono.train.peak_memory import peak_memory
-from unisono.train.prepared import Prepared, batch_norm_in, refuse_unset_memory, tensors_by_name
+from unisono.train.prepared import Prepared, refuse_unset_memory, tensors_by_name
 from unisono.train.recorder import Recorder
 from unisono.train.reduction_probe import reduction_probe
 from unisono.train.sample_log import SampleLog
@@ -55,6 +55,7 @@ from unisono.train.signals import PREEMPTED
 from unisono.train.state import Progress, Reading
 from unisono.train.steering import Steering
 from unisono.train.step import Step
+from unisono.train.step_line import StepLine, round_figures
 from unisono.train.stopwatch import Stopwatch
 from unisono.train.supply import Load
 from unisono.train.surroundings import Surroundings
@@ -107,7 +108,7 @@ class Run:
         self._strategy = self._adaptation.strategy  # that engine or rounds were made for
         self._source: ShardSource | None = None
         self._loops = 0
-        self._step_line: dict[str, Any] = {}
+        self._line = StepLine()
         self._live: weakref.ref[Generator[Step, None, None]] | None = None
         self._step: Step | None = None
         self._computing = False  # from the call of step.run until its commit
@@ -117,8 +118,7 @@ class Run:
         self._seconds: dict[str, float] = {}
         self._pace = Pace()
         self._stopwatch = Stopwatch()
-        self._warned_of_scheduler = False
-        self._bytes_shared = 0
+        self._notices = Notices(job, around.folder)
         self._epoch_samples: int | None = None
         self._started = perf_counter()
         self._closed = False
@@ -210,7 +210,8 @@ class Run:
         is_first, self._trained.prepared = self._trained.prepared is None, prepared
         self._acts.together(partial(self._set_weights, prepared, resumes=is_first), changes_state=True)
         self._make_engine()
-        self._warn_of_small_batch_norm(prepared)
+        if self.is_main:
+            self._notices.small_batch_norm(prepared)
         if self._trace is not None:
             self._trace.step(self._trained.progress.position.step, prepared.tensors())
         return model, optimizer
@@ -549,7 +550,8 @@ class Run:
         committed = engine.commit(call, attempt)
         if self._samples is not None:
             self._samples.committed(step.number, step.calls, generation.number)
-        self._tell_of_memory(engine)
+        if self.is_main:
+            self._notices.memory_shared(engine.bytes_shared)
         if not step.calls:
             timings = [flags.timings for flags in attempt.flags]
             self._trained.monitors.time(self._setting(workers), timings)
@@ -558,7 +560,8 @@ class Run:
         self._seconds = attempt.seconds
         self._pace.note(attempt.seconds["compute"], len(self._shards_of(self.job.shards)))
         if not committed:
-            self._tell_of_skip(step, attempt.report)
+            if self.is_main:
+                self._notices.skipped(step.number, attempt.report)
             return math.nan, attempt.report.metrics, {}
         return attempt.report.loss, attempt.report.metrics, self._figures(step, attempt)
 
@@ -612,15 +615,7 @@ class Run:
         hosts = self._workers.gather_json(platform.node())
         odd = sorted(healing.behind)
         if self.is_main:
-            where = [hosts[rank] for rank in odd]
-            self._around.folder.journal("healed", step=step, ranks=odd, hosts=where, source=healing.source)
-            listed = ", ".join(f"rank {rank} on host {host}" for rank, host in zip(odd, where, strict=True))
-            warnings.warn(
-                f"step {step}: {listed} held other weights than most workers, which a fault of its memory would "
-                f"explain; it has been given theirs",
-                UnisonoWarning,
-                stacklevel=2,
-            )
+            self._notices.healed(step, odd, [hosts[rank] for rank in odd], healing.source)
         self._renew(healing)
 
     def _flags(self, digest: int) -> Flags:
@@ -700,42 +695,11 @@ class Run:
 
     def _settle(self) -> None:
         if self._trained.settle():
-            self._warn_of_unregistered_scheduler()
+            self._tell_of_scheduler()
 
-    def _warn_of_small_batch_norm(self, prepared: Prepared) -> None:
-        per_shard = self.job.batch_size // self.job.shards
-        if self.is_main and per_shard < SAMPLES_PER_SHARD and batch_norm_in(prepared.modules):
-            warnings.warn(
-                f"BatchNorm with {per_shard} samples per shard: its statistics are taken over each shard, and "
-                f"get noisy below {SAMPLES_PER_SHARD}, which costs accuracy. Use a larger batch_size, fewer shards "
-                f"(shards={max(1, self.job.batch_size // SAMPLES_PER_SHARD)}), or GroupNorm or LayerNorm",
-                UnisonoWarning,
-                stacklevel=3,
-            )
-
-    def _warn_of_unregistered_scheduler(self) -> None:
-        prepared = self._require_prepared()
-        scheduled = any("initial_lr" in group for one in prepared.optimizers for group in one.param_groups)
-        if self.is_main and scheduled and not self._trained.registered and not self._warned_of_scheduler:
-            self._warned_of_scheduler = True
-            warnings.warn(
-                "a learning-rate scheduler is in use, but not part of the checkpoints: a run that resumes would start "
-                'its schedule again. After making it, call run.register("scheduler", scheduler)',
-                UnisonoWarning,
-                stacklevel=2,
-            )
-
-    def _tell_of_memory(self, engine: StepEngine) -> None:
-        # The optimizers make their state in the first step.
-        if engine.bytes_shared > self._bytes_shared and self.is_main:
-            self._around.folder.journal("memory shared", mib_per_host=round(engine.bytes_shared / 2**20, 1))
-        self._bytes_shared = engine.bytes_shared
-
-    def _tell_of_skip(self, step: Step, report: StepReport) -> None:
-        shards = [shard for shard, part in enumerate(report.shards) if not math.isfinite(part.loss)]
-        if self.is_main:
-            self._around.folder.journal("skipped", step=step.number, shards=shards)
-        self.print(f"unisono: step {step.number} skipped: the loss or its gradient is NaN or infinite")
+    def _tell_of_scheduler(self) -> None:
+        if self.is_main and not self._trained.registered:
+            self._notices.unregistered_scheduler(self._require_prepared())
 
     @contextmanager
     def _evaluation_under_way(self) -> Iterator[None]:
@@ -786,16 +750,7 @@ class Run:
         self._step = step
         self._recorder.step_loaded()
         seed_generators(stream_seed(self.job.seed, Stream.SCRIPT, step.number))
-        self._step_line = {
-            "step": step.number,
-            "epoch": step.epoch,
-            "position": step.position,
-            "batch_size": step.size,
-        }
-        if step.is_last_in_epoch:
-            self._step_line["ends_epoch"] = True
-        if not self._adaptation.is_empty:
-            self._step_line["shards"] = step.batch.shards
+        self._line.begin(step, adapts=not self._adaptation.is_empty)
         self._observers.tell("step_begins", self, step)
 
     def _end(self, after: Progress | None) -> None:
@@ -807,8 +762,8 @@ class Run:
         settled = self._settles(step)
         if self._steering.links_are_due() or self._around.execution.monitoring.measures_links(self._acts.step):
             self._measure_links()
-        if "loss" in self._step_line:
-            self._recorder.step_ends(self._step_line | self._steering.rates, step.size)
+        if self._line.is_computed:
+            self._recorder.step_ends(self._line.values | self._steering.rates, step.size)
             self._stopwatch.step_ends(self.metrics["seconds"], self._workers.transport.traffic.take())
         shard_s = self._pace.shard_s if self._adaptation.balances else 0.0
         self._membership.tell(self._acts.standing, float(self.metrics.get("samples_per_s", 0.0)), shard_s)
@@ -855,25 +810,12 @@ class Run:
         return {"leave": flags.leave, "regroup": flags.regroup, "timings": astuple(flags.timings)}
 
     def _note_round(self, told: Sequence[Mapping[str, Any]]) -> None:
-        samples = sum(one["samples"] for one in told)
-        if not samples or "step" not in self._step_line:
+        if not self._line.values or not any(one["samples"] for one in told):
             return
-        self._step_line.pop("loss", None)
-        names = dict.fromkeys(name for one in told for name in one["metrics"])
-        metrics = {name: sum(one["metrics"].get(name, 0.0) for one in told) / samples for name in names}
-        figures = {
-            name: [one.get(name) for one in told] for name in ("samples", "updates", "staleness", "exchanges", "sent")
-        }
-        figures = {name: values for name, values in figures.items() if any(value is not None for value in values)}
-        seconds = max(one["seconds"] for one in told)
-        about = {
-            "strategy": str(self._strategy),
-            "round": {"steps": max(one["steps"] for one in told), "seconds": seconds, **figures},
-            "samples_per_s": round(samples / seconds, 3),
-        }
+        loss, about = round_figures(told, str(self._strategy))
         times = {} if self._adaptation.is_empty else self._trained.monitors.times
-        loss = sum(one["loss"] for one in told) / samples
-        self._note(self._require_prepared().optimizers, loss, {**metrics, **about, **times})
+        self._line.values.pop("loss", None)  # that of this worker's part of the newest step
+        self._note(self._require_prepared().optimizers, loss, {**about, **times})
 
     def _follow_strategy(self) -> None:
         """Policies may have chosen another strategy."""
@@ -893,7 +835,7 @@ class Run:
         measured = self._acts.together(_measured_links)
         if measured is not None:
             self._trained.monitors.links = Links.from_json(measured)
-            self._step_line["links"] = measured
+            self._line.values["links"] = measured
 
     def _at_boundary(self) -> None:
         """The loop's body is done, and every worker stands here; with the same state, unless a round is under way."""
@@ -956,20 +898,15 @@ class Run:
 
     def _snapshot(self) -> Snapshot:
         self._settle()
-        self._warn_of_unregistered_scheduler()
+        self._tell_of_scheduler()
         if self._engine is not None:
             self._engine.require_whole()
         return self._trained.capture()
 
     def _note(self, optimizers: Sequence[Optimizer], loss: float, metrics: Mapping[str, Any]) -> None:
-        line, seconds = self._step_line, self._seconds
-        if "loss" in line:
-            line.setdefault("losses", [line["loss"]]).append(loss)
-            seconds = {name: value + line["seconds"].get(name, 0.0) for name, value in seconds.items()}
-        else:
-            line |= {"loss": loss, "lr": float(optimizers[0].param_groups[0].get("lr", math.nan))}
-        line |= {"generation": self.generation, "world_size": self.world_size, "seconds": dict(seconds)}
-        line |= metrics
+        rate = float(optimizers[0].param_groups[0].get("lr", math.nan))
+        about = {"generation": self.generation, "world_size": self.world_size, **metrics}
+        self._line.computed(loss, rate, self._seconds, about)
 
     def _evaluation(
         self, dataset: Any, batch_size: int | None, collate: Collate | None

@@ -1,0 +1,74 @@
+"""What the people at the terminal and the run's journal are told beside losses and metrics."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.errors import UnisonoWarning
+from unisono.job import SAMPLES_PER_SHARD, Job
+from unisono.train.control import StepReport
+from unisono.train.prepared import Prepared, batch_norm_in
+
+
+class Notices:
+    """Said by the main worker alone, for whoever this is at the moment.
+
+    Args:
+        job: that is trained.
+        folder: with the journal.
+    """
+
+    def __init__(self, job: Job, folder: RunFolder) -> None:
+        self._job, self._folder = job, folder
+        self._told_of_scheduler = False
+        self._bytes_shared = 0
+
+    def small_batch_norm(self, prepared: Prepared) -> None:
+        """BatchNorm over shards so small that its statistics are noisy."""
+        per_shard = self._job.batch_size // self._job.shards
+        if per_shard < SAMPLES_PER_SHARD and batch_norm_in(prepared.modules):
+            warnings.warn(
+                f"BatchNorm with {per_shard} samples per shard: its statistics are taken over each shard, and "
+                f"get noisy below {SAMPLES_PER_SHARD}, which costs accuracy. Use a larger batch_size, fewer shards "
+                f"(shards={max(1, self._job.batch_size // SAMPLES_PER_SHARD)}), or GroupNorm or LayerNorm",
+                UnisonoWarning,
+                stacklevel=3,
+            )
+
+    def unregistered_scheduler(self, prepared: Prepared) -> None:
+        """A schedule that checkpoints do not have; once."""
+        scheduled = any("initial_lr" in group for one in prepared.optimizers for group in one.param_groups)
+        if scheduled and not self._told_of_scheduler:
+            self._told_of_scheduler = True
+            warnings.warn(
+                "a learning-rate scheduler is in use, but not part of the checkpoints: a run that resumes would start "
+                'its schedule again. After making it, call run.register("scheduler", scheduler)',
+                UnisonoWarning,
+                stacklevel=3,
+            )
+
+    def healed(self, step: int, ranks: Sequence[int], hosts: Sequence[str], source: int) -> None:
+        """Workers that held other weights than most have been given theirs."""
+        self._folder.journal("healed", step=step, ranks=list(ranks), hosts=list(hosts), source=source)
+        listed = ", ".join(f"rank {rank} on host {host}" for rank, host in zip(ranks, hosts, strict=True))
+        warnings.warn(
+            f"step {step}: {listed} held other weights than most workers, which a fault of its memory would "
+            f"explain; it has been given theirs",
+            UnisonoWarning,
+            stacklevel=3,
+        )
+
+    def memory_shared(self, bytes_shared: int) -> None:
+        """More memory is shared by the workers of a host; the optimizers make their state in the first step."""
+        if bytes_shared > self._bytes_shared:
+            self._folder.journal("memory shared", mib_per_host=round(bytes_shared / 2**20, 1))
+        self._bytes_shared = bytes_shared
+
+    def skipped(self, step: int, report: StepReport) -> None:
+        """A step whose loss or gradient is no number."""
+        shards = [shard for shard, part in enumerate(report.shards) if not math.isfinite(part.loss)]
+        self._folder.journal("skipped", step=step, shards=shards)
+        print(f"unisono: step {step} skipped: the loss or its gradient is NaN or infinite", flush=True)  # noqa: T201
