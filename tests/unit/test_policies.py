@@ -14,12 +14,15 @@ from unisono.adapt.noise_scale_policy import NoiseScalePolicy
 from unisono.adapt.norms import Noise
 from unisono.adapt.policy import Policy
 from unisono.adapt.straggler_policy import StragglerPolicy
+from unisono.adapt.strategy_policy import StrategyPolicy
 from unisono.adapt.timings import Timings
 from unisono.adapt.topology_policy import TopologyPolicy
 from unisono.adapt.view import View
 from unisono.errors import JobError, PolicyError
 from unisono.plan.links import Links
+from unisono.sync.local_sgd import LocalSGD
 from unisono.train.adaptation import Adaptation, observed
+from unisono.train.terms import Terms
 
 pytestmark = pytest.mark.unit
 
@@ -396,6 +399,48 @@ def test_fewer_samples_than_the_shards_that_there_are_by_now_are_refused() -> No
     at_work.take([Decision("p", "set_batch_size", 64, shards=16)], VIEW, loop=0)
     with pytest.raises(PolicyError, match=r"at least as many samples as shards \(16\)"):
         at_work.ask("after_step", VIEW)
+
+
+RULED_OUT = [
+    (Terms(splits_update=True), "local-sgd", "shard_optimizer=True splits one update over all workers"),
+    (Terms(splits_update=True), "parameter-server:servers=1", "some only serve: leave one of them out"),
+    (Terms("native"), "parameter-server", "reduction='native' is the backend's own"),
+    (Terms(compares_bits=True), "diloco", "compare bits, which strategy='diloco' does not promise"),
+]
+
+
+@pytest.mark.parametrize(("terms", "strategy", "words"), RULED_OUT)
+def test_a_strategy_that_the_run_cannot_have_is_refused_from_policies_too(
+    terms: Terms, strategy: str, words: str
+) -> None:
+    at_work = Adaptation([Says(("set_strategy", strategy))], batch_size=64, shards=8, terms=terms)
+    with pytest.raises(PolicyError, match=rf"the policy says wants set_strategy\('{strategy}'\): .*{words}"):
+        at_work.ask("after_step", VIEW)
+
+
+@pytest.mark.parametrize(("terms", "strategy", "words"), RULED_OUT)
+def test_a_strategy_that_policies_had_chosen_before_is_refused_where_the_run_cannot_have_it(
+    terms: Terms, strategy: str, words: str
+) -> None:
+    at_work = adaptation(Says(("set_strategy", strategy)))
+    decide(at_work)
+    with pytest.raises(JobError, match=words):
+        Adaptation([], batch_size=64, shards=8, terms=terms).load_state_dict(at_work.state_dict())
+
+
+@pytest.mark.parametrize(("terms", "strategy", "words"), [*RULED_OUT, (Terms(), "local-sdg", "no such strategy")])
+def test_what_a_policy_may_choose_some_day_is_refused_as_the_run_begins(
+    terms: Terms, strategy: str, words: str
+) -> None:
+    policy = StrategyPolicy(workers={1: "all-reduce", 8: strategy})
+    with pytest.raises(JobError, match=f"the policy strategy may choose a strategy that cannot be: .*{words}"):
+        Adaptation([policy], batch_size=64, shards=8, terms=terms)
+
+
+def test_another_text_for_the_strategy_that_is_in_use_is_no_decision() -> None:
+    at_work = Adaptation([StrategyPolicy(workers={1: "local-sgd:every=8"})], 64, 8, strategy=LocalSGD(every=8))
+    view = replace(VIEW, strategy=str(at_work.strategy))
+    assert at_work.ask("before_train", view) == at_work.ask("after_step", view) == []
 
 
 def test_two_policies_of_one_name_are_refused() -> None:

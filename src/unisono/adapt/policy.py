@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from unisono.adapt.decision import Decision, Figure, Verb
 from unisono.adapt.view import View
+
+ReadStrategy = Callable[[object], str]
+"""The canonical text of a strategy, or of its text. Raises ``JobError`` where there is none that the run can use."""
 
 
 class Policy:
@@ -31,6 +34,13 @@ class Policy:
         """In the journal, and on the command line: ``NoiseScalePolicy`` is ``noise-scale``."""
         words = re.findall(r"[A-Z][a-z0-9]*", type(self).__name__.removesuffix("Policy"))
         return "-".join(words).lower()
+
+    def read_strategies(self, read: ReadStrategy) -> None:
+        """Have all strategies read that this policy may ever choose, so that a wrong one is refused as the run begins.
+
+        Args:
+            read: to be called with each; what it returns is what ``view.strategy`` will be.
+        """
 
     # -- hooks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unisono.adapt.policy import Policy
+from unisono.adapt.policy import Policy, ReadStrategy
 from unisono.adapt.view import View
 from unisono.errors import JobError
 
@@ -53,6 +53,10 @@ class StrategyPolicy(Policy):
     def needs_monitor(self) -> bool:  # type: ignore[override]
         """If it follows the noise."""
         return not self._by_workers
+
+    def read_strategies(self, read: ReadStrategy) -> None:
+        """All that were given."""
+        self._given = [(bound, read(strategy)) for bound, strategy in self._given]
 
     def before_train(self, view: View) -> None:
         """Begin with the right one."""

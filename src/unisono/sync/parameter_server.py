@@ -73,10 +73,10 @@ class ParameterServer(Strategy):
         """Of the asynchronous form: as given."""
         return 1 if self.synchronous else self.round_every
 
-    def require(self, workers: int, *, shards_optimizer: bool = False) -> None:
+    def require(self, workers: int | None, *, shards_optimizer: bool = False) -> None:
         """Also refuse servers without anybody to serve."""
         super().require(workers, shards_optimizer=shards_optimizer)
-        if self.servers and self.servers >= workers:
+        if workers is not None and self.servers and self.servers >= workers:
             raise JobError(
                 f"strategy={str(self)!r} with {workers} worker{'s' if workers > 1 else ''}: {self.servers} of them "
                 f"would serve, which leaves nobody to compute. Start more, or use fewer servers"

@@ -27,11 +27,11 @@ class Strategy:
         """Steps from one moment at which all workers hold the same weights to the next."""
         return 1
 
-    def require(self, workers: int, *, shards_optimizer: bool = False) -> None:
+    def require(self, workers: int | None, *, shards_optimizer: bool = False) -> None:
         """Refuse what cannot be before anything is trained.
 
         Args:
-            workers: that there are.
+            workers: that there are; None where that may change.
             shards_optimizer: whether the update is to be split over the workers of a host.
 
         Raises:

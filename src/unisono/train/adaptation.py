@@ -18,6 +18,7 @@ from unisono.plan.topology import TOPOLOGIES
 from unisono.sync.all_reduce import AllReduce
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import Strategy
+from unisono.train.terms import Terms
 
 NAMES: dict[Verb, tuple[str, ...]] = {
     "set_topology": ("auto", *TOPOLOGIES),
@@ -37,6 +38,7 @@ class Adaptation:
         shards: of the job.
         balances: whether shards are split by speed to begin with.
         strategy: that the job begins with.
+        terms: of the run, for the strategies that policies choose; by default any will do.
 
     Attributes:
         batch_size: of the next step.
@@ -53,7 +55,7 @@ class Adaptation:
         observed: what policies saw last of the world outside, by name.
 
     Raises:
-        JobError: two policies have one name.
+        JobError: two policies have one name, or one of them may choose a strategy that cannot be.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Adaptation:
         *,
         balances: bool = False,
         strategy: Strategy | None = None,
+        terms: Terms | None = None,
     ) -> None:
         self.batch_size, self.shards, self.rate = batch_size, shards, 1.0
         self.topology: str | None = None
@@ -74,11 +77,13 @@ class Adaptation:
         self.decided: tuple[Decision, ...] = ()
         self.digest = 0
         self.observed: dict[str, dict[str, Figure]] = {}
-        self._base = BatchShape(batch_size, shards)
+        self._base, self._terms = BatchShape(batch_size, shards), terms or Terms()
         self._policies = {policy.name: policy for policy in policies}
         if len(self._policies) < len(policies):
             names = ", ".join(policy.name for policy in policies)
             raise JobError(f"policies={names}: each name once; give one of them another name")
+        for policy in policies:
+            self._read_strategies(policy)
 
     @property
     def is_empty(self) -> bool:
@@ -141,7 +146,7 @@ class Adaptation:
                 case "set_topology":
                     self.topology = str(decision.value)
                 case "set_strategy":
-                    self.strategy = strategy_of(str(decision.value))
+                    self.strategy = self._read(str(decision.value))
                 case "set_balance":
                     self.balances = decision.value == "speed"
                 case "measure_links":
@@ -187,6 +192,9 @@ class Adaptation:
         """The inverse of :meth:`state_dict`. A policy that is new begins anew; of one that is gone its effects stay.
 
         A job that was changed on purpose, to another batch, number of shards or strategy, begins with its own.
+
+        Raises:
+            JobError: policies had chosen a strategy that this run cannot use; says what to change.
         """
         if state["base"] == asdict(self._base):
             self.batch_size, self.shards = state["batch_size"], state["shards"]
@@ -195,7 +203,7 @@ class Adaptation:
         self.topology, self.balances = state["topology"], state["balances"]
         first, strategy = state["strategies"]
         if first == str(self._first_strategy):
-            self.strategy = strategy_of(strategy)
+            self.strategy = self._read(strategy)
         self.measures_links = state["measures_links"]
         self.observed = {name: dict(figures) for name, figures in state["observed"].items()}
         for name, policy in self._policies.items():
@@ -226,9 +234,20 @@ class Adaptation:
 
     def _check_strategy(self, decision: Decision) -> None:
         try:
-            strategy_of(str(decision.value))
+            self._read(str(decision.value))
         except JobError as error:
             raise PolicyError(f"the policy {decision.policy} wants set_strategy({decision.value!r}): {error}") from None
+
+    def _read_strategies(self, policy: Policy) -> None:
+        try:
+            policy.read_strategies(lambda given: str(self._read(given)))
+        except JobError as error:
+            raise JobError(f"the policy {policy.name} may choose a strategy that cannot be: {error}") from None
+
+    def _read(self, given: Any) -> Strategy:
+        strategy = strategy_of(given)
+        self._terms.require(strategy)
+        return strategy
 
     def _check_batch(self, decision: Decision) -> None:
         samples, base = decision.value, self._base.shards

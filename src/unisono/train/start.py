@@ -29,7 +29,6 @@ from unisono.plan.split import Split
 from unisono.plan.streams import Stream, stream_seed
 from unisono.sync.all_reduce import AllReduce
 from unisono.sync.named import strategy_of
-from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import Strategy
 from unisono.train.acts import Acts
 from unisono.train.adaptation import Adaptation
@@ -47,6 +46,7 @@ from unisono.train.run import Run
 from unisono.train.settings import Settings
 from unisono.train.signals import LeaveRequest
 from unisono.train.surroundings import BACKSTOP, Care, Surroundings
+from unisono.train.terms import Terms
 from unisono.train.workers import Workers
 
 G = TypeVar("G")
@@ -146,14 +146,16 @@ def init(
     care = Care.of(failure_timeout_s, _first(verify_every, settings.verify_every), balance)
     environment = recognise(os.environ)
     chosen = choose_device(device, environment.local_rank)
-    adaptation = _adaptation(policies, settings, job, care, strategy)
-    execution = _execution(overlap, shard_optimizer, settings, _monitoring(monitor, settings, adaptation))
+    terms = _terms(shard_optimizer, job, settings)
+    adaptation = _adaptation(policies, settings, care, terms, job, strategy)
+    watching = _monitoring(monitor, settings, adaptation)
+    execution = Execution(_first(overlap, settings.overlap), terms.splits_update, watching)
     wanted = _folder(run_dir, settings, _number(settings))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
         membership = opened.enter_context(closing(_membership(job, environment, how, settings)))
-        _require_strategy(adaptation.strategy, job, membership, execution, settings)
+        terms.require(adaptation.strategy, None if membership.is_elastic else membership.workers.world_size)
         acts = Acts(membership)
         acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(adaptation))
         folder = opened.enter_context(closing(_agreed_folder(acts, membership, wanted, job, settings)))
@@ -203,9 +205,7 @@ def _first(*given: G | None) -> G | None:
     return next((value for value in given if value is not None), None)
 
 
-def _execution(
-    overlap: bool | None, shard_optimizer: bool | None, settings: Settings, monitoring: Monitoring
-) -> Execution:
+def _terms(shard_optimizer: bool | None, job: Job, settings: Settings) -> Terms:
     # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
     splits = _first(shard_optimizer, settings.shard_optimizer) is True and settings.trace is None
     if splits and settings.coordinator is not None:
@@ -213,7 +213,7 @@ def _execution(
             "shard_optimizer=True leaves half updated weights behind when a worker is lost in an update, so it needs "
             "workers that stay the same: unisono run -n N, without a range and without --max-restarts"
         )
-    return Execution(_first(overlap, settings.overlap), splits, monitoring)
+    return Terms(job.reduction, splits, compares_bits=settings.trace is not None or bool(settings.samples))
 
 
 def _besides(adaptation: Adaptation) -> dict[str, Any]:
@@ -221,30 +221,17 @@ def _besides(adaptation: Adaptation) -> dict[str, Any]:
 
 
 def _adaptation(
-    policies: Sequence[Policy], settings: Settings, job: Job, care: Care, given: Strategy | str | None
+    policies: Sequence[Policy],
+    settings: Settings,
+    care: Care,
+    terms: Terms,
+    job: Job,
+    given: Strategy | str | None,
 ) -> Adaptation:
     named = policies_named(settings.policies, job.batch_size)
     together = settings.batch_scale.policies([*policies, *named], job.batch_size)
     strategy = strategy_of(given or settings.strategy or AllReduce())
-    return Adaptation(together, job.batch_size, job.shards, balances=care.balances, strategy=strategy)
-
-
-def _require_strategy(
-    strategy: Strategy, job: Job, membership: Membership, execution: Execution, settings: Settings
-) -> None:
-    if job.reduction != "exact" and isinstance(strategy, ParameterServer) and strategy.synchronous:
-        raise JobError(
-            f"strategy={str(strategy)!r} has servers finish exact sums, and reduction={job.reduction!r} is the "
-            f"backend's own: leave one of them out"
-        )
-    if (settings.trace is not None or settings.samples) and not strategy.is_exact:
-        raise JobError(
-            f"unisono verify and unisono chaos compare bits, which strategy={str(strategy)!r} does not promise: only "
-            f"all-reduce and the synchronous parameter-server do"
-        )
-    workers = membership.workers.world_size
-    if not membership.is_elastic:  # else others may come
-        strategy.require(workers, shards_optimizer=execution.shard_optimizer)
+    return Adaptation(together, job.batch_size, job.shards, balances=care.balances, strategy=strategy, terms=terms)
 
 
 def _number(settings: Settings) -> int:
