@@ -145,6 +145,45 @@ def test_servers_need_somebody_who_computes(synchronous: bool) -> None:
         strategy.require(3, shards_optimizer=True)
 
 
+def trained_by_averaging(how: ModelAveraging, workers: int, steps: int, rate: float) -> float:
+    """How far replicas that began a distance of 1 apart, and the central model, are from the best weights, 0."""
+    replicas = [torch.tensor([1.0 + worker], dtype=torch.float64) for worker in range(workers)]
+    central, previous = torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    for _ in range(steps):
+        apart = [(replica - central) * how.strength(workers) for replica in replicas]
+        for replica, correction in zip(replicas, apart, strict=True):
+            replica.sub_(rate * replica + correction)
+        how.move(central, previous, torch.stack(apart).sum(0))
+    return max(abs(float(each)) for each in [*replicas, central])
+
+
+@given(workers=st.integers(1, 16), alpha=rates, momentum=st.floats(0, 0.95))
+def test_replicas_and_central_model_settle_among_any_number_of_workers(
+    workers: int, alpha: float, momentum: float
+) -> None:
+    how = ModelAveraging(alpha=alpha, momentum=momentum)
+    assert trained_by_averaging(how, workers, steps=400, rate=0.0) < 100 * workers
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_the_strength_by_default_lets_any_number_of_workers_learn(workers: int, momentum: float) -> None:
+    assert trained_by_averaging(ModelAveraging(momentum=momentum), workers, steps=400, rate=0.1) < 1e-6
+
+
+def test_corrections_that_overshoot_are_refused_where_the_number_of_workers_stays() -> None:
+    how = ModelAveraging(alpha=0.5)
+    how.require(2)
+    how.require(None)
+    with pytest.raises(
+        JobError, match=r"with 4 workers: the central model would overshoot.*alpha below 0\.4, or leave"
+    ):
+        how.require(4)
+    ModelAveraging(alpha=0.5, momentum=0.9).require(4)
+    ModelAveraging().require(1000)
+    assert (how.strength(2), how.strength(4), how.strength(8)) == (0.5, 0.25, 0.125)
+
+
 def test_only_sums_that_everybody_makes_alike_are_exact() -> None:
     assert {name for name, kind in STRATEGIES.items() if kind().is_exact} == {"all-reduce", "parameter-server"}
     assert not ParameterServer(synchronous=False).is_exact
