@@ -17,10 +17,10 @@ pytestmark = pytest.mark.unit
 class Told(Solo):
     """Remembers which way it was told to take."""
 
-    way = ""
+    is_direct = False
 
-    def use_topology(self, name: str) -> None:
-        self.way = name
+    def go_direct(self, *, always: bool) -> None:
+        self.is_direct = always
 
 
 def workers_of(count: int) -> Workers:
@@ -43,13 +43,12 @@ def test_with_any_other_strategy_all_compute(strategy: Strategy) -> None:
 
 
 def test_where_every_worker_serves_a_share_they_send_to_each_other_directly() -> None:
-    ways = []
-    for strategy in (AllReduce(), ParameterServer(), ParameterServer(servers=1)):
-        workers = workers_of(2)
+    workers, ways = workers_of(2), []
+    for strategy in (AllReduce(), ParameterServer(), ParameterServer(servers=1), ParameterServer(), AllReduce()):
         serve(workers, strategy)
         assert isinstance(workers.transport, Told)
-        ways.append(workers.transport.way)
-    assert ways == ["", "direct", ""]
+        ways.append(workers.transport.is_direct)
+    assert ways == [False, True, False, True, False]
 
 
 @pytest.mark.parametrize("count", [1, 2])

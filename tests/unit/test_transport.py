@@ -542,6 +542,28 @@ def test_whatever_way_the_sums_take_between_two_steps_the_bits_stay(split: Split
         assert all(torch.equal(total, tree_sum(values)) for _, total in found)
 
 
+def test_sums_that_went_directly_for_a_while_take_the_way_again_that_they_had() -> None:
+    values = [torch.randn(1000 * 64, generator=torch.Generator().manual_seed(shard)) for shard in range(8)]
+    split = Split.even(8, 3)
+
+    def work(transport: Transport) -> list[Any]:
+        found = []
+        for always in (False, True, True, False):
+            transport.go_direct(always=always)
+            transport.traffic.take()
+            total = transport.reduce("b", partials_of(values, split.of(transport.rank))).clone()
+            found.append((transport.topology, transport.traffic.take(), total))
+        return found
+
+    everybody = run_over(OverProcessGroup("star"), split, work)
+    sent = [[traffic for _, traffic, _ in found] for found in everybody]
+    for found in everybody:
+        assert [name for name, _, _ in found] == ["star", "direct", "direct", "star"]
+        assert all(torch.equal(total, tree_sum(values)) for _, _, total in found)
+    assert [each[0] for each in sent] == [each[3] for each in sent]
+    assert [each[1] for each in sent] == [each[2] for each in sent] != [each[0] for each in sent]
+
+
 @pytest.mark.parametrize("topology", [*TOPOLOGIES, None])
 @pytest.mark.parametrize("split", [Split.even(8, 2), Split.even(8, 3), Split.even(8, 5)])
 def test_what_workers_send_in_a_reduction_is_what_they_receive(split: Split, topology: str | None) -> None:

@@ -45,6 +45,10 @@ class HierarchicalTransport(HostTransport):
         """Between hosts."""
         self._across.use_topology(name)
 
+    def go_direct(self, *, always: bool) -> None:
+        """Between hosts."""
+        self._across.go_direct(always=always)
+
     def measure_links(self) -> Links | None:
         """Between all workers, also those of one host."""
         return self._everyone.measure_links()

@@ -56,12 +56,12 @@ class ProcessGroupTransport(Transport):
         self._choice = _choice(topology, split.workers)
         self._buckets: list[Bucket] = []
         self._exchanges: dict[tuple[Hashable, int, torch.dtype], Exchange] = {}
-        self._waits = False
+        self._waits = self._always_direct = False
 
     @property
     def topology(self) -> str:
         """Of the largest buckets; to servers it is always direct."""
-        return "direct" if self._by_collectives or self.split.servers else self._choice.topology(LARGEST)
+        return "direct" if self._by_collectives or self._must_be_direct else self._choice.topology(LARGEST)
 
     @property
     def waits(self) -> bool:
@@ -87,6 +87,12 @@ class ProcessGroupTransport(Transport):
         self._choice = _choice(name, self.world_size)
         self._exchanges.clear()
 
+    def go_direct(self, *, always: bool) -> None:
+        """What was chosen or measured stays for later."""
+        if always != self._always_direct:
+            self._always_direct = always
+            self._exchanges.clear()
+
     def measure_links(self) -> Links:
         """One pair after the other, while all others wait: the shortest of some round trips."""
         seconds = {
@@ -99,6 +105,10 @@ class ProcessGroupTransport(Transport):
             pair: (small / 2, PROBE / max(large / 2 - small / 2, 1e-9)) for pair, (small, large) in measured.items()
         }
         return Links.of(pairs, self.world_size)
+
+    @property
+    def _must_be_direct(self) -> bool:
+        return self._always_direct or bool(self.split.servers)
 
     def _round_trips(self, a: int, b: int) -> tuple[float, float]:
         """Seconds of a small one and of a large one between two workers; 0 on the others. Collective."""
@@ -120,7 +130,7 @@ class ProcessGroupTransport(Transport):
         return perf_counter() - begun
 
     def _compare(self, buckets: Sequence[Bucket]) -> None:
-        if self.split.servers:  # there is but one way
+        if self._must_be_direct:
             return
         for bucket in self._choice.open(buckets):
             seconds = self._choice.measure(bucket, partial(self._trial, bucket))
@@ -135,7 +145,8 @@ class ProcessGroupTransport(Transport):
         key = (bucket, first.numel(), first.dtype)
         if key not in self._exchanges:
             self._compare(self._buckets)
-            self._exchanges[key] = self._exchange(first, self._choice.topology(first.nbytes))
+            way = "direct" if self._must_be_direct else self._choice.topology(first.nbytes)
+            self._exchanges[key] = self._exchange(first, way)
         exchange = self._exchanges[key]
         self.traffic.count(exchange.sent_bytes, exchange.sent_messages)
         with self._named_errors():

@@ -56,6 +56,13 @@ class Transport(ABC):
             name: of :data:`unisono.plan.topology.TOPOLOGIES`, or ``auto``, which measures them anew.
         """
 
+    def go_direct(self, *, always: bool) -> None:  # noqa: B027 (likewise)
+        """Have every worker finish a share of the sums, whatever way they would take; or let them take it again.
+
+        Args:
+            always: from now on. All workers say the same.
+        """
+
     def measure_links(self) -> Links | None:
         """Measure latency and bandwidth between each two workers; None where nothing lies between them. Collective."""
         return None

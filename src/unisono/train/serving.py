@@ -15,9 +15,8 @@ def serve(workers: Workers, strategy: Strategy) -> bool:
     Returns:
         whether that can be: else there are too few workers, and all of them serve and compute.
     """
-    workers.servers = 0
-    if isinstance(strategy, ParameterServer) and strategy.synchronous:
-        workers.servers = strategy.servers
-        if not strategy.servers:
-            workers.transport.use_topology("direct")  # by which each finishes a share
+    central = strategy if isinstance(strategy, ParameterServer) and strategy.synchronous else None
+    workers.servers = 0 if central is None else central.servers
+    # Where no worker only serves, each finishes a share; where some do, there is no other way.
+    workers.transport.go_direct(always=central is not None and not central.servers)
     return workers.servers < workers.world_size
