@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from side_by_side import PATIENCE_S, side_by_side
-from unisono.errors import ModelError, WorkerLost
-from unisono.reduce.courier import Letter
+from unisono.errors import ModelError, NoProgress, WorkerLost
+from unisono.reduce.courier import Courier, Letter
 from unisono.reduce.packing import pack, unpack
 from unisono.sync.parameter_server import ParameterServer
 from unisono.train.asynchronous_server import AsynchronousServer
@@ -149,6 +149,43 @@ def push(worker: AsynchronousServer, found: Sequence[Tensor]) -> None:
     for parameter, gradient in zip(worker._parameters, found, strict=True):
         parameter.grad = gradient
     worker.apply(worker._prepared.optimizers)
+
+
+def test_whoever_calls_the_others_wakes_when_the_workers_part_and_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def meet(courier: Courier, gather: Any) -> None:
+        parted.wait(PATIENCE_S)
+        workers_here[courier._rank].abort()  # as the thread does that hears of a loss
+        assert courier._is_closed
+        raise WorkerLost("another one is gone")
+
+    parted, workers_here = threading.Barrier(2), dict[int, Workers]()
+    monkeypatch.setattr(Courier, "meet", meet)
+
+    def work(workers: Workers) -> None:
+        workers_here[workers.rank] = workers
+        with pytest.raises(WorkerLost, match="another one is gone"):
+            asynchronous(workers, strategy())
+
+    side_by_side(2, work)
+
+
+def test_a_worker_waits_for_its_turn_no_longer_than_said() -> None:
+    def work(workers: Workers) -> None:
+        one = AsynchronousServer(Ground(workers, prepared(), 0.3, seed=0), strategy(max_staleness=0))
+        try:
+            if workers.rank == 1:
+                assert one.claim(0) == 0
+            workers.barrier()
+            if workers.rank == 0:
+                with pytest.raises(NoProgress, match="rank 0 waited for its turn in vain, which comes after rank 1"):
+                    one.claim(1)
+            workers.barrier()
+        finally:
+            one.close()
+
+    side_by_side(2, work)
 
 
 @pytest.mark.parametrize(("number", "servers"), [(1, 0), (2, 0), (3, 1), (4, 2)])

@@ -1,10 +1,12 @@
 """Workers ask each other, one at a time or several at once; whoever hangs up wakes everybody."""
 
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Client
+from contextlib import closing
+from multiprocessing.connection import Client, Connection, Listener, deliver_challenge
 from typing import Any
 
 import pytest
@@ -70,7 +72,9 @@ class Office:
         self.traffic = [Traffic() for _ in range(workers)]
 
         def formed(rank: int) -> Courier:
-            return Courier(rank, host, self.table.gather(rank), answer, self.traffic[rank], timeout_s)
+            courier = Courier(rank, host, answer, self.traffic[rank], timeout_s)
+            courier.meet(self.table.gather(rank))
+            return courier
 
         with ThreadPoolExecutor(workers) as pool:
             self.couriers = list(pool.map(formed, range(workers)))
@@ -255,7 +259,8 @@ def test_nothing_is_left_behind_where_forming_fails(host: str, after: int) -> No
             return gather(value)
 
         try:
-            Courier(rank, host, lossy, echo, Traffic(), PATIENCE_S).close()
+            with closing(Courier(rank, host, echo, Traffic(), PATIENCE_S)) as courier:
+                courier.meet(lossy)
         except WorkerLost as error:
             return error
         return None
@@ -272,8 +277,106 @@ def test_a_worker_that_is_gone_before_it_is_called_is_lost(host: str) -> None:
     def gather(value: Any) -> list[Any]:
         return [value, [address, "secret"]]
 
-    with pytest.raises(WorkerLost, match="rank 0 found another worker gone"):
-        Courier(0, host, gather, echo, Traffic(), PATIENCE_S)
+    with (
+        closing(Courier(0, host, echo, Traffic(), PATIENCE_S)) as courier,
+        pytest.raises(WorkerLost, match="rank 0 lost its connection"),
+    ):
+        courier.meet(gather)
+
+
+SHOWN = "what callers show"
+
+
+class Mute:
+    """A worker that is stopped some time: its connections stay, and it neither hears nor says any more.
+
+    Args:
+        says: what it does before it is stopped, with the first connection.
+    """
+
+    def __init__(self, host: str, says: Callable[[Connection], None]) -> None:
+        self._listener = Listener((host, 0) if host else f"\0unisono-{secrets.token_hex(16)}")
+        self._says, self._called = says, threading.Event()
+        self._thread = threading.Thread(target=self._speak)
+        self._thread.start()
+
+    def gather(self, value: Any) -> list[Any]:
+        address = self._listener.address
+        return [value, [address.decode() if isinstance(address, bytes) else address, SHOWN]]
+
+    def until_called(self) -> None:
+        assert self._called.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        self.until_called()
+        self._thread.join(PATIENCE_S)
+        self._connection.close()
+        self._listener.close()
+
+    def _speak(self) -> None:
+        self._connection = self._listener.accept()
+        self._says(self._connection)
+        self._called.set()
+
+
+def nothing(connection: Connection) -> None:
+    pass
+
+
+def a_challenge(connection: Connection) -> None:
+    connection.send_bytes(b"#CHALLENGE#" + bytes(20))
+
+
+def a_welcome(connection: Connection) -> None:
+    deliver_challenge(connection, SHOWN.encode())
+    connection.recv_bytes()
+
+
+def half_an_answer(connection: Connection) -> None:
+    a_welcome(connection)
+    connection.recv_bytes()
+    connection.recv_bytes()
+    connection.send_bytes(b"[{}, 1000]")
+
+
+LARGE = Letter(packed=torch.zeros(4_000_000, dtype=torch.uint8))
+
+
+@HOSTS
+@pytest.mark.parametrize("says", [nothing, a_challenge, a_welcome, half_an_answer])
+def test_a_worker_that_is_stopped_at_any_moment_is_waited_for_no_longer_than_said(
+    host: str, says: Callable[[Connection], None]
+) -> None:
+    with (
+        closing(Mute(host, says)) as mute,
+        closing(Courier(0, host, echo, Traffic(), timeout_s=0.3)) as courier,
+        pytest.raises(NoProgress, match=r"rank 0 waited for rank 1 in vain.*failure_timeout_s"),
+    ):
+        courier.meet(mute.gather)
+        courier.ask({1: LARGE})
+
+
+def test_to_abort_wakes_whoever_calls_a_worker_that_does_not_answer() -> None:
+    with (
+        closing(Mute("", a_challenge)) as mute,
+        closing(Courier(0, "", echo, Traffic(), PATIENCE_S)) as courier,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        calling = pool.submit(courier.meet, mute.gather)
+        mute.until_called()
+        courier.abort()
+        assert type(calling.exception(PATIENCE_S)) is WorkerLost
+
+
+def test_who_is_waited_for_is_named_by_the_one_that_knows() -> None:
+    def answer(rank: int, letter: Letter) -> Letter:
+        raise NoProgress("rank 2 does not come back")
+
+    with Office(2, answer=answer) as (first, _):
+        with pytest.raises(NoProgress, match="rank 2 does not come back"):
+            first.ask({1: Letter()})
+        with pytest.raises(WorkerLost):
+            first.ask({1: Letter()})
 
 
 def test_bytes_and_letters_are_counted_where_they_are_sent() -> None:

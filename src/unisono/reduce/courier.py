@@ -6,11 +6,11 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unisono.errors import NoProgress, UnisonoError, WorkerLost
 from unisono.reduce.packing import NOTHING
+from unisono.reduce.peers import MOST_CALLERS, limit
 from unisono.reduce.traffic import Traffic
 
 LARGEST_HEADER = 2**20
@@ -53,40 +54,43 @@ class Courier:
     Args:
         rank: of this worker.
         host: where others reach this worker; empty if all of them are on one host.
-        gather: tells every worker what each of them says.
         answer: what to say when asked.
         traffic: counts what is sent.
-        timeout_s: how long to wait for an answer.
+        timeout_s: how long to wait for another worker, whether it is to listen or to speak.
 
     Attributes:
         ends: called when the connections are closed, from whichever side; from any thread.
-
-    Raises:
-        WorkerLost: another worker is gone.
     """
 
-    def __init__(
-        self, rank: int, host: str, gather: Gather, answer: Answer, traffic: Traffic, timeout_s: float
-    ) -> None:
+    def __init__(self, rank: int, host: str, answer: Answer, traffic: Traffic, timeout_s: float) -> None:
         self.ends: Callable[[], None] = lambda: None
         self._rank, self._answer, self._traffic, self._timeout_s = rank, answer, traffic, timeout_s
         self._calls: dict[int, _Line] = {}
         self._lines: list[_Line] = []
         self._lock, self._is_closed = threading.Lock(), False
         self._secret = secrets.token_hex(32)
-        self._listener = Listener((host, 0) if host else f"\0unisono-{secrets.token_hex(16)}")
+        # So many may call before one is let in: a call to a worker that hangs is not held up, and wakes at a hang-up.
+        self._listener = Listener((host, 0) if host else f"\0unisono-{secrets.token_hex(16)}", backlog=MOST_CALLERS)
         self._door: socket.socket = self._listener._listener._socket  # type: ignore[attr-defined]
         self._answering = [self._thread(self._welcome)]
-        with ExitStack() as failed:
-            failed.callback(self.close)
-            address = self._listener.address
-            named = address.decode("ascii") if isinstance(address, bytes) else address
-            everybody = gather([named, self._secret])
-            for other, (address, theirs) in enumerate(everybody):
-                if other != rank:
-                    self._calls[other] = self._call(address, theirs)
-            gather(None)  # all have called everybody
-            failed.pop_all()
+
+    def meet(self, gather: Gather) -> None:
+        """Call everybody, before anybody is asked. Collective. If it fails, close.
+
+        Args:
+            gather: tells every worker what each of them says.
+
+        Raises:
+            WorkerLost: another worker is gone.
+            NoProgress: one did not answer the call in time.
+        """
+        address = self._listener.address
+        named = address.decode("ascii") if isinstance(address, bytes) else address
+        for rank, (address, secret) in enumerate(gather([named, self._secret])):
+            if rank != self._rank:
+                with self._talking_to(rank):
+                    self._calls[rank] = self._call(address, secret)
+        gather(None)  # all have called everybody
 
     def ask(self, questions: Mapping[int, Letter]) -> dict[int, Letter]:
         """Ask some workers at once, and wait for all answers.
@@ -99,14 +103,17 @@ class Courier:
             NoProgress: one gave no answer in time.
             UnisonoError: one could not answer; says why.
         """
-        try:
-            for rank, letter in questions.items():
+        answers: dict[int, Letter] = {}
+        for rank, letter in questions.items():
+            with self._talking_to(rank):
                 self._send(self._calls[rank], letter)
-            answers = {rank: self._await(rank) for rank in questions}
-        except (OSError, EOFError) as error:
-            self.abort()
-            raise WorkerLost(f"rank {self._rank} lost its connection to another worker: {error!r}") from error
+        for rank in questions:
+            with self._talking_to(rank):
+                answers[rank] = self._calls[rank].receive()
         for rank, letter in answers.items():
+            if "in vain" in letter.said:
+                self.abort()
+                raise NoProgress(letter.said["in vain"])
             if "error" in letter.said:
                 raise UnisonoError(f"rank {rank} could not answer rank {self._rank}: {letter.said['error']}")
         return answers
@@ -133,14 +140,28 @@ class Courier:
             self._lines.clear()
 
     def _call(self, address: Any, secret: str) -> _Line:
-        try:
-            line = self._opened(Client(tuple(address) if isinstance(address, list) else address))
-            line.require(self._timeout_s)
-            answer_challenge(line.connection, secret.encode())
-            self._send(line, Letter({"rank": self._rank}))
-        except (OSError, EOFError, AuthenticationError) as error:
-            raise WorkerLost(f"rank {self._rank} found another worker gone: {error}") from error
+        is_here = isinstance(address, str)
+        with socket.socket(socket.AF_UNIX if is_here else socket.AF_INET) as caller:
+            limit(caller, self._timeout_s)
+            caller.connect(address if is_here else tuple(address))
+            line = self._opened(Connection(caller.detach()))
+        answer_challenge(line.connection, secret.encode())
+        self._send(line, Letter({"rank": self._rank}))
         return line
+
+    @contextmanager
+    def _talking_to(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except BlockingIOError as error:
+            self.abort()
+            raise NoProgress(
+                f"rank {self._rank} waited for rank {rank} in vain. It hangs, waits for somebody else, or takes longer "
+                f"for something than the others: see its log, or allow more with unisono.init(failure_timeout_s=…)"
+            ) from error
+        except (OSError, EOFError, AuthenticationError) as error:
+            self.abort()
+            raise WorkerLost(f"rank {self._rank} lost its connection to another worker: {error!r}") from error
 
     def _welcome(self) -> None:
         """On a thread: whoever calls is answered on another."""
@@ -164,6 +185,8 @@ class Courier:
                 letter = line.receive()
                 try:
                     answer = self._answer(rank, letter)
+                except NoProgress as error:
+                    answer = Letter({"in vain": str(error)})
                 except WorkerLost:
                     break
                 except Exception as error:  # noqa: BLE001 (the one who asked raises it)
@@ -173,17 +196,6 @@ class Courier:
 
     def _send(self, line: _Line, letter: Letter) -> None:
         self._traffic.count(line.send(letter), 1)
-
-    def _await(self, rank: int) -> Letter:
-        try:
-            self._calls[rank].require(self._timeout_s)
-        except TimeoutError as error:
-            self.abort()
-            raise NoProgress(
-                f"rank {self._rank} waited for rank {rank} in vain. It hangs, or takes longer for something than the "
-                f"others: see its log, or allow more with unisono.init(failure_timeout_s=…)"
-            ) from error
-        return self._calls[rank].receive()
 
     def _opened(self, connection: Any) -> _Line:
         line = _Line(connection)
@@ -208,15 +220,6 @@ class _Line:
         if self._plug.family != socket.AF_UNIX:
             self._plug.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def require(self, timeout_s: float) -> None:
-        """Wait until something is here.
-
-        Raises:
-            TimeoutError: nothing came in so many seconds.
-        """
-        if not self.connection.poll(timeout_s):
-            raise TimeoutError(f"no word in {timeout_s:g} s")
 
     def send(self, letter: Letter) -> int:
         """Send; returns the number of bytes."""

@@ -177,7 +177,7 @@ class Door:
     def _call(self, address: bytes, rank: int) -> socket.socket:
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            _limit(caller, self._timeout_s)
+            limit(caller, self._timeout_s)
             caller.connect(address)
             caller.send(_HELLO.pack(rank))
         except OSError as error:
@@ -193,7 +193,7 @@ class Door:
                 raise NoProgress(f"rank {rank} of this host waited in vain for the others to call") from error
             except OSError as error:
                 raise WorkerLost(f"rank {rank} of this host stopped waiting for the others: {error}") from error
-            _limit(caller, self._timeout_s)
+            limit(caller, self._timeout_s)
             _, user, _ = _CREDENTIALS.unpack(
                 caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
@@ -248,8 +248,11 @@ class Board(Protocol):
         """A value, as soon as somebody has posted it."""
 
 
-def _limit(connection: socket.socket, timeout_s: float) -> None:
-    # The kernel's own limit: Python's would cost a system call more for every message.
+def limit(connection: socket.socket, timeout_s: float) -> None:
+    """Have whoever waits for the other side give up: with ``BlockingIOError``, if nothing moves for so many seconds.
+
+    It is the kernel's own limit: Python's would cost a system call more for every message.
+    """
     connection.settimeout(None)
     whole = int(timeout_s)
     limit = _TIME.pack(whole, max(1, int((timeout_s - whole) * 1e6)))

@@ -24,6 +24,11 @@ class Reads:
         self._reads: dict[int, int] = {}  # by worker, how many pushes had arrived when it read
         self._pushes: dict[int, int] = {}  # the same of those whose push is on its way
 
+    @property
+    def out(self) -> list[int]:
+        """The workers that have read, and whose push has yet to arrive."""
+        return sorted({*self._reads, *self._pushes})
+
     def read(self, worker: int) -> bool:
         """Ask to read; granted if true."""
         if not self._is_bearable(self._granted, [*self._reads.values(), self._arrived]):

@@ -30,7 +30,7 @@ class SharedWork(Synchroniser):
         self.parts = parts
         self.rank = ground.workers.rank
         self._is_bounded = bound is not None
-        self._tickets = Tickets(parts, Reads(bound), 0)
+        self._tickets = Tickets(parts, Reads(bound), 0, ground.timeout_s)
         self._ticket = 0  # the number behind the newest one that this worker has had
         self._courier: Courier | None = None
         self._ground = ground
@@ -42,11 +42,14 @@ class SharedWork(Synchroniser):
         workers = self.workers
         if workers.world_size > 1:
             traffic = workers.transport.traffic
-            self._courier = Courier(
-                self.rank, workers.host, workers.gather_json, self._answer, traffic, self._ground.timeout_s
-            )
+            self._courier = Courier(self.rank, workers.host, self._answer, traffic, self._ground.timeout_s)
             self._courier.ends = self._tickets.end
             workers.attach(self._courier.abort)
+            try:
+                self._courier.meet(workers.gather_json)
+            except BaseException:
+                self.close()
+                raise
 
     def follow(self, before: Synchroniser) -> None:
         """Go on with the work where it was."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from unisono.errors import WorkerLost
+from unisono.errors import NoProgress, WorkerLost
 from unisono.sync.staleness import Reads
 
 
@@ -16,13 +16,14 @@ class Tickets:
         parts: of each step.
         reads: who may compute and who may push without making gradients too stale.
         first: the number of the first ticket, see :attr:`next`.
+        timeout_s: how long to wait while nobody else gets on.
 
     Attributes:
         next: the number of the next ticket: steps times parts, and the part.
     """
 
-    def __init__(self, parts: int, reads: Reads, first: int) -> None:
-        self.next = first
+    def __init__(self, parts: int, reads: Reads, first: int, timeout_s: float) -> None:
+        self.next, self._timeout_s = first, timeout_s
         self._parts, self._reads = parts, reads
         self._changed = threading.Condition()
         self._is_over = False
@@ -32,12 +33,13 @@ class Tickets:
 
         Raises:
             WorkerLost: the workers part.
+            NoProgress: those who go first do not get on.
         """
         with self._changed:
             self._reads.give_up(worker)  # a step that is skipped is not pushed
             self._changed.notify_all()
             self.next = max(self.next, step * self._parts)  # those of a step before that are left belong to the lost
-            self._wait(lambda: self.next >= (step + 1) * self._parts or self._reads.read(worker))
+            self._wait(worker, lambda: self.next >= (step + 1) * self._parts or self._reads.read(worker))
             if self.next >= (step + 1) * self._parts:
                 return None
             self.next += 1
@@ -49,9 +51,10 @@ class Tickets:
 
         Raises:
             WorkerLost: the workers part.
+            NoProgress: those who go first do not get on.
         """
         with self._changed:
-            self._wait(lambda: self._reads.push(worker))
+            self._wait(worker, lambda: self._reads.push(worker))
             self._changed.notify_all()
 
     def arrived(self, worker: int) -> None:
@@ -66,9 +69,14 @@ class Tickets:
             self._is_over = True
             self._changed.notify_all()
 
-    def _wait(self, holds: Callable[[], bool]) -> None:
+    def _wait(self, worker: int, holds: Callable[[], bool]) -> None:
         while not self._is_over:
             if holds():
                 return
-            self._changed.wait()
+            if not self._changed.wait(self._timeout_s):
+                out = ", ".join(f"rank {other}" for other in self._reads.out if other != worker)
+                raise NoProgress(
+                    f"rank {worker} waited for its turn in vain, which comes after {out}. It hangs, or takes longer "
+                    f"for something than the others: see its log, or allow more with unisono.init(failure_timeout_s=…)"
+                )
         raise WorkerLost("a worker was lost while others waited for their turn")
