@@ -1,19 +1,26 @@
 """Rounds from strategy to strategy."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock, call
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from side_by_side import side_by_side
+from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import WorkerLost
+from unisono.job import Job
+from unisono.plan.batches import Batches, Position
 from unisono.sync.all_reduce import AllReduce
 from unisono.sync.local_sgd import DiLoCo, LocalSGD
 from unisono.train import rounds
 from unisono.train.apart import Apart
-from unisono.train.rounds import Rounds, Tally
+from unisono.train.engine import Call, Clip
+from unisono.train.prepared import Prepared
+from unisono.train.rounds import Means, Rounds, Tally
 from unisono.train.workers import Workers
 
 pytestmark = pytest.mark.unit
@@ -27,6 +34,28 @@ def test_what_a_strategy_keeps_is_forgotten_in_steps_of_all_reduce() -> None:
     apart.make()
     assert apart.rounds is None
     assert trained.strategy == ("", {})
+
+
+def test_whoever_watches_a_worker_sees_it_get_on_with_each_shard_that_it_computes_by_itself() -> None:
+    def work(workers: Workers) -> list[tuple[bool, int]]:
+        def loss_fn(model: Any, batch: Tensor) -> Tensor:
+            seen.append((workers.is_called, workers.ticks))
+            return F.mse_loss(model(batch), batch)
+
+        seen = list[tuple[bool, int]]()
+        model = nn.Linear(3, 3)
+        prepared = Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+        job = Job.create(batch_size=8, shards=4)
+        means = Means(LocalSGD(), job, prepared, torch.device("cpu"), lambda optimizers: nullcontext(), PATIENCE_S)
+        mine = Rounds(means, workers, None)
+        batch = Batches(8, 8, 4).at(Position())
+        shards = [torch.ones(2, 3)] * 4
+        mine.train(Call(0, 0, batch, shards, loss_fn, prepared.optimizers, Clip()))
+        mine.close()
+        return [*seen, (workers.is_called, workers.ticks)]
+
+    for seen in side_by_side(2, work):
+        assert seen == [*((True, number) for number in range(4)), (False, 4)]
 
 
 class Recorded:

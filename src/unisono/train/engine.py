@@ -293,11 +293,11 @@ class StepEngine:
         with generators_kept():
             for shard in shards:
                 self._compute(call, shard, gradients, shards)
-                self._workers.ticks += 1
+                self._workers.tick()
         if not shards:
             self._clear_gradients()
             gradients.serve(partial(self._weigh, []))
-            self._workers.ticks += 1
+            self._workers.tick()
         self.computed(perf_counter() - started)
         computed = perf_counter()
         totals, reducing = gradients.totals()

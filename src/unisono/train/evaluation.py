@@ -84,7 +84,7 @@ class Evaluation:
                 seed_generators(stream_seed(self.job.seed, Stream.EVALUATION, self.step, number))
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.precision == "bf16"):
                     yield block, batch
-                self.workers.ticks += 1
+                self.workers.tick()
 
     @property
     def _samples(self) -> int:

@@ -11,15 +11,14 @@ import torch
 
 from unisono.errors import JobError
 from unisono.job import Job
-from unisono.membership.generation import Generation
 from unisono.plan.batches import Batch
 from unisono.plan.split import Split
-from unisono.reduce.transport import Solo
 from unisono.sync.local_sgd import DiLoCo, LocalSGD
 from unisono.sync.model_averaging import ModelAveraging
 from unisono.sync.pair_averaging import PairAveraging
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import Strategy
+from unisono.train.alone import Alone
 from unisono.train.asynchronous_server import AsynchronousServer
 from unisono.train.central_averaging import CentralAveraging
 from unisono.train.engine import Attempt, Call, Execution, Scaled, StepEngine
@@ -142,8 +141,11 @@ class Rounds:
         """
         self._engine = engine = self._engine_for(call.batch.shards)
         engine.computed, engine.scaled = self.computed, self._means.scaled
-        attempt = engine.attempt(call)
-        self._workers.ticks += 1
+        self._workers.is_called = True
+        try:
+            attempt = engine.attempt(call)
+        finally:
+            self._workers.is_called = False
         if not engine.commit(call, attempt):
             return None
         self.tally.sums.add(call.batch.size, attempt.report.loss, attempt.report.metrics, attempt.seconds)
@@ -226,9 +228,7 @@ class Rounds:
 
     def _engine_for(self, shards: int) -> StepEngine:
         if shards not in self._engines:
-            alone = Workers(Generation(self._workers.generation.number, 0, Split.even(shards, 1)), Solo(shards))
-            how = Execution(overlap=False)
-            means = self._means
+            alone, how, means = Alone(self._workers, shards), Execution(overlap=False), self._means
             engine = StepEngine(means.job, alone, means.prepared, means.device, how, self.synchroniser)
             engine.rank = self._workers.rank
             self._engines[shards] = engine

@@ -59,6 +59,10 @@ class Workers:
         """Whether this worker waits for another one."""
         return self.is_asking or self.transport.waits
 
+    def tick(self) -> None:
+        """This worker has got on."""
+        self.ticks += 1
+
     def attach(self, abort: Callable[[], None] | None) -> None:
         """Have this called as well when the workers part; None for nothing."""
         self._abort = abort
