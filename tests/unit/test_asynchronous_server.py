@@ -188,6 +188,24 @@ def test_a_worker_waits_for_its_turn_no_longer_than_said() -> None:
     side_by_side(2, work)
 
 
+def test_a_worker_that_only_serves_goes_along_step_by_step_and_waits_for_no_whole_round() -> None:
+    taken: list[int] = []
+
+    def work(workers: Workers) -> None:
+        one = asynchronous(workers, strategy(servers=1))
+        try:
+            for step in range(5):
+                if workers.rank == 0:
+                    taken.append(step)
+                assert one.claim(step) == (0 if workers.rank == 0 else None)
+                assert step in taken
+            workers.barrier()
+        finally:
+            one.close()
+
+    side_by_side(2, work)
+
+
 @pytest.mark.parametrize(("number", "servers"), [(1, 0), (2, 0), (3, 1), (4, 2)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_workers_that_take_turns_end_as_the_serial_run_does_with_the_optimizers_state(

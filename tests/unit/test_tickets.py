@@ -81,6 +81,20 @@ def test_whoever_waits_for_a_turn_wakes_when_the_workers_part() -> None:
         tickets.claim(2, 1)
 
 
+def test_whoever_only_goes_along_waits_until_a_step_is_taken() -> None:
+    tickets = Tickets(2, Reads(None), 0, timeout_s=0.1)
+    for worker in (0, 1):
+        with pytest.raises(NoProgress, match="rank 2 waited for its turn in vain, which comes after"):
+            tickets.taken(2, 0)
+        assert tickets.claim(worker, 0) == worker
+    tickets.taken(2, 0)
+    with ThreadPoolExecutor(1) as pool:
+        patient = Tickets(2, Reads(None), 0, PATIENCE_S)
+        waits = pool.submit(patient.taken, 2, 0)
+        assert [patient.claim(0, 0), patient.claim(1, 0)] == [0, 1]
+        waits.result(PATIENCE_S)
+
+
 def test_whoever_waits_for_a_worker_that_does_not_come_back_says_for_which() -> None:
     tickets = Tickets(1, Reads(1), 0, timeout_s=0.1)
     assert [tickets.claim(1, 0), tickets.claim(2, 1)] == [0, 1]

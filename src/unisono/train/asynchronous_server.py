@@ -61,8 +61,11 @@ class AsynchronousServer(SharedWork):
             self.workers.barrier()  # nobody is asked for weights before it has them
 
     def claim(self, step: int) -> int | None:
-        """The next batch, and the newest weights for it; nothing for whoever only serves."""
-        part = super().claim(step) if self._computes else None
+        """The next batch, and the newest weights for it; nothing for whoever only serves, and goes along."""
+        if not self._computes:
+            self._go_along(step)
+            return None
+        part = super().claim(step)
         if part is not None:
             self._pull()
         return part

@@ -69,6 +69,10 @@ class SharedWork(Synchroniser):
         self._ticket = said + 1
         return int(said) % self.parts
 
+    def _go_along(self, step: int) -> None:
+        """Wait until others have taken all of a step. So nobody waits for a whole round of theirs where it ends."""
+        self._ask_one(OFFICE, Letter({"ask": "taken", "step": step}))
+
     def settle(self, *, after_loss: bool) -> None:
         """All go on behind the newest ticket that any of them has had."""
         if after_loss:
@@ -118,6 +122,9 @@ class SharedWork(Synchroniser):
         match said["ask"]:
             case "claim":
                 return Letter({"ticket": self._tickets.claim(rank, said["step"])})
+            case "taken":
+                self._tickets.taken(rank, said["step"])
+                return Letter()
             case "push":
                 self._tickets.push(rank)
                 return Letter()

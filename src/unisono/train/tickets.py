@@ -46,6 +46,16 @@ class Tickets:
             self._changed.notify_all()
             return self.next - 1
 
+    def taken(self, worker: int, step: int) -> None:
+        """Wait until there are no tickets of a step any more.
+
+        Raises:
+            WorkerLost: the workers part.
+            NoProgress: nobody takes them.
+        """
+        with self._changed:
+            self._wait(worker, lambda: self.next >= (step + 1) * self._parts)
+
     def push(self, worker: int) -> None:
         """Wait until what was computed may be pushed.
 
@@ -74,7 +84,7 @@ class Tickets:
             if holds():
                 return
             if not self._changed.wait(self._timeout_s):
-                out = ", ".join(f"rank {other}" for other in self._reads.out if other != worker)
+                out = ", ".join(f"rank {other}" for other in self._reads.out if other != worker) or "the others"
                 raise NoProgress(
                     f"rank {worker} waited for its turn in vain, which comes after {out}. It hangs, or takes longer "
                     f"for something than the others: see its log, or allow more with unisono.init(failure_timeout_s=…)"
