@@ -1,10 +1,12 @@
 """Servers of the asynchronous form do what the formulas say, one update after the other."""
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from unisono.reduce.packing import pack, unpack
 from unisono.sync.parameter_server import ParameterServer
 from unisono.train.asynchronous_server import AsynchronousServer
 from unisono.train.central_weights import CentralWeights
+from unisono.train.hyperparameters import hyperparameters_of, set_hyperparameters
 from unisono.train.prepared import Prepared
 from unisono.train.synchroniser import Ground
 from unisono.train.workers import Workers
@@ -58,7 +61,7 @@ def strategy(**settings: Any) -> ParameterServer:
 
 
 def letter(version: int, found: Sequence[Tensor], rate: float, used: Sequence[bool] | None = None) -> Letter:
-    about = {"optimizers": [0], "rates": [[rate]], "version": version, "used": used or [True] * len(found)}
+    about = {"optimizers": [(0, [{"lr": rate}])], "version": version, "used": used or [True] * len(found)}
     return Letter(about, pack(found))
 
 
@@ -190,6 +193,84 @@ def test_workers_that_take_turns_end_as_the_serial_run_does_with_the_optimizers_
             torch.testing.assert_close(
                 dict(found.optimizers[0].state[mine]), dict(expected.optimizers[0].state[theirs]), rtol=0, atol=0
             )
+
+
+CHANGES: dict[str, tuple[Make, Callable[[dict[str, Any], int], Any]]] = {
+    "momentum, as in OneCycleLR": (
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        lambda group, step: group.update(lr=0.01 * step, momentum=0.95 - 0.05 * step),
+    ),
+    "betas, as in OneCycleLR": (
+        lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+        lambda group, step: group.update(betas=(0.9 - 0.1 * step, 0.99)),
+    ),
+    "decay and a switch": (
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        lambda group, step: group.update(weight_decay=0.1 * step, nesterov=step > 1),
+    ),
+    "a rate that is a tensor": (
+        lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.05), foreach=False),
+        lambda group, step: group["lr"].mul_(0.5),
+    ),
+    "numbers of numpy": (
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+        lambda group, step: group.update(lr=np.float32(0.5), weight_decay=np.float64(0.1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_hyperparameter_the_script_changes_the_servers_go_by_it(name: str) -> None:
+    make, change = CHANGES[name]
+
+    def work(workers: Workers) -> list[Tensor]:
+        one = asynchronous(workers, strategy(), make)
+        try:
+            for step in range(4):
+                change(one._prepared.optimizers[0].param_groups[0], step)
+                if workers.rank == step % 2:
+                    one._pull()
+                    push(one, gradients(step, one.replica.weights))
+                workers.barrier()
+            one.settle(after_loss=False)
+            return weights_of(one._prepared)
+        finally:
+            one.close()
+
+    expected = prepared(make)
+    for step in range(4):
+        change(expected.optimizers[0].param_groups[0], step)
+        for parameter, gradient in zip(
+            expected.parameters.values(), gradients(step, weights_of(expected)), strict=True
+        ):
+            parameter.grad = gradient
+        expected.optimizers[0].step()
+    for found in side_by_side(2, work):
+        assert all(map(torch.equal, found, weights_of(expected)))
+
+
+def test_a_scheduler_finds_that_the_update_came_before_it() -> None:
+    def work(workers: Workers) -> float:
+        one = asynchronous(workers, strategy())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(one._prepared.optimizers[0], 0.5)
+        push(one, gradients(0, one.replica.weights))
+        scheduler.step()  # or it warns, and a warning fails a test
+        return scheduler.get_last_lr()[0]
+
+    assert side_by_side(1, work) == [0.025]
+
+
+def test_what_cannot_be_told_in_a_letter_is_left_as_the_server_has_it() -> None:
+    optimizer = prepared().optimizers[0]
+    optimizer.param_groups[0].update(names={"a"}, mixed=[1, {"a"}], many=torch.ones(2), nothing=None, pair=(1, 2.0))
+    (told,) = hyperparameters_of(optimizer)
+    assert {"names", "mixed", "many", "params"}.isdisjoint(told)
+    assert json.loads(json.dumps(told)) == told
+    twin = prepared().optimizers[0]
+    twin.param_groups[0].update(pair=(0, 0), names="kept")
+    set_hyperparameters(twin, [told])
+    group = twin.param_groups[0]
+    assert (group["pair"], group["names"], group["nothing"], group["lr"]) == ((1, 2.0), "kept", None, 0.05)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -368,7 +449,7 @@ def test_many_threads_at_one_server_lose_no_update() -> None:
         begin.wait(PATIENCE_S)
         for _ in range(50):
             version = central.pull(worker).said["version"]
-            about = {"optimizers": [0], "rates": [[0.5]], "version": version, "used": [True] * len(before)}
+            about = {"optimizers": [(0, [{"lr": 0.5}])], "version": version, "used": [True] * len(before)}
             central.push(worker, Letter(about, ones))
 
     with ThreadPoolExecutor(8) as pool:

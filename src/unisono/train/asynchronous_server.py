@@ -14,6 +14,7 @@ from unisono.reduce.packing import pack, unpack
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.shares import shares
 from unisono.train.central_weights import CentralWeights
+from unisono.train.hyperparameters import hyperparameters_of
 from unisono.train.replica import set_states, states_of
 from unisono.train.shared_work import SharedWork
 from unisono.train.synchroniser import Ground, Synchroniser
@@ -73,8 +74,10 @@ class AsynchronousServer(SharedWork):
         gradients = [parameter.grad for parameter in self._parameters]
         known = self._prepared.optimizers
         chosen = [number for number, one in enumerate(known) if any(one is each for each in optimizers)]
-        about = {"ask": "update", "optimizers": chosen, "rates": [_rates(one) for one in known]}
+        about = {"ask": "update", "optimizers": [(number, hyperparameters_of(known[number])) for number in chosen]}
         self._ask({server: self._push(gradients, server, about) for server, held in self._held.items() if held})
+        for number in chosen:
+            known[number]._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers ask for it
         self._updates += 1
         self._has_arrived()
 
@@ -138,7 +141,3 @@ class AsynchronousServer(SharedWork):
         mine = [self._parameters[number] for number in numbers]
         for optimizer, kept in zip(self._prepared.optimizers, states, strict=True):
             set_states(optimizer, mine, kept)
-
-
-def _rates(optimizer: Optimizer) -> list[float | None]:
-    return [float(group["lr"]) if "lr" in group else None for group in optimizer.param_groups]
