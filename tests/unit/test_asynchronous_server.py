@@ -21,6 +21,7 @@ from unisono.train.asynchronous_server import AsynchronousServer
 from unisono.train.central_weights import CentralWeights
 from unisono.train.hyperparameters import hyperparameters_of, set_hyperparameters
 from unisono.train.prepared import Prepared
+from unisono.train.replica import set_states, states_of
 from unisono.train.synchroniser import Ground
 from unisono.train.workers import Workers
 
@@ -130,6 +131,28 @@ def test_a_server_goes_on_with_what_the_optimizer_has_kept_and_leaves_it_as_it_i
         parameter.grad = gradient
     known.optimizers[0].step()
     assert all(map(torch.equal, [each.detach() for each in central.weights], [each.detach() for each in chosen]))
+
+
+def test_gradients_and_what_optimizers_keep_arrive_where_the_weights_are() -> None:
+    """The device without memory stands for those that this machine may not have."""
+    known = prepared(OPTIMIZERS["Adam"])
+    found = gradients(0, weights_of(known))
+    for parameter, gradient in zip(known.parameters.values(), found, strict=True):
+        parameter.grad = gradient
+    known.optimizers[0].step()
+    sent = states_of(known.optimizers[0], list(known.parameters.values()))
+    sent = [{name: (value, name == "step") for name, (value, _) in state.items()} for state in sent]  # as on a device
+
+    model = known.modules[0].to("meta")
+    there = Prepared.of(model, [OPTIMIZERS["Adam"](model.parameters())])
+    set_states(there.optimizers[0], list(there.parameters.values()), sent)
+    for parameter in there.parameters.values():
+        devices = {name: value.device.type for name, value in there.optimizers[0].state[parameter].items()}
+        assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+    central = CentralWeights(strategy(), there, range(len(there.parameters)))
+    central.push(0, letter(0, found, 0.1))
+    assert central.version == 1
 
 
 def test_parameters_that_were_not_used_are_left_alone_as_torch_leaves_them() -> None:
@@ -255,7 +278,7 @@ def test_a_scheduler_finds_that_the_update_came_before_it() -> None:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(one._prepared.optimizers[0], 0.5)
         push(one, gradients(0, one.replica.weights))
         scheduler.step()  # or it warns, and a warning fails a test
-        return scheduler.get_last_lr()[0]
+        return float(scheduler.get_last_lr()[0])
 
     assert side_by_side(1, work) == [0.025]
 

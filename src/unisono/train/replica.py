@@ -98,17 +98,24 @@ class Replica:
 
 
 def states_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """What an optimizer keeps of each of these parameters; no copies."""
-    return [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
+    """What an optimizer keeps of each of these parameters, and whether on the CPU in any case; no copies."""
+    states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+    return [{name: (value, _is_on_cpu(value)) for name, value in state.items()} for state in states]
 
 
 def set_states(optimizer: Optimizer, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Any]]) -> None:
     """Set what an optimizer keeps of each of these parameters; where there is nothing to set, it stays."""
     for parameter, state in zip(parameters, states, strict=True):
         if state:
+            # What was sent arrives on the CPU, where counts stay and moments do not.
             optimizer.state[parameter] = {
-                name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()
+                name: value.to("cpu" if on_cpu else parameter.device, copy=True) if isinstance(value, Tensor) else value
+                for name, (value, on_cpu) in state.items()
             }
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
 def _owned(optimizer: Optimizer) -> list[Tensor]:
