@@ -41,7 +41,6 @@ class AsynchronousServer(SharedWork):
         self._central = CentralWeights(strategy, ground.prepared, self._held.get(self.rank, []))
         self._serves = True
         self._seen = [0] * len(self._parameters)  # of each, the version that is here
-        self._versions = dict.fromkeys(self._servers, 0)
         self._updates = 0
         self.open()
 
@@ -91,7 +90,7 @@ class AsynchronousServer(SharedWork):
         mine = [(gradients[number], self.replica.weights[number]) for number in self._held[server]]
         packed = pack([torch.zeros_like(weight) if gradient is None else gradient for gradient, weight in mine])
         used = [gradient is not None for gradient, _ in mine]
-        return Letter({**about, "used": used, "version": self._versions[server]}, packed)
+        return Letter({**about, "used": used, "version": self._seen[self._held[server][0]]}, packed)
 
     @torch.no_grad()
     def _pull(self) -> None:
@@ -100,7 +99,6 @@ class AsynchronousServer(SharedWork):
             weights = [self.replica.weights[number] for number in self._held[server]]
             for weight, newest in zip(weights, unpack(letter.packed, weights), strict=True):
                 weight.copy_(newest)
-            self._versions[server] = letter.said["version"]
             for number in self._held[server]:
                 self._seen[number] = letter.said["version"]
         self._untouched.accept()
