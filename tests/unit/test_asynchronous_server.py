@@ -16,10 +16,13 @@ from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import ModelError, WorkerLost
 from unisono.reduce.courier import Letter
 from unisono.reduce.packing import pack, unpack
+from unisono.sync.pair_averaging import PairAveraging
 from unisono.sync.parameter_server import ParameterServer
+from unisono.sync.strategy import Strategy
 from unisono.train.asynchronous_server import AsynchronousServer
 from unisono.train.central_weights import CentralWeights
 from unisono.train.hyperparameters import hyperparameters_of, set_hyperparameters
+from unisono.train.pairs import Pairs
 from unisono.train.prepared import Prepared
 from unisono.train.replica import set_states, states_of
 from unisono.train.synchroniser import Ground
@@ -272,15 +275,26 @@ def test_whatever_hyperparameter_the_script_changes_the_servers_go_by_it(name: s
         assert all(map(torch.equal, found, weights_of(expected)))
 
 
-def test_a_scheduler_finds_that_the_update_came_before_it() -> None:
+@pytest.mark.parametrize("how", [strategy(), PairAveraging()], ids=str)
+def test_schedulers_find_that_the_update_came_before_them_whoever_made_it(how: Strategy) -> None:
     def work(workers: Workers) -> float:
-        one = asynchronous(workers, strategy())
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(one._prepared.optimizers[0], 0.5)
-        push(one, gradients(0, one.replica.weights))
-        scheduler.step()  # or it warns, and a warning fails a test
-        return float(scheduler.get_last_lr()[0])
+        ground = Ground(workers, prepared(), PATIENCE_S, seed=0)
+        one = AsynchronousServer(ground, how) if isinstance(how, ParameterServer) else Pairs(ground)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(ground.prepared.optimizers[0], 0.5)
+        try:
+            one.step_begins()
+            workers.barrier()
+            while workers.rank == 0 and one.claim(0) is not None:
+                one.apply(ground.prepared.optimizers)
+            workers.barrier()
+            assert one.claim(0) is None
+            workers.barrier()
+            scheduler.step()  # or it warns, and a warning fails a test
+            return float(scheduler.get_last_lr()[0])
+        finally:
+            one.close()
 
-    assert side_by_side(1, work) == [0.025]
+    assert side_by_side(2, work) == [0.025, 0.025]
 
 
 def test_what_cannot_be_told_in_a_letter_is_left_as_the_server_has_it() -> None:

@@ -18,6 +18,7 @@ from unisono.train.hyperparameters import hyperparameters_of
 from unisono.train.replica import set_states, states_of
 from unisono.train.shared_work import SharedWork
 from unisono.train.synchroniser import Ground, Synchroniser
+from unisono.train.update import tell_schedulers
 
 
 class AsynchronousServer(SharedWork):
@@ -60,6 +61,11 @@ class AsynchronousServer(SharedWork):
             self._seen = [0] * len(self._parameters)
             self.workers.barrier()  # nobody is asked for weights before it has them
 
+    def step_begins(self) -> None:
+        """Servers make its update, whoever computes it."""
+        super().step_begins()
+        tell_schedulers(self._prepared.optimizers)
+
     def claim(self, step: int) -> int | None:
         """The next batch, and the newest weights for it; nothing for whoever only serves."""
         part = super().claim(step) if self._computes else None
@@ -75,8 +81,6 @@ class AsynchronousServer(SharedWork):
         chosen = [number for number, one in enumerate(known) if any(one is each for each in optimizers)]
         about = {"ask": "update", "optimizers": [(number, hyperparameters_of(known[number])) for number in chosen]}
         self._ask({server: self._push(gradients, server, about) for server, held in self._held.items() if held})
-        for number in chosen:
-            known[number]._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers ask for it
         self._updates += 1
         self._has_arrived()
 
