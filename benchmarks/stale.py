@@ -142,7 +142,7 @@ def stale_accuracy(choice: Choice, strategy: str, rate: float, workers: int, see
         model.zero_grad()
         F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        about = {"used": [True] * len(gradients), "optimizers": [0], "rates": [[rate]]}
+        about = {"used": [True] * len(gradients), "optimizers": [(0, [{"lr": rate}])]}
         server.push(worker, Letter({**about, "version": read[worker].said["version"]}, pack(gradients)))
         read[worker] = server.pull(worker)
     take(parameters, server.pull(0))

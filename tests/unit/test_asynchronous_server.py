@@ -1,10 +1,12 @@
 """Servers of the asynchronous form do what the formulas say, one update after the other."""
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,10 +16,15 @@ from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import ModelError, NoProgress, WorkerLost
 from unisono.reduce.courier import Courier, Letter
 from unisono.reduce.packing import pack, unpack
+from unisono.sync.pair_averaging import PairAveraging
 from unisono.sync.parameter_server import ParameterServer
+from unisono.sync.strategy import Strategy
 from unisono.train.asynchronous_server import AsynchronousServer
 from unisono.train.central_weights import CentralWeights
+from unisono.train.hyperparameters import hyperparameters_of, set_hyperparameters
+from unisono.train.pairs import Pairs
 from unisono.train.prepared import Prepared
+from unisono.train.replica import set_states, states_of
 from unisono.train.synchroniser import Ground
 from unisono.train.workers import Workers
 
@@ -58,7 +65,7 @@ def strategy(**settings: Any) -> ParameterServer:
 
 
 def letter(version: int, found: Sequence[Tensor], rate: float, used: Sequence[bool] | None = None) -> Letter:
-    about = {"optimizers": [0], "rates": [[rate]], "version": version, "used": used or [True] * len(found)}
+    about = {"optimizers": [(0, [{"lr": rate}])], "version": version, "used": used or [True] * len(found)}
     return Letter(about, pack(found))
 
 
@@ -127,6 +134,28 @@ def test_a_server_goes_on_with_what_the_optimizer_has_kept_and_leaves_it_as_it_i
         parameter.grad = gradient
     known.optimizers[0].step()
     assert all(map(torch.equal, [each.detach() for each in central.weights], [each.detach() for each in chosen]))
+
+
+def test_gradients_and_what_optimizers_keep_arrive_where_the_weights_are() -> None:
+    """The device without memory stands for those that this machine may not have."""
+    known = prepared(OPTIMIZERS["Adam"])
+    found = gradients(0, weights_of(known))
+    for parameter, gradient in zip(known.parameters.values(), found, strict=True):
+        parameter.grad = gradient
+    known.optimizers[0].step()
+    sent = states_of(known.optimizers[0], list(known.parameters.values()))
+    sent = [{name: (value, name == "step") for name, (value, _) in state.items()} for state in sent]  # as on a device
+
+    model = known.modules[0].to("meta")
+    there = Prepared.of(model, [OPTIMIZERS["Adam"](model.parameters())])
+    set_states(there.optimizers[0], list(there.parameters.values()), sent)
+    for parameter in there.parameters.values():
+        devices = {name: value.device.type for name, value in there.optimizers[0].state[parameter].items()}
+        assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+    central = CentralWeights(strategy(), there, range(len(there.parameters)))
+    central.push(0, letter(0, found, 0.1))
+    assert central.version == 1
 
 
 def test_parameters_that_were_not_used_are_left_alone_as_torch_leaves_them() -> None:
@@ -245,6 +274,95 @@ def test_workers_that_take_turns_end_as_the_serial_run_does_with_the_optimizers_
             torch.testing.assert_close(
                 dict(found.optimizers[0].state[mine]), dict(expected.optimizers[0].state[theirs]), rtol=0, atol=0
             )
+
+
+CHANGES: dict[str, tuple[Make, Callable[[dict[str, Any], int], Any]]] = {
+    "momentum, as in OneCycleLR": (
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        lambda group, step: group.update(lr=0.01 * step, momentum=0.95 - 0.05 * step),
+    ),
+    "betas, as in OneCycleLR": (
+        lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+        lambda group, step: group.update(betas=(0.9 - 0.1 * step, 0.99)),
+    ),
+    "decay and a switch": (
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        lambda group, step: group.update(weight_decay=0.1 * step, nesterov=step > 1),
+    ),
+    "a rate that is a tensor": (
+        lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.05), foreach=False),
+        lambda group, step: group["lr"].mul_(0.5),
+    ),
+    "numbers of numpy": (
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+        lambda group, step: group.update(lr=np.float32(0.5), weight_decay=np.float64(0.1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_hyperparameter_the_script_changes_the_servers_go_by_it(name: str) -> None:
+    make, change = CHANGES[name]
+
+    def work(workers: Workers) -> list[Tensor]:
+        one = asynchronous(workers, strategy(), make)
+        try:
+            for step in range(4):
+                change(one._prepared.optimizers[0].param_groups[0], step)
+                if workers.rank == step % 2:
+                    one._pull()
+                    push(one, gradients(step, one.replica.weights))
+                workers.barrier()
+            one.settle(after_loss=False)
+            return weights_of(one._prepared)
+        finally:
+            one.close()
+
+    expected = prepared(make)
+    for step in range(4):
+        change(expected.optimizers[0].param_groups[0], step)
+        for parameter, gradient in zip(
+            expected.parameters.values(), gradients(step, weights_of(expected)), strict=True
+        ):
+            parameter.grad = gradient
+        expected.optimizers[0].step()
+    for found in side_by_side(2, work):
+        assert all(map(torch.equal, found, weights_of(expected)))
+
+
+@pytest.mark.parametrize("how", [strategy(), PairAveraging()], ids=str)
+def test_schedulers_find_that_the_update_came_before_them_whoever_made_it(how: Strategy) -> None:
+    def work(workers: Workers) -> float:
+        ground = Ground(workers, prepared(), PATIENCE_S, seed=0)
+        one = AsynchronousServer(ground, how) if isinstance(how, ParameterServer) else Pairs(ground)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(ground.prepared.optimizers[0], 0.5)
+        try:
+            one.step_begins()
+            workers.barrier()
+            while workers.rank == 0 and one.claim(0) is not None:
+                one.apply(ground.prepared.optimizers)
+            workers.barrier()
+            assert one.claim(0) is None
+            workers.barrier()
+            scheduler.step()  # or it warns, and a warning fails a test
+            return float(scheduler.get_last_lr()[0])
+        finally:
+            one.close()
+
+    assert side_by_side(2, work) == [0.025, 0.025]
+
+
+def test_what_cannot_be_told_in_a_letter_is_left_as_the_server_has_it() -> None:
+    optimizer = prepared().optimizers[0]
+    optimizer.param_groups[0].update(names={"a"}, mixed=[1, {"a"}], many=torch.ones(2), nothing=None, pair=(1, 2.0))
+    (told,) = hyperparameters_of(optimizer)
+    assert {"names", "mixed", "many", "params"}.isdisjoint(told)
+    assert json.loads(json.dumps(told)) == told
+    twin = prepared().optimizers[0]
+    twin.param_groups[0].update(pair=(0, 0), names="kept")
+    set_hyperparameters(twin, [told])
+    group = twin.param_groups[0]
+    assert (group["pair"], group["names"], group["nothing"], group["lr"]) == ((1, 2.0), "kept", None, 0.05)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -423,7 +541,7 @@ def test_many_threads_at_one_server_lose_no_update() -> None:
         begin.wait(PATIENCE_S)
         for _ in range(50):
             version = central.pull(worker).said["version"]
-            about = {"optimizers": [0], "rates": [[0.5]], "version": version, "used": [True] * len(before)}
+            about = {"optimizers": [(0, [{"lr": 0.5}])], "version": version, "used": [True] * len(before)}
             central.push(worker, Letter(about, ones))
 
     with ThreadPoolExecutor(8) as pool:

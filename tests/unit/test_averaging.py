@@ -388,6 +388,55 @@ def test_where_a_worker_has_made_no_update_all_take_what_the_one_with_the_most_h
             assert torch.equal(known.optimizers[0].state[parameter]["momentum_buffer"], kept["momentum_buffer"])
 
 
+COUNTS = {"step", "mu_product", "eta", "mu"}
+STATEFUL: dict[str, Make] = {
+    "Adafactor": torch.optim.Adafactor,
+    "NAdam": torch.optim.NAdam,
+    "ASGD": lambda parameters: torch.optim.ASGD(parameters, lr=0.1, t0=2, lambd=0.01, alpha=0.5),
+    "RAdam": torch.optim.RAdam,
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
+    "Adadelta": torch.optim.Adadelta,
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9, centered=True),
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_whatever_the_optimizer_moments_become_the_mean_and_all_counts_those_of_the_worker_with_most_updates(
+    name: str,
+) -> None:
+    updates = [2, 5, 3]
+    found = settled(3, STATEFUL[name], updates)
+    each = [alone(STATEFUL[name], rank, times) for rank, times in enumerate(updates)]
+    for known in found:
+        for number, parameter in enumerate(known.parameters.values()):
+            for kept, value in known.optimizers[0].state[parameter].items():
+                alike = [one[number][kept] for one in each]
+                expected = alike[1] if kept in COUNTS else torch.stack([one.double() for one in alike]).mean(0)
+                torch.testing.assert_close(value.double(), expected.double(), rtol=1e-6, atol=1e-7)
+
+
+class Coded(Optimizer):
+    """Keeps its moments as codes with a scale, and counts in plain numbers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": RATE})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state, size = self.state[parameter], float(parameter.grad.abs().max())
+            codes = (parameter.grad / size * 100).round().to(torch.int8)
+            state.update(step=state.get("step", 0) + 1, codes=codes, scale=torch.full((2,), size), nothing=None)
+
+
+def test_codes_have_no_mean_and_come_from_one_worker_with_their_scales() -> None:
+    updates = [2, 5, 3]
+    expected = alone(Coded, 1, 5)
+    for known in settled(3, Coded, updates):
+        for kept, parameter in zip(expected, known.parameters.values(), strict=True):
+            if parameter.numel() > 1:
+                torch.testing.assert_close(dict(known.optimizers[0].state[parameter]), kept, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_means_of_many_tensors_of_all_shapes_are_the_same_on_all_workers(dtype: torch.dtype) -> None:
     shapes: list[tuple[int, ...]] = [(), (3,), (0,), (7, 5), (1,), (300, 200)]

@@ -26,6 +26,7 @@ from unisono.errors import (
     UnisonoWarning,
 )
 from unisono.plan.order import sample_order
+from unisono.sync.parameter_server import ParameterServer
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 
@@ -208,6 +209,41 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(start: Start, tmp_path:
     expected = resumable(start(run_dir=tmp_path / "undisturbed"))
     assert resumable(start(checkpoint_every=2), stop_at) is None
     assert resumable(start(checkpoint_every=2)) == expected
+
+
+@pytest.mark.parametrize("stop_at", [2, 5, 6, 10])
+def test_asynchronous_servers_go_on_with_what_the_optimizers_of_a_checkpoint_have_kept(
+    start: Start, tmp_path: Path, stop_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, as in an elastic job of which one worker is left, a worker does what the serial run does."""
+    expected = resumable(start(run_dir=tmp_path / "undisturbed"))
+    monkeypatch.setattr(ParameterServer, "require", lambda self, workers, **options: None)
+    settings = {"checkpoint_every": 2, "strategy": "parameter-server:synchronous=false"}
+    assert resumable(start(**settings), stop_at) is None
+    assert resumable(start(**settings)) == expected
+
+
+def test_asynchronous_servers_go_on_with_optimizers_that_were_made_after_others(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(run: unisono.Run, stop_at: int | None = None) -> str | None:
+        model: Any = net()
+        run.prepare(model, sgd(model))
+        for step in run.steps(data()):
+            step.run(cross_entropy)
+        run.prepare(model, [torch.optim.Adam(model[number].parameters(), lr=0.01) for number in (0, 2)])
+        for step in run.steps(data(), epochs=2):
+            step.run(cross_entropy)
+            if step.number == stop_at:
+                run.close()
+                return None
+        return run.finish()
+
+    expected = work(start(run_dir=tmp_path / "undisturbed"))
+    monkeypatch.setattr(ParameterServer, "require", lambda self, workers, **options: None)
+    settings = {"checkpoint_every": 2, "strategy": "parameter-server:synchronous=false"}
+    assert work(start(**settings), 6) is None
+    assert work(start(**settings)) == expected
 
 
 def test_a_checkpoint_asked_for_in_the_loop_holds_what_the_rest_of_the_body_does(start: Start, tmp_path: Path) -> None:

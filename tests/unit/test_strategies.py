@@ -253,6 +253,14 @@ def test_bytes_of_other_tensors_are_refused() -> None:
         unpack(pack([torch.zeros(3)]), [torch.zeros(17)])
 
 
+def test_what_is_unpacked_lies_where_it_is_needed_and_on_the_cpu_it_is_no_copy() -> None:
+    packed = pack([torch.ones(3), torch.ones(2, 2)])
+    here, there = unpack(packed, [torch.empty(3), torch.empty(2, 2, device="meta")])
+    assert (there.device.type, there.shape) == ("meta", (2, 2))
+    here.fill_(7.0)
+    assert unpack(packed, [torch.empty(3), torch.empty(2, 2)])[0].tolist() == [7.0] * 3
+
+
 def test_traffic_is_what_was_sent_and_what_was_sent_since_it_was_taken() -> None:
     traffic = Traffic()
     traffic.count(100, 2)

@@ -14,9 +14,11 @@ from unisono.reduce.packing import pack, unpack
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.shares import shares
 from unisono.train.central_weights import CentralWeights
+from unisono.train.hyperparameters import hyperparameters_of
 from unisono.train.replica import set_states, states_of
 from unisono.train.shared_work import SharedWork
 from unisono.train.synchroniser import Ground, Synchroniser
+from unisono.train.update import tell_schedulers
 
 
 class AsynchronousServer(SharedWork):
@@ -40,7 +42,6 @@ class AsynchronousServer(SharedWork):
         self._central = CentralWeights(strategy, ground.prepared, self._held.get(self.rank, []))
         self._serves = True
         self._seen = [0] * len(self._parameters)  # of each, the version that is here
-        self._versions = dict.fromkeys(self._servers, 0)
         self._updates = 0
         self.open()
 
@@ -60,6 +61,11 @@ class AsynchronousServer(SharedWork):
             self._seen = [0] * len(self._parameters)
             self.workers.barrier()  # nobody is asked for weights before it has them
 
+    def step_begins(self) -> None:
+        """Servers make its update, whoever computes it."""
+        super().step_begins()
+        tell_schedulers(self._prepared.optimizers)
+
     def claim(self, step: int) -> int | None:
         """The next batch, and the newest weights for it; nothing for whoever only serves, and goes along."""
         if not self._computes:
@@ -76,7 +82,7 @@ class AsynchronousServer(SharedWork):
         gradients = [parameter.grad for parameter in self._parameters]
         known = self._prepared.optimizers
         chosen = [number for number, one in enumerate(known) if any(one is each for each in optimizers)]
-        about = {"ask": "update", "optimizers": chosen, "rates": [_rates(one) for one in known]}
+        about = {"ask": "update", "optimizers": [(number, hyperparameters_of(known[number])) for number in chosen]}
         self._ask({server: self._push(gradients, server, about) for server, held in self._held.items() if held})
         self._updates += 1
         self._has_arrived()
@@ -91,7 +97,7 @@ class AsynchronousServer(SharedWork):
         mine = [(gradients[number], self.replica.weights[number]) for number in self._held[server]]
         packed = pack([torch.zeros_like(weight) if gradient is None else gradient for gradient, weight in mine])
         used = [gradient is not None for gradient, _ in mine]
-        return Letter({**about, "used": used, "version": self._versions[server]}, packed)
+        return Letter({**about, "used": used, "version": self._seen[self._held[server][0]]}, packed)
 
     @torch.no_grad()
     def _pull(self) -> None:
@@ -100,7 +106,6 @@ class AsynchronousServer(SharedWork):
             weights = [self.replica.weights[number] for number in self._held[server]]
             for weight, newest in zip(weights, unpack(letter.packed, weights), strict=True):
                 weight.copy_(newest)
-            self._versions[server] = letter.said["version"]
             for number in self._held[server]:
                 self._seen[number] = letter.said["version"]
         self._untouched.accept()
@@ -141,7 +146,3 @@ class AsynchronousServer(SharedWork):
         mine = [self._parameters[number] for number in numbers]
         for optimizer, kept in zip(self._prepared.optimizers, states, strict=True):
             set_states(optimizer, mine, kept)
-
-
-def _rates(optimizer: Optimizer) -> list[float | None]:
-    return [float(group["lr"]) if "lr" in group else None for group in optimizer.param_groups]

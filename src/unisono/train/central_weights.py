@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from unisono.reduce.courier import Letter
 from unisono.reduce.packing import pack, unpack
 from unisono.sync.parameter_server import ParameterServer
+from unisono.train.hyperparameters import set_hyperparameters
 from unisono.train.prepared import Prepared
 
 
@@ -53,8 +54,8 @@ class CentralWeights:
 
         Args:
             worker: its rank.
-            letter: ``version`` that the gradients were computed on, ``used`` parameters, ``optimizers`` to update with,
-                ``rates``, each group's learning rate by optimizer.
+            letter: ``version`` that the gradients were computed on, ``used`` parameters, ``optimizers`` to update with:
+                the number and the hyperparameters of each.
         """
         said: Mapping[str, Any] = letter.said
         with self._lock:
@@ -62,8 +63,8 @@ class CentralWeights:
             gradients = unpack(letter.packed, self.weights)
             for number, (weight, gradient, used) in enumerate(zip(self.weights, gradients, said["used"], strict=True)):
                 weight.grad = self._compensated(worker, number, gradient) if used else None
-            for number in said["optimizers"]:
-                self._update(self.optimizers[number], said["rates"][number], staleness)
+            for number, hyperparameters in said["optimizers"]:
+                self._update(self.optimizers[number], hyperparameters, staleness)
             for weight in self.weights:
                 weight.grad = None
             self.version += 1
@@ -84,11 +85,12 @@ class CentralWeights:
         moved = self.weights[number] - self._read[worker][number]
         return gradient + strength * gradient * gradient * moved
 
-    def _update(self, optimizer: Optimizer, rates: Sequence[float | None], staleness: int) -> None:
+    def _update(self, optimizer: Optimizer, hyperparameters: Sequence[Mapping[str, Any]], staleness: int) -> None:
+        set_hyperparameters(optimizer, hyperparameters)
         slower = max(1, staleness) if self._strategy.staleness_aware else 1
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate / slower
+        for group, told in zip(optimizer.param_groups, hyperparameters, strict=True):
+            if "lr" in told:
+                group["lr"] = group["lr"] / slower
         optimizer.step()
 
 

@@ -17,6 +17,7 @@ from unisono.reduce.packing import pack, unpack
 from unisono.sync.pair_averaging import average
 from unisono.train.shared_work import SharedWork
 from unisono.train.synchroniser import Ground, Synchroniser
+from unisono.train.update import tell_schedulers
 
 
 @dataclass
@@ -58,6 +59,11 @@ class Pairs(SharedWork):
         super().follow(before)
         assert isinstance(before, Pairs)
         self._live, self._asked, self._granted = before._live, before._asked, before._granted
+
+    def step_begins(self) -> None:
+        """Others may be faster, and make all of its updates."""
+        super().step_begins()
+        tell_schedulers(self._ground.prepared.optimizers)
 
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
         """Exchange, then update."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from unisono.reduce.averaging import Averaging
 from unisono.train.prepared import Prepared
+from unisono.train.sharded_update import SCALARS
 from unisono.train.workers import Workers
 
 
@@ -67,20 +68,25 @@ class Replica:
 
     @torch.no_grad()
     def average_states(self) -> None:
-        """What optimizers keep becomes the mean of all workers': moments are linear. Counts become the largest.
+        """What optimizers keep becomes the mean of all workers': moments are linear. Collective.
 
-        Where a worker has made no update yet, all take what the one with the most has. Collective.
+        Counts, and whatever else has no mean, become those of the one worker that has made the most updates. Where a
+        worker has made no update yet, all take what the one with the most has.
         """
         states = [_State.of(optimizer) for optimizer in self._prepared.optimizers]
-        layouts = self._workers.gather_json([[state.layout for state in states], [state.counts for state in states]])
-        if any(layout != layouts[0][0] for layout, _ in layouts):
-            fullest = max(range(len(layouts)), key=lambda rank: (sum(map(len, layouts[rank][0])), -rank))
+        told = self._workers.gather_json([[state.layout for state in states], [state.updates for state in states]])
+        if any(layout != told[0][0] for layout, _ in told):
+            fullest = max(range(len(told)), key=lambda rank: (sum(map(len, told[rank][0])), -rank))
             self._follow(fullest)
             return
         means = self._averaging.mean([moment for state in states for moment in state.moments])
         found = iter(mean.clone() for mean in means)
         for number, state in enumerate(states):
-            state.load([next(found) for _ in state.moments], [counts[number] for _, counts in layouts])
+            for moment in state.moments:
+                moment.copy_(next(found))
+            if state.others:
+                oldest = max(range(len(told)), key=lambda rank: (told[rank][1][number], -rank))
+                state.take(self._workers.broadcast(state.told() if self._workers.rank == oldest else None, oldest))
 
     def _follow(self, source: int) -> None:
         mine = self._workers.rank == source
@@ -92,17 +98,24 @@ class Replica:
 
 
 def states_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """What an optimizer keeps of each of these parameters; no copies."""
-    return [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
+    """What an optimizer keeps of each of these parameters, and whether on the CPU in any case; no copies."""
+    states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+    return [{name: (value, _is_on_cpu(value)) for name, value in state.items()} for state in states]
 
 
 def set_states(optimizer: Optimizer, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Any]]) -> None:
     """Set what an optimizer keeps of each of these parameters; where there is nothing to set, it stays."""
     for parameter, state in zip(parameters, states, strict=True):
         if state:
+            # What was sent arrives on the CPU, where counts stay and moments do not.
             optimizer.state[parameter] = {
-                name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()
+                name: value.to("cpu" if on_cpu else parameter.device, copy=True) if isinstance(value, Tensor) else value
+                for name, (value, on_cpu) in state.items()
             }
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
 def _owned(optimizer: Optimizer) -> list[Tensor]:
@@ -111,31 +124,64 @@ def _owned(optimizer: Optimizer) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _State:
-    """What an optimizer keeps: moments, which are as large as parameters, and counts."""
+    """What an optimizer keeps.
+
+    Attributes:
+        moments: of which there are means.
+        others: where anything else is kept, and its name: counts, what follows from them, codes.
+        layout: what there is, in words.
+        updates: of all parameters together, as far as they are counted.
+    """
 
     moments: list[Tensor]
-    scalars: list[Tensor]
+    others: list[tuple[dict[str, Any], str]]
     layout: list[str]
+    updates: float
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> _State:
+        owned = _owned(optimizer)
+        states: list[dict[str, Any]] = [optimizer.state.get(parameter, {}) for parameter in owned]
+        counts = SCALARS.union(*map(_counts, owned, states))
         moments: list[Tensor] = []
-        scalars: list[Tensor] = []
+        others: list[tuple[dict[str, Any], str]] = []
         layout: list[str] = []
-        for number, parameter in enumerate(_owned(optimizer)):
-            for name, value in sorted(optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, Tensor):
-                    is_moment = value.is_floating_point() and value.shape == parameter.shape and name != "step"
-                    (moments if is_moment else scalars).append(value)
-                    layout.append(f"{number} {name}")
-        return cls(moments, scalars, layout)
+        for number, state in enumerate(states):
+            has_codes = any(map(_is_code, state.values()))  # whose scales have no mean, either
+            for name, value in sorted(state.items()):
+                if value is None:
+                    continue
+                layout.append(f"{number} {name} {list(value.shape) if isinstance(value, Tensor) else ''}")
+                if isinstance(value, Tensor) and value.is_floating_point() and name not in counts and not has_codes:
+                    moments.append(value)
+                else:
+                    others.append((state, name))
+        return cls(moments, others, layout, sum(float(state["step"]) for state in states if "step" in state))
 
-    @property
-    def counts(self) -> list[float]:
-        return [float(scalar.max()) for scalar in self.scalars]
+    def told(self) -> list[Any]:
+        """What has no mean: single elements as numbers, which travel together."""
+        values = [state[name] for state, name in self.others]
+        return [value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for value in values]
 
-    def load(self, moments: Sequence[Tensor], counts: Sequence[Sequence[float]]) -> None:
-        for mine, mean in zip(self.moments, moments, strict=True):
-            mine.copy_(mean)
-        for scalar, values in zip(self.scalars, zip(*counts, strict=True), strict=True):
-            scalar.fill_(max(values))
+    def take(self, told: Sequence[Any]) -> None:
+        """Set what has no mean."""
+        for (state, name), value in zip(self.others, told, strict=True):
+            mine = state[name]
+            if not isinstance(mine, Tensor):
+                state[name] = value
+            elif isinstance(value, Tensor):
+                mine.copy_(value)
+            else:
+                mine.fill_(value)
+
+
+def _counts(parameter: Tensor, state: Mapping[str, Any]) -> set[str]:
+    """What is kept once of a parameter that has more elements, or dimensions."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {
+        name for name, each in tensors.items() if each.numel() == 1 and each.dim() < 2 and each.shape != parameter.shape
+    }
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 1 and not value.is_floating_point()

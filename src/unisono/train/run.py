@@ -661,6 +661,8 @@ class Run:
             self._workers.transport.use_topology(chosen)
         if not serve(self._workers, self._strategy) and self.is_main:
             self._around.folder.journal("all compute", strategy=str(self._strategy), workers=self.world_size)
+        if not self._strategy.is_exact:
+            self._trained.anticipate()
         self._apart.make()
         if self._apart.rounds is None:
             self._engine = StepEngine(self.job, self._workers, prepared, self.device, self._around.execution)

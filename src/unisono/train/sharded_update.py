@@ -14,7 +14,7 @@ from unisono.reduce.partial_sums import views_of
 from unisono.reduce.transport import Transport
 from unisono.train.prepared import Prepared
 from unisono.train.untouched import Untouched
-from unisono.train.update import READERS, may_change_gradients
+from unisono.train.update import READERS, may_change_gradients, tell_schedulers
 
 SCALARS = frozenset(("step", "mu_product"))
 """State that optimizers keep once per tensor, whatever its size."""
@@ -113,7 +113,7 @@ class ShardedUpdate:
         inner.step()
         for number in self._trained(optimizer):
             self._publish(number, optimizer, inner)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers ask for it
+        tell_schedulers([optimizer])
 
     def _made(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer of this worker's parts. A part may be empty: what is kept once per tensor is kept alike."""

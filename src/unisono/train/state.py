@@ -123,16 +123,25 @@ def restore_optimizers(prepared: Prepared, snapshot: Snapshot) -> None:
 
 
 def restore_update(prepared: Prepared, snapshot: Snapshot) -> None:
-    """Set what an update changes: weights, buffers, what the optimizers keep per parameter.
+    """Set what an update changes: weights, buffers, what the optimizers keep per parameter."""
+    restore_models(prepared, snapshot)
+    restore_kept(prepared, snapshot)
+
+
+def restore_kept(prepared: Prepared, snapshot: Snapshot) -> None:
+    """Set what the optimizers keep per parameter.
 
     Hyperparameters stay: they are the script's, which may have set those of the snapshot for a later step.
+
+    Raises:
+        CheckpointError: the checkpoint holds other optimizers.
     """
-    groups = [[dict(group) for group in optimizer.param_groups] for optimizer in prepared.optimizers]
-    restore_models(prepared, snapshot)
-    restore_optimizers(prepared, snapshot)
-    for optimizer, before in zip(prepared.optimizers, groups, strict=True):
-        for group, kept in zip(optimizer.param_groups, before, strict=True):
-            group |= {name: value for name, value in kept.items() if name != "params"}
+    groups = [optimizer.param_groups for optimizer in prepared.optimizers]
+    try:
+        restore_optimizers(prepared, snapshot)
+    finally:
+        for optimizer, before in zip(prepared.optimizers, groups, strict=True):
+            optimizer.param_groups = before
 
 
 def module_part(state: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:

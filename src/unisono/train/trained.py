@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from unisono.checkpoint.store import Snapshot
-from unisono.errors import JobMismatch
+from unisono.errors import CheckpointError, JobMismatch
 from unisono.train.adaptation import Adaptation
 from unisono.train.checkpoints import shared_snapshot
 from unisono.train.digest import checksum
@@ -14,7 +15,7 @@ from unisono.train.membership import Arrival
 from unisono.train.monitors import Monitors
 from unisono.train.prepared import Prepared
 from unisono.train.registered import Registered
-from unisono.train.state import Progress, capture, restore_models, restore_optimizers, restore_update
+from unisono.train.state import Progress, capture, restore_kept, restore_models, restore_optimizers, restore_update
 from unisono.train.workers import Workers
 
 
@@ -63,6 +64,15 @@ class Trained:
         self.progress = Progress.from_tree(snapshot.state["progress"])
         self._recall(snapshot)
         self.adaptation.load_state_dict(snapshot.state["adaptation"])
+
+    def anticipate(self) -> None:
+        """Restore what optimizers keep before :meth:`settle` does, for servers that go on with it.
+
+        The state may be that of other optimizers, which the script has yet to make; if not, ``settle`` says so.
+        """
+        if self.restored is not None and self.prepared is not None:
+            with suppress(CheckpointError):
+                restore_kept(self.prepared, self.restored)
 
     def settle(self) -> bool:
         """Restore what a state holds besides the models, now that the script has made everything.

@@ -31,6 +31,12 @@ def may_change_gradients(optimizer: Optimizer) -> bool:
     return type(optimizer) not in READERS or any(hooks)
 
 
+def tell_schedulers(optimizers: Sequence[Optimizer]) -> None:
+    """Their updates are made elsewhere: without this, learning-rate schedulers warn that there was none."""
+    for optimizer in optimizers:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 class Update:
     """Every worker updates all parameters."""
 
