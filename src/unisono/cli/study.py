@@ -40,7 +40,7 @@ from unisono.cli.study_options import (
 from unisono.cli.verify import read_workers
 from unisono.errors import JobError, LaunchError
 from unisono.launch.local import launch
-from unisono.launch.report import last_lines
+from unisono.launch.report import in_a_line
 from unisono.launch.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
@@ -178,15 +178,13 @@ class Runner:
         from unisono.study.measuring import RunEnd
 
         settings = self.settings(cell)
+        folder = open_folder(place, settings.script.stem)
         try:
-            outcome = launch(settings, open_folder(place, settings.script.stem), SilentTerminal())
+            outcome = launch(settings, folder, SilentTerminal())
         except LaunchError as error:
             return RunEnd(1, str(error))
-        words, cause = outcome.summary(), outcome.cause
-        log = "logs" if cause is None else f"logs/rank-{cause.rank}.log"
-        if cause is not None and cause.failure is None:  # what it printed is all there is
-            words = "; ".join([words, *last_lines(place / log, 1)])
-        return RunEnd(outcome.exit_code, words, log, outcome.interrupted)
+        words, log = in_a_line(outcome, folder)
+        return RunEnd(outcome.exit_code, words, str(log.relative_to(folder.path)), outcome.interrupted)
 
     def settings(self, cell: PlannedCell) -> LaunchSettings:
         """How to start one."""
