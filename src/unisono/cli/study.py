@@ -195,7 +195,7 @@ class Runner:
             workers=1 if is_plain else kind.workers,
             # Of weak scaling's batch there are more shards than these, one for every worker at least.
             shards=None if is_plain or kind.mode == "weak" else wanted.shards,
-            threads=kind.workers * (wanted.threads or 1) if is_plain else wanted.threads,
+            threads=wanted.plain_threads(kind) if is_plain else wanted.threads,
             grace_s=GRACE_S,
             tuning=Tuning.of_this_process(wanted=wanted.tuned),
             extra_environment={} if is_plain else self._told(cell),
@@ -260,7 +260,7 @@ def results_of(measurement: Measurement, measured: Measured, cores: int) -> Resu
         environment={**surroundings(cores), **network(measured)},
         commands=(shlex.join(["unisono", *sys.argv[1:]]), *commands(measurement)),
         settings=shown_settings(measurement, measured),
-        notes=tuple(notes(measurement)),
+        notes=tuple(notes(measurement, measured)),
     )
 
 

@@ -106,6 +106,10 @@ class Measurement:
         """The runs, in order."""
         return planned(self.kinds, self.repeats, self.seed)
 
+    def plain_threads(self, kind: Kind) -> int:
+        """Those of the plain loop: of so many workers together."""
+        return kind.workers * (self.threads or 1)
+
     def variables(self, kind: Kind, environ: Mapping[str, str]) -> dict[str, str]:
         """What the workers of a run are told besides what the launcher tells them.
 
