@@ -79,6 +79,8 @@ def test_the_loss_is_taken_after_the_same_samples_whatever_the_batch(tmp_path: P
     assert small.loss_at(400) == pytest.approx(9 - 37.5)  # steps 36 to 39
     assert large.loss_at(400) == pytest.approx(9 - 18.5)  # steps 18 and 19
     assert small.loss_at(5) is None
+    huge = measured_run(write(tmp_path / "c", [line(step, size=160) for step in range(4)]), 0)
+    assert huge.loss_at(400) == 9 - 1  # none ends in the last tenth: the last one before
 
 
 def test_a_loss_that_is_no_number_is_none(tmp_path: Path) -> None:

@@ -64,9 +64,13 @@ class MeasuredRun:
     losses: Sequence[tuple[int, int, float]] = field(default=(), repr=False)
 
     def loss_at(self, samples: int) -> float | None:
-        """The mean loss over the last tenth of the first so many samples; None if there is none."""
+        """The mean loss over the last tenth of the first so many samples; None if there is none.
+
+        Where a step is so large that none ends there, it is the loss of the last one that ends before.
+        """
         begin = samples * (1 - LAST_SHARE)
-        seen = [(after - before, loss) for before, after, loss in self.losses if begin < after <= samples]
+        whole = [(after, after - before, loss) for before, after, loss in self.losses if after <= samples]
+        seen = [(size, loss) for after, size, loss in whole if after > begin or after == whole[-1][0]]
         count = sum(size for size, _ in seen)
         return sum(size * loss for size, loss in seen) / count if count else None
 
