@@ -146,6 +146,20 @@ def test_a_row_that_is_there_twice_is_named_with_its_twin(table: Path) -> None:
     assert "line 4, repeat: the same run as in line 2" in refused(table)[1]
 
 
+def test_plain_loops_that_several_jobs_measured_are_more_repeats(table: Path) -> None:
+    element = (
+        "label,mode,workers,repeat,seconds,samples\na,baseline,1,0,{0},3\na,baseline,1,1,{0},3\na,strong,{0},0,2,3\n"
+    )
+    table.write_text(element.format(1) + element.format(2).split("\n", 1)[1])
+
+    found = read_table(table).cells
+
+    assert [(one.mode, one.workers, one.repeat, one.seconds) for one in found] == [
+        *[("baseline", 1, 0, 1.0), ("baseline", 1, 1, 1.0), ("strong", 1, 0, 2.0)],
+        *[("baseline", 1, 2, 2.0), ("baseline", 1, 3, 2.0), ("strong", 2, 0, 2.0)],
+    ]
+
+
 def test_no_more_than_ten_bad_rows_are_listed(table: Path) -> None:
     table.write_text("workers,seconds,samples\n" + "x,1,1\n" * 25)
 
@@ -274,6 +288,8 @@ def test_the_same_figures_have_the_same_interval() -> None:
 def test_a_figure_that_was_measured_once_has_no_interval() -> None:
     assert median([5.0]) == Estimate(5.0)
     assert ratio([6.0], [3.0], paired=False) == Estimate(2.0)
+    assert ratio([6.0, 7.0, 8.0], [3.5], paired=False) == Estimate(2.0)
+    assert ratio([7.0], [3.0, 3.5, 4.0], paired=False) == Estimate(2.0)
 
 
 def test_what_disturbs_a_pair_alike_does_not_widen_its_ratio() -> None:
@@ -307,6 +323,16 @@ def test_studies_beside_each_other_keep_their_labels_or_get_their_names() -> Non
 
     assert list(dict.fromkeys(cell.label for cell in found.cells)) == ["a", "x: b", "y: b", "y (2)"]
     assert len(found.cells) == sum(len(each.cells) for each in (one, other, third))
+
+
+def test_a_study_without_a_label_does_not_get_that_of_another() -> None:
+    table, study = (MadeUp(labels=(label,)).results() for label in ("", "resnet"))
+
+    for studies in ([("resnet", table), ("studies", study)], [("studies", study), ("resnet", table)]):
+        labels = {cell.label for cell in side_by_side(studies).cells}
+        assert labels == {"resnet", "studies: resnet"}
+    mixed = MadeUp(labels=("", "resnet")).results()
+    assert {cell.label for cell in side_by_side([("resnet", mixed)]).cells} == {"resnet", "resnet: resnet"}
 
 
 def test_settings_that_differ_between_studies_are_found_by_the_label() -> None:
