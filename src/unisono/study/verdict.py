@@ -123,8 +123,8 @@ def _advice(curve: Curve, analysis: Analysis) -> str:
     if found.efficient is not None:
         said.append(f"at most {found.efficient.workers} for an efficiency of at least {percent(wanted.threshold)}")
     if found.cheapest is not None and wanted.prices is not None:
-        what = "an epoch" if found.cheapest.epoch_s else "a million samples"
-        costs = {row.workers: f"{wanted.prices.cost(row):.3g}" for row in (found.cheapest, found.fastest)}
+        what = "an epoch" if found.of_epochs else "a million samples"
+        costs = {row.workers: f"{found.costs[row.workers]:.3g}" for row in (found.cheapest, found.fastest)}
         beside = ", ".join(f"{cost} with {workers}" for workers, cost in costs.items())
         price = _price(wanted.prices)
         said.append(f"{found.cheapest.workers} for the lowest cost ({what} costs {beside}; {price})")
