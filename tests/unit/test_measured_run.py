@@ -134,7 +134,9 @@ def test_a_plain_loop_tells_its_epochs_in_lines_of_json(tmp_path: Path) -> None:
     log.write_text("hello\n{\n" + "".join(f" 10 % {json.dumps(one)}\n" for one in told) + '{"other": 1}\n')
     found = plain_run(log)
     assert (found.samples, found.seconds, found.trained, found.epoch_s, found.times) == (50, 2.0, 100, 2.0, None)
-    assert found.loss_at(100) == 0.5
+    assert (found.loss_at(100), found.epoch) == (0.5, None)
+    log.write_text(json.dumps(told[0]))
+    assert (plain_run(log).seconds, plain_run(log).epoch) == (3.0, 1)
 
 
 def test_a_plain_loop_that_tells_nothing_is_told_how(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ class MeasuredRun:
         reduction: latency and bandwidth of the reduction itself, if there were several workers.
         devices: that the workers trained on, by rank.
         losses: for each step or epoch: the samples before and after it, and its loss.
+        epoch: the number of the epoch, from 1, of a plain loop that has trained but one.
     """
 
     samples: int
@@ -62,6 +63,7 @@ class MeasuredRun:
     reduction: Mapping[str, float] | None = None
     devices: tuple[str, ...] = ()
     losses: Sequence[tuple[int, int, float]] = field(default=(), repr=False)
+    epoch: int | None = None
 
     def loss_at(self, samples: int) -> float | None:
         """The mean loss over the last tenth of the first so many samples; None if there is none.
@@ -167,6 +169,7 @@ def plain_run(log: Path) -> MeasuredRun:
         epoch_s=median(line["seconds"] for line in timed),
         accuracy=accuracies[-1] if accuracies else None,
         epoch_samples=timed[-1]["samples"],
+        epoch=1 if len(lines) == 1 else None,
         losses=[
             (*each, line["loss"])
             for each, line in zip(pairwise(ends), lines, strict=True)

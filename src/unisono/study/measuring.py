@@ -247,6 +247,7 @@ def _figures(run: MeasuredRun, trained: int, cores: int) -> dict[str, Any]:
     return {
         "batch_size": run.batch_size,
         "learning_rate": run.learning_rate,
+        "epoch": run.epoch,
         "samples": run.samples,
         "seconds": run.seconds,
         "epoch_s": run.epoch_s,
