@@ -1,10 +1,16 @@
 """What ``unisono study`` starts, and where it writes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import unisono.cli.study as command
+from studies import MadeUp
 from unisono.cli.study import plain_workers
+from unisono.cli.study_sources import compare, report_from
+from unisono.errors import JobError
+from unisono.study.analysis import Wanted
 
 pytestmark = pytest.mark.unit
 
@@ -21,3 +27,38 @@ def test_the_plain_loop_gets_the_threads_of_as_many_workers_as_there_are_cores_f
     assert plain_workers(workers, threads) == plain
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert plain_workers(workers, threads) == (1,)
+
+
+@pytest.fixture
+def studies(tmp_path: Path) -> tuple[Path, Path]:
+    """Two of them, measured."""
+    for name in ("one", "two"):
+        MadeUp(labels=(name,)).results().write(tmp_path / name)
+        (tmp_path / name / "study.json").write_text("{}")
+    return tmp_path / "one", tmp_path / "two"
+
+
+def test_no_report_takes_the_place_of_another_studys(studies: tuple[Path, Path], tmp_path: Path) -> None:
+    one, two = studies
+    table = tmp_path / "tables" / "results.csv"
+    table.parent.mkdir()
+    table.write_bytes((one / "results.csv").read_bytes())
+    refused = "the report would take the place of the results in"
+    with pytest.raises(JobError, match=refused):
+        report_from(one, two, Wanted())
+    with pytest.raises(JobError, match=refused):
+        compare([one, table], two, Wanted())
+    with pytest.raises(JobError, match=refused):
+        compare([table, table], table.parent, Wanted())
+    assert sorted(path.name for path in two.iterdir()) == ["results.csv", "results.json", "study.json"]
+
+
+def test_a_study_gets_its_own_report_again(studies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr("unisono.cli.study_sources.report", lambda results, folder, *_: written.append(folder))
+    one, two = studies
+    report_from(one, None, Wanted())
+    report_from(one, one, Wanted())
+    report_from(one, two.parent / "new", Wanted())
+    compare([one, two], two.parent / "new", Wanted())
+    assert written == [one, one, two.parent / "new", two.parent / "new"]
