@@ -66,6 +66,9 @@ def test_a_loss_that_is_no_number_is_none(tmp_path: Path) -> None:
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"no results\.json"):
         read_results(tmp_path)
+    (tmp_path / "study.json").touch()
+    with pytest.raises(JobError, match=r"is not over: start it again.*; with fewer --repeats"):
+        read_results(tmp_path)
 
 
 # --- tables from elsewhere
@@ -182,6 +185,8 @@ def test_no_more_than_ten_bad_rows_are_listed(table: Path) -> None:
         ("workers,samples_per_s,samples\n1,0,1\n", "samples_per_s: a number above 0 is wanted, not '0'"),
         ("workers,seconds,samples\n1,nan,1\n", "seconds"),
         ("workers,seconds,samples\n1,1,0\n", "samples and seconds above 0"),
+        ("workers,seconds,samples,label\n1,1,1,=1+1\n", "line 2, label: begins with one of = .* not '=1.1'"),
+        ("workers,seconds,samples,digest\n1,1,1,=1+1\n", "line 2, digest: "),
     ],
 )
 def test_what_a_table_lacks_is_said(table: Path, text: str, words: str) -> None:
@@ -314,6 +319,19 @@ def test_bootstrap_intervals_of_a_median_cover_it() -> None:
 
 
 # --- several studies
+
+
+@pytest.mark.parametrize("name", ["=cmd", "-x", "@", "\t=1"])
+def test_the_name_of_a_study_is_no_formula(name: str) -> None:
+    study = MadeUp(labels=("",)).results()
+
+    found = side_by_side([(name, study)])
+
+    assert read_back(found) == found
+
+
+def read_back(results: Results) -> Results:
+    return Results.model_validate(results.model_dump())
 
 
 def test_studies_beside_each_other_keep_their_labels_or_get_their_names() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.study.results import Cell, Results
+from unisono.study.results import FORMULAS, Cell, Results
 
 
 def side_by_side(studies: Sequence[tuple[str, Results]]) -> Results:
@@ -52,10 +52,11 @@ class _Study:
 
 
 def _names(names: Sequence[str]) -> list[str]:
-    """Each once: ``study``, ``study (2)``."""
+    """Each once, and none that begins as a formula: ``study``, ``study (2)``."""
     seen: Counter[str] = Counter()
     found = []
-    for name in names:
+    for each in names:
+        name = each.lstrip("".join(FORMULAS)) or "study"
         seen[name] += 1
         found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return found

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from unisono.errors import JobError
 from unisono.study.results import CSV_NAME, JSON_NAME, Cell, Results
+from unisono.study.study_folder import SETTINGS_NAME
 
 ALIASES: Mapping[str, str] = {
     "images": "samples",
@@ -42,6 +43,11 @@ def read_results(path: Path) -> Results:
     """
     if path.is_dir():
         found = next((path / name for name in (JSON_NAME, CSV_NAME) if (path / name).is_file()), None)
+        if found is None and (path / SETTINGS_NAME).is_file():
+            raise JobError(
+                f"the study in {path} is not over: start it again, and it goes on with what is missing; with fewer "
+                f"--repeats it reports what is there"
+            )
         if found is None:
             raise JobError(f"{path} is no study's folder: it has no {JSON_NAME} and no {CSV_NAME}")
         return read_results(found)
