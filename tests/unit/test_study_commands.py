@@ -1,5 +1,6 @@
 """What ``unisono study`` starts, and where it writes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 
 import unisono.cli.study as command
 from studies import MadeUp
-from unisono.cli.study import plain_workers
+from unisono.cli.study import commands, plain_workers
 from unisono.cli.study_sources import compare, report_from
 from unisono.errors import JobError
 from unisono.study.analysis import Wanted
+from unisono.study.measurement import Measurement
 
 pytestmark = pytest.mark.unit
 
@@ -27,6 +29,35 @@ def test_the_plain_loop_gets_the_threads_of_as_many_workers_as_there_are_cores_f
     assert plain_workers(workers, threads) == plain
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert plain_workers(workers, threads) == (1,)
+
+
+def test_a_report_shows_the_commands_that_were_started() -> None:
+    study = Measurement(
+        script=("train.py", "--lr", "0.1"),
+        workers=(1, 2),
+        modes=("strong", "weak"),
+        steps=20,
+        baseline=("plain.py", "a b"),
+        baseline_workers=(1, 2),
+        shards=4,
+        threads=3,
+        tuned=False,
+    )
+    told = "UNISONO_STUDY=1 UNISONO_STOP_AFTER=20"
+    weak = f"{told} UNISONO_BATCH_SCALE=2 UNISONO_BATCH_SCALE_WARMUP=4 UNISONO_SHARDS=4"
+    assert commands(study) == [
+        "unisono run -n 1 --threads 3 --no-tuning plain.py 'a b'",
+        "unisono run -n 1 --threads 6 --no-tuning plain.py 'a b'",
+        f"{told} unisono run -n 1 --shards 4 --threads 3 --no-tuning train.py --lr 0.1",
+        f"{told} unisono run -n 2 --shards 4 --threads 3 --no-tuning train.py --lr 0.1",
+        f"{weak} unisono run -n 2 --threads 3 --no-tuning train.py --lr 0.1",
+    ]
+    assert commands(replace(study, tuned=True, modes=("strong",), shards=None, threads=None)) == [
+        "unisono run -n 1 --threads 1 plain.py 'a b'",
+        "unisono run -n 1 --threads 2 plain.py 'a b'",
+        f"{told} unisono run -n 1 train.py --lr 0.1",
+        f"{told} unisono run -n 2 train.py --lr 0.1",
+    ]
 
 
 @pytest.fixture

@@ -203,7 +203,7 @@ class Runner:
 
     def _told(self, cell: PlannedCell) -> dict[str, str]:
         told = self.measurement.variables(cell.kind, os.environ)
-        if self.measurement.shards is not None:
+        if self.measurement.shards is not None and cell.kind.mode == "weak":
             told["UNISONO_SHARDS"] = str(self.measurement.shards)
         return told
 
@@ -266,16 +266,16 @@ def results_of(measurement: Measurement, measured: Measured, cores: int) -> Resu
 
 def commands(measurement: Measurement) -> list[str]:
     """How each kind of run could be started by hand."""
-    found = []
-    for kind in measurement.kinds:
-        if kind.mode == "baseline":
-            threads = kind.workers * (measurement.threads or 1)
-            found.append(shlex.join([f"OMP_NUM_THREADS={threads}", "python", *measurement.baseline]))
-            continue
-        told = measurement.variables(kind, os.environ)
-        words = [f"{name}={value}" for name, value in told.items() if value]
-        words += ["unisono", "run", "-n", str(kind.workers)]
-        words += [] if measurement.shards is None else ["--shards", str(measurement.shards)]
-        words += [] if measurement.threads is None else ["--threads", str(measurement.threads)]
-        found.append(shlex.join([*words, *measurement.script]))
-    return found
+    from unisono.study.cells import PlannedCell
+
+    runner = Runner(measurement)
+    return [_typed(runner.settings(PlannedCell(kind, 0)), tuned=measurement.tuned) for kind in measurement.kinds]
+
+
+def _typed(settings: LaunchSettings, *, tuned: bool) -> str:
+    words = [f"{name}={value}" for name, value in settings.extra_environment.items() if value]
+    words += ["unisono", "run", "-n", str(settings.workers)]
+    words += [] if settings.shards is None else ["--shards", str(settings.shards)]
+    words += [] if settings.threads is None else ["--threads", str(settings.threads)]
+    words += [] if tuned else ["--no-tuning"]
+    return shlex.join([*words, *settings.script.argv])
