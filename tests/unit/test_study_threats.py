@@ -4,7 +4,7 @@ import pytest
 
 from studies import MadeUp
 from unisono.study.analysis import Wanted, analyzed
-from unisono.study.results import Cell, Results
+from unisono.study.results import Cell, Mode, Results
 from unisono.study.threats import threats
 
 pytestmark = pytest.mark.unit
@@ -15,7 +15,7 @@ def said(results: Results) -> list[str]:
 
 
 def test_a_run_that_failed_is_counted_once_and_named_by_what_it_was() -> None:
-    modes = ("baseline", "strong", "weak")
+    modes: tuple[Mode, ...] = ("baseline", "strong", "weak")
     bad = [Cell(mode=mode, workers=1, samples=0, seconds=0.0, exit_code=3) for mode in modes]
     bad.append(Cell(mode="weak", workers=2, samples=0, seconds=0.0, exit_code=4))
     good = [Cell(mode=mode, workers=1, repeat=1, samples=9, seconds=1.0, epoch=e) for mode in modes for e in (1, 2)]

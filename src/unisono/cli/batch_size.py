@@ -18,7 +18,7 @@ from rich.text import Text
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.cli.options import Module, ScriptName, Shards, Threads, Tuned
-from unisono.cli.study_options import ScriptArgs
+from unisono.cli.study_options import TRIAL_GRACE_S, ScriptArgs
 from unisono.errors import DataError, JobError, LaunchError
 from unisono.launch.local import Launches
 from unisono.launch.memory import MIB, room_mib
@@ -33,9 +33,6 @@ from unisono.launch.tuning import Tuning
 if TYPE_CHECKING:
     from unisono.launch.outcome import Outcome
     from unisono.study.batch_search import BatchSearch, Tried
-
-GRACE_S = 5.0
-"""How long the workers of a trial that is interrupted may take to leave: nobody wants their checkpoint."""
 
 ROOM_SHARE = 0.9
 """Of the memory that is free now, what trials may take where no limit is given: the rest is for everybody else."""
@@ -104,7 +101,7 @@ def batch_size(
         workers=workers,
         shards=shards,
         threads=threads,
-        grace_s=GRACE_S,
+        grace_s=TRIAL_GRACE_S,
         tuning=Tuning.of_this_process(wanted=tuned),
         memory_limit_mib=limit,
     )

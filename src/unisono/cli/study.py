@@ -17,8 +17,10 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from unisono.cli.options import Module, Shards, Threads, Tuned
+from unisono.cli.options import Module, Shards, Threads, Tuned, read_workers
 from unisono.cli.study_options import (
+    STUDIES,
+    TRIAL_GRACE_S,
     Baseline,
     Efficiency,
     Epochs,
@@ -37,7 +39,6 @@ from unisono.cli.study_options import (
     Warmup,
     Workers,
 )
-from unisono.cli.verify import read_workers
 from unisono.errors import JobError, LaunchError
 from unisono.launch.local import launch
 from unisono.launch.report import in_a_line
@@ -55,12 +56,8 @@ if TYPE_CHECKING:
     from unisono.study.measuring import Measured, RunEnd
     from unisono.study.results import Results
 
-STUDIES = Path("studies")
 COMPARE = "compare"
 """In the place of a script: studies follow. A script of this name is started as ``./compare``."""
-
-GRACE_S = 5.0
-"""How long the workers of a study that is interrupted may take to leave: nobody wants their checkpoint."""
 
 
 class StudyCommand(TyperCommand):
@@ -196,7 +193,7 @@ class Runner:
             # Of weak scaling's batch there are more shards than these, one for every worker at least.
             shards=None if is_plain or kind.mode == "weak" else wanted.shards,
             threads=wanted.plain_threads(kind) if is_plain else wanted.threads,
-            grace_s=GRACE_S,
+            grace_s=TRIAL_GRACE_S,
             tuning=Tuning.of_this_process(wanted=wanted.tuned),
             extra_environment={} if is_plain else self._told(cell),
         )

@@ -15,19 +15,19 @@ def verdict(analysis: Analysis) -> list[str]:
     """A sentence for each curve: what workers brought, or why nothing can be said of it."""
     if not analysis.curves:
         return ["No run succeeded, so there is nothing to say."]
-    return [_named(analysis, curve, _verdict(curve)) for curve in analysis.curves]
+    return [named(analysis, curve, _verdict(curve)) for curve in analysis.curves]
 
 
 def advice(analysis: Analysis) -> list[str]:
     """For each curve: how many workers to take for time, for efficiency and for cost."""
     found = ((curve, _advice(curve, analysis)) for curve in analysis.curves)
-    return [_named(analysis, curve, words) for curve, words in found if words]
+    return [named(analysis, curve, words) for curve, words in found if words]
 
 
 def explanations(analysis: Analysis) -> list[str]:
     """For each curve: why it is not linear, as far as parts of steps were measured."""
     found = ((curve, _why_not_linear(curve)) for curve in analysis.curves)
-    return [_named(analysis, curve, words) for curve, words in found if words]
+    return [named(analysis, curve, words) for curve, words in found if words]
 
 
 def overheads(analysis: Analysis) -> list[str]:
@@ -56,7 +56,8 @@ def name_of(analysis: Analysis, curve: Curve) -> str:
     return ", ".join(part for part in (label, mode) if part)
 
 
-def _named(analysis: Analysis, curve: Curve, words: str) -> str:
+def named(analysis: Analysis, curve: Curve, words: str) -> str:
+    """Words about a curve, behind its name if it is not the only one."""
     name = name_of(analysis, curve)
     return f"{name}: {words}" if name else words
 
