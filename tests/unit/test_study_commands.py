@@ -1,6 +1,8 @@
 """What ``unisono study`` starts, and where it writes."""
 
+import tomllib
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,12 @@ def test_a_study_gets_its_own_report_again(studies: tuple[Path, Path], monkeypat
     report_from(one, two.parent / "new", Wanted())
     compare([one, two], two.parent / "new", Wanted())
     assert written == [one, one, two.parent / "new", two.parent / "new"]
+
+
+def test_what_is_no_python_is_installed_too() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {
+        "packages": ["src/unisono"]
+    }  # with all that is there
+    assert files("unisono.study").joinpath("report.html").is_file()
+    assert files("unisono.launch").joinpath("batch_script.sh.j2").is_file()
