@@ -64,7 +64,7 @@ class MadeUp:
             wait_s=0.0,
             peak_memory_mib=900.0,
             loss=2.1,
-            digest=f"{mode}{workers if mode == 'weak' else ''}".ljust(64, "0"),
+            digest=("a" if mode == "strong" else f"b{workers}").ljust(64, "0"),
             oversubscribed=workers in self.crowded,
         )
 

@@ -96,7 +96,7 @@ def test_a_script_that_fails_for_another_reason_ends_the_search_and_its_log_stay
 
 
 def test_where_the_data_end_the_search_does(tmp_path: Path) -> None:
-    ended = search(tmp_path, "--from", 64, "--", "--samples", 100)
+    ended = search(tmp_path, "--from", 64, "--", "--samples", 100, "--drop-last")
     assert ended.code == 0, ended.err
     assert ended.curve["largest"] == ended.curve["with_margin"] == 100
     assert "the data set has no more for a step" in ended.out

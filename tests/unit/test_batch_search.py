@@ -32,7 +32,7 @@ class Machine:
         room: batches up to this one fit.
         noise: share of the room by which what a trial needs differs from trial to trial.
         shards: of the job.
-        data: samples of an epoch; None for more than anybody tries.
+        data: samples of the data set; None for more than anybody tries.
         fastest: batch at which throughput has its peak.
         seed: of the noise.
         asked: what was tried.
@@ -190,14 +190,26 @@ def run_folder(tmp_path: Path) -> Callable[..., Path]:
 
 def test_a_trials_throughput_is_the_median_without_its_first_steps(run_folder: Callable[..., Path]) -> None:
     workers = [{"device": "cpu", "peak_memory_mib": 300.0}, {"device": "cpu", "peak_memory_mib": 310.0}]
-    folder = run_folder([9.0, 9.0, *[0.5] * 10, *[0.1] * 8], result={"workers": workers, "epoch_samples": 1000})
+    folder = run_folder([9.0, 9.0, *[0.5] * 10, *[0.1] * 8], result={"workers": workers, "dataset_samples": 1000})
     tried = finished_trial(folder, 16, 250.0)
     assert tried == Tried(16, True, 64.0, 310.0, 4, 1000)
 
 
+def test_the_data_end_where_they_do_and_not_where_an_epoch_of_whole_batches_does(
+    run_folder: Callable[..., Path],
+) -> None:
+    def attempt(batch: int) -> Tried:  # of a script with drop_last
+        result = {"epoch_samples": 1797 // batch * batch, "dataset_samples": 1797}
+        return finished_trial(run_folder([1.0, 1.0], batch, result), batch, None)
+
+    whole = searched(BatchSearch(first=512), attempt, lambda tried: None)
+    assert (whole.found.largest, whole.found.bound) == (1796, "data")  # four shards, with 449 samples each
+    assert list(whole.trials) == [512, 1024, 1796]
+
+
 def test_a_worker_that_grew_beyond_its_limit_when_nobody_looked_did_not_fit(run_folder: Callable[..., Path]) -> None:
     workers = [{"device": "cuda:0", "peak_memory_mib": 300.0, "peak_device_memory_mib": 9000.0}]
-    folder = run_folder([1.0, 1.0], result={"workers": workers, "epoch_samples": 1000})
+    folder = run_folder([1.0, 1.0], result={"workers": workers})
     assert finished_trial(folder, 16, 250.0, 300.0).fits
     tried = finished_trial(folder, 16, 250.0, 299.0)
     assert (tried.fits, tried.peak_mib, tried.shards) == (False, 300.0, 4)

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
-from unisono.cli.batch_size import LEAST_STEPS, batch_size, read_mib
+from unisono.checkpoint.folder import RunFolder
+from unisono.cli.batch_size import LEAST_STEPS, batch_size, failure_words, read_mib
 from unisono.cli.batch_size_report import answer, file_of
 from unisono.errors import JobError
+from unisono.launch.failure import Failure
+from unisono.launch.outcome import Outcome, WorkerExit
 from unisono.study.batch_search import BatchSearch, Found, Tried
 from unisono.study.batch_searching import Searched
 
@@ -39,6 +42,15 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 def test_nothing_is_started_that_cannot_work(options: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):
         batch_size(**{"script": __file__, "tuned": False, **options})
+
+
+def test_who_begins_with_more_than_the_data_set_has_is_told_where_to_begin(tmp_path: Path) -> None:
+    words = "drop_last leaves nothing of 100 samples"
+    failure = Failure(0, "a", 7, "unisono.errors.DataError", words, "", False, 1.0)
+    outcome = Outcome((WorkerExit(0, 1, 1.0, failure),), 1, "a", 1.0)
+    text = failure_words(outcome, 200, 1, RunFolder(tmp_path))
+    assert text.startswith("with a batch of 200 the script fails, and not for its memory: rank 0 on host a")
+    assert f"{words}; the search may begin with less: --from (log: {tmp_path}/logs/rank-0.log)" in text
 
 
 def test_a_file_that_cannot_be_written_is_said_before_the_search(tmp_path: Path) -> None:

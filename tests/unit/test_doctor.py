@@ -144,6 +144,7 @@ def groups(tmp_path: Path, table: str, **files: str) -> Limits:
         path = tmp_path / "fs" / name.replace("__", "/").replace("_DOT_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "table").write_text(table)
     return read_limits(tmp_path / "table", tmp_path / "fs")
 
@@ -157,7 +158,7 @@ def test_the_tightest_limit_on_the_way_to_the_root_counts(tmp_path: Path) -> Non
         job__step__cpu_DOT_max="max 100000\n",
         job__step__memory_DOT_max="3000\n",
     )
-    assert limits == Limits(cpus=2.0, memory_bytes=1000)
+    assert limits == Limits(cpus=2.0, memory_bytes=1000, free_bytes=1000)
 
 
 def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None:
@@ -169,7 +170,28 @@ def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None
         **{"cpu,cpuacct__docker__x__cpu_DOT_cfs_quota_us": "150000\n"},
         **{"cpu,cpuacct__docker__x__cpu_DOT_cfs_period_us": "100000\n"},
     )
-    assert limits == Limits(cpus=1.5, memory_bytes=5000)
+    assert limits == Limits(cpus=1.5, memory_bytes=5000, free_bytes=5000)
+
+
+def test_what_a_group_uses_is_not_free_but_for_its_caches(tmp_path: Path) -> None:
+    limits = groups(
+        tmp_path / "two",
+        "0::/job/step\n",
+        job__memory_DOT_max="1000\n",
+        job__memory_DOT_current="900\n",
+        job__memory_DOT_stat="anon 700\nfile 200\ninactive_file 150\nactive_file 50\n",
+        job__step__memory_DOT_max="800\n",
+        job__step__memory_DOT_current="100\n",
+    )
+    assert (limits.memory_bytes, limits.free_bytes) == (800, 250)  # the whole job has less left than the step
+    limits = groups(
+        tmp_path / "one",
+        "4:memory:/x\n",
+        memory__x__memory_DOT_limit_in_bytes="5000\n",
+        memory__x__memory_DOT_usage_in_bytes="4000\n",
+        memory__x__memory_DOT_stat="inactive_file 1\ntotal_inactive_file 500\n",
+    )
+    assert limits.free_bytes == 1500
 
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:

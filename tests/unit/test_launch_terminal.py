@@ -9,7 +9,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.launch.failure import Failure
 from unisono.launch.outcome import Outcome, WorkerExit
-from unisono.launch.report import report
+from unisono.launch.report import in_a_line, report
 from unisono.launch.result import End, open_folder
 from unisono.launch.terminal import SilentTerminal, Terminal
 
@@ -85,6 +85,14 @@ def test_the_report_of_a_death_without_words_shows_the_end_of_the_log(tmp_path: 
     assert "  | line 98\n  | \ufffd\n" in text
     assert "line 80\n" not in text
     assert text.splitlines()[-1].startswith("unisono: rank 0 on host a was killed by SIGKILL: likely the memory")
+
+
+def test_what_went_wrong_fits_into_a_line_with_a_place_to_look(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path, "train")
+    folder.log_of(0).write_text("one\ntwo\n")
+    words, log = in_a_line(outcome(WorkerExit(0, 1, 1.0)), folder)
+    assert words.endswith("exit code 1; two")
+    assert log == tmp_path / "logs" / "rank-0.log"
 
 
 def test_the_report_of_an_interruption_is_one_line(tmp_path: Path) -> None:

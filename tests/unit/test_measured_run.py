@@ -79,6 +79,8 @@ def test_the_loss_is_taken_after_the_same_samples_whatever_the_batch(tmp_path: P
     assert small.loss_at(400) == pytest.approx(9 - 37.5)  # steps 36 to 39
     assert large.loss_at(400) == pytest.approx(9 - 18.5)  # steps 18 and 19
     assert small.loss_at(5) is None
+    huge = measured_run(write(tmp_path / "c", [line(step, size=160) for step in range(4)]), 0)
+    assert huge.loss_at(400) == 9 - 1  # none ends in the last tenth: the last one before
 
 
 def test_a_loss_that_is_no_number_is_none(tmp_path: Path) -> None:
@@ -132,7 +134,9 @@ def test_a_plain_loop_tells_its_epochs_in_lines_of_json(tmp_path: Path) -> None:
     log.write_text("hello\n{\n" + "".join(f" 10 % {json.dumps(one)}\n" for one in told) + '{"other": 1}\n')
     found = plain_run(log)
     assert (found.samples, found.seconds, found.trained, found.epoch_s, found.times) == (50, 2.0, 100, 2.0, None)
-    assert found.loss_at(100) == 0.5
+    assert (found.loss_at(100), found.epoch) == (0.5, None)
+    log.write_text(json.dumps(told[0]))
+    assert (plain_run(log).seconds, plain_run(log).epoch) == (3.0, 1)
 
 
 def test_a_plain_loop_that_tells_nothing_is_told_how(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from unisono.errors import JobError
 from unisono.study.cells import Kind, PlannedCell
 from unisono.study.measured_run import MeasuredRun
 from unisono.study.measurement import Measurement
-from unisono.study.measuring import Interrupted, Measured, Missing, RunEnd, measure, network, rows
+from unisono.study.measuring import Interrupted, Measured, Missing, RunEnd, measure, network, notes, rows
 from unisono.study.study_folder import StudyFolder
 
 pytestmark = pytest.mark.unit
@@ -177,6 +177,35 @@ def test_one_worker_stands_in_both_tables_and_losses_are_compared_after_the_samp
         ("weak", 1, 100.0),
         ("weak", 2, 100.0),
     ]
+
+
+def with_threads(threads: int, measurement: Measurement) -> Measured:
+    """What comes of a study whose script sets the threads of its workers."""
+    return Measured(
+        {
+            cell: MeasuredRun(1, 1.0, 1, threads=1 if cell.kind.mode == "baseline" else threads)
+            for cell in measurement.cells
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "plain"),
+    [(None, 1, [1, 2, 4]), (2, 2, [1, 2, 4]), (None, 2, [1, 2]), (None, 8, []), (2, 1, [2, 4, 8])],
+)
+def test_a_plain_loop_stands_for_the_workers_that_really_have_its_threads(
+    given: int | None, own: int, plain: list[int]
+) -> None:
+    workers = (1, 2, 4)
+    study = Measurement(
+        ("train.py",), workers, repeats=1, baseline=("plain.py",), baseline_workers=workers, threads=given
+    )
+    measured = with_threads(own, study)
+    cells = rows(study, measured, cores=8)
+    assert sorted(cell.workers for cell in cells if cell.mode == "baseline") == plain
+    assert sorted(cell.workers for cell in cells if cell.mode == "strong") == [1, 2, 4]
+    said = [words for words in notes(study, measured) if f"The script sets threads={own} itself" in words]
+    assert len(said) == (own != (given or 1))
 
 
 def test_what_lies_between_workers_is_the_median_between_the_fewest() -> None:

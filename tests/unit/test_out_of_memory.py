@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from unisono.launch import memory
 from unisono.launch.failure import Failure
-from unisono.launch.memory import peak_mib
+from unisono.launch.memory import peak_mib, room_mib
 from unisono.launch.out_of_memory import ran_out_of_memory
 from unisono.launch.outcome import Outcome, WorkerExit
+from unisono.membership.cgroup import Limits
 
 pytestmark = pytest.mark.unit
 
@@ -73,6 +75,13 @@ def test_native_code_that_gave_up_is_known_by_its_last_lines() -> None:
 
 def test_a_job_that_ended_well_had_memory_whatever_its_workers_say() -> None:
     assert words(DONE, said={0: ["CUDA out of memory: trying again with less"]}) == ""
+
+
+def test_room_is_what_a_container_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "read_limits", lambda: Limits(memory_bytes=8 << 20, free_bytes=3 << 20))
+    assert room_mib() == 3.0
+    monkeypatch.setattr(memory, "read_limits", Limits)
+    assert room_mib() > 3.0
 
 
 def test_memory_is_the_largest_so_far_and_none_of_a_process_that_has_ended() -> None:

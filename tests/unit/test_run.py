@@ -127,6 +127,7 @@ def test_the_run_folder_tells_what_happened(start: Start, capsys: pytest.Capture
     assert not any({"learning_rate", "lr_factor"} & line.keys() for line in lines)  # nobody changes them
     assert all({"loss", "lr", "samples_per_s", "epoch", "seconds"} <= line.keys() for line in lines)
     assert (result["weights_sha256"], result["steps"], result["samples"]) == (weights, 3, 70)
+    assert (result["epoch_samples"], result["dataset_samples"]) == (70, 70)
     assert (result["world_size"], result["exit_code"], result["error"]) == (1, 0, None)
     assert json.loads((folder / "job.json").read_text())["batch_size"] == 32
     assert events == ["started", "finished"]

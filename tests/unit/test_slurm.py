@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slurm_cluster import directives_of
 from unisono.cli import app as cli
 from unisono.errors import JobError, LaunchError
-from unisono.launch.batch_job import Allocation, BatchJob, read_numbers, split_words
+from unisono.launch.batch_job import Allocation, BatchJob, split_words
 from unisono.launch.batch_script import require_valid, submit, text_of, write
 from unisono.launch.quoting import directive
 from unisono.launch.script import Script
@@ -172,13 +172,6 @@ def test_words_behind_the_script_are_its_own_unless_they_ask_for_a_study() -> No
     assert split_words(["study", "--steps", "9", "--", "study"]) == (True, ("--steps", "9", "--", "study"))
     assert split_words(["--", "study"]) == (False, ("study",))
     assert split_words([]) == (False, ())
-
-
-def test_numbers_of_workers_are_read_and_others_are_refused() -> None:
-    assert read_numbers("1, 2,4") == (1, 2, 4)
-    for wrong in ("", "1,", "two", "-1", "1e3", "1\n2"):
-        with pytest.raises(JobError, match="--workers"):
-            read_numbers(wrong)
 
 
 def test_a_file_of_somebody_elses_is_not_overwritten_and_one_of_ours_is(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def test_what_is_left_takes_as_long_as_its_kind_did_and_else_as_long_as_all_did(
         ({"steps": 5}, "--steps 5: the first 5 are left out"),
         ({"steps": 9, "epochs": 1}, "use one of the two"),
         ({"warmup_steps": -1}, "--warmup -1"),
+        ({"label": "=1"}, "--label =1: begins with"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_option(wrong: dict[str, Any], words: str) -> None:

@@ -1,6 +1,7 @@
 """Laws of scaling: formulas, fits that find the truth, intervals that cover it, and what follows for a user."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -187,6 +188,18 @@ def test_workers_that_bring_less_than_the_noise_are_not_taken() -> None:
 
 
 def test_an_epoch_costs_the_hours_of_all_workers() -> None:
-    row = rows(noise=0.0)[1]
+    costs = Prices(worker=3.0, waiting=1.0).costs(rows(noise=0.0))
 
-    assert Prices(worker=3.0, waiting=1.0).cost(row) == pytest.approx((1 + 3 * 2) * 50000 / 256 * 0.176 / 3600)
+    assert costs[2] == pytest.approx((1 + 3 * 2) * 50000 / 256 * 0.176 / 3600)
+
+
+def test_what_is_cheapest_is_so_for_the_same_work() -> None:
+    first, *others = rows(noise=0.0)
+    curve = [first, *(replace(row, epoch_s=None) for row in others)]
+
+    found = recommended(curve, prices=Prices(worker=3.0))
+
+    assert not found.of_epochs
+    assert found.costs[1] == pytest.approx(3 * 1e6 / 256 * 0.306 / 3600)
+    assert found.costs[2] == pytest.approx(6 * 1e6 / 256 * 0.176 / 3600)
+    assert found.cheapest is first

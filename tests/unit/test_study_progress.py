@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from unisono.cli.study_progress import StudyProgress, duration
+from unisono.cli.study_progress import StudyProgress, roughly
 from unisono.study.cells import Kind, PlannedCell
 from unisono.study.measured_run import MeasuredRun
 from unisono.study.measuring import Missing
@@ -51,4 +51,4 @@ def test_in_a_terminal_there_is_a_bar_that_counts_down(monkeypatch: pytest.Monke
     ("seconds", "words"), [(40.4, "40 s"), (119.0, "119 s"), (720.0, "12 min"), (12000.0, "3 h 20 min")]
 )
 def test_durations_are_for_people(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+    assert roughly(seconds) == words

@@ -231,10 +231,10 @@ def test_threats_follow_from_what_was_measured(study: MadeUp, words: str) -> Non
 
 
 def test_failed_runs_are_a_threat() -> None:
-    bad = Cell(workers=2, samples=0, seconds=0.0, exit_code=139)
+    bad = Cell(workers=2, repeat=1, samples=0, seconds=0.0, exit_code=139)
 
     assert threats(said(Results(cells=(*TABLE.cells, bad))))[0] == (
-        "1 of 4 runs failed and is in no figure: 2 workers (exit code 139)."
+        "1 of 4 runs failed and is in no figure: strong, 2 workers (exit code 139)."
     )
 
 

@@ -66,6 +66,9 @@ def test_a_loss_that_is_no_number_is_none(tmp_path: Path) -> None:
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"no results\.json"):
         read_results(tmp_path)
+    (tmp_path / "study.json").touch()
+    with pytest.raises(JobError, match=r"is not over: start it again.*; with fewer --repeats"):
+        read_results(tmp_path)
 
 
 # --- tables from elsewhere
@@ -146,6 +149,20 @@ def test_a_row_that_is_there_twice_is_named_with_its_twin(table: Path) -> None:
     assert "line 4, repeat: the same run as in line 2" in refused(table)[1]
 
 
+def test_plain_loops_that_several_jobs_measured_are_more_repeats(table: Path) -> None:
+    element = (
+        "label,mode,workers,repeat,seconds,samples\na,baseline,1,0,{0},3\na,baseline,1,1,{0},3\na,strong,{0},0,2,3\n"
+    )
+    table.write_text(element.format(1) + element.format(2).split("\n", 1)[1])
+
+    found = read_table(table).cells
+
+    assert [(one.mode, one.workers, one.repeat, one.seconds) for one in found] == [
+        *[("baseline", 1, 0, 1.0), ("baseline", 1, 1, 1.0), ("strong", 1, 0, 2.0)],
+        *[("baseline", 1, 2, 2.0), ("baseline", 1, 3, 2.0), ("strong", 2, 0, 2.0)],
+    ]
+
+
 def test_no_more_than_ten_bad_rows_are_listed(table: Path) -> None:
     table.write_text("workers,seconds,samples\n" + "x,1,1\n" * 25)
 
@@ -168,6 +185,8 @@ def test_no_more_than_ten_bad_rows_are_listed(table: Path) -> None:
         ("workers,samples_per_s,samples\n1,0,1\n", "samples_per_s: a number above 0 is wanted, not '0'"),
         ("workers,seconds,samples\n1,nan,1\n", "seconds"),
         ("workers,seconds,samples\n1,1,0\n", "samples and seconds above 0"),
+        ("workers,seconds,samples,label\n1,1,1,=1+1\n", "line 2, label: begins with one of = .* not '=1.1'"),
+        ("workers,seconds,samples,digest\n1,1,1,=1+1\n", "line 2, digest: "),
     ],
 )
 def test_what_a_table_lacks_is_said(table: Path, text: str, words: str) -> None:
@@ -274,6 +293,8 @@ def test_the_same_figures_have_the_same_interval() -> None:
 def test_a_figure_that_was_measured_once_has_no_interval() -> None:
     assert median([5.0]) == Estimate(5.0)
     assert ratio([6.0], [3.0], paired=False) == Estimate(2.0)
+    assert ratio([6.0, 7.0, 8.0], [3.5], paired=False) == Estimate(2.0)
+    assert ratio([7.0], [3.0, 3.5, 4.0], paired=False) == Estimate(2.0)
 
 
 def test_what_disturbs_a_pair_alike_does_not_widen_its_ratio() -> None:
@@ -300,6 +321,19 @@ def test_bootstrap_intervals_of_a_median_cover_it() -> None:
 # --- several studies
 
 
+@pytest.mark.parametrize("name", ["=cmd", "-x", "@", "\t=1"])
+def test_the_name_of_a_study_is_no_formula(name: str) -> None:
+    study = MadeUp(labels=("",)).results()
+
+    found = side_by_side([(name, study)])
+
+    assert read_back(found) == found
+
+
+def read_back(results: Results) -> Results:
+    return Results.model_validate(results.model_dump())
+
+
 def test_studies_beside_each_other_keep_their_labels_or_get_their_names() -> None:
     one, other, third = (MadeUp(labels=labels).results() for labels in (("a", "b"), ("b",), ("",)))
 
@@ -307,6 +341,16 @@ def test_studies_beside_each_other_keep_their_labels_or_get_their_names() -> Non
 
     assert list(dict.fromkeys(cell.label for cell in found.cells)) == ["a", "x: b", "y: b", "y (2)"]
     assert len(found.cells) == sum(len(each.cells) for each in (one, other, third))
+
+
+def test_a_study_without_a_label_does_not_get_that_of_another() -> None:
+    table, study = (MadeUp(labels=(label,)).results() for label in ("", "resnet"))
+
+    for studies in ([("resnet", table), ("studies", study)], [("studies", study), ("resnet", table)]):
+        labels = {cell.label for cell in side_by_side(studies).cells}
+        assert labels == {"resnet", "studies: resnet"}
+    mixed = MadeUp(labels=("", "resnet")).results()
+    assert {cell.label for cell in side_by_side([("resnet", mixed)]).cells} == {"resnet", "resnet: resnet"}
 
 
 def test_settings_that_differ_between_studies_are_found_by_the_label() -> None:

@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from unisono.cli import verify as command
 from unisono.cli.app import app
-from unisono.cli.verify import Options, read_workers
+from unisono.cli.options import read_workers
+from unisono.cli.verify import Options
 from unisono.errors import JobError
 from unisono.launch.script import Script
 
@@ -87,7 +88,7 @@ def test_numbers_of_workers_are_read() -> None:
     assert read_workers("1, 2,5") == (1, 2, 5)
 
 
-@pytest.mark.parametrize("text", ["1,x", "", "1,,2", "1,-2"])
+@pytest.mark.parametrize("text", ["1,x", "", "1,", "1,,2", "1,-2", "two", "1e3", "1\n2", "1٣", "1234567"])
 def test_what_is_no_number_of_workers_is_refused(text: str) -> None:
     with pytest.raises(JobError, match="is no number of workers"):
         read_workers(text)

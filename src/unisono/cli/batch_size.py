@@ -16,13 +16,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from unisono.checkpoint.folder import RunFolder
 from unisono.cli.options import Module, ScriptName, Shards, Threads, Tuned
-from unisono.cli.study_options import ScriptArgs
-from unisono.errors import JobError, LaunchError
+from unisono.cli.study_options import TRIAL_GRACE_S, ScriptArgs
+from unisono.errors import DataError, JobError, LaunchError
 from unisono.launch.local import Launches
 from unisono.launch.memory import MIB, room_mib
 from unisono.launch.out_of_memory import ran_out_of_memory
-from unisono.launch.report import last_lines
+from unisono.launch.report import in_a_line, last_lines
 from unisono.launch.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
@@ -32,9 +33,6 @@ from unisono.launch.tuning import Tuning
 if TYPE_CHECKING:
     from unisono.launch.outcome import Outcome
     from unisono.study.batch_search import BatchSearch, Tried
-
-GRACE_S = 5.0
-"""How long the workers of a trial that is interrupted may take to leave: nobody wants their checkpoint."""
 
 ROOM_SHARE = 0.9
 """Of the memory that is free now, what trials may take where no limit is given: the rest is for everybody else."""
@@ -103,7 +101,7 @@ def batch_size(
         workers=workers,
         shards=shards,
         threads=threads,
-        grace_s=GRACE_S,
+        grace_s=TRIAL_GRACE_S,
         tuning=Tuning.of_this_process(wanted=tuned),
         memory_limit_mib=limit,
     )
@@ -172,7 +170,7 @@ class Runner:
         elif outcome.exit_code != 0:
             shutil.rmtree(self.failed, ignore_errors=True)
             shutil.move(place, self.failed)
-            raise LaunchError(_failed(outcome, batch, self.settings.workers, self.failed))
+            raise LaunchError(failure_words(outcome, batch, self.settings.workers, RunFolder(self.failed)))
         else:
             tried = finished_trial(place, batch, peak, self.settings.memory_limit_mib)
         shutil.rmtree(place, ignore_errors=True)
@@ -226,11 +224,18 @@ def start(search: BatchSearch, runner: Runner, path: Path) -> int:
     return 1 if whole.found.largest is None else 0
 
 
-def _failed(outcome: Outcome, batch: int, workers: int, place: Path) -> str:
+def failure_words(outcome: Outcome, batch: int, workers: int, folder: RunFolder) -> str:
+    """What to say when a trial failed for another reason than its memory.
+
+    Args:
+        outcome: of its launch.
+        batch: samples per worker.
+        workers: how many.
+        folder: its run folder.
+    """
     samples = f"{batch} per worker" if workers > 1 else f"{batch}"
-    cause = outcome.cause
-    log = place / "logs" if cause is None else place / "logs" / f"rank-{cause.rank}.log"
-    words = outcome.summary()
-    if cause is not None and cause.failure is None:  # what it printed is all there is
-        words = "; ".join([words, *last_lines(log, 1)])
-    return f"with a batch of {samples} the script fails, and not for its memory: {words} (log: {log})"
+    words, log = in_a_line(outcome, folder)
+    failure = outcome.cause and outcome.cause.failure
+    # The first batch is the only one that may be larger than the data set.
+    hint = "; the search may begin with less: --from" if failure and failure.type.endswith(DataError.__name__) else ""
+    return f"with a batch of {samples} the script fails, and not for its memory: {words}{hint} (log: {log})"

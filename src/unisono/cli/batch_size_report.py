@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from unisono.cli.study_options import STUDIES
 from unisono.errors import JobError
 from unisono.study.wording import number, percent
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from unisono.study.batch_search import Found, Tried
     from unisono.study.batch_searching import Searched
 
-STUDIES = Path("studies")
 ENDS = {
     "memory": "more do not fit into memory",
     "data": "the data set has no more for a step",

@@ -1,10 +1,12 @@
 """The options that several commands have in common, each declared once."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from unisono.errors import JobError
 from unisono.launch.elastic import MAX_RESTARTS
 
 Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")]
@@ -93,3 +95,16 @@ TlsCert = Annotated[
     Path | None, typer.Option(help="With --coordinator: its certificate, PEM. By default one is made for the job.")
 ]
 TlsKey = Annotated[Path | None, typer.Option(help="With --coordinator: the certificate's private key, PEM.")]
+
+
+def read_workers(text: str) -> tuple[int, ...]:
+    """The numbers in ``1,2,4``.
+
+    Raises:
+        JobError: one is no number.
+    """
+    words = [word.strip() for word in text.split(",")]
+    wrong = next((word for word in words if not re.fullmatch(r"[0-9]{1,6}", word)), None)
+    if wrong is not None:
+        raise JobError(f"--workers {text!r}: {wrong!r} is no number of workers; write them as in --workers 1,2,4")
+    return tuple(map(int, words))

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli.options import CheckpointEvery
+from unisono.cli.options import CheckpointEvery, read_workers
 from unisono.errors import JobError
-from unisono.launch.batch_job import REQUEUES, Allocation, BatchJob, read_numbers, split_words
+from unisono.launch.batch_job import REQUEUES, Allocation, BatchJob, split_words
 from unisono.launch.batch_script import require_valid, submit, text_of, write
 from unisono.launch.result import RUNS
 from unisono.launch.script import Script
@@ -81,7 +81,7 @@ def slurm(
         name=target.stem if job_name is None else job_name,
         folder=_here(),
         python=python,
-        workers=() if workers is None else read_numbers(workers),
+        workers=() if workers is None else read_workers(workers),
         study_words=words if study else None,
         modules=tuple(load or ()),
         runs=runs,

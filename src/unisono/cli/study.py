@@ -17,8 +17,10 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from unisono.cli.options import Module, Shards, Threads, Tuned
+from unisono.cli.options import Module, Shards, Threads, Tuned, read_workers
 from unisono.cli.study_options import (
+    STUDIES,
+    TRIAL_GRACE_S,
     Baseline,
     Efficiency,
     Epochs,
@@ -37,10 +39,9 @@ from unisono.cli.study_options import (
     Warmup,
     Workers,
 )
-from unisono.cli.verify import read_workers
 from unisono.errors import JobError, LaunchError
 from unisono.launch.local import launch
-from unisono.launch.report import last_lines
+from unisono.launch.report import in_a_line
 from unisono.launch.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
@@ -55,12 +56,8 @@ if TYPE_CHECKING:
     from unisono.study.measuring import Measured, RunEnd
     from unisono.study.results import Results
 
-STUDIES = Path("studies")
 COMPARE = "compare"
 """In the place of a script: studies follow. A script of this name is started as ``./compare``."""
-
-GRACE_S = 5.0
-"""How long the workers of a study that is interrupted may take to leave: nobody wants their checkpoint."""
 
 
 class StudyCommand(TyperCommand):
@@ -178,15 +175,13 @@ class Runner:
         from unisono.study.measuring import RunEnd
 
         settings = self.settings(cell)
+        folder = open_folder(place, settings.script.stem)
         try:
-            outcome = launch(settings, open_folder(place, settings.script.stem), SilentTerminal())
+            outcome = launch(settings, folder, SilentTerminal())
         except LaunchError as error:
             return RunEnd(1, str(error))
-        words, cause = outcome.summary(), outcome.cause
-        log = "logs" if cause is None else f"logs/rank-{cause.rank}.log"
-        if cause is not None and cause.failure is None:  # what it printed is all there is
-            words = "; ".join([words, *last_lines(place / log, 1)])
-        return RunEnd(outcome.exit_code, words, log, outcome.interrupted)
+        words, log = in_a_line(outcome, folder)
+        return RunEnd(outcome.exit_code, words, str(log.relative_to(folder.path)), outcome.interrupted)
 
     def settings(self, cell: PlannedCell) -> LaunchSettings:
         """How to start one."""
@@ -197,15 +192,15 @@ class Runner:
             workers=1 if is_plain else kind.workers,
             # Of weak scaling's batch there are more shards than these, one for every worker at least.
             shards=None if is_plain or kind.mode == "weak" else wanted.shards,
-            threads=kind.workers * (wanted.threads or 1) if is_plain else wanted.threads,
-            grace_s=GRACE_S,
+            threads=wanted.plain_threads(kind) if is_plain else wanted.threads,
+            grace_s=TRIAL_GRACE_S,
             tuning=Tuning.of_this_process(wanted=wanted.tuned),
             extra_environment={} if is_plain else self._told(cell),
         )
 
     def _told(self, cell: PlannedCell) -> dict[str, str]:
         told = self.measurement.variables(cell.kind, os.environ)
-        if self.measurement.shards is not None:
+        if self.measurement.shards is not None and cell.kind.mode == "weak":
             told["UNISONO_SHARDS"] = str(self.measurement.shards)
         return told
 
@@ -262,22 +257,22 @@ def results_of(measurement: Measurement, measured: Measured, cores: int) -> Resu
         environment={**surroundings(cores), **network(measured)},
         commands=(shlex.join(["unisono", *sys.argv[1:]]), *commands(measurement)),
         settings=shown_settings(measurement, measured),
-        notes=tuple(notes(measurement)),
+        notes=tuple(notes(measurement, measured)),
     )
 
 
 def commands(measurement: Measurement) -> list[str]:
     """How each kind of run could be started by hand."""
-    found = []
-    for kind in measurement.kinds:
-        if kind.mode == "baseline":
-            threads = kind.workers * (measurement.threads or 1)
-            found.append(shlex.join([f"OMP_NUM_THREADS={threads}", "python", *measurement.baseline]))
-            continue
-        told = measurement.variables(kind, os.environ)
-        words = [f"{name}={value}" for name, value in told.items() if value]
-        words += ["unisono", "run", "-n", str(kind.workers)]
-        words += [] if measurement.shards is None else ["--shards", str(measurement.shards)]
-        words += [] if measurement.threads is None else ["--threads", str(measurement.threads)]
-        found.append(shlex.join([*words, *measurement.script]))
-    return found
+    from unisono.study.cells import PlannedCell
+
+    runner = Runner(measurement)
+    return [_typed(runner.settings(PlannedCell(kind, 0)), tuned=measurement.tuned) for kind in measurement.kinds]
+
+
+def _typed(settings: LaunchSettings, *, tuned: bool) -> str:
+    words = [f"{name}={value}" for name, value in settings.extra_environment.items() if value]
+    words += ["unisono", "run", "-n", str(settings.workers)]
+    words += [] if settings.shards is None else ["--shards", str(settings.shards)]
+    words += [] if settings.threads is None else ["--threads", str(settings.threads)]
+    words += [] if tuned else ["--no-tuning"]
+    return shlex.join([*words, *settings.script.argv])

@@ -32,7 +32,7 @@ class TimeLeft(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """What is left."""
-        return Text("" if self.ends is None else f"{duration(max(self.ends - monotonic(), 0))} left")
+        return Text("" if self.ends is None else f"{roughly(max(self.ends - monotonic(), 0))} left")
 
 
 class StudyProgress:
@@ -72,7 +72,7 @@ class StudyProgress:
         """A run is under way until the context ends."""
         self._left.ends = None if left_s is None else monotonic() + left_s
         self._bar.reset(self._task, total=self._cells, completed=self._done, description=f"{cell}")
-        left = "" if left_s is None else f", {duration(left_s)} left"
+        left = "" if left_s is None else f", {roughly(left_s)} left"
         if not self._console.is_terminal:
             self._say(Text(f"run {self._done + 1} of {self._cells}: {cell}{left}"))
         yield
@@ -96,8 +96,8 @@ class StudyProgress:
         self._console.print(text, soft_wrap=True)
 
 
-def duration(seconds: float) -> str:
-    """For people: ``40 s``, ``12 min``, ``3 h 20 min``."""
+def roughly(seconds: float) -> str:
+    """A guess at what is left, for people: ``40 s``, ``12 min``, ``3 h 20 min``."""
     if seconds < 2 * MINUTE_S:
         return f"{seconds:.0f} s"
     minutes = round(seconds / MINUTE_S)

@@ -58,7 +58,10 @@ def report_from(source: Path, out: Path | None, wanted: Wanted) -> None:
     folder = out or (source if is_folder else source.with_name(f"{source.stem}-report"))
     if source.suffix.lower() == ".csv" and (folder / CSV_NAME).absolute() == source.absolute():
         raise JobError(f"the report's own {CSV_NAME} would take the place of {source}: name another folder with --out")
-    report(read_results(source), folder, wanted, [source if is_folder else source.parent])
+    own = source if is_folder else source.parent
+    if folder.resolve() != own.resolve():
+        _require_no_study(folder, [])
+    report(read_results(source), folder, wanted, [own])
 
 
 def compare(sources: Sequence[Path], out: Path | None, wanted: Wanted) -> None:
@@ -77,10 +80,28 @@ def compare(sources: Sequence[Path], out: Path | None, wanted: Wanted) -> None:
 
     if len(sources) < 2:
         raise JobError("unisono study compare A B: name two studies, each a folder, a results.json or a CSV file")
+    folder = out or Path("comparison")
+    _require_no_study(folder, sources)
     results = side_by_side([(name_of(source), read_results(source)) for source in sources])
-    report(
-        results, out or Path("comparison"), wanted, [source if source.is_dir() else source.parent for source in sources]
-    )
+    report(results, folder, wanted, [source if source.is_dir() else source.parent for source in sources])
+
+
+def _require_no_study(folder: Path, sources: Sequence[Path]) -> None:
+    """Refuse to write a report over figures that are not its own.
+
+    Args:
+        folder: of the report.
+        sources: that it is made of.
+
+    Raises:
+        JobError: it is a study's folder, or holds one of the sources.
+    """
+    from unisono.study.results import CSV_NAME, JSON_NAME
+    from unisono.study.study_folder import SETTINGS_NAME
+
+    taken = {(folder / name).resolve() for name in ("", CSV_NAME, JSON_NAME)}
+    if (folder / SETTINGS_NAME).exists() or any(source.resolve() in taken for source in sources):
+        raise JobError(f"the report would take the place of the results in {folder}: name another folder with --out")
 
 
 def _numbers(text: str | None) -> list[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from unisono.cli.options import Module, Shards, Threads, Tuned
+from unisono.cli.options import Module, Shards, Threads, Tuned, read_workers
 from unisono.errors import JobError
 from unisono.launch.script import Script
 from unisono.launch.tuning import Tuning
@@ -92,19 +92,6 @@ class Options:
         request = Request(script, read_workers(self.workers), self.steps, self.shards, self.threads, tuning)
         request.check()
         return request
-
-
-def read_workers(text: str) -> tuple[int, ...]:
-    """The numbers in ``1,2,3``.
-
-    Raises:
-        JobError: one is no number.
-    """
-    words = [word.strip() for word in text.split(",")]
-    wrong = next((word for word in words if not word.isdecimal()), None)
-    if wrong is not None:
-        raise JobError(f"--workers {text}: {wrong!r} is no number of workers; write them as in --workers 1,2,3")
-    return tuple(map(int, words))
 
 
 class _Parser(argparse.ArgumentParser):

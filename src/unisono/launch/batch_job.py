@@ -231,19 +231,6 @@ def require_name(option: str, text: str) -> None:
         raise JobError(f"{option} {text!r}: no name; it takes letters, digits and any of . , : @ / + = ~ _ -")
 
 
-def read_numbers(text: str) -> tuple[int, ...]:
-    """The numbers of workers in ``1,2,4``.
-
-    Raises:
-        JobError: one is no number.
-    """
-    words = [word.strip() for word in text.split(",")]
-    wrong = next((word for word in words if not re.fullmatch(r"[0-9]{1,6}", word)), None)
-    if wrong is not None:
-        raise JobError(f"--workers {text!r}: {wrong!r} is no number of workers; write them as in --workers 1,2,4")
-    return tuple(map(int, words))
-
-
 def split_words(words: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
     """Whether what stands behind the script asks for a study, and the words for it or for the script.
 

@@ -61,6 +61,6 @@ def _alone_mib(pid: int) -> float:
 
 def room_mib() -> float:
     """The memory that processes may take now: of the machine, and of this process's control group."""
-    limit = read_limits().memory_bytes
+    left = read_limits().free_bytes
     free = float(psutil.virtual_memory().available)
-    return (free if limit is None else min(free, limit)) / MIB
+    return (free if left is None else min(free, left)) / MIB

@@ -26,6 +26,17 @@ def report(outcome: Outcome, folder: RunFolder) -> str:
     return f"{quoted}unisono: {describe(cause, outcome.host)} (exit code {outcome.exit_code})\n"
 
 
+def in_a_line(outcome: Outcome, folder: RunFolder) -> tuple[str, Path]:
+    """What went wrong, and the file or folder where there is more."""
+    words, cause = outcome.summary(), outcome.cause
+    if cause is None:
+        return words, folder.logs
+    log = folder.log_of(cause.rank)
+    if cause.failure is None:  # what it printed is all there is
+        words = "; ".join([words, *last_lines(log, 1)])
+    return words, log
+
+
 def last_lines(log: Path, lines: int = TAIL_LINES) -> list[str]:
     """The end of a log; nothing if it cannot be read."""
     try:

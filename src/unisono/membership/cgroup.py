@@ -15,10 +15,12 @@ class Limits:
     Attributes:
         cpus: CPU seconds per second.
         memory_bytes: memory of all its processes together.
+        free_bytes: what is left of the memory, where least is left; caches count as free.
     """
 
     cpus: float | None = None
     memory_bytes: int | None = None
+    free_bytes: int | None = None
 
 
 def read_limits(table: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Limits:
@@ -32,12 +34,15 @@ def read_limits(table: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sy
         return Limits()
     cpus: list[float] = []
     memory: list[int] = []
+    free: list[int] = []
     for line in table.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         for folder in _up_to_root(mount, controllers, path):
             cpus += _cpus(folder)
-            memory += _memory(folder)
-    return Limits(min(cpus, default=None), min(memory, default=None))
+            limits = _memory(folder)
+            memory += limits
+            free += [max(limit - _used(folder), 0) for limit in limits]
+    return Limits(min(cpus, default=None), min(memory, default=None), min(free, default=None))
 
 
 def _up_to_root(mount: Path, controllers: str, path: str) -> Iterator[Path]:
@@ -61,6 +66,15 @@ def _cpus(folder: Path) -> list[float]:
 def _memory(folder: Path) -> list[int]:
     words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes") or ["max"]
     return [] if words[0] == "max" or int(words[0]) >= NO_LIMIT else [int(words[0])]
+
+
+def _used(folder: Path) -> int:
+    """Bytes that the kernel cannot take back at once: without the pages of files that nobody has read lately."""
+    words = _words(folder / "memory.current") or _words(folder / "memory.usage_in_bytes") or ["0"]
+    about = _words(folder / "memory.stat")
+    parts = dict(zip(about[::2], about[1::2], strict=False))
+    # In version 1 only the totals are of the groups below, too.
+    return int(words[0]) - int(parts.get("total_inactive_file", parts.get("inactive_file", "0")))
 
 
 def _words(path: Path) -> list[str]:

@@ -30,7 +30,7 @@ class Tried:
         samples_per_s: of all workers together; None if it could not be timed.
         peak_mib: memory that a worker needed at most; None if it is not known.
         shards: of the job; None if it did not come so far.
-        epoch_samples: of an epoch of the script's data; None likewise.
+        data_samples: of the script's data set; None likewise.
         words: why it does not fit.
     """
 
@@ -39,7 +39,7 @@ class Tried:
     samples_per_s: float | None = None
     peak_mib: float | None = None
     shards: int | None = None
-    epoch_samples: int | None = None
+    data_samples: int | None = None
     words: str = ""
 
 
@@ -115,7 +115,7 @@ class _Known:
 
     def __init__(self, search: BatchSearch, trials: Mapping[int, Tried]) -> None:
         shards = [one.shards for one in trials.values() if one.shards]
-        data = [one.epoch_samples // search.workers for one in trials.values() if one.epoch_samples]
+        data = [one.data_samples // search.workers for one in trials.values() if one.data_samples]
         self._first = search.first
         # Batches of which every shard has equally many samples: a larger one decides what memory is needed.
         self.unit = max((each // gcd(each, search.workers) for each in shards), default=1)

@@ -112,7 +112,7 @@ def finished_trial(folder: Path, batch: int, peak: float | None, limit: float | 
         samples_per_s=round(median(rates), 3) if rates else None,
         peak_mib=told or peak,
         shards=record.job.shards,
-        epoch_samples=result.get("epoch_samples"),
+        data_samples=result.get("dataset_samples"),
     )
 
 

@@ -34,6 +34,9 @@ WIDTH, HEIGHT = 4.9, 3.3
 LINEAR = 16
 """Workers up to which the axes are linear; beyond, each step doubles."""
 
+ROOM = 1.06
+"""Of an axis that begins at 0: its end, as a multiple of what lies on it."""
+
 Value = Callable[[Row], "Estimate | None"]
 
 
@@ -76,7 +79,7 @@ def _epochs(curves: Sequence[Curve], mode: Mode) -> Chart | None:
         alone = curve.usable[0].epoch_s if curve.usable and curve.usable[0].workers == 1 else None
         if alone is not None:
             _ideal(axis, curve.usable[-1].workers, alone.value, power=-1)
-    axis.set_ylim(bottom=0)
+    _from_zero(axis)
     _explain(figure, axis)
     words = (
         "Median seconds of an epoch, with 95 % intervals. Dotted: ideal, those of one worker divided by the workers."
@@ -91,15 +94,23 @@ def _throughputs(curves: Sequence[Curve], mode: Mode) -> Chart | None:
         _plot(axis, curve, lambda row: row.samples_per_s, _Look(place, _names(curves)))
         if curve.usable and curve.usable[0].workers == 1:
             _ideal(axis, curve.usable[-1].workers, curve.usable[0].samples_per_s.value, power=1)
-        threads = [row.workers for row in curve.plain]
-        rates = [row.samples_per_s.value for row in curve.plain]
-        if rates:
-            label = "plain loop" + (", equal threads" if max(threads) > 1 else "")
-            axis.plot(threads, rates, "_", color=INK, markersize=16, markeredgewidth=1.6, label=label, zorder=4)
-    axis.set_ylim(bottom=0)
+    _plain_loops(axis, curves)
+    _from_zero(axis)
     _explain(figure, axis)
     words = "Samples per second: medians with 95 % intervals, and each run as a faint dot. Dotted: ideal."
     return Chart(f"throughput-{mode}", f"Throughput, {mode} scaling", words, figure)
+
+
+def _plain_loops(axis: Any, curves: Sequence[Curve]) -> None:
+    """A dash for each, in the colour of the curve that it belongs to; explained once."""
+    look = {"linestyle": "none", "marker": "_", "markersize": 16, "markeredgewidth": 1.6, "zorder": 4}
+    plain = [(place, row) for place, curve in enumerate(curves) for row in curve.plain]
+    for place, row in plain:
+        colour = _colour(place) if row.label and len(curves) > 1 else INK
+        axis.plot([row.workers], [row.samples_per_s.value], color=colour, **look)
+    if plain:
+        label = "plain loop" + (", equal threads" if any(row.workers > 1 for _, row in plain) else "")
+        axis.plot([], [], color=INK, label=label, **look)
 
 
 def _speedups(curves: Sequence[Curve], mode: Mode) -> Chart | None:
@@ -121,7 +132,7 @@ def _speedups(curves: Sequence[Curve], mode: Mode) -> Chart | None:
             look = {**open_marks, "color": _colour(place), "linestyle": "none"}
             axis.plot(beyond, [fit.speedup(workers) for workers in beyond], label="prediction", **look)
     if far <= LINEAR:
-        axis.set_ylim(bottom=0)
+        _from_zero(axis)
     _explain(figure, axis)
     words = "Against one worker. Dotted: ideal, S = W. Dashed: the law that fits best; open marks are its predictions."
     return Chart(f"speedup-{mode}", f"Speedup, {mode} scaling", words, figure)
@@ -210,7 +221,7 @@ def _batches(curves: Mapping[str, BatchCurve]) -> list[Chart]:
     below.set_ylabel("peak memory, MiB")
     below.set_xlabel("batch per worker")
     for axis in (above, below):
-        axis.set_ylim(bottom=0)
+        _from_zero(axis)
     _explain(figure, above)
     words = (
         "Throughput and memory against the batch per worker. Beyond the largest batch a step does not fit into memory."
@@ -266,6 +277,11 @@ def _style(axis: Any) -> None:
     axis.grid(axis="y", color=FAINT, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.patch.set_visible(False)
+
+
+def _from_zero(axis: Any) -> None:
+    """With room for the marks above the topmost point."""
+    axis.set_ylim(0, ROOM * axis.get_ylim()[1])
 
 
 @dataclass(frozen=True, slots=True)

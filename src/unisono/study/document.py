@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from unisono.study.analysis import Analysis, Curve
+from unisono.study.analysis import Analysis
 from unisono.study.charts import Chart
 from unisono.study.correctness import correctness
 from unisono.study.figure_tables import batch_table, fit_table, part_table, prediction_table, speed_table, trained_table
 from unisono.study.results import Mode
 from unisono.study.terms import TERMS
 from unisono.study.threats import threats
-from unisono.study.verdict import advice, explanations, name_of, overheads, verdict
+from unisono.study.verdict import advice, explanations, named, overheads, verdict
 from unisono.study.wording import shown
 from unisono.study.written_table import Field, WrittenTable
 
@@ -156,13 +156,8 @@ def _batches(analysis: Analysis, pictures: Sequence[Chart]) -> Section:
 
 
 def _correctness(analysis: Analysis) -> Section:
-    said = [_named(analysis, curve, correctness(curve)) for curve in analysis.curves]
+    said = [named(analysis, curve, correctness(curve)) for curve in analysis.curves]
     return Section("Correctness", [Block("prose", said), Block("table", table=trained_table(analysis))])
-
-
-def _named(analysis: Analysis, curve: Curve, words: str) -> str:
-    name = name_of(analysis, curve)
-    return f"{name}: {words}" if name else words
 
 
 def _environment(analysis: Analysis) -> Section:

@@ -56,7 +56,7 @@ def median(values: Sequence[float]) -> Estimate:
 
 
 def ratio(values: Sequence[float], others: Sequence[float], *, paired: bool) -> Estimate:
-    """The ratio of two medians with its bootstrap interval.
+    """The ratio of two medians with its bootstrap interval; without one if either was measured once.
 
     Args:
         values: measured figures.
@@ -66,8 +66,9 @@ def ratio(values: Sequence[float], others: Sequence[float], *, paired: bool) -> 
     """
     ours = _draws(len(values))
     theirs = ours if paired else _draws(len(others), seed=SEED + 1)
+    several = min(len(values), len(others)) > 1  # what was measured once may be as far off as anything
     drawn = _drawn_medians(values, ours) / _drawn_medians(others, theirs)
-    return Estimate(float(np.median(values) / np.median(others)), *_ends(drawn if len(values) > 1 else drawn[:0]))
+    return Estimate(float(np.median(values) / np.median(others)), *_ends(drawn if several else drawn[:0]))
 
 
 def _draws(count: int, seed: int = SEED) -> NDArray[np.int64]:

@@ -43,6 +43,7 @@ class MeasuredRun:
         reduction: latency and bandwidth of the reduction itself, if there were several workers.
         devices: that the workers trained on, by rank.
         losses: for each step or epoch: the samples before and after it, and its loss.
+        epoch: the number of the epoch, from 1, of a plain loop that has trained but one.
     """
 
     samples: int
@@ -62,11 +63,16 @@ class MeasuredRun:
     reduction: Mapping[str, float] | None = None
     devices: tuple[str, ...] = ()
     losses: Sequence[tuple[int, int, float]] = field(default=(), repr=False)
+    epoch: int | None = None
 
     def loss_at(self, samples: int) -> float | None:
-        """The mean loss over the last tenth of the first so many samples; None if there is none."""
+        """The mean loss over the last tenth of the first so many samples; None if there is none.
+
+        Where a step is so large that none ends there, it is the loss of the last one that ends before.
+        """
         begin = samples * (1 - LAST_SHARE)
-        seen = [(after - before, loss) for before, after, loss in self.losses if begin < after <= samples]
+        whole = [(after, after - before, loss) for before, after, loss in self.losses if after <= samples]
+        seen = [(size, loss) for after, size, loss in whole if after > begin or after == whole[-1][0]]
         count = sum(size for size, _ in seen)
         return sum(size * loss for size, loss in seen) / count if count else None
 
@@ -163,6 +169,7 @@ def plain_run(log: Path) -> MeasuredRun:
         epoch_s=median(line["seconds"] for line in timed),
         accuracy=accuracies[-1] if accuracies else None,
         epoch_samples=timed[-1]["samples"],
+        epoch=1 if len(lines) == 1 else None,
         losses=[
             (*each, line["loss"])
             for each, line in zip(pairwise(ends), lines, strict=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from unisono.errors import JobError
 from unisono.study.cells import Kind, PlannedCell, kinds_of, planned
-from unisono.study.results import Mode
+from unisono.study.results import FORMULA_WORDS, FORMULAS, Mode
 
 WARMUP_STEPS = 5
 RATE_WARMUP_STEPS = 100
@@ -79,6 +79,8 @@ class Measurement:
         Raises:
             JobError: a number is out of range; names it.
         """
+        if self.label.startswith(FORMULAS):
+            raise JobError(f"--label {self.label}: {FORMULA_WORDS}; give it another")
         listed = ",".join(map(str, self.workers))
         if not self.workers or min(self.workers) < 1 or len(set(self.workers)) < len(self.workers):
             raise JobError(f"--workers {listed}: each number once, from 1")
@@ -105,6 +107,10 @@ class Measurement:
     def cells(self) -> list[PlannedCell]:
         """The runs, in order."""
         return planned(self.kinds, self.repeats, self.seed)
+
+    def plain_threads(self, kind: Kind) -> int:
+        """Those of the plain loop: of so many workers together."""
+        return kind.workers * (self.threads or 1)
 
     def variables(self, kind: Kind, environ: Mapping[str, str]) -> dict[str, str]:
         """What the workers of a run are told besides what the launcher tells them.

@@ -17,6 +17,7 @@ from unisono.study.measured_run import MeasuredRun, measured_run, plain_run
 from unisono.study.measurement import Measurement
 from unisono.study.results import Cell, Mode
 from unisono.study.study_folder import StudyFolder
+from unisono.study.wording import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,9 @@ def rows(measurement: Measurement, measured: Measured, cores: int) -> list[Cell]
     found: list[Cell] = []
     for cell, modes in shown.items():
         for mode in modes:
-            common: dict[str, Any] = {"label": measurement.label, "mode": mode, "workers": cell.kind.workers}
+            if (workers := _stands_for(cell.kind, measurement, measured)) is None:
+                continue
+            common: dict[str, Any] = {"label": measurement.label, "mode": mode, "workers": workers}
             common |= {"repeat": cell.repeat}
             if cell in measured.runs:
                 # What is compared is compared after the samples that all of them have seen.
@@ -195,7 +198,7 @@ def network(measured: Measured) -> dict[str, float]:
     return {name: median(each[name] for each in among) for name in among[0]} if among else {}
 
 
-def notes(measurement: Measurement) -> list[str]:
+def notes(measurement: Measurement, measured: Measured) -> list[str]:
     """What to know of how figures were measured, in sentences."""
     found = [
         f"Steps are timed without a run's first {measurement.warmup_steps}, and without its first epoch where a whole "
@@ -209,7 +212,27 @@ def notes(measurement: Measurement) -> list[str]:
             f"In weak scaling the learning rate grew to its multiple over the samples that one worker trains on in "
             f"{measurement.rate_warmup_steps} steps, unless UNISONO_BATCH_SCALE_WARMUP said otherwise."
         )
+    unlike = [kind for kind in measurement.kinds if _stands_for(kind, measurement, measured) != kind.workers]
+    if unlike:
+        threads = listed([str(number) for number in sorted(_worker_threads(measured))])
+        found.append(
+            f"The script sets threads={threads} itself: a plain loop stands beside the workers that really have as many "
+            f"threads, and those that no workers have are left out. Give the same number as --threads."
+        )
     return found
+
+
+def _worker_threads(measured: Measured) -> set[int]:
+    return {run.threads for cell, run in measured.runs.items() if cell.kind.mode != "baseline"}
+
+
+def _stands_for(kind: Kind, measurement: Measurement, measured: Measured) -> int | None:
+    """For how many workers a kind has threads: a script's own setting goes before --threads. None for no number."""
+    if kind.mode != "baseline":
+        return kind.workers
+    each = _worker_threads(measured) or {measurement.threads or 1}
+    workers, rest = divmod(measurement.plain_threads(kind), max(each))
+    return None if rest or len(each) > 1 else workers
 
 
 def _read(place: Path, cell: PlannedCell, measurement: Measurement) -> MeasuredRun:
@@ -224,6 +247,7 @@ def _figures(run: MeasuredRun, trained: int, cores: int) -> dict[str, Any]:
     return {
         "batch_size": run.batch_size,
         "learning_rate": run.learning_rate,
+        "epoch": run.epoch,
         "samples": run.samples,
         "seconds": run.seconds,
         "epoch_s": run.epoch_s,

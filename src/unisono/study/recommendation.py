@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.study.summary import Row
@@ -28,10 +28,13 @@ class Prices:
     worker: float
     waiting: float = 0.0
 
-    def cost(self, row: Row) -> float:
-        """Of an epoch; of a million samples where the epoch is not known."""
-        seconds = row.epoch_s.value if row.epoch_s else 1e6 / row.samples_per_s.value
-        return (self.waiting + self.worker * row.workers) * seconds / HOUR_S
+    def costs(self, curve: Sequence[Row]) -> dict[int, float]:
+        """Of an epoch, by workers; of a million samples where the epoch is not known of all."""
+        seconds = [row.epoch_s.value for row in curve if row.epoch_s]
+        if len(seconds) < len(curve):
+            seconds = [1e6 / row.samples_per_s.value for row in curve]
+        hours = {row.workers: each / HOUR_S for row, each in zip(curve, seconds, strict=True)}
+        return {workers: (self.waiting + self.worker * workers) * each for workers, each in hours.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,15 @@ class Recommendation:
         fastest: the fewest workers that are not slower than any other number, beyond the noise.
         efficient: the most workers with the efficiency that was asked for.
         cheapest: with the lowest cost; None without prices.
+        costs: by workers, of an epoch or of a million samples; empty without prices.
+        of_epochs: which of the two.
     """
 
     fastest: Row
     efficient: Row | None
     cheapest: Row | None
+    costs: Mapping[int, float]
+    of_epochs: bool
 
 
 def recommended(curve: Sequence[Row], threshold: float = EFFICIENT, prices: Prices | None = None) -> Recommendation:
@@ -60,10 +67,13 @@ def recommended(curve: Sequence[Row], threshold: float = EFFICIENT, prices: Pric
     best = max(curve, key=lambda row: row.samples_per_s.value)
     fastest = min((row for row in curve if not _slower(row, best)), key=lambda row: row.workers)
     good = [row for row in curve if row.efficiency is not None and row.efficiency.value >= threshold]
+    costs = {} if prices is None else prices.costs(curve)
     return Recommendation(
         fastest=fastest,
         efficient=max(good, key=lambda row: row.workers, default=None),
-        cheapest=None if prices is None else min(curve, key=lambda row: (prices.cost(row), row.workers)),
+        cheapest=min(curve, key=lambda row: (costs[row.workers], row.workers)) if costs else None,
+        costs=costs,
+        of_epochs=all(row.epoch_s for row in curve),
     )
 
 

@@ -18,6 +18,10 @@ Mode = Literal["strong", "weak", "baseline"]
 
 CSV_NAME, JSON_NAME = "results.csv", "results.json"
 
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+FORMULA_WORDS = "begins with one of = + - @ or a tab, with which a spreadsheet would begin a formula"
+"""What a label must not begin with, since results.csv is opened in spreadsheets, and what to say then."""
+
 VERSION = 1
 """Of the form of results.json."""
 
@@ -75,9 +79,16 @@ class Cell(BaseModel):
     peak_memory_mib: float | None = Field(default=None, ge=0)
     loss: float | None = None
     accuracy: float | None = None
-    digest: str | None = None
+    digest: str | None = Field(default=None, pattern="^[0-9a-f]*$")
     oversubscribed: bool = False
     exit_code: int = 0
+
+    @field_validator("label")
+    @classmethod
+    def _no_formula(cls, label: str) -> str:
+        if label.startswith(FORMULAS):
+            raise ValueError(FORMULA_WORDS)
+        return label
 
     @field_validator("loss", mode="before")
     @classmethod

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.study.results import Cell, Results
+from unisono.study.results import FORMULAS, Cell, Results
 
 
 def side_by_side(studies: Sequence[tuple[str, Results]]) -> Results:
@@ -19,9 +19,12 @@ def side_by_side(studies: Sequence[tuple[str, Results]]) -> Results:
     Args:
         studies: each with its name.
     """
-    counts = Counter(label for _, results in studies for label in {cell.label for cell in results.cells})
+    named = list(zip(_names([name for name, _ in studies]), (results for _, results in studies), strict=True))
+    counts = Counter(
+        label or name for name, results in named for label in dict.fromkeys(cell.label for cell in results.cells)
+    )
     found = []
-    for name, (_, results) in zip(_names([name for name, _ in studies]), studies, strict=True):
+    for name, results in named:
         labels = {cell.label: _label(name, cell.label, counts) for cell in results.cells}
         found.append(_Study(next(iter(labels.values())) if len(labels) == 1 else name, labels, results))
     return Results(
@@ -49,10 +52,11 @@ class _Study:
 
 
 def _names(names: Sequence[str]) -> list[str]:
-    """Each once: ``study``, ``study (2)``."""
+    """Each once, and none that begins as a formula: ``study``, ``study (2)``."""
     seen: Counter[str] = Counter()
     found = []
-    for name in names:
+    for each in names:
+        name = each.lstrip("".join(FORMULAS)) or "study"
         seen[name] += 1
         found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return found

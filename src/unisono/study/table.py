@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from unisono.errors import JobError
 from unisono.study.results import CSV_NAME, JSON_NAME, Cell, Results
+from unisono.study.study_folder import SETTINGS_NAME
 
 ALIASES: Mapping[str, str] = {
     "images": "samples",
@@ -42,6 +43,11 @@ def read_results(path: Path) -> Results:
     """
     if path.is_dir():
         found = next((path / name for name in (JSON_NAME, CSV_NAME) if (path / name).is_file()), None)
+        if found is None and (path / SETTINGS_NAME).is_file():
+            raise JobError(
+                f"the study in {path} is not over: start it again, and it goes on with what is missing; with fewer "
+                f"--repeats it reports what is there"
+            )
         if found is None:
             raise JobError(f"{path} is no study's folder: it has no {JSON_NAME} and no {CSV_NAME}")
         return read_results(found)
@@ -74,6 +80,7 @@ def read_table(path: Path) -> Results:
             bad += [f"line {line}, {_problem(problem)}" for problem in error.errors() if _is_said(problem, fields)]
         except ValueError as error:
             bad.append(f"line {line}, {error}")
+    cells = _numbered_on(cells)
     bad += _twice(cells)
     if bad:
         more = f"\n  and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
@@ -176,15 +183,29 @@ def _problem(problem: Mapping[str, Any]) -> str:
     return f"{where}: is empty" if problem["type"] == "missing" else f"{where}: {message}, not {problem['input']!r}"
 
 
+def _numbered_on(cells: Sequence[tuple[int, Cell]]) -> list[tuple[int, Cell]]:
+    """With a repeat of its own for each run of a plain loop: studies of one script in several jobs all measure it."""
+    seen: set[tuple[Any, ...]] = set()
+    found = []
+    for line, cell in cells:
+        while cell.mode == "baseline" and _run(cell) in seen:
+            cell = cell.model_copy(update={"repeat": cell.repeat + 1})  # noqa: PLW2901 (until it has a number of its own)
+        seen.add(_run(cell))
+        found.append((line, cell))
+    return found
+
+
+def _run(cell: Cell) -> tuple[Any, ...]:
+    return cell.label, cell.mode, cell.workers, cell.repeat, cell.epoch, cell.batch_size
+
+
 def _twice(cells: Sequence[tuple[int, Cell]]) -> list[str]:
     """What was given for the same run two times."""
     first: dict[tuple[Any, ...], int] = {}
     found = []
     for line, cell in cells:
-        key = (cell.label, cell.mode, cell.workers, cell.repeat, cell.epoch, cell.batch_size)
-        if key in first:
-            found.append(f"line {line}, repeat: the same run as in line {first[key]}; number the repeats 0, 1, 2 …")
-        first.setdefault(key, line)
+        if (other := first.setdefault(_run(cell), line)) != line:
+            found.append(f"line {line}, repeat: the same run as in line {other}; number the repeats 0, 1, 2 …")
     return found
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from unisono.study.analysis import Analysis, Curve
+from unisono.study.cells import Kind
+from unisono.study.results import Cell
 from unisono.study.verdict import name_of
 from unisono.study.wording import counted, listed, percent
 
@@ -31,11 +33,23 @@ def threats(analysis: Analysis) -> list[str]:
 
 
 def _failed(analysis: Analysis) -> Iterator[str]:
-    failed = analysis.summary.failed
+    runs = _runs(analysis.results.cells)
+    failed = [(kind, code) for (_, kind, _), code in runs.items() if code]
     if failed:
-        which = listed(sorted({f"{counted(one.workers, 'worker')} (exit code {one.exit_code})" for one in failed}))
-        total = counted(len(analysis.results.cells), "run")
-        yield f"{len(failed)} of {total} failed and {'is' if len(failed) == 1 else 'are'} in no figure: {which}."
+        which = "; ".join(sorted({f"{kind} (exit code {code})" for kind, code in failed}))
+        are = "is" if len(failed) == 1 else "are"
+        yield f"{len(failed)} of {counted(len(runs), 'run')} failed and {are} in no figure: {which}."
+
+
+def _runs(cells: Sequence[Cell]) -> dict[tuple[str, Kind, int], int]:
+    """The exit code of each run: its rows may be epochs, or one worker's in strong and in weak scaling."""
+    alone = {(cell.label, cell.repeat) for cell in cells if (cell.mode, cell.workers) == ("strong", 1)}
+    found: dict[tuple[str, Kind, int], int] = {}
+    for cell in cells:
+        is_shared = (cell.mode, cell.workers) == ("weak", 1) and (cell.label, cell.repeat) in alone
+        kind = Kind("strong" if is_shared else cell.mode, cell.workers)
+        found[cell.label, kind, cell.repeat] = cell.exit_code or found.get((cell.label, kind, cell.repeat), 0)
+    return found
 
 
 def _of_curve(curve: Curve) -> Iterator[str]:
@@ -51,6 +65,7 @@ def _of_curve(curve: Curve) -> Iterator[str]:
     yield from _repeats(curve)
     yield from _noise(curve)
     yield from _settings(curve)
+    yield from _plain(curve)
     if any(cell.epoch == 1 for row in rows for cell in row.cells):
         yield "Some runs have a first epoch only, which counts: in it is what happens once, such as filling caches."
     for fit in curve.fits:
@@ -87,6 +102,19 @@ def _settings(curve: Curve) -> Iterator[str]:
         yield f"The global batch is not the same in all runs ({said}): this is not strong scaling."
     if curve.mode == "weak" and len(shares) > 1:
         yield "The batch per worker is not the same in all runs: this is not weak scaling."
+
+
+def _plain(curve: Curve) -> Iterator[str]:
+    if any(cell.epoch == 1 for row in curve.plain for cell in row.cells):
+        yield (
+            "The plain loop was timed over a first epoch, with all that happens once; of the workers' runs the first "
+            "steps are left out. Let it train two epochs at least."
+        )
+    if curve.mode == "weak" and any(row.over_equal for row in curve.rows if row.workers > 1):
+        yield (
+            "The plain loop has the batch of one worker, also where it has the threads of more: in weak scaling it "
+            "is compared with workers whose batch is larger."
+        )
 
 
 def _of_all(analysis: Analysis) -> Iterator[str]:

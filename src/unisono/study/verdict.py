@@ -15,19 +15,19 @@ def verdict(analysis: Analysis) -> list[str]:
     """A sentence for each curve: what workers brought, or why nothing can be said of it."""
     if not analysis.curves:
         return ["No run succeeded, so there is nothing to say."]
-    return [_named(analysis, curve, _verdict(curve)) for curve in analysis.curves]
+    return [named(analysis, curve, _verdict(curve)) for curve in analysis.curves]
 
 
 def advice(analysis: Analysis) -> list[str]:
     """For each curve: how many workers to take for time, for efficiency and for cost."""
     found = ((curve, _advice(curve, analysis)) for curve in analysis.curves)
-    return [_named(analysis, curve, words) for curve, words in found if words]
+    return [named(analysis, curve, words) for curve, words in found if words]
 
 
 def explanations(analysis: Analysis) -> list[str]:
     """For each curve: why it is not linear, as far as parts of steps were measured."""
     found = ((curve, _why_not_linear(curve)) for curve in analysis.curves)
-    return [_named(analysis, curve, words) for curve, words in found if words]
+    return [named(analysis, curve, words) for curve, words in found if words]
 
 
 def overheads(analysis: Analysis) -> list[str]:
@@ -56,7 +56,8 @@ def name_of(analysis: Analysis, curve: Curve) -> str:
     return ", ".join(part for part in (label, mode) if part)
 
 
-def _named(analysis: Analysis, curve: Curve, words: str) -> str:
+def named(analysis: Analysis, curve: Curve, words: str) -> str:
+    """Words about a curve, behind its name if it is not the only one."""
     name = name_of(analysis, curve)
     return f"{name}: {words}" if name else words
 
@@ -123,8 +124,8 @@ def _advice(curve: Curve, analysis: Analysis) -> str:
     if found.efficient is not None:
         said.append(f"at most {found.efficient.workers} for an efficiency of at least {percent(wanted.threshold)}")
     if found.cheapest is not None and wanted.prices is not None:
-        what = "an epoch" if found.cheapest.epoch_s else "a million samples"
-        costs = {row.workers: f"{wanted.prices.cost(row):.3g}" for row in (found.cheapest, found.fastest)}
+        what = "an epoch" if found.of_epochs else "a million samples"
+        costs = {row.workers: f"{found.costs[row.workers]:.3g}" for row in (found.cheapest, found.fastest)}
         beside = ", ".join(f"{cost} with {workers}" for workers, cost in costs.items())
         price = _price(wanted.prices)
         said.append(f"{found.cheapest.workers} for the lowest cost ({what} costs {beside}; {price})")

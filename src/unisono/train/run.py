@@ -119,7 +119,7 @@ class Run:
         self._pace = Pace()
         self._stopwatch = Stopwatch()
         self._notices = Notices(job, around.folder)
-        self._epoch_samples: int | None = None
+        self._batches: Batches | None = None  # of the last loop
         self._started = perf_counter()
         self._closed = False
 
@@ -452,7 +452,8 @@ class Run:
             "weights_sha256": None,
             "steps": position.step,
             "samples": position.samples,
-            "epoch_samples": self._epoch_samples,
+            "epoch_samples": None if self._batches is None else self._batches.epoch_samples,
+            "dataset_samples": None if self._batches is None else self._batches.samples,
             "world_size": self.world_size,
             "seconds": round(perf_counter() - self._started, 3),
             "exit_code": 0,
@@ -717,7 +718,7 @@ class Run:
         number, self._loops = self._loops, self._loops + 1
         settings = self._around.settings
         loop = Loop(number, reading, batches, epochs, settings.stop_after, settings.stop_after_epochs)
-        self._epoch_samples = batches.epoch_samples
+        self._batches = batches
         hooks = Hooks(
             shards=self._shards_to_load,
             compute=self._compute,

@@ -12,6 +12,7 @@ import unisono
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--shards", type=int, default=2)
 arguments.add_argument("--samples", type=int, default=20_000)
+arguments.add_argument("--drop-last", action="store_true")
 arguments.add_argument("--raises-above", type=int, default=0, help="samples in a shard for which torch finds no memory")
 arguments.add_argument("--killed-above", type=int, default=0, help="for which the kernel ends rank 1, or the only one")
 arguments.add_argument("--breaks-above", type=int, default=0, help="for which the script is wrong")
@@ -50,6 +51,6 @@ def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 model, optimizer = run.prepare(model := Hungry(), torch.optim.Adam(model.parameters(), lr=1e-3))
-for step in run.steps(data, epochs=1000):
+for step in run.steps(data, epochs=1000, drop_last=options.drop_last):
     step.run(loss_of)
 run.finish(model)

@@ -1,0 +1,104 @@
+"""What ``unisono study`` starts, and where it writes."""
+
+import tomllib
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono.cli.study as command
+from studies import MadeUp
+from unisono.cli.study import commands, plain_workers
+from unisono.cli.study_sources import compare, report_from
+from unisono.errors import JobError
+from unisono.study.analysis import Wanted
+from unisono.study.measurement import Measurement
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("workers", "threads", "plain"),
+    [((1, 2, 4, 8), 1, (1, 2, 4)), ((2, 4), 2, (1, 2)), ((2,), 4, (1,)), ((4,), 16, (1,))],
+)
+def test_the_plain_loop_gets_the_threads_of_as_many_workers_as_there_are_cores_for(
+    workers: tuple[int, ...], threads: int, plain: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "usable_cores", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert plain_workers(workers, threads) == plain
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert plain_workers(workers, threads) == (1,)
+
+
+def test_a_report_shows_the_commands_that_were_started() -> None:
+    study = Measurement(
+        script=("train.py", "--lr", "0.1"),
+        workers=(1, 2),
+        modes=("strong", "weak"),
+        steps=20,
+        baseline=("plain.py", "a b"),
+        baseline_workers=(1, 2),
+        shards=4,
+        threads=3,
+        tuned=False,
+    )
+    told = "UNISONO_STUDY=1 UNISONO_STOP_AFTER=20"
+    weak = f"{told} UNISONO_BATCH_SCALE=2 UNISONO_BATCH_SCALE_WARMUP=4 UNISONO_SHARDS=4"
+    assert commands(study) == [
+        "unisono run -n 1 --threads 3 --no-tuning plain.py 'a b'",
+        "unisono run -n 1 --threads 6 --no-tuning plain.py 'a b'",
+        f"{told} unisono run -n 1 --shards 4 --threads 3 --no-tuning train.py --lr 0.1",
+        f"{told} unisono run -n 2 --shards 4 --threads 3 --no-tuning train.py --lr 0.1",
+        f"{weak} unisono run -n 2 --threads 3 --no-tuning train.py --lr 0.1",
+    ]
+    assert commands(replace(study, tuned=True, modes=("strong",), shards=None, threads=None)) == [
+        "unisono run -n 1 --threads 1 plain.py 'a b'",
+        "unisono run -n 1 --threads 2 plain.py 'a b'",
+        f"{told} unisono run -n 1 train.py --lr 0.1",
+        f"{told} unisono run -n 2 train.py --lr 0.1",
+    ]
+
+
+@pytest.fixture
+def studies(tmp_path: Path) -> tuple[Path, Path]:
+    """Two of them, measured."""
+    for name in ("one", "two"):
+        MadeUp(labels=(name,)).results().write(tmp_path / name)
+        (tmp_path / name / "study.json").write_text("{}")
+    return tmp_path / "one", tmp_path / "two"
+
+
+def test_no_report_takes_the_place_of_another_studys(studies: tuple[Path, Path], tmp_path: Path) -> None:
+    one, two = studies
+    table = tmp_path / "tables" / "results.csv"
+    table.parent.mkdir()
+    table.write_bytes((one / "results.csv").read_bytes())
+    refused = "the report would take the place of the results in"
+    with pytest.raises(JobError, match=refused):
+        report_from(one, two, Wanted())
+    with pytest.raises(JobError, match=refused):
+        compare([one, table], two, Wanted())
+    with pytest.raises(JobError, match=refused):
+        compare([table, table], table.parent, Wanted())
+    assert sorted(path.name for path in two.iterdir()) == ["results.csv", "results.json", "study.json"]
+
+
+def test_a_study_gets_its_own_report_again(studies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr("unisono.cli.study_sources.report", lambda results, folder, *_: written.append(folder))
+    one, two = studies
+    report_from(one, None, Wanted())
+    report_from(one, one, Wanted())
+    report_from(one, two.parent / "new", Wanted())
+    compare([one, two], two.parent / "new", Wanted())
+    assert written == [one, one, two.parent / "new", two.parent / "new"]
+
+
+def test_what_is_no_python_is_installed_too() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/unisono"]}  # all of it
+    assert files("unisono.study").joinpath("report.html").is_file()
+    assert files("unisono.launch").joinpath("batch_script.sh.j2").is_file()
