@@ -216,8 +216,8 @@ def notes(measurement: Measurement, measured: Measured) -> list[str]:
     if unlike:
         threads = listed([str(number) for number in sorted(_worker_threads(measured))])
         found.append(
-            f"The script sets threads={threads} itself: a plain loop stands beside the workers that really have as many "
-            f"threads, and those that no workers have are left out. Give the same number as --threads."
+            f"The script sets threads={threads} itself: a plain loop stands beside the workers that really have as "
+            f"many threads, and those that no workers have are left out. Give the same number as --threads."
         )
     return found
 
