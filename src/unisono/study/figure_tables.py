@@ -14,6 +14,7 @@ from unisono.study.written_table import Field, WrittenTable
 
 STEP_MODEL, STEP_TIME = "step model", "step time of Pollux"
 
+PLAIN = "plain loop,"
 ONE_PLAIN, EQUAL_PLAIN = "× plain loop", "× plain loop, equal threads"
 
 CROWDED = "*"
@@ -22,6 +23,7 @@ CROWDED = "*"
 
 def speed_table(analysis: Analysis, curves: Sequence[Curve]) -> WrittenTable:
     """Times, throughputs and what follows from them."""
+    has_equal = any(row.over_equal for curve in curves for row in curve.rows if row.workers > 1)
     head = [
         "study",
         "workers",
@@ -31,20 +33,21 @@ def speed_table(analysis: Analysis, curves: Sequence[Curve]) -> WrittenTable:
         "speedup",
         "efficiency",
         "serial share",
-        ONE_PLAIN,
-        EQUAL_PLAIN,
+        EQUAL_PLAIN if has_equal else ONE_PLAIN,
     ]
     rows = []
     for curve in curves:
-        rows += [_speeds(analysis, row) for row in curve.rows]
+        rows += [_speeds(row, row.over_equal if has_equal else row.over_baseline) for row in curve.rows]
         rows += [_plain_speeds(curve, row) for row in curve.plain]
     notes = ["Serial share: Karp-Flatt, (1/S − 1/W) / (1 − 1/W)."]
+    if any(curve.plain for curve in curves):
+        notes.append(f"{PLAIN} W: the plain loop, one process with the threads of W workers.")
     if any(curve.crowded for curve in curves):
         notes.append(f"{CROWDED} more workers than cores: they took turns, so there is no speedup to speak of.")
     return WrittenTable(head, rows, 1, " ".join(notes)).without_empty_columns(NOTHING)
 
 
-def _speeds(analysis: Analysis, row: Row) -> list[Field]:
+def _speeds(row: Row, over_plain: Estimate | None) -> list[Field]:
     return [
         Field(shown(row.label)),
         Field(_workers(row)),
@@ -54,16 +57,20 @@ def _speeds(analysis: Analysis, row: Row) -> list[Field]:
         _field(row.speedup),
         _share(row.efficiency),
         _share(row.serial_share),
-        _field(row.over_baseline),
-        _field(row.over_equal),
+        _field(over_plain),
     ]
 
 
 def _plain_speeds(curve: Curve, row: Row) -> list[Field]:
-    """The plain loop's, which has a process, and threads as that many workers."""
-    name = "plain loop" + (f", threads of {row.workers}" if row.workers > 1 else "")
+    """The plain loop's, which is one process, with threads as that many workers."""
     figures = [_field(row.epoch_s), _field(row.samples_per_s)]
-    return [Field(shown(curve.label)), Field(name), Field(str(len(row.rates))), *figures, *[Field(NOTHING)] * 5]
+    return [
+        Field(shown(curve.label)),
+        Field(f"{PLAIN} {row.workers}"),
+        Field(str(len(row.rates))),
+        *figures,
+        *[Field(NOTHING)] * 4,
+    ]
 
 
 def trained_table(analysis: Analysis) -> WrittenTable:
