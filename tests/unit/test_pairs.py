@@ -226,8 +226,8 @@ class Scene:
             for live in pairs._live:
                 live.add_(10.0 * workers.rank + 3.0)
         self.before[workers.rank] = flat(pairs._live)
-        workers.barrier()
         try:
+            workers.barrier()  # some may still be in it when the first has begun
             if workers.rank == ASKS:
                 self._exchange_with_death(pairs)
             workers.barrier()

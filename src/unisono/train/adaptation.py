@@ -41,6 +41,7 @@ class Adaptation:
         terms: of the run, for the strategies that policies choose; by default any will do.
 
     Attributes:
+        terms: as given.
         batch_size: of the next step.
         shards: that its batch is cut into: a multiple of the job's.
         rate: by which the script's learning rates are multiplied.
@@ -77,7 +78,7 @@ class Adaptation:
         self.decided: tuple[Decision, ...] = ()
         self.digest = 0
         self.observed: dict[str, dict[str, Figure]] = {}
-        self._base, self._terms = BatchShape(batch_size, shards), terms or Terms()
+        self._base, self.terms = BatchShape(batch_size, shards), terms or Terms()
         self._policies = {policy.name: policy for policy in policies}
         if len(self._policies) < len(policies):
             names = ", ".join(policy.name for policy in policies)
@@ -246,7 +247,7 @@ class Adaptation:
 
     def _read(self, given: Any) -> Strategy:
         strategy = strategy_of(given)
-        self._terms.require(strategy)
+        self.terms.require(strategy)
         return strategy
 
     def _check_batch(self, decision: Decision) -> None:

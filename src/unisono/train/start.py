@@ -146,16 +146,14 @@ def init(
     care = Care.of(failure_timeout_s, _first(verify_every, settings.verify_every), balance)
     environment = recognise(os.environ)
     chosen = choose_device(device, environment.local_rank)
-    terms = _terms(shard_optimizer, job, settings)
-    adaptation = _adaptation(policies, settings, care, terms, job, strategy)
-    watching = _monitoring(monitor, settings, adaptation)
-    execution = Execution(_first(overlap, settings.overlap), terms.splits_update, watching)
+    adaptation = _adaptation(policies, settings, care, _terms(shard_optimizer, job, settings), job, strategy)
+    execution = _execution(overlap, settings, adaptation, _monitoring(monitor, settings, adaptation))
     wanted = _folder(run_dir, settings, _number(settings))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
         membership = opened.enter_context(closing(_membership(job, environment, how, settings)))
-        terms.require(adaptation.strategy, None if membership.is_elastic else membership.workers.world_size)
+        _require_strategy(adaptation, membership)
         acts = Acts(membership)
         acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(adaptation))
         folder = opened.enter_context(closing(_agreed_folder(acts, membership, wanted, job, settings)))
@@ -214,6 +212,15 @@ def _terms(shard_optimizer: bool | None, job: Job, settings: Settings) -> Terms:
             "workers that stay the same: unisono run -n N, without a range and without --max-restarts"
         )
     return Terms(job.reduction, splits, compares_bits=settings.trace is not None or bool(settings.samples))
+
+
+def _execution(overlap: bool | None, settings: Settings, adaptation: Adaptation, monitoring: Monitoring) -> Execution:
+    return Execution(_first(overlap, settings.overlap), adaptation.terms.splits_update, monitoring)
+
+
+def _require_strategy(adaptation: Adaptation, membership: Membership) -> None:
+    workers = None if membership.is_elastic else membership.workers.world_size  # None: others may come
+    adaptation.terms.require(adaptation.strategy, workers)
 
 
 def _besides(adaptation: Adaptation) -> dict[str, Any]:
