@@ -32,7 +32,7 @@ def worked(tickets: Tickets, worker: int, steps: int, *, pushes: bool) -> list[i
 @pytest.mark.parametrize("bound", [None, 0, 1, 5])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_every_ticket_is_handed_out_once_to_many_threads(parts: int, bound: int | None) -> None:
-    tickets, steps, workers = Tickets(parts, Reads(bound), 0, PATIENCE_S), 60, 8
+    tickets, steps, workers = Tickets(parts, Reads(bound), PATIENCE_S), 60, 8
     with ThreadPoolExecutor(workers) as pool:
         each = [pool.submit(worked, tickets, one, steps, pushes=bound is not None) for one in range(workers)]
         found = [future.result(PATIENCE_S) for future in each]
@@ -41,7 +41,7 @@ def test_every_ticket_is_handed_out_once_to_many_threads(parts: int, bound: int 
 
 
 def test_a_worker_gets_tickets_of_its_step_alone() -> None:
-    tickets = Tickets(2, Reads(None), 0, PATIENCE_S)
+    tickets = Tickets(2, Reads(None), PATIENCE_S)
     assert [tickets.claim(0, 0), tickets.claim(1, 0)] == [0, 1]
     assert tickets.claim(0, 0) is None
     assert tickets.claim(0, 1) == 2
@@ -49,12 +49,13 @@ def test_a_worker_gets_tickets_of_its_step_alone() -> None:
 
 
 def test_what_is_left_of_a_step_that_all_have_left_is_not_handed_out() -> None:
-    tickets = Tickets(3, Reads(None), 4, PATIENCE_S)  # of step 1 one part is gone, and then workers were lost
+    tickets = Tickets(3, Reads(None), PATIENCE_S)
+    tickets.next = 4  # of step 1 one part is gone, and then workers were lost
     assert tickets.claim(0, 2) == 6
 
 
 def test_whoever_skips_a_step_without_a_push_gets_the_next_one_and_holds_nobody_up() -> None:
-    tickets = Tickets(1, Reads(0), 0, PATIENCE_S)
+    tickets = Tickets(1, Reads(0), PATIENCE_S)
     assert tickets.claim(0, 0) == 0  # the loss is NaN
     assert tickets.claim(0, 1) == 1
     waits = Waiter(tickets, 1, 2)
@@ -63,7 +64,7 @@ def test_whoever_skips_a_step_without_a_push_gets_the_next_one_and_holds_nobody_
 
 
 def test_whoever_skips_the_last_step_wakes_those_who_wait_for_it() -> None:
-    tickets = Tickets(1, Reads(0), 0, PATIENCE_S)
+    tickets = Tickets(1, Reads(0), PATIENCE_S)
     assert tickets.claim(0, 0) == 0
     waits = Waiter(tickets, 1, 1)
     assert tickets.claim(0, 0) is None
@@ -71,7 +72,7 @@ def test_whoever_skips_the_last_step_wakes_those_who_wait_for_it() -> None:
 
 
 def test_whoever_waits_for_a_turn_wakes_when_the_workers_part() -> None:
-    tickets = Tickets(1, Reads(0), 0, PATIENCE_S)
+    tickets = Tickets(1, Reads(0), PATIENCE_S)
     assert tickets.claim(0, 0) == 0
     waits = Waiter(tickets, 1, 1)
     tickets.end()
@@ -82,21 +83,21 @@ def test_whoever_waits_for_a_turn_wakes_when_the_workers_part() -> None:
 
 
 def test_whoever_only_goes_along_waits_until_a_step_is_taken() -> None:
-    tickets = Tickets(2, Reads(None), 0, timeout_s=0.1)
+    tickets = Tickets(2, Reads(None), timeout_s=0.1)
     for worker in (0, 1):
         with pytest.raises(NoProgress, match="rank 2 waited for its turn in vain, which comes after"):
             tickets.taken(2, 0)
         assert tickets.claim(worker, 0) == worker
     tickets.taken(2, 0)
     with ThreadPoolExecutor(1) as pool:
-        patient = Tickets(2, Reads(None), 0, PATIENCE_S)
+        patient = Tickets(2, Reads(None), PATIENCE_S)
         waits = pool.submit(patient.taken, 2, 0)
         assert [patient.claim(0, 0), patient.claim(1, 0)] == [0, 1]
         waits.result(PATIENCE_S)
 
 
 def test_whoever_waits_for_a_worker_that_does_not_come_back_says_for_which() -> None:
-    tickets = Tickets(1, Reads(1), 0, timeout_s=0.1)
+    tickets = Tickets(1, Reads(1), timeout_s=0.1)
     assert [tickets.claim(1, 0), tickets.claim(2, 1)] == [0, 1]
     tickets.push(1)
     words = "rank 0 waited for its turn in vain, which comes after rank 1, rank 2. It hangs.*failure_timeout_s"

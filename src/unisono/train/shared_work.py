@@ -30,7 +30,7 @@ class SharedWork(Synchroniser):
         self.parts = parts
         self.rank = ground.workers.rank
         self._is_bounded = bound is not None
-        self._tickets = Tickets(parts, Reads(bound), 0, ground.timeout_s)
+        self._tickets = Tickets(parts, Reads(bound), ground.timeout_s)
         self._ticket = 0  # the number behind the newest one that this worker has had
         self._courier: Courier | None = None
         self._ground = ground

@@ -15,15 +15,14 @@ class Tickets:
     Args:
         parts: of each step.
         reads: who may compute and who may push without making gradients too stale.
-        first: the number of the first ticket, see :attr:`next`.
         timeout_s: how long to wait while nobody else gets on.
 
     Attributes:
         next: the number of the next ticket: steps times parts, and the part.
     """
 
-    def __init__(self, parts: int, reads: Reads, first: int, timeout_s: float) -> None:
-        self.next, self._timeout_s = first, timeout_s
+    def __init__(self, parts: int, reads: Reads, timeout_s: float) -> None:
+        self.next, self._timeout_s = 0, timeout_s
         self._parts, self._reads = parts, reads
         self._changed = threading.Condition()
         self._is_over = False
