@@ -117,7 +117,10 @@ EXAMPLES = {"digits.py": "--epochs 1", "char_lm.py": "--batch-size 128 --steps 6
 STEPS = {"UNISONO_STOP_AFTER": "8"}
 """Of each of them at most: some more than one that is cut off and goes on."""
 
-UNEVEN = {"digits.py": "--epochs 1 --batch-size 100", "char_lm.py": "--batch-size 99 --steps 4 --layers 1 --width 32"}
+UNEVEN = {
+    "digits.py": "--epochs 1 --batch-size 100",
+    "char_lm.py": "--batch-size 99 --steps 4 --layers 1 --width 32 --context 32",
+}
 """Batches that eight shards do not divide."""
 
 
