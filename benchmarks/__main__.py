@@ -294,7 +294,7 @@ def sampling_command(
 
 
 def _side_by_side(pair: str, model: str, workers: int, step_ms: float, *, quick: bool) -> pairs.Choice:
-    rounds, turns = (1, 2) if quick else (5, 20)
+    rounds, turns = (1, 1) if quick else (5, 20)
     known = _models([model], ())[0]
     return pairs.Choice(pair, known, workers=workers, step_ms=step_ms, rounds=rounds, turns=turns)
 
@@ -310,7 +310,7 @@ def accuracy_command(
     output: Output = RESULTS,
 ) -> None:
     """AdaScale at eight times the batch, beside the small batch and plain linear scaling: accuracies."""
-    choice = accuracy.Choice(1, iterations=150, rates=(0.1,)) if quick else accuracy.Choice(seeds)
+    choice = accuracy.Choice(1, iterations=80, rates=(0.1,)) if quick else accuracy.Choice(seeds)
     _publish(accuracy.run(choice), output)
 
 

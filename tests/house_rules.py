@@ -9,6 +9,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -51,6 +52,11 @@ class Source:
     def is_package(self) -> bool:
         """Whether it is a folder's ``__init__.py``."""
         return self.path.name == "__init__.py"
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every piece of its syntax."""
+        return tuple(ast.walk(self.tree))
 
     @property
     def room(self) -> str:
@@ -103,7 +109,7 @@ class House:
 
     def imports(self, source: Source) -> Iterator[Import]:
         """Every import of a module, whether of this package or not."""
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             for name in _names(node, source):
                 yield Import(getattr(node, "lineno", 1), self._module_of(name))
 
@@ -310,7 +316,7 @@ def naming(house: House) -> Iterator[Breach]:
 
 def _walk(house: House) -> Iterator[tuple[Source, ast.AST]]:
     for source in house:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             yield source, node
 
 

@@ -8,6 +8,7 @@ TOGETHER = {
     "test_adaptive.py": "the serial run",
     "test_checkpoint_crash.py": "the run whose disk is never full",
     "test_exact.py": "the jobs on 1, 2, 3, 5 and 8 workers",
+    "test_examples.py": "three steps of all examples",
     "test_faults.py": "the serial run",
     "test_finer_batches.py": "the serial run",
     "test_hosts.py": "the two hosts, and the serial run",

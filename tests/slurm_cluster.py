@@ -185,9 +185,6 @@ def srun(arguments: Sequence[str]) -> None:
     assert nodes <= int(os.environ["SLURM_NNODES"])
     import unisono.train.start  # noqa: F401 (torch, too: once, and not in each task, since they are forked)
 
-    if "sklearn" in Path(arguments[begin + 1]).read_text():
-        import sklearn.datasets  # noqa: F401
-
     started = []
     for rank in range(tasks):
         variables = {

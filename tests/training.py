@@ -18,8 +18,11 @@ from unisono.launch.address import address_of
 from unisono.launch.control import Control
 
 SCRIPT = Path(__file__).parent / "procs" / "scripts" / "elastic_training.py"
-SETTINGS = ("ASKED", "EPOCHS", "FAULTS", "PACE_S", "STOP_BELOW")
-"""Variables that the script reads."""
+SETTINGS = (
+    *("ASKED", "EPOCHS", "FAULTS", "PACE_S", "STOP_BELOW"),
+    *("DECIDED", "LOADERS", "ODD", "OPTIONS", "POLICY", "SLOW", "TIMEOUT_S", "TROUBLE"),
+)
+"""Variables that this script, and the other scripts of these tests, read."""
 
 EARLY: Any = {"STOP_BELOW": "1.5", "EPOCHS": "40"}
 """Settings with which it leaves its first loop before that is over."""

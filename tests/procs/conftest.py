@@ -20,7 +20,7 @@ def warm(nothing_outlives_the_run: None) -> Iterator[None]:
 
     Serial runs do not: all forks of one process go through a set of words in the same order, and no two programs do.
     """
-    with warm_jobs(varying={*SETTINGS, "TROUBLE", "TIMEOUT_S", *ALLOWED_VARIABLES}):
+    with warm_jobs(varying={*SETTINGS, *ALLOWED_VARIABLES}):
         yield
 
 

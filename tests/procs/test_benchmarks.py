@@ -98,7 +98,7 @@ def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(tmp_path: Pa
         ("adaptive", ["--quick", "--workers=2"]),
         ("strategies", ["--quick", "--models=digits", "--workers=2", "--strategy=all-reduce", "--strategy=local-sgd"]),
         ("monitor", ["--quick", "--model=tiny", "--step-ms=20"]),
-        ("soak", ["--minutes=0.3", "--pause=2", "--rare=4"]),
+        ("soak", ["--minutes=0.12", "--pause=1", "--rare=2", "--workers=3"]),
     ],
 )
 def test_the_benchmarks_of_elastic_jobs_find_something(name: str, options: list[str], tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import select
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 JOBS = Path(__file__).parent / "scripts" / "exact_jobs.py"
 LAUNCHES = Path(__file__).parent / "scripts" / "launches.py"
+HOSTS = Path(__file__).parent / "scripts" / "hosts.py"
 WORKERS = (1, 2, 3, 5)
 FULL = 8
 """As many workers as shards."""
@@ -48,7 +48,8 @@ WHAT_TRAVELS = frozenset(
 
 
 SHARDS = {"UNISONO_SHARDS": "8"}
-QUIET = {**os.environ, "PYTHONWARNINGS": "ignore::UserWarning"}
+QUIET = {**os.environ, "PYTHONWARNINGS": "ignore::UserWarning", "OMP_WAIT_POLICY": "passive"}
+"""There are more threads than cores: none is to wait for another one by keeping a core busy."""
 
 
 class Launches:
@@ -78,11 +79,12 @@ def launch() -> Iterator[Launches]:
         yield Launches(process)
 
 
-def python(*command: str, folder: Path) -> str:
-    """Run a script to its end as one worker, by itself: nothing in it is forked. Returns what it printed."""
+def python(*command: str, folder: Path, **variables: str) -> str:
+    """Run a script to its end as one worker, by itself: no launcher forks it. Returns what it printed."""
+    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "UNISONO_RUN_DIR": str(folder)}
     done = subprocess.run(
         [sys.executable, *command],
-        env={**QUIET, **SHARDS, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "UNISONO_RUN_DIR": str(folder)},
+        env={**QUIET, **SHARDS, **own, **variables},
         check=False,
         capture_output=True,
         text=True,
@@ -112,7 +114,13 @@ def results(launch: Launches, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 EXAMPLES = {"digits.py": "--epochs 1", "char_lm.py": "--batch-size 128 --steps 6 --layers 1 --width 32 --context 32"}
-UNEVEN = {"digits.py": "--epochs 1 --batch-size 100", "char_lm.py": "--batch-size 99 --steps 4 --layers 1 --width 32"}
+STEPS = {"UNISONO_STOP_AFTER": "8"}
+"""Of each of them at most: some more than one that is cut off and goes on."""
+
+UNEVEN = {
+    "digits.py": "--epochs 1 --batch-size 100",
+    "char_lm.py": "--batch-size 99 --steps 4 --layers 1 --width 32 --context 32",
+}
 """Batches that eight shards do not divide."""
 
 
@@ -186,13 +194,10 @@ def example_weights(launch: Launches, tmp_path_factory: pytest.TempPathFactory) 
         )
     )
     return {
-        workers: weights_in(launch(workers, str(script), folder=tmp_path_factory.mktemp("examples") / "run"))
+        workers: weights_in(launch(workers, str(script), folder=tmp_path_factory.mktemp("examples") / "run", **STEPS))
         for workers in WORKERS
     }
 
-
-HOSTS = (2, 2)
-"""Hosts, and workers of each. Groups of processes stand for them."""
 
 ON_HOSTS = (
     "batch_norm_dropout_tied_unused",
@@ -206,36 +211,12 @@ ON_HOSTS = (
 def test_on_hosts_with_several_workers_the_bits_are_those_of_one_worker(
     results: dict[int, dict[str, list[Any]]], tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    hosts, local = HOSTS
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(JOBS), *ON_HOSTS],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(hosts * local),
-                "LOCAL_RANK": str(rank % local),
-                "LOCAL_WORLD_SIZE": str(local),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "UNISONO_TRANSPORT": "hierarchical",
-                "UNISONO_SHARDS": "8",
-                "UNISONO_RUN_DIR": str(tmp_path / "run"),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(hosts * local)
-    ]
-    outputs = [worker.communicate(timeout=240) for worker in workers]
-    for out, trouble in outputs:
-        reports = reports_in(out)
-        assert len(reports) == len(ON_HOSTS), trouble[-3000:]
-        assert all(report == results[1][report["job"]][0] for report in reports)
+    hosts, local = 2, 2
+    variables = {"UNISONO_TRANSPORT": "hierarchical"}
+    output = python(str(HOSTS), f"{hosts}", f"{local}", *ON_HOSTS, folder=tmp_path / "run", **variables)
+    reports = reports_in(output)
+    assert len(reports) == hosts * local * len(ON_HOSTS)
+    assert all(report == results[1][report["job"]][0] for report in reports)
 
 
 def weights_in(output: str) -> list[str]:
@@ -256,7 +237,7 @@ def test_an_example_cut_off_on_two_workers_goes_on_in_the_middle_of_an_epoch_on_
     script, flags = str(ROOT / "examples" / example), EXAMPLES[example].split()
     cut = {"UNISONO_STOP_AFTER": "4", "UNISONO_CHECKPOINT_EVERY": "3"}
     before = weights_in(launch(2, script, *flags, folder=tmp_path / "run", **cut))
-    after = weights_in(launch(3, script, *flags, folder=tmp_path / "run"))
+    after = weights_in(launch(3, script, *flags, folder=tmp_path / "run", **STEPS))
     events = [json.loads(line)["event"] for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     assert before != after == [example_weights[1][list(EXAMPLES).index(example)]]
     assert "resumed" in events

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,29 +59,72 @@ def run(folder: Path, command: str, workers: int | None = None, steps: int = 3) 
     return Finished(done.stdout, folder)
 
 
-@pytest.mark.parametrize(
-    ("command", "workers"),
-    [
-        ("char_lm.py --layers 1 --width 32 --context 32 --steps 3", 3),
-        ("gan.py", 2),
-        ("plain_loop.py --which unisono", 2),
-        ("goodput.py", 2),
-        ("scaling.py", 2),
-        ("spot.py", 2),
-        ("schedules.py", 2),
-        ("slow_worker.py --shard-ms 0", 3),
-        ("resnet_cifar10.py --image-size 32 --width 0.125 --synthetic --batch-size 16 --workers 2", 2),
-    ],
-)
+SHORT = {
+    "char_lm.py --layers 1 --width 32 --context 32 --steps 3": 3,
+    "gan.py": 2,
+    "plain_loop.py --which unisono": 2,
+    "goodput.py": 2,
+    "scaling.py": 2,
+    "spot.py": 2,
+    "schedules.py": 2,
+    "slow_worker.py --shard-ms 0": 3,
+    "resnet_cifar10.py --image-size 32 --width 0.125 --synthetic --batch-size 16 --workers 2": 2,
+}
+"""Examples, each with the number of workers that it is tried on."""
+
+Ended = dict[str, dict[str, object]]
+"""The results of examples."""
+
+
+def run_all(folder: Path, commands: Sequence[str], workers: int | None = None) -> Ended:
+    """Run three steps of each, one after the other in the same processes: torch is loaded once."""
+    calls = "".join(
+        f"sys.argv = {[name, *flags]!r}\nrunpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')\n"
+        for name, *flags in map(str.split, commands)
+    )
+    (folder / "all.py").write_text(f"import runpy, sys\n{calls}")
+    launcher = [] if workers is None else ["-m", "unisono", "run", "-n", str(workers)]
+    done = subprocess.run(
+        [sys.executable, *launcher, "all.py"],
+        cwd=folder,
+        env={**os.environ, "UNISONO_STOP_AFTER": "3", "UNISONO_RUN_DIR": "run"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    paths = [folder / "run", *(folder / "run" / f"run-{number}" for number in range(2, len(commands) + 1))]
+    results = [json.loads((path / "result.json").read_text()) for path in paths]
+    said = re.findall(r"weights sha256 ([0-9a-f]{64})", done.stdout)
+    assert said == [result["weights_sha256"] for result in results], done.stdout  # the main worker prints it, once
+    return dict(zip(commands, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """As plain Python."""
+    return run_all(tmp_path_factory.mktemp("alone"), list(SHORT))
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory, warm: None) -> Ended:
+    """On several workers."""
+    found: Ended = {}
+    for number in set(SHORT.values()):
+        commands = [command for command, workers in SHORT.items() if workers == number]
+        found |= run_all(tmp_path_factory.mktemp("together"), commands, number)
+    return found
+
+
+@pytest.mark.parametrize("command", SHORT)
 def test_an_example_ends_in_the_same_weights_on_one_worker_and_on_several(
-    tmp_path: Path, command: str, workers: int
+    command: str, alone: Ended, together: Ended
 ) -> None:
-    alone = run(tmp_path / "alone", command)
-    together = run(tmp_path / "together", command, workers)
-    assert alone.weights == together.weights
-    assert (alone.result["world_size"], together.result["world_size"]) == (1, workers)
-    assert alone.result["steps"] == together.result["steps"] == 3
-    assert alone.result["weights_sha256"] == alone.weights
+    assert alone[command]["weights_sha256"] == together[command]["weights_sha256"]
+    assert (alone[command]["world_size"], together[command]["world_size"]) == (1, SHORT[command])
+    assert alone[command]["steps"] == together[command]["steps"] == 3
 
 
 def test_digits_reaches_97_percent_on_held_out_images_whatever_the_number_of_workers(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from unisono.jsonl import read_lines
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 150.0

@@ -24,25 +24,24 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
 PATIENCE_S = 240.0
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
 HOSTILE = 'it\'s a $(touch pwned) `touch pwned` \\ "q" # *\n#SBATCH --nodes=9\n-x'
 """A name of a folder, a script and an argument."""
 
-LEAVES = """
+TRAINS = """
 import os, signal, sys
 import torch, unisono
-assert sys.argv[1:] == [{argument!r}, "--help", ""], sys.argv
-run = unisono.init(batch_size=16, shards=2, seed=0)
+assert sys.argv[1:] in ([], [{argument!r}, "--help", ""]), sys.argv
+run = unisono.init(batch_size=16, shards=4, seed=0)
 model = torch.nn.Linear(4, 1)
 model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 data = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
 for step in run.steps(data, epochs=2):
     step.run(lambda model, batch: model(batch[0]).square().mean())
-    if step.number == 2 and not os.environ.get("SLURM_RESTART_COUNT"):
+    if step.number == 2 and sys.argv[1:] and not os.environ.get("SLURM_RESTART_COUNT"):
         os.kill(os.getpid(), signal.SIGTERM)  # as Slurm does, to all
 run.finish(model)
 """
+"""With arguments, it is asked to leave in its third step."""
 
 
 @pytest.fixture
@@ -71,17 +70,16 @@ def results(folder: Path) -> dict[str, dict[str, object]]:
 
 
 def test_an_array_trains_the_same_weights_on_one_two_and_four_workers(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS.format(argument=""))
     options = ["--time", "00:30:00", "--nodes", "2", "--workers-per-node", "2", "--workers", "1,2,4", "--submit"]
-    said = slurm(
-        cluster, tmp_path, str(EXAMPLES / "digits.py"), *options, "--", "--epochs", "1", UNISONO_STOP_AFTER="4"
-    )
+    said = slurm(cluster, tmp_path, "train.py", *options, UNISONO_STOP_AFTER="6")
     found = re.fullmatch(r"Submitted batch job (\d+)\n", said)
     assert found, said
     ended = results(tmp_path)
     assert list(ended) == [f"slurm-{found[1]}_{element}" for element in range(3)]
     assert [one["world_size"] for one in ended.values()] == [1, 2, 4]
     assert len({one["weights_sha256"] for one in ended.values()}) == 1
-    assert all(one["steps"] == 4 for one in ended.values())
+    assert all(one["steps"] == 6 for one in ended.values())
     output = (tmp_path / f"slurm-{found[1]}_2.out").read_text()
     assert "launched by slurm: rank 0 of 4" in output
     assert cluster.calls == []
@@ -93,7 +91,7 @@ def test_a_preempted_job_goes_on_when_it_starts_again_whatever_things_are_called
     folder = tmp_path / HOSTILE
     folder.mkdir()
     script = f"-{HOSTILE}.py".replace("/", "")
-    (folder / script).write_text(LEAVES.format(argument=HOSTILE))
+    (folder / script).write_text(TRAINS.format(argument=HOSTILE))
     name = HOSTILE.replace("\n", " ")
     options = ["--time", "10", "--workers-per-node", "2", "--job-name", name, "--output", "-job", "--submit"]
     said = slurm(cluster, folder, *options, "--", script, HOSTILE, "--help", "")

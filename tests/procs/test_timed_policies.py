@@ -8,7 +8,7 @@ import pytest
 
 from outcomes import outcome, train
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
 SCRIPT = Path(__file__).parent / "scripts" / "timed.py"
 

@@ -104,7 +104,7 @@ trees = st.recursive(plain | tensors() | arrays(), containers, max_leaves=8)
 
 
 @given(tree=st.dictionaries(words, trees, max_size=6) | trees)
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_any_tree_comes_back_with_its_types_its_order_and_every_bit(tree: Any) -> None:
     assert same(there_and_back(tree), tree)
 

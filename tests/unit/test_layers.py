@@ -19,16 +19,22 @@ Rule = Callable[[House], Iterator[Breach]]
 Build = Callable[..., House]
 
 
+@pytest.fixture(scope="module")
+def package() -> House:
+    """Our own."""
+    return House.read(PACKAGE)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_house_keeps_the_rule(rule: Rule) -> None:
-    breaches = sorted(rule(House.read(PACKAGE)))
+def test_the_house_keeps_the_rule(rule: Rule, package: House) -> None:
+    breaches = sorted(rule(package))
 
     if breaches:
         pytest.fail("\n".join(str(breach) for breach in breaches), pytrace=False)
 
 
-def test_every_module_of_the_package_is_read() -> None:
-    assert {"unisono", "unisono.errors", "unisono.job"} <= House.read(PACKAGE).sources.keys()
+def test_every_module_of_the_package_is_read(package: House) -> None:
+    assert {"unisono", "unisono.errors", "unisono.job"} <= package.sources.keys()
 
 
 @pytest.fixture

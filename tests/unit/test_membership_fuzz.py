@@ -137,7 +137,7 @@ def mutant(chance: random.Random) -> bytes:
     return bytes(text)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), phase=st.sampled_from(["greeting", "preparing", "ready", "working"]))
 def test_what_is_invalid_is_refused_and_changes_nothing(folder: Path, seed: int, phase: str) -> None:
     chance = random.Random(seed)
@@ -184,13 +184,13 @@ def unreadable(adapter: Any, data: bytes | str) -> str | None:
     return None
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(data=st.one_of(st.binary(max_size=200), st.text(max_size=200)))
 def test_bytes_and_texts_are_messages_or_unreadable(data: bytes | str) -> None:
     readable(data)
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(
     value=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

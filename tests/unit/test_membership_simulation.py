@@ -43,7 +43,7 @@ from unisono.membership.messages import (
 
 pytestmark = pytest.mark.unit
 
-SCHEDULES = int(os.environ.get("UNISONO_SCHEDULES", "800"))
+SCHEDULES = int(os.environ.get("UNISONO_SCHEDULES", "400"))
 STATE: TypeAdapter[machine.State] = TypeAdapter(machine.State)
 TIMEOUT_S = 10.0
 SHARDS = 6

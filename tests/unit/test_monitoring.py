@@ -136,7 +136,7 @@ def test_the_noise_scale_of_a_problem_where_it_is_known_is_found(tmp_path: Path)
     run = unisono.init(batch_size=64, shards=8, run_dir=tmp_path / "run", monitor=1)
     model = nn.Linear(dimensions, 1, bias=False)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
-    for step in run.steps(torch.utils.data.TensorDataset(samples), epochs=2):
+    for step in run.steps(torch.utils.data.TensorDataset(samples)):
         step.run(lambda model, batch: model(batch[0]).mean())
     found = dict(run.metrics)
     run.finish()

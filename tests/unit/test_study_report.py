@@ -18,7 +18,7 @@ from unisono.study.batch_curve import BatchCurve, BatchTrial, read_batch_curve
 from unisono.study.charts import charts
 from unisono.study.correctness import correctness
 from unisono.study.document import Document, document
-from unisono.study.drawing import drawn, inline
+from unisono.study.drawing import Drawing, drawn, inline
 from unisono.study.page import page
 from unisono.study.pdf import pdf
 from unisono.study.recommendation import Prices
@@ -261,11 +261,24 @@ def test_figures_have_three_digits_that_count() -> None:
 # --- the files
 
 
-def test_the_page_is_whole_and_needs_nothing_else() -> None:
+@pytest.fixture(scope="module")
+def drawing() -> Drawing:
+    """Of some chart: drawing takes longer than all else, and most tests are about what stands around it."""
+    (chart, *_) = charts(said(MadeUp().results()))
+    return drawn(chart)
+
+
+@pytest.fixture
+def undrawn(drawing: Drawing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test that does not look at the plots: they all look alike."""
+    monkeypatch.setattr("unisono.study.report.drawn", lambda chart: drawing)
+
+
+def test_the_page_is_whole_and_needs_nothing_else(drawing: Drawing) -> None:
     found = said(MadeUp(labels=("a", "b"), modes=("strong", "weak")).results(), title="Two models")
     pictures = charts(found)
     value = document(found, pictures)
-    text = page(value, {chart.name: drawn(chart) for chart in pictures})
+    text = page(value, {chart.name: drawing for chart in pictures})
 
     read = Page(text)
 
@@ -363,10 +376,8 @@ def test_the_same_figures_make_the_same_report(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes(), path.name
 
 
-def test_a_picture_in_a_page_has_the_pages_colours() -> None:
-    (chart, *_) = charts(said(MadeUp().results()))
-
-    text = inline("chart", drawn(chart))
+def test_a_picture_in_a_page_has_the_pages_colours(drawing: Drawing) -> None:
+    text = inline("chart", drawing)
 
     assert "currentColor" in text
     assert "var(--faint)" in text
@@ -400,6 +411,7 @@ def unisono(*args: str) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_table_becomes_a_report_by_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "published.csv"
     path.write_text("workers,epoch_s,images\n1,45,50000\n2,24,50000\n4,12,50000\n")
@@ -413,6 +425,7 @@ def test_a_table_becomes_a_report_by_one_command(tmp_path: Path, capsys: pytest.
     assert len(json.loads((tmp_path / "published-report" / "results.json").read_text())["cells"]) == 3
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_two_studies_become_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, labels in (("north", ("",)), ("south", ("",))):
         MadeUp(labels=labels).results().write(tmp_path / name)

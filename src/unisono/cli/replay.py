@@ -1,34 +1,9 @@
 """``unisono replay``: what was decided in a run and why, and what a policy would have done in it."""
 
-import os
-import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
-
-from unisono.adapt.named import policies_named
-from unisono.cli.timeline import comparison_lines, comparison_table, timeline_lines, timeline_table
-from unisono.jsonl import to_json
-from unisono.study.comparison import Pair, compared
-from unisono.study.record import Record
-from unisono.study.timeline import UNTOLD, decisions_that_hold, timeline
-
-if TYPE_CHECKING:
-    from unisono.study.replay import Replay
-
-OPEN_LOOP = (
-    "The replay sees what the run measured, which does not react to what it decides; only batch size and learning rate "
-    "follow its decisions."
-)
-NO_DECISIONS = (
-    "No policy decided anything in this run. Give it one with unisono run --policy or unisono.init(policies=…); "
-    "unisono replay --policy NAME shows what one would have done."
-)
 
 
 def replay(
@@ -52,64 +27,6 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON, for programs.")] = False,
 ) -> None:
     """Show what was decided in a run, when and why; or what a policy would have done in it."""
-    if plot is not None:
-        from unisono.study.plot import draw, require_drawable
+    from unisono.cli.replay_report import report
 
-        require_drawable(plot)
-    record = Record.read(run)
-    for words in record.damaged:
-        typer.echo(f"unisono: {words}", err=True)
-    replayed = _replayed(record, policy) if policy else None
-    out = Console(highlight=False, emoji=False)
-    if replayed is None:
-        _show_timeline(record, out, everything=everything, as_json=as_json)
-    else:
-        _show_comparison(record, replayed, out, everything=everything, as_json=as_json)
-    if plot is not None:
-        draw(record, plot, replayed)
-        typer.echo(f"written: {plot}", err=as_json)
-
-
-def _replayed(record: Record, names: Sequence[str]) -> "Replay":
-    from unisono.study.replay import replay as replayed  # it loads torch
-
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109 (a string); a module of the user's lies where he stands
-    return replayed(record, policies_named(names, record.job.batch_size))
-
-
-def _show_timeline(record: Record, out: Console, *, everything: bool, as_json: bool) -> None:
-    told = [one for one in timeline(record.journal) if everything or one.event not in UNTOLD]
-    if as_json:
-        for line in timeline_lines(told):
-            typer.echo(to_json(line), nl=False)
-        return
-    out.print(timeline_table(told, unfolded=everything))
-    if not any(one.event == "decided" for one in told):
-        out.print(Text(NO_DECISIONS), soft_wrap=True)
-
-
-def _show_comparison(record: Record, replayed: "Replay", out: Console, *, everything: bool, as_json: bool) -> None:
-    pairs = compared(decisions_that_hold(record.journal), replayed.decisions)
-    if as_json:
-        for line in comparison_lines(pairs):
-            typer.echo(to_json(line), nl=False)
-    elif pairs:
-        out.print(comparison_table(pairs, unfolded=everything))
-    for words in _notes(pairs, replayed):
-        typer.echo(words, err=as_json)
-
-
-def _notes(pairs: Sequence[Pair], replayed: "Replay") -> Iterator[str]:
-    counts = Counter(pair.likeness for pair in pairs)
-    listed = ", ".join(f"{count} {likeness}" for likeness, count in sorted(counts.items()))
-    yield f"Decisions: {listed or 'none, neither in the run nor in the replay'}."
-    yield OPEN_LOOP
-    if replayed.stopped is not None:
-        yield f"The replay ends the loop after step {replayed.stopped}; what the run did later it has not seen."
-    if replayed.unwatched:
-        yield f"Gradients were not measured in {replayed.unwatched} of the steps; there the replay sees older figures."
-    if replayed.untimed:
-        yield f"The workers' times were not written down in {replayed.untimed} of the steps; there it sees older ones."
-    if replayed.gaps:
-        some = ", ".join(map(str, replayed.gaps[:10])) + (" …" if len(replayed.gaps) > 10 else "")
-        yield f"Steps that are not recorded, and after which the replay was not asked: {some}"
+    report(run, policy or (), plot, everything=everything, as_json=as_json)
