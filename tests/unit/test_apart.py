@@ -20,7 +20,7 @@ from unisono.train import rounds
 from unisono.train.apart import Apart
 from unisono.train.engine import Call, Clip
 from unisono.train.prepared import Prepared
-from unisono.train.rounds import Means, Rounds, Tally
+from unisono.train.rounds import Recipe, Rounds, Tally
 from unisono.train.workers import Workers
 
 pytestmark = pytest.mark.unit
@@ -46,8 +46,8 @@ def test_whoever_watches_a_worker_sees_it_get_on_with_each_shard_that_it_compute
         model = nn.Linear(3, 3)
         prepared = Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
         job = Job.create(batch_size=8, shards=4)
-        means = Means(LocalSGD(), job, prepared, torch.device("cpu"), lambda optimizers: nullcontext(), PATIENCE_S)
-        mine = Rounds(means, workers, None)
+        recipe = Recipe(LocalSGD(), job, prepared, torch.device("cpu"), lambda optimizers: nullcontext(), PATIENCE_S)
+        mine = Rounds(recipe, workers, None)
         batch = Batches(8, 8, 4).at(Position())
         shards = [torch.ones(2, 3)] * 4
         mine.train(Call(0, 0, batch, shards, loss_fn, prepared.optimizers, Clip()))
@@ -140,7 +140,7 @@ def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more(monkeypat
 def test_rounds_of_another_strategy_are_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Rounds | None] = []
 
-    def made(means: object, workers: Workers, before: Rounds | None) -> Any:
+    def made(recipe: object, workers: Workers, before: Rounds | None) -> Any:
         seen.append(before)
         return Mock(goes_on=False)
 

@@ -17,7 +17,7 @@ from unisono.train.acts import Acts
 from unisono.train.device import to_device
 from unisono.train.engine import Call
 from unisono.train.membership import Membership
-from unisono.train.rounds import Means, Rounds
+from unisono.train.rounds import Recipe, Rounds
 from unisono.train.step import Step
 from unisono.train.sums import Sums
 from unisono.train.surroundings import BACKSTOP
@@ -80,10 +80,10 @@ class Apart:
             self._trained.strategy = "", {}  # what one kept that comes again later is of weights long gone
         else:
             scaled = self._trained.adaptation.scaled
-            means = Means(strategy, self._job, self._trained.prepared, self._device, scaled, self._timeout_s)
+            recipe = Recipe(strategy, self._job, self._trained.prepared, self._device, scaled, self._timeout_s)
             before = self._before
             is_same = before is not None and before.strategy == strategy
-            rounds = Rounds(means, self._membership.workers, before if is_same else None)
+            rounds = Rounds(recipe, self._membership.workers, before if is_same else None)
             name, state = self._trained.strategy
             if name == str(strategy) and not rounds.goes_on:
                 rounds.synchroniser.load_state_dict(state)

@@ -31,7 +31,7 @@ from unisono.train.workers import Workers
 
 
 @dataclass(frozen=True)
-class Means:
+class Recipe:
     """How steps are computed, besides who computes them.
 
     Attributes:
@@ -73,7 +73,7 @@ class Rounds:
     a loss in the middle of a round, the workers that are left come together first.
 
     Args:
-        means: how steps are computed.
+        recipe: how steps are computed.
         workers: of this generation.
         before: this worker's rounds in the generation before, under the same strategy; None for one that was given
             another worker's state.
@@ -87,18 +87,18 @@ class Rounds:
         WorkerLost: from every method, when another worker is gone.
     """
 
-    def __init__(self, means: Means, workers: Workers, before: Rounds | None) -> None:
+    def __init__(self, recipe: Recipe, workers: Workers, before: Rounds | None) -> None:
         self.is_open = self.goes_on = False
         self.exchanged = -1
         self.tally = Tally()
-        self.strategy = means.strategy
+        self.strategy = recipe.strategy
         self.computed: Callable[[float], None] = lambda seconds: None
-        self._means, self._workers = means, workers
+        self._recipe, self._workers = recipe, workers
         self._engines: dict[int, StepEngine] = {}
         self._engine: StepEngine | None = None
         self._sent = workers.transport.traffic.sent_bytes, workers.transport.traffic.sent_messages
-        ground = Ground(workers, means.prepared, means.timeout_s, means.job.seed)
-        self.synchroniser = _synchroniser(means.strategy, ground)
+        ground = Ground(workers, recipe.prepared, recipe.timeout_s, recipe.job.seed)
+        self.synchroniser = _synchroniser(recipe.strategy, ground)
         try:
             self._take_over(before)
         except BaseException:
@@ -140,7 +140,7 @@ class Rounds:
             UnisonoError: whatever :meth:`StepEngine.attempt` and ``commit`` raise.
         """
         self._engine = engine = self._engine_for(call.batch.shards)
-        engine.computed, engine.scaled = self.computed, self._means.scaled
+        engine.computed, engine.scaled = self.computed, self._recipe.scaled
         self._workers.is_called = True
         try:
             attempt = engine.attempt(call)
@@ -228,8 +228,8 @@ class Rounds:
 
     def _engine_for(self, shards: int) -> StepEngine:
         if shards not in self._engines:
-            alone, how, means = Alone(self._workers, shards), Execution(overlap=False), self._means
-            engine = StepEngine(means.job, alone, means.prepared, means.device, how, self.synchroniser)
+            alone, how, recipe = Alone(self._workers, shards), Execution(overlap=False), self._recipe
+            engine = StepEngine(recipe.job, alone, recipe.prepared, recipe.device, how, self.synchroniser)
             engine.rank = self._workers.rank
             self._engines[shards] = engine
         return self._engines[shards]
