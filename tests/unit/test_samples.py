@@ -38,7 +38,7 @@ def found(lines: list[dict[str, Any]], serial: list[dict[str, Any]] | None = Non
 
 
 def of(lines: list[dict[str, Any]]) -> Samples:
-    return Samples.of(map(json.dumps, lines))
+    return Samples.of(lines)
 
 
 def test_nothing_is_wrong_with_a_run_that_used_everything_once() -> None:
@@ -140,9 +140,11 @@ def test_each_call_of_a_step_is_looked_at_and_its_samples_count_once() -> None:
     ]
 
 
-def test_a_line_that_was_cut_off_is_left_out() -> None:
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
     lines = [*map(json.dumps, whole()), '{"computed":4,"ca']
-    assert problems(Samples.of(lines), STEPS, SHARDS) == []
+    (tmp_path / "samples" / "rank-0.jsonl").write_text("\n".join(lines))
+    assert problems(Samples.read(tmp_path), STEPS, SHARDS) == []
 
 
 def test_a_run_writes_down_what_it_used(tmp_path: Path, one_worker: None, monkeypatch: pytest.MonkeyPatch) -> None:

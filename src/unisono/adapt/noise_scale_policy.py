@@ -1,8 +1,11 @@
 """A batch that follows the gradients' noise."""
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar, Literal
 
 from unisono.adapt.policy import Policy
+from unisono.adapt.ramp import Ramp
 from unisono.adapt.shard_limit import ShardLimit
 from unisono.adapt.view import View
 from unisono.errors import JobError
@@ -50,8 +53,7 @@ class NoiseScalePolicy(Policy):
             raise JobError(f"NoiseScalePolicy(rule={rule!r}): use 'linear', 'sqrt' or 'none'")
         self._largest, self._rule, self._every, self._ramp, self._share = largest, rule, every, ramp, share
         self._limit = ShardLimit(largest_shard)
-        self.steps_left = 0
-        self.factor_left = 1.0
+        self._follows = Ramp()
 
     def before_train(self, view: View) -> None:
         """The first batch may be too much at once for a worker."""
@@ -61,12 +63,19 @@ class NoiseScalePolicy(Policy):
 
     def after_step(self, view: View) -> None:
         """Go on with the ramp, or look."""
-        if self.steps_left:
-            each = self.factor_left ** (1 / self.steps_left)
-            self.set_learning_rate(view.learning_rate * each, steps_left=self.steps_left - 1)
-            self.steps_left, self.factor_left = self.steps_left - 1, self.factor_left / each
+        if self._follows.steps_left:
+            factor, self._follows = self._follows.step()
+            self.set_learning_rate(view.learning_rate * factor, steps_left=self._follows.steps_left)
         elif view.step % self._every == 0 and view.noise is not None and view.noise.scale is not None:
             self._follow(view, view.noise.scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ramp."""
+        return asdict(self._follows)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._follows = Ramp(**state)
 
     def _follow(self, view: View, scale: float) -> None:
         wanted = self._share * scale
@@ -79,4 +88,4 @@ class NoiseScalePolicy(Policy):
         self.set_batch_size(batch, self._limit.shards(batch, view), noise_scale=scale, before=view.batch_size)
         power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[self._rule]
         if power:
-            self.steps_left, self.factor_left = self._ramp, (batch / view.batch_size) ** power
+            self._follows = Ramp(self._ramp, (batch / view.batch_size) ** power)

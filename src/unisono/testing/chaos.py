@@ -19,6 +19,7 @@ import psutil
 
 from unisono.checkpoint.folder import write_json
 from unisono.errors import JobError, UnisonoError
+from unisono.jsonl import read_lines
 from unisono.launch.address import address_of
 from unisono.launch.born import NURSERY
 from unisono.launch.command import PER_WORKER
@@ -167,7 +168,7 @@ def _judge(ordeal: Ordeal, faults: Faults, serial: Mapping[str, Any], struck: _S
     wrong = list(struck.problems)
     if struck.is_done:
         wrong += problems(samples, int(serial["steps"]), _shards(ordeal.folder / SERIAL), alone)
-    journal = _journal(struck.folder)
+    journal = read_lines(struck.folder / "journal.jsonl")
     return Verdict(
         steps=int(serial["steps"]),
         planned=faults.counts,
@@ -344,15 +345,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _shards(folder: Path) -> int:
     return int(json.loads((folder / "job.json").read_bytes())["shards"])
-
-
-def _journal(folder: Path) -> list[dict[str, Any]]:
-    lines = []
-    with suppress(OSError):
-        for line in (folder / "journal.jsonl").read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # cut off
-                lines.append(json.loads(line))
-    return lines
 
 
 def _output(folder: Path) -> Path:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from unisono.jsonl import read_lines
 from unisono.train.sample_log import FOLDER
 
 LISTED = 5
@@ -70,18 +70,13 @@ class Samples:
     @classmethod
     def read(cls, run_dir: Path) -> Samples:
         """What lies in a run folder. The last line of a worker that was killed may be cut off."""
-        return cls.of(
-            line
-            for path in sorted((run_dir / FOLDER).glob("*.jsonl"))
-            for line in path.read_text(encoding="utf-8").splitlines()
-        )
+        return cls.of([line for path in sorted((run_dir / FOLDER).glob("*.jsonl")) for line in read_lines(path)])
 
     @classmethod
-    def of(cls, lines: Iterable[str]) -> Samples:
-        """What lines of JSON say."""
-        found = list(_understood(lines))
-        computed = tuple(_computed(line) for line in found if "computed" in line)
-        commits = (line for line in found if "committed" in line)
+    def of(cls, lines: Sequence[Mapping[str, Any]]) -> Samples:
+        """What lines say."""
+        computed = tuple(_computed(line) for line in lines if "computed" in line)
+        commits = (line for line in lines if "committed" in line)
         return cls(computed, frozenset((Place(one["committed"], one["call"]), one["generation"]) for one in commits))
 
     @property
@@ -226,14 +221,6 @@ def _unlike(counted: _Counted, serial: _Counted) -> list[str]:
 def _some(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:LISTED]))
     return shown if len(numbers) <= LISTED else f"{shown} and {len(numbers) - LISTED} more"
-
-
-def _understood(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except ValueError:  # cut off
-            continue
 
 
 def _computed(line: Mapping[str, Any]) -> Computed:
