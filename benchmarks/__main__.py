@@ -337,6 +337,7 @@ def strategies_command(
     seeds: Seeds = 3,
     strategy: Annotated[list[str] | None, typer.Option(help="one of them, as its text; repeat for more")] = None,
     epochs: Annotated[int, typer.Option(help="passes over the data; 0 for each model's own")] = 0,
+    rate: Annotated[list[float] | None, typer.Option(help="of learning; repeat for more: the best counts")] = None,
     slow: Annotated[bool, typer.Option("--slow", help="instead: one worker is three times slower")] = False,
     quick: Quick = False,
     output: Output = RESULTS,
@@ -351,7 +352,8 @@ def strategies_command(
         name for name in strategies.SHAPES if name in _known(models.split(","), strategies.SHAPES, "--models")
     )
     numbers = tuple(int(number) for number in workers.split(","))
-    choice = strategies.Choice(named, numbers, 1 if quick else seeds, chosen, epochs=1 if quick else epochs)
+    rates = (3e-3,) if quick else tuple(rate or ())
+    choice = strategies.Choice(named, numbers, 1 if quick else seeds, chosen, 1 if quick else epochs, rates)
     _publish(strategies.run(choice), output)
 
 

@@ -27,8 +27,11 @@ ALL = (
 
 SHAPES: Mapping[ModelName, Exercise] = {
     "digits": Exercise(model="digits", strategy=SERIAL, epochs=30),
-    "char_lm": Exercise(model="char_lm", strategy=SERIAL, epochs=10, batch_size=64, rate=6e-3),
+    "char_lm": Exercise(model="char_lm", strategy=SERIAL, epochs=30, batch_size=64),
 }
+
+RATES: Mapping[ModelName, tuple[float, ...]] = {"digits": (3e-3,), "char_lm": (6e-3, 1.2e-2)}
+"""A strategy that moves the weights less for each gradient wants a larger one."""
 
 Runs = Sequence[Outcome | None]
 """One for each seed; None where the loss was no number any more."""
@@ -44,6 +47,7 @@ class Choice:
         seeds: how many.
         strategies: that are compared, as their texts.
         epochs: instead of each model's own; 0 for those.
+        rates: of learning, tried with each strategy, instead of each model's own; none for those.
     """
 
     models: tuple[ModelName, ...] = ("digits", "char_lm")
@@ -51,29 +55,42 @@ class Choice:
     seeds: int = 3
     strategies: tuple[str, ...] = ALL
     epochs: int = 0
+    rates: tuple[float, ...] = ()
 
-    def exercise(self, model: ModelName, strategy: str, seed: int) -> Exercise:
-        """One training."""
-        shape = SHAPES[model]
-        return shape.model_copy(update={"strategy": strategy, "seed": seed, "epochs": self.epochs or shape.epochs})
+    def exercises(self, strategies: Sequence[str], seed: int) -> list[Exercise]:
+        """Every model with each strategy and each rate."""
+        return [
+            SHAPES[model].model_copy(
+                update={
+                    "strategy": strategy,
+                    "seed": seed,
+                    "rate": rate,
+                    "epochs": self.epochs or SHAPES[model].epochs,
+                }
+            )
+            for model, strategy in product(self.models, strategies)
+            for rate in self.rates or RATES[model]
+        ]
 
 
 Key = tuple[str, int, str]
 """A model, a number of workers, a strategy."""
 
+Found = Mapping[Key, Mapping[float, Runs]]
+"""With each rate."""
+
 
 def run(choice: Choice) -> Report:
     """Train all of it: one crew for each number of workers and seed, in which the strategies take turns."""
     meter, order = NoiseMeter(), random.Random(0)  # noqa: S311  the order is to be repeatable
-    found: dict[Key, list[Outcome | None]] = {}
+    found: dict[Key, dict[float, list[Outcome | None]]] = {}
     for seed, workers in product(range(choice.seeds), (1, *choice.workers)):
         meter.calibrate()
-        strategies = (SERIAL,) if workers == 1 else choice.strategies
-        pairs = list(product(choice.models, strategies))
-        pairs = order.sample(pairs, len(pairs))
-        ended = learn(workers, [choice.exercise(model, strategy, seed) for model, strategy in pairs])
-        for (model, strategy), outcome in zip(pairs, ended, strict=True):
-            found.setdefault((model, workers, strategy), []).append(outcome)
+        exercises = choice.exercises((SERIAL,) if workers == 1 else choice.strategies, seed)
+        exercises = order.sample(exercises, len(exercises))
+        for exercise, outcome in zip(exercises, learn(workers, exercises), strict=True):
+            rates = found.setdefault((exercise.model, workers, exercise.strategy), {})
+            rates.setdefault(exercise.rate, []).append(outcome)
     return Report(
         name="strategies",
         settings=asdict(choice),
@@ -89,35 +106,47 @@ def learn(workers: int, exercises: Sequence[Exercise]) -> list[Outcome | None]:
     return first.outcomes
 
 
-def grids(model: str, choice: Choice, found: Mapping[Key, Runs]) -> list[Grid]:
-    """All strategies on one model: what they learn, and what they cost."""
-    serial = found[(model, 1, SERIAL)]
-    shown = [("serial", 1, serial)]
-    shown += [
-        (strategy, workers, found[(model, workers, strategy)])
-        for workers, strategy in product(choice.workers, choice.strategies)
-    ]
+def grids(model: str, choice: Choice, found: Found) -> list[Grid]:
+    """All strategies on one model, each with the rate that is best for it: what they learn, and what they cost."""
+    keys = [(model, 1, SERIAL)]
+    keys += [(model, workers, strategy) for workers, strategy in product(choice.workers, choice.strategies)]
+    shown = [("serial" if key[1] == 1 else key[2], key[1], *best(found[key])) for key in keys]
+    serial = shown[0][-1]
     title = f"{model}, {counted(choice.seeds, 'seed')}: "
     return [
         Grid(
             f"{title}held-out samples",
-            ("", "workers", "accuracy", "beside serial, points", "loss", "beside serial, %", "same weights"),
+            ("", "workers", "rate", "accuracy", "beside serial, points", "loss", "beside serial, %", "same weights"),
             [learned(*one, serial) for one in shown],
-            ("Beside serial: the mean over seeds (lowest … highest).",),
+            (
+                "Of the rates that were tried, that with the lowest loss.",
+                "Beside serial: the mean over seeds (lowest … highest).",
+            ),
         ),
         Grid(
             f"{title}a step with one batch, all workers together",
             ("", "workers", "kB", "messages", "samples/s", "staleness: mean, largest"),
-            [costs(*one) for one in shown],
+            [costs(name, workers, runs) for name, workers, _, runs in shown],
         ),
     ]
 
 
-def learned(name: str, workers: int, runs: Runs, serial: Runs) -> tuple[str, ...]:
+def best(rates: Mapping[float, Runs]) -> tuple[float, Runs]:
+    """The rate with which most runs ended with a number, and of those the one with the lowest loss."""
+
+    def judged(rate: float) -> tuple[int, float]:
+        losses = [one.loss for one in rates[rate] if one]
+        return -len(losses), statistics.fmean(losses) if losses else 0.0
+
+    rate = min(rates, key=judged)
+    return rate, rates[rate]
+
+
+def learned(name: str, workers: int, rate: float, runs: Runs, serial: Runs) -> tuple[str, ...]:
     """One line of the first table."""
     pairs = [(one, other) for one, other in zip(runs, serial, strict=True) if one and other]
     if not pairs:
-        return (name, f"{workers}", *("no number",) * 5)
+        return (name, f"{workers}", f"{rate:g}", *("no number",) * 5)
     ended = [one for one, _ in pairs]
     points = [100 * (one.accuracy - other.accuracy) for one, other in pairs]
     percent = [100 * (one.loss / other.loss - 1) for one, other in pairs]
@@ -125,6 +154,7 @@ def learned(name: str, workers: int, runs: Runs, serial: Runs) -> tuple[str, ...
     return (
         name if len(pairs) == len(runs) else f"{name} ({len(pairs)} of {len(runs)} seeds)",
         f"{workers}",
+        f"{rate:g}",
         f"{statistics.fmean(one.accuracy for one in ended):.2%}" if shows_accuracy else "",
         spread(points) if shows_accuracy else "",
         f"{statistics.fmean(one.loss for one in ended):.4f}",
@@ -154,14 +184,16 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):+.2f} ({min(values):+.2f} … {max(values):+.2f})"
 
 
-def as_json(found: Mapping[Key, Runs]) -> list[dict[str, object]]:
+def as_json(found: Found) -> list[dict[str, object]]:
     """For programs."""
     return [
         {
             "model": model,
             "workers": workers,
             "strategy": strategy,
+            "rate": rate,
             "runs": [one and one.model_dump() for one in runs],
         }
-        for (model, workers, strategy), runs in found.items()
+        for (model, workers, strategy), rates in found.items()
+        for rate, runs in rates.items()
     ]

@@ -461,13 +461,20 @@ def ended(accuracy: float = 0.98, loss: float = 0.1, digest: str = "a", **more: 
 def test_a_strategy_stands_beside_the_serial_run_of_the_same_seed() -> None:
     serial = [ended(0.98, 0.1), ended(0.96, 0.2)]
     runs = [ended(0.97, 0.1), ended(0.96, 0.22, staleness=[0, 3])]
-    told = strategies.learned("diloco", 2, runs, serial)
-    assert told[2:] == ("96.50%", "-0.50 (-1.00 … +0.00)", "0.1600", "+5.00 (+0.00 … +10.00)", "yes")
+    told = strategies.learned("diloco", 2, 0.1, runs, serial)
+    assert told[2:] == ("0.1", "96.50%", "-0.50 (-1.00 … +0.00)", "0.1600", "+5.00 (+0.00 … +10.00)", "yes")
     assert strategies.costs("diloco", 2, runs) == ("diloco", "2", "2.5", "4.0", "5", "1.50, 3")
-    assert strategies.learned("diloco", 2, [None, ended(0.96, 0.2)], serial)[0] == "diloco (1 of 2 seeds)"
-    assert strategies.learned("diloco", 2, [ended(digest="b")] * 2, serial)[-1] == "no"
-    assert set(strategies.learned("diloco", 2, [None, None], serial)[2:]) == {"no number"}
+    assert strategies.learned("diloco", 2, 0.1, [None, ended(0.96, 0.2)], serial)[0] == "diloco (1 of 2 seeds)"
+    assert strategies.learned("diloco", 2, 0.1, [ended(digest="b")] * 2, serial)[-1] == "no"
+    assert set(strategies.learned("diloco", 2, 0.1, [None, None], serial)[3:]) == {"no number"}
     assert set(strategies.costs("diloco", 2, [None, None])[2:]) == {"no number"}
+
+
+def test_a_strategy_is_shown_with_the_rate_that_is_best_for_it() -> None:
+    slow, fast, lost = [ended(loss=0.3), ended(loss=0.3)], [ended(loss=0.1), ended(loss=0.2)], [ended(loss=0.05), None]
+    assert strategies.best({1.0: slow, 2.0: fast}) == (2.0, fast)
+    assert strategies.best({1.0: slow, 4.0: lost}) == (1.0, slow)
+    assert strategies.best({4.0: [None], 8.0: [None]})[1] == [None]
 
 
 def test_traffic_per_step_is_read_from_rounds_or_from_what_workers_said_of_the_step_before(tmp_path: Path) -> None:
