@@ -151,6 +151,16 @@ def test_a_report_reads_what_a_search_has_kept(tmp_path: Path) -> None:
     assert read_batch_curve(tmp_path) == curve
 
 
+def test_what_needed_a_little_more_than_the_limit_is_told_to_have_needed_more(run_folder: Callable[..., Path]) -> None:
+    def attempt(batch: int) -> Tried:
+        workers = [{"device": "cpu", "peak_memory_mib": 329.9 + batch / 1000}]
+        return finished_trial(run_folder([1.0], result={"workers": workers}), batch, None, 330.0)
+
+    rows = searched(BatchSearch(), attempt, lambda tried: None).curve(BatchSearch(), 330.0, "").rows
+    assert {row.fits for row in rows} == {True, False}
+    assert all(((row.peak_mib or 0.0) > 330.0) != row.fits for row in rows)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

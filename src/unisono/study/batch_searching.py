@@ -45,7 +45,7 @@ class Searched:
             BatchTrial(
                 batch=one.batch,
                 samples_per_s=one.samples_per_s,
-                peak_mib=one.peak_mib and round(one.peak_mib, 1),
+                peak_mib=one.peak_mib,
                 fits=one.fits,
             )
             for one in self.trials.values()
