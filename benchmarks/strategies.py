@@ -47,7 +47,8 @@ class Choice:
         seeds: how many.
         strategies: that are compared, as their texts.
         epochs: instead of each model's own; 0 for those.
-        rates: of learning, tried with each strategy, instead of each model's own; none for those.
+        rates: of learning, tried with each strategy and the first seed; the others have the best of them. None for
+            each model's own.
     """
 
     models: tuple[ModelName, ...] = ("digits", "char_lm")
@@ -57,23 +58,19 @@ class Choice:
     epochs: int = 0
     rates: tuple[float, ...] = ()
 
-    def exercises(self, strategies: Sequence[str], seed: int) -> list[Exercise]:
-        """Every model with each strategy and each rate."""
-        return [
-            SHAPES[model].model_copy(
-                update={
-                    "strategy": strategy,
-                    "seed": seed,
-                    "rate": rate,
-                    "epochs": self.epochs or SHAPES[model].epochs,
-                }
-            )
-            for model, strategy in product(self.models, strategies)
-            for rate in self.rates or RATES[model]
-        ]
+    def exercise(self, key: "Key", rate: float, seed: int) -> Exercise:
+        """One training."""
+        model, _, strategy = key
+        epochs = self.epochs or SHAPES[model].epochs
+        return SHAPES[model].model_copy(update={"strategy": strategy, "seed": seed, "rate": rate, "epochs": epochs})
+
+    def keys(self, workers: int) -> list["Key"]:
+        """What is trained on so many; on one that is the serial run."""
+        strategies = (SERIAL,) if workers == 1 else self.strategies
+        return [(model, workers, strategy) for model, strategy in product(self.models, strategies)]
 
 
-Key = tuple[str, int, str]
+Key = tuple[ModelName, int, str]
 """A model, a number of workers, a strategy."""
 
 Found = Mapping[Key, Mapping[float, Runs]]
@@ -86,7 +83,11 @@ def run(choice: Choice) -> Report:
     found: dict[Key, dict[float, list[Outcome | None]]] = {}
     for seed, workers in product(range(choice.seeds), (1, *choice.workers)):
         meter.calibrate()
-        exercises = choice.exercises((SERIAL,) if workers == 1 else choice.strategies, seed)
+        exercises = [
+            choice.exercise(key, rate, seed)
+            for key in choice.keys(workers)
+            for rate in ((best(found[key])[0],) if key in found else choice.rates or RATES[key[0]])
+        ]
         exercises = order.sample(exercises, len(exercises))
         for exercise, outcome in zip(exercises, learn(workers, exercises), strict=True):
             rates = found.setdefault((exercise.model, workers, exercise.strategy), {})
@@ -106,10 +107,9 @@ def learn(workers: int, exercises: Sequence[Exercise]) -> list[Outcome | None]:
     return first.outcomes
 
 
-def grids(model: str, choice: Choice, found: Found) -> list[Grid]:
+def grids(model: ModelName, choice: Choice, found: Found) -> list[Grid]:
     """All strategies on one model, each with the rate that is best for it: what they learn, and what they cost."""
-    keys = [(model, 1, SERIAL)]
-    keys += [(model, workers, strategy) for workers, strategy in product(choice.workers, choice.strategies)]
+    keys = [key for workers in (1, *choice.workers) for key in choice.keys(workers) if key[0] == model]
     shown = [("serial" if key[1] == 1 else key[2], key[1], *best(found[key])) for key in keys]
     serial = shown[0][-1]
     title = f"{model}, {counted(choice.seeds, 'seed')}: "
@@ -119,7 +119,7 @@ def grids(model: str, choice: Choice, found: Found) -> list[Grid]:
             ("", "workers", "rate", "accuracy", "beside serial, points", "loss", "beside serial, %", "same weights"),
             [learned(*one, serial) for one in shown],
             (
-                "Of the rates that were tried, that with the lowest loss.",
+                "Of the rates that were tried with the first seed, that with the lowest loss.",
                 "Beside serial: the mean over seeds (lowest … highest).",
             ),
         ),
@@ -132,11 +132,11 @@ def grids(model: str, choice: Choice, found: Found) -> list[Grid]:
 
 
 def best(rates: Mapping[float, Runs]) -> tuple[float, Runs]:
-    """The rate with which most runs ended with a number, and of those the one with the lowest loss."""
+    """The rate that most seeds were trained with; of several the one with which most ended, with the lowest loss."""
 
-    def judged(rate: float) -> tuple[int, float]:
+    def judged(rate: float) -> tuple[int, int, float]:
         losses = [one.loss for one in rates[rate] if one]
-        return -len(losses), statistics.fmean(losses) if losses else 0.0
+        return -len(rates[rate]), -len(losses), statistics.fmean(losses) if losses else 0.0
 
     rate = min(rates, key=judged)
     return rate, rates[rate]

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from benchmarks.contenders import Contender, everybody
 from benchmarks.contenders.loop import batches
 from benchmarks.crew import Crew, Host, cleaned
 from benchmarks.elastic_job import seconds_of
-from benchmarks.exercise import Outcome
+from benchmarks.exercise import Exercise, Outcome
 from benchmarks.family import growth_per_hour
 from benchmarks.figures import Ratio, bootstrap, difference, mean_of_workers, slowest, times_as_fast, times_as_long
 from benchmarks.harness import Measured, interleaved
@@ -474,7 +475,21 @@ def test_a_strategy_is_shown_with_the_rate_that_is_best_for_it() -> None:
     slow, fast, lost = [ended(loss=0.3), ended(loss=0.3)], [ended(loss=0.1), ended(loss=0.2)], [ended(loss=0.05), None]
     assert strategies.best({1.0: slow, 2.0: fast}) == (2.0, fast)
     assert strategies.best({1.0: slow, 4.0: lost}) == (1.0, slow)
+    assert strategies.best({1.0: slow[:1], 4.0: lost}) == (4.0, lost)  # with which it went on
     assert strategies.best({4.0: [None], 8.0: [None]})[1] == [None]
+
+
+def test_only_the_first_seed_tries_all_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[tuple[int, int, float]] = []
+
+    def learn(workers: int, exercises: Sequence[Exercise]) -> list[Outcome]:
+        trained.extend((one.seed, workers, one.rate) for one in exercises)
+        return [ended(loss=one.rate / workers if workers == 1 else 1 / one.rate) for one in exercises]
+
+    monkeypatch.setattr(strategies, "learn", learn)
+    found = strategies.run(strategies.Choice(("digits",), (2,), 2, ("diloco",), rates=(0.1, 0.2)))
+    assert sorted(trained) == [(0, 1, 0.1), (0, 1, 0.2), (0, 2, 0.1), (0, 2, 0.2), (1, 1, 0.1), (1, 2, 0.2)]
+    assert [row[:3] for row in found.grids[0].rows] == [("serial", "1", "0.1"), ("diloco", "2", "0.2")]
 
 
 def test_traffic_per_step_is_read_from_rounds_or_from_what_workers_said_of_the_step_before(tmp_path: Path) -> None:
