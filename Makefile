@@ -71,7 +71,7 @@ bench-accuracy: $(BENCH_READY)  ## AdaScale at eight times the batch: accuracies
 bench-adaptive: $(BENCH_READY)  ## a batch that follows the noise: how soon it is accurate, beside batches that stay
 	@$(BIN)/python -m benchmarks adaptive $(OPTIONS)
 
-bench-strategies: $(READY)  ## every synchronisation strategy: accuracy, traffic, throughput; --slow: with a slow worker
+bench-strategies: $(READY)  ## every synchronisation strategy: accuracy, traffic, throughput, in an hour; --slow: with a slow worker
 	@$(BIN)/python -m benchmarks strategies $(OPTIONS)
 
 soak: $(READY)  ## half an hour of faults: memory, files and threads stay as they are, and so do the bits

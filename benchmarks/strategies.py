@@ -30,7 +30,7 @@ SHAPES: Mapping[ModelName, Exercise] = {
     "char_lm": Exercise(model="char_lm", strategy=SERIAL, epochs=30, batch_size=64),
 }
 
-RATES: Mapping[ModelName, tuple[float, ...]] = {"digits": (3e-3,), "char_lm": (6e-3, 1.2e-2)}
+RATES: Mapping[ModelName, tuple[float, ...]] = {"digits": (3e-3,), "char_lm": (6e-3, 1.2e-2, 2.4e-2)}
 """A strategy that moves the weights less for each gradient wants a larger one."""
 
 Runs = Sequence[Outcome | None]
