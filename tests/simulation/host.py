@@ -1,0 +1,101 @@
+"""An agent, and the processes that it runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from simulation.link import Link
+from simulation.process import Process
+from unisono.membership.messages import AgentHello, AgentLeaving, End, JobOver, Message, Start, WorkerEnded
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+class Host:
+    """An agent, and the processes that it runs."""
+
+    def __init__(self, world: World, name: str, room: int) -> None:
+        self.world = world
+        self.name = name
+        self.room = room
+        self.alive = True
+        self.leaving = False
+        self.link: Link | None = None
+        self.running: dict[str, Process | None] = {}
+        self.untold: list[WorkerEnded] = []
+        self.over = False
+        self.connect()
+
+    def connect(self) -> None:
+        if not self.alive:
+            return
+        self.link = Link(self.world, self)
+        self.link.send(AgentHello(agent=self.name, host=self.name, workers=self.room, running=tuple(self.running)))
+        if self.leaving:
+            self.link.send(AgentLeaving())
+        for ended in self.untold:
+            self.tell(ended)
+        self.untold = []
+
+    def disconnected(self, link: Link) -> None:
+        if link is self.link:
+            self.link = None
+            self.world.later(self.world.soon(1.0), self.connect)
+
+    def leave(self) -> None:
+        self.leaving = True
+        if self.link is not None:
+            self.link.send(AgentLeaving())
+
+    def die(self) -> None:
+        self.alive = False
+        if self.link is not None:
+            self.link.cut()
+        for process in list(self.running.values()):
+            if process is not None:
+                process.die(-9)
+
+    def receive(self, message: Message) -> None:
+        if not self.alive:
+            return
+        match message:
+            case Start(workers=names, delay_s=delay_s):
+                for name in names:
+                    assert name not in self.world.workers
+                    self.running[name] = None
+                    self.world.later(delay_s, partial(self.start, name))
+            case End(workers=names, how=how):
+                for name in names:
+                    self.end(name, how)
+            case JobOver():
+                self.over = True
+                for name in list(self.running):
+                    self.end(name, "kill")
+
+    def start(self, name: str) -> None:
+        if self.alive and name in self.running:
+            self.world.workers[name] = self.running[name] = Process(self.world, name, self)
+
+    def end(self, name: str, how: str) -> None:
+        process = self.running.get(name)
+        if process is not None and process.alive:
+            self.world.later(self.world.soon(), lambda: process.die(-9) if how == "kill" else process.ask_to_leave())
+        elif name in self.running and process is None:
+            self.ended(WorkerEnded(worker=name, code=-9))
+
+    def reap(self, process: Process, code: int, error: str) -> None:
+        if self.alive and process.name in self.running:
+            self.ended(WorkerEnded(worker=process.name, code=code, error=error))
+
+    def ended(self, ended: WorkerEnded) -> None:
+        if self.link is None:
+            self.untold.append(ended)
+        else:
+            self.tell(ended)
+
+    def tell(self, ended: WorkerEnded) -> None:
+        assert self.link is not None
+        self.running.pop(ended.worker, None)
+        self.link.send(ended)

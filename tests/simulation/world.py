@@ -1,0 +1,91 @@
+"""Everything there is, and the order in which it happens."""
+
+import heapq
+import random
+from collections.abc import Callable
+
+from simulation import faults
+from simulation.group import Group
+from simulation.host import Host
+from simulation.process import Process
+from simulation.service import Service
+from simulation.settings import FAULTS_END_S, OVER_BY_S, TIMEOUT_S
+from unisono.membership import state as machine
+from unisono.membership.messages import JobOver
+
+
+class World:
+    """Everything there is, and the order in which it happens."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.now = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        lengths = [self.chance.randint(1, 8), self.chance.randint(1, 8)]
+        # Two loops of steps, each followed by an evaluation: (loop, whether joiners can enter before it)
+        self.script = [(loop, act < length) for loop, length in enumerate(lengths) for act in range(length + 1)]
+        self.committed = 0  # the most acts that anybody has, since the job began or started over
+        self.checkpoint = 0
+        self.loops_over: set[int] = set()
+        self.groups: dict[int, Group] = {}
+        self.agents: list[Host] = []
+        self.workers: dict[str, Process] = {}
+        smallest = self.chance.randint(1, 3)
+        largest = self.chance.randint(max(2, smallest), 5)
+        self.errors = self.chance.random() < 0.1  # scripts may fail of themselves
+        self.settings = machine.Coordination(
+            smallest, largest, max_restarts=1000, restart_on_error=False, failure_timeout_s=TIMEOUT_S
+        )
+        self.malice = self.chance.choice([0.02, 0.1, 0.3])
+        self.faults_left = self.chance.choice([2, 5, 10])
+        self.service = Service(self)
+
+    def at(self, moment: float, what: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._queue, (moment, self._count, what))
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        self.at(self.now + seconds, what)
+
+    def soon(self, most: float = 0.3) -> float:
+        return self.chance.uniform(0.001, most)
+
+    def play(self) -> JobOver:
+        self.add_host()
+        for _ in range(self.chance.randint(0, 3)):
+            self.later(self.soon(8.0), self.add_host)
+        for _ in range(self.chance.randint(0, 4)):
+            self.later(self.chance.uniform(0.0, FAULTS_END_S / 2), self.go_wrong)
+        self.later(FAULTS_END_S + 1, self.mend)
+        while self._queue:
+            self.now, _, what = heapq.heappop(self._queue)
+            what()
+            if self.now > OVER_BY_S:
+                break
+        over = self.service.state.over
+        assert over is not None, f"not over: {machine.status(self.service.state)}"
+        assert not any(worker.alive for worker in self.workers.values()), "a worker was left behind"
+        return over
+
+    # -- faults
+
+    def delicate(self) -> None:
+        """A moment at which what goes wrong hurts most."""
+        if self.now < FAULTS_END_S and self.faults_left and self.chance.random() < self.malice:
+            self.later(self.soon(0.2), self.go_wrong)
+
+    def go_wrong(self) -> None:
+        self.faults_left = max(0, self.faults_left - 1)
+        self.chance.choice(faults.FAULTS)(self)
+
+    def add_host(self) -> None:
+        self.agents.append(Host(self, f"a{len(self.agents)}", self.chance.randint(1, 4)))
+
+    def mend(self) -> None:
+        """From now on nothing goes wrong, and there is room."""
+        self.errors = False
+        while sum(host.room for host in self.agents if host.alive and not host.leaving) < self.settings.smallest:
+            self.add_host()
+        for worker in self.workers.values():
+            worker.slowness = min(worker.slowness, 3.0)
