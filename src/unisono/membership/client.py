@@ -1,11 +1,8 @@
 """A worker's connection to the coordinator, on a thread of its own."""
 
 import asyncio
-import itertools
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -15,14 +12,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from unisono.errors import LaunchError
+from unisono.membership.conversation import Conversation
 from unisono.membership.messages import (
-    Arrived,
-    Finished,
     FromWorker,
-    JobOver,
-    Leaving,
-    Progress,
-    Ready,
     Refused,
     StoreReply,
     StoreRequest,
@@ -44,12 +36,6 @@ PING_S = 20.0
 is short."""
 
 FLUSH_S = 2.0
-MOST_UNSENT = 256
-
-_FAREWELLS = (Refused, JobOver)  # after these nobody is there to talk to
-_STANDING = (Ready, Arrived, Leaving, Finished)  # true until something comes of it: said again on a new connection
-_SAID_ANEW = (WorkerHello, Progress, StoreRequest, *_STANDING)
-_OF_A_GENERATION = (Ready, Arrived)  # until the next generation
 
 
 class Line:
@@ -80,16 +66,10 @@ class Line:
         self.kept: list[object] = []
         self._headers = {"Authorization": f"Bearer {token}"}
         self._tls = context_for(url, certificates)
-        self._hello = hello
         self._on_message = on_message
-        self._numbers = itertools.count(1)
-        self._lock = threading.Lock()  # around all below
-        self._unsent: deque[FromWorker] = deque()
-        self._standing: dict[str, FromWorker] = {}
-        self._asked: dict[int, tuple[StoreRequest, Future[StoreReply]]] = {}
-        self._is_connected = False
+        self._lock = threading.Lock()  # around all that is said
+        self._conversation = Conversation(hello)
         self._was_connected = False
-        self._is_over = False
         self._closes = False
         self._trouble = "it does not listen"
         self._pause_s = FIRST_PAUSE_S
@@ -137,14 +117,12 @@ class Line:
     @property
     def generation(self) -> int:
         """The generation that this worker is in; 0 before the first. What it said in an earlier one is outdated."""
-        return self._hello.generation
+        return self._conversation.generation
 
     @generation.setter
     def generation(self, generation: int) -> None:
         with self._lock:
-            self._hello = self._hello.model_copy(update={"generation": generation})
-            for kind in [kind for kind, message in self._standing.items() if isinstance(message, _OF_A_GENERATION)]:
-                del self._standing[kind]
+            self._conversation.enter(generation)
 
     def send(self, message: FromWorker) -> None:
         """Send a message from any thread; never waits.
@@ -152,14 +130,7 @@ class Line:
         While there is no connection, :class:`Progress` is left out, and of other messages the latest are kept.
         """
         with self._lock:
-            if self._is_over:
-                return
-            if isinstance(message, _STANDING):
-                self._standing[message.kind] = message
-            if self._is_connected or not isinstance(message, (Progress, *_STANDING)):
-                self._unsent.append(message)
-            while len(self._unsent) > MOST_UNSENT and not self._is_connected:
-                self._unsent.popleft()
+            self._conversation.say(message)
         self._wake()
 
     def request(self, request: StoreRequest, answer_s: float = ANSWER_S) -> StoreReply:
@@ -172,14 +143,10 @@ class Line:
         Raises:
             LaunchError: no answer came in time, or the line has ended.
         """
-        answer: Future[StoreReply] = Future()
-        request = request.model_copy(update={"id": next(self._numbers)})
         with self._lock:
-            if self._is_over:
+            if self._conversation.is_over:
                 raise LaunchError(f"the connection to the coordinator at {self.url} has ended")
-            self._asked[request.id] = (request, answer)
-            if self._is_connected:
-                self._unsent.append(request)
+            number, answer = self._conversation.ask(request)
         self._wake()
         try:
             return answer.result(request.timeout_s + answer_s)
@@ -187,7 +154,7 @@ class Line:
             raise LaunchError(f"the coordinator at {self.url} did not answer: {self._trouble}") from error
         finally:
             with self._lock:
-                self._asked.pop(request.id, None)
+                self._conversation.give_up(number)
 
     def cut(self, seconds: float) -> None:
         """Lose the connection, and open none for so many seconds: a rehearsal of what networks do."""
@@ -210,8 +177,7 @@ class Line:
                 runner.run(self._keep_connected())
         finally:
             with self._lock:
-                self._is_over = True
-                unanswered = [answer for _, answer in self._asked.values()]
+                unanswered = self._conversation.end()
             for answer in unanswered:
                 answer.set_exception(LaunchError(f"the connection to the coordinator at {self.url} has ended"))
             self._opened.set()
@@ -237,7 +203,7 @@ class Line:
             self._socket.transport.abort()
 
     def _is_done(self) -> bool:
-        return self._closes or self._is_over
+        return self._closes or self._conversation.is_over
 
     async def _sleep(self, seconds: float) -> None:
         with suppress(TimeoutError):
@@ -269,32 +235,28 @@ class Line:
             try:
                 async for text in socket:
                     self._hear(text)
-                    if self._is_over:
+                    if self._conversation.is_over:
                         break
             finally:
                 with self._lock:
-                    self._is_connected = False
+                    self._conversation.break_off()
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
 
     def _begin(self) -> None:
         with self._lock:
-            others = [message for message in self._unsent if not isinstance(message, _SAID_ANEW)]
-            asked = [request for request, _ in self._asked.values()]
-            self._unsent = deque([self._hello, *others, *self._standing.values(), *asked])
-            self._is_connected = self._was_connected = True
+            self._conversation.begin()
+            self._was_connected = True
         self._opened.set()
 
     async def _send_all(self, socket: ClientConnection) -> None:
         try:
             while True:
                 self._news.clear()
-                while self._unsent:
-                    message = self._unsent[0]
+                while (message := self._conversation.next) is not None:
                     await socket.send(message.model_dump_json())
                     with self._lock:
-                        if self._unsent and self._unsent[0] is message:
-                            self._unsent.popleft()
+                        self._conversation.sent(message)
                 if self._closes:
                     return
                 await self._news.wait()
@@ -305,23 +267,17 @@ class Line:
     def _hear(self, text: str | bytes) -> None:
         self._pause_s = FIRST_PAUSE_S
         try:
-            message = to_worker.validate_json(text)
+            self._take(to_worker.validate_json(text))
         except ValidationError as error:
             self._take(Refused(reason=f"the coordinator says what this version does not know: {error}"[:4096]))
-            return
-        if isinstance(message, StoreReply):
-            with self._lock:
-                _, answer = self._asked.pop(message.id, (None, None))
-            if answer is not None:
-                answer.set_result(message)
-        else:
-            self._take(message)
 
     def _take(self, message: ToWorker) -> None:
-        if isinstance(message, _FAREWELLS):
-            with self._lock:
-                self._is_over = True
-        self._on_message(message)
+        with self._lock:
+            answer = self._conversation.heard(message)
+        if not isinstance(message, StoreReply):
+            self._on_message(message)
+        elif answer is not None:
+            answer.set_result(message)
 
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the loop has ended
