@@ -1,9 +1,12 @@
 """Servers of the asynchronous form do what the formulas say, one update after the other."""
 
 import json
+import platform
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -200,7 +203,9 @@ def test_whoever_calls_the_others_wakes_when_the_workers_part_and_leaves_nothing
     side_by_side(2, work)
 
 
-def test_a_worker_waits_for_its_turn_no_longer_than_said() -> None:
+def test_a_worker_waits_for_its_turn_no_longer_than_said_and_says_where_who_is() -> None:
+    here = f"on host {platform.node()}"
+
     def work(workers: Workers) -> None:
         one = AsynchronousServer(Ground(workers, prepared(), 0.3, seed=0), strategy(max_staleness=0))
         try:
@@ -208,7 +213,8 @@ def test_a_worker_waits_for_its_turn_no_longer_than_said() -> None:
                 assert one.claim(0) == 0
             workers.barrier()
             if workers.rank == 0:
-                with pytest.raises(NoProgress, match="rank 0 waited for its turn in vain, which comes after rank 1"):
+                words = f"rank 0 {here} waited for its turn in vain, which comes after rank 1 {here}. "
+                with pytest.raises(NoProgress, match=re.escape(words)):
                     one.claim(1)
             workers.barrier()
         finally:
@@ -511,6 +517,55 @@ def test_whoever_was_given_anothers_state_serves_nothing_until_all_have_agreed()
         assert torch.equal(first[number], expected[number])
     for number in loss.all[1]._central.numbers:  # nobody is left who served them
         assert torch.equal(first[number], loss.all[0].replica.weights[number])
+
+
+@pytest.mark.parametrize("after_loss", [True, False], ids=["after another loss", "in the round's end"])
+def test_what_one_has_taken_of_a_server_that_is_lost_then_is_newer_than_older_copies(after_loss: bool) -> None:
+    """Rank 0 has come together with the others when rank 2 is lost; rank 1 only has what it had pulled before."""
+    all_of_them: dict[int, AsynchronousServer] = {}
+    together = threading.Barrier(3)
+
+    def lost(*found: Any) -> None:
+        raise WorkerLost("rank 2 is gone")
+
+    def break_off(workers: Workers) -> None:
+        one = all_of_them[workers.rank] = asynchronous(workers, strategy())
+        try:
+            for step in range(4):
+                if workers.rank == 1 and step == 2:
+                    one._pull()
+                workers.barrier()
+                if workers.rank == 0:
+                    push(one, gradients(step, one.replica.weights))
+                workers.barrier()
+            if workers.rank == 1:
+                one._take = lost  # type: ignore[method-assign,assignment]
+            else:
+                workers.barrier = lost  # type: ignore[method-assign]
+            one.follows = after_loss
+            with suppress(WorkerLost):
+                one.settle(after_loss=after_loss)
+            together.wait(PATIENCE_S)
+        finally:
+            one.close()
+
+    side_by_side(3, break_off)
+    expected = [weight.clone() for weight in all_of_them[0].replica.weights]
+
+    def follow(workers: Workers) -> list[Tensor]:
+        known = all_of_them[workers.rank]
+        one = AsynchronousServer(Ground(workers, known._prepared, PATIENCE_S, seed=0), strategy())
+        try:
+            one.follow(known)
+            one.settle(after_loss=True)
+            one._pull()
+            workers.barrier()
+            return one.replica.copies()
+        finally:
+            one.close()
+
+    for found in side_by_side(2, follow):
+        assert all(map(torch.equal, found, expected))
 
 
 def test_weights_that_the_script_changes_between_steps_are_refused() -> None:

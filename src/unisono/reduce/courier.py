@@ -57,14 +57,24 @@ class Courier:
         answer: what to say when asked.
         traffic: counts what is sent.
         timeout_s: how long to wait for another worker, whether it is to listen or to speak.
+        called: how to speak of the worker of a rank.
 
     Attributes:
         ends: called when the connections are closed, from whichever side; from any thread.
     """
 
-    def __init__(self, rank: int, host: str, answer: Answer, traffic: Traffic, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        answer: Answer,
+        traffic: Traffic,
+        timeout_s: float,
+        called: Callable[[int], str] = "rank {}".format,
+    ) -> None:
         self.ends: Callable[[], None] = lambda: None
         self._rank, self._answer, self._traffic, self._timeout_s = rank, answer, traffic, timeout_s
+        self._called = called
         self._calls: dict[int, _Line] = {}
         self._lines: list[_Line] = []
         self._lock, self._is_closed = threading.Lock(), False
@@ -156,8 +166,9 @@ class Courier:
         except BlockingIOError as error:
             self.abort()
             raise NoProgress(
-                f"rank {self._rank} waited for rank {rank} in vain. It hangs, waits for somebody else, or takes longer "
-                f"for something than the others: see its log, or allow more with unisono.init(failure_timeout_s=…)"
+                f"{self._called(self._rank)} waited for {self._called(rank)} in vain. It hangs, waits for somebody "
+                f"else, or takes longer for something than the others: see its log, or allow more with "
+                f"unisono.init(failure_timeout_s=…)"
             ) from error
         except (OSError, EOFError, AuthenticationError) as error:
             self.abort()

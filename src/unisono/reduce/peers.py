@@ -1,6 +1,7 @@
 """Sockets between the workers of one host: small messages, file descriptors, and the news that a peer is gone."""
 
 import os
+import platform
 import secrets
 import socket
 import struct
@@ -118,8 +119,9 @@ class Peers:
         if not isinstance(error, BlockingIOError):
             return self._lost(rank)
         return NoProgress(
-            f"rank {self.rank} waited for rank {rank} in vain. It hangs, or takes longer for something than the "
-            f"others: see its log, or allow more with unisono.init(failure_timeout_s=…)"
+            f"rank {self.rank} of host {platform.node()} waited for rank {rank} of the same host in vain. It hangs, or "
+            f"takes longer for something than the others: see its log, or allow more with "
+            f"unisono.init(failure_timeout_s=…)"
         )
 
     def _lost(self, rank: int) -> WorkerLost:
@@ -190,7 +192,9 @@ class Door:
             try:
                 caller, _ = self._socket.accept()
             except TimeoutError as error:
-                raise NoProgress(f"rank {rank} of this host waited in vain for the others to call") from error
+                raise NoProgress(
+                    f"rank {rank} of host {platform.node()} waited in vain for the others to call"
+                ) from error
             except OSError as error:
                 raise WorkerLost(f"rank {rank} of this host stopped waiting for the others: {error}") from error
             limit(caller, self._timeout_s)

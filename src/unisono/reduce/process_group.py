@@ -1,5 +1,6 @@
 """The transport over a ``torch.distributed`` process group: Gloo, or NCCL on GPUs."""
 
+import platform
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -241,8 +242,9 @@ class ProcessGroupTransport(Transport):
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if "timed out" in first_line.lower():
             return NoProgress(
-                f"rank {self.rank} waited for another worker in vain: {first_line}. It hangs, or takes longer for "
-                f"something than the others: see its log, or allow more with unisono.init(failure_timeout_s=…)"
+                f"rank {self.rank} on host {platform.node()} waited for another worker in vain: {first_line}. It "
+                f"hangs, or takes longer for something than the others: see its log, or allow more with "
+                f"unisono.init(failure_timeout_s=…)"
             )
         return WorkerLost(
             f"rank {self.rank} lost its connection to another worker: {first_line}. Look for the first error of the "

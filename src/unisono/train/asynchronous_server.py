@@ -57,8 +57,10 @@ class AsynchronousServer(SharedWork):
         super().settle(after_loss=after_loss)
         self._serves = True
         if after_loss:
-            self._central = CentralWeights(self._strategy, self._prepared, self._held.get(self.rank, []))
-            self._seen = [0] * len(self._parameters)
+            # Newer than any before: who is not through with this when the next worker is lost takes it from who is.
+            version = max(self._seen) + 1
+            self._central = CentralWeights(self._strategy, self._prepared, self._held.get(self.rank, []), version)
+            self._seen = [version] * len(self._parameters)
             self.workers.barrier()  # nobody is asked for weights before it has them
 
     def step_begins(self) -> None:
@@ -117,18 +119,22 @@ class AsynchronousServer(SharedWork):
 
     @torch.no_grad()
     def _agree(self) -> None:
-        """Each parameter comes from its server; if that one is lost, from whoever has seen its newest version."""
-        told = self.workers.gather_json([self._central.numbers if self._serves else [], self._seen])
+        """Each parameter comes from whoever has its newest version: its server, or who has seen it, if that is lost."""
+        serving = self._central.numbers if self._serves else ()
+        told = self.workers.gather_json([serving, self._central.version, self._seen])
         sources: dict[tuple[int, bool], list[int]] = {}
+        versions = []
         for number in range(len(self.replica.weights)):
-            serving = [rank for rank, (numbers, _) in enumerate(told) if number in numbers]
-            newest = max(range(len(told)), key=lambda rank: (told[rank][1][number], -rank))
-            source = (serving[0], True) if serving else (newest, False)
-            sources.setdefault(source, []).append(number)
+            served = [(version, True, -rank) for rank, (theirs, version, _) in enumerate(told) if number in theirs]
+            seen = [(versions_seen[number], False, -rank) for rank, (_, _, versions_seen) in enumerate(told)]
+            version, is_server, rank = max(served + seen)
+            sources.setdefault((-rank, is_server), []).append(number)
+            versions.append(version)
         shared = [self._shared(*source, numbers) for source, numbers in sources.items()]
         self.replica.average_buffers(self._updates)
         for numbers, found in zip(sources.values(), shared, strict=True):
             self._take(numbers, *found)
+        self._seen = versions
 
     def _shared(self, source: int, is_server: bool, numbers: Sequence[int]) -> Any:
         """Weights and what optimizers keep of some parameters, as one worker serves or has seen them. Collective."""

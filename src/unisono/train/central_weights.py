@@ -25,13 +25,14 @@ class CentralWeights:
         strategy: what to do with stale gradients.
         prepared: models and optimizers, as this worker has them.
         numbers: of the parameters that this server holds, in the inventory's order.
+        version: to count updates from.
 
     Attributes:
-        version: how many updates were made.
+        version: grows by one with every update.
     """
 
-    def __init__(self, strategy: ParameterServer, prepared: Prepared, numbers: Sequence[int]) -> None:
-        self.version = 0
+    def __init__(self, strategy: ParameterServer, prepared: Prepared, numbers: Sequence[int], version: int = 0) -> None:
+        self.version = version
         self.numbers = tuple(numbers)
         parameters = list(prepared.parameters.values())
         self.weights = [torch.nn.Parameter(parameters[number].detach().clone()) for number in numbers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -30,9 +31,10 @@ class SharedWork(Synchroniser):
         self.parts = parts
         self.rank = ground.workers.rank
         self._is_bounded = bound is not None
-        self._tickets = Tickets(parts, Reads(bound), ground.timeout_s)
+        self._tickets = Tickets(parts, Reads(bound), ground.timeout_s, self._called)
         self._ticket = 0  # the number behind the newest one that this worker has had
         self._courier: Courier | None = None
+        self._hosts: list[str] = []
         self._ground = ground
         why = "With this strategy other workers have copies of them, and give them back as they were"
         self._untouched = Untouched(self.replica.weights, why)
@@ -41,8 +43,9 @@ class SharedWork(Synchroniser):
         """Connect with the others. Collective; the last thing that making a synchroniser does."""
         workers = self.workers
         if workers.world_size > 1:
-            traffic = workers.transport.traffic
-            self._courier = Courier(self.rank, workers.host, self._answer, traffic, self._ground.timeout_s)
+            self._hosts = workers.gather_json(platform.node())
+            traffic, timeout_s = workers.transport.traffic, self._ground.timeout_s
+            self._courier = Courier(self.rank, workers.host, self._answer, traffic, timeout_s, self._called)
             self._courier.ends = self._tickets.end
             workers.attach(self._courier.abort)
             try:
@@ -94,6 +97,9 @@ class SharedWork(Synchroniser):
     @abstractmethod
     def _answered(self, rank: int, letter: Letter) -> Letter:
         """What to say to the worker of this rank. On any thread."""
+
+    def _called(self, rank: int) -> str:
+        return f"rank {rank} on host {self._hosts[rank]}"
 
     def _may_push(self) -> None:
         if self._is_bounded:

@@ -16,14 +16,17 @@ class Tickets:
         parts: of each step.
         reads: who may compute and who may push without making gradients too stale.
         timeout_s: how long to wait while nobody else gets on.
+        called: how to speak of the worker of a rank.
 
     Attributes:
         next: the number of the next ticket: steps times parts, and the part.
     """
 
-    def __init__(self, parts: int, reads: Reads, timeout_s: float) -> None:
+    def __init__(
+        self, parts: int, reads: Reads, timeout_s: float, called: Callable[[int], str] = "rank {}".format
+    ) -> None:
         self.next, self._timeout_s = 0, timeout_s
-        self._parts, self._reads = parts, reads
+        self._parts, self._reads, self._called = parts, reads, called
         self._changed = threading.Condition()
         self._is_over = False
 
@@ -83,9 +86,10 @@ class Tickets:
             if holds():
                 return
             if not self._changed.wait(self._timeout_s):
-                out = ", ".join(f"rank {other}" for other in self._reads.out if other != worker) or "the others"
+                out = ", ".join(self._called(other) for other in self._reads.out if other != worker) or "the others"
                 raise NoProgress(
-                    f"rank {worker} waited for its turn in vain, which comes after {out}. It hangs, or takes longer "
-                    f"for something than the others: see its log, or allow more with unisono.init(failure_timeout_s=…)"
+                    f"{self._called(worker)} waited for its turn in vain, which comes after {out}. It hangs, or takes "
+                    f"longer for something than the others: see its log, or allow more with "
+                    f"unisono.init(failure_timeout_s=…)"
                 )
         raise WorkerLost("a worker was lost while others waited for their turn")
