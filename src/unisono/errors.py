@@ -94,5 +94,21 @@ class JobEnded(WorkerLost):
     """The job has ended elsewhere, and there is nobody left to train with."""
 
 
+class Dismissed(SystemExit):
+    """This worker takes part no more: its script ends here, as by ``sys.exit()``. Not an error, and none of the tree.
+
+    A script that catches it, with ``except BaseException``, is told again at its next call of the run.
+
+    Attributes:
+        reason: for people.
+        preempted: whether the job is to go on later, from a checkpoint that is this worker's to write.
+    """
+
+    def __init__(self, reason: str, *, preempted: bool = False, code: int = 0) -> None:
+        super().__init__(code)
+        self.reason = reason
+        self.preempted = preempted
+
+
 class UnisonoWarning(UserWarning):
     """Something that works, and is probably not what was meant."""

@@ -148,3 +148,27 @@ def test_a_failure_that_cannot_be_recorded_is_still_told(tmp_path: Path) -> None
     assert done.returncode == 1
     assert "ValueError: boom" in done.stderr
     assert "could not be recorded" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [("raise", ""), ("raise RuntimeError('training failed') from error", "RuntimeError: training failed")],
+    ids=["lets it go", "turns it into an error"],
+)
+def test_a_dismissed_worker_ends_with_code_0_and_without_a_traceback(answer: str, said: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            from unisono.errors import Dismissed
+            try:
+                raise Dismissed("the job goes on with 1 workers")
+            except BaseException as error:
+                {answer}
+            """
+        )
+    )
+    done = unisono(tmp_path, "train.py")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "Traceback" not in done.stderr
+    assert said in done.stderr

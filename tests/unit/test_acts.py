@@ -6,9 +6,9 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from unisono.errors import JobEnded, JobMismatch, WorkerLost
+from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
 from unisono.train.acts import Acts
-from unisono.train.membership import Arrival, Dismissed, Membership, Standing
+from unisono.train.membership import Arrival, Membership, Standing
 from unisono.train.workers import Workers
 
 pytestmark = pytest.mark.unit
@@ -183,7 +183,7 @@ def test_the_end_of_the_job_ends_the_act() -> None:
 
 
 def test_a_worker_that_is_dismissed_departs() -> None:
-    acts = Acts(FakeMembership(coming=[fail_with(Dismissed("fewer workers", preempted=False))]))
+    acts = Acts(FakeMembership(coming=[fail_with(Dismissed("fewer workers"))]))
     with pytest.raises(SystemExit) as left:
         acts.together(Act(losses=1))
     assert left.value.code == 0

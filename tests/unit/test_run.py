@@ -17,6 +17,7 @@ import unisono
 from unisono.errors import (
     CheckpointError,
     DataError,
+    Dismissed,
     JobError,
     JobMismatch,
     LossError,
@@ -805,3 +806,31 @@ def test_an_optimizer_that_was_not_prepared_is_refused(start: Start) -> None:
     with pytest.raises(ModelError, match="give it to run.prepare first"):
         for step in run.steps(data()):
             step.run(cross_entropy, optimizer=sgd(model))
+
+
+def test_a_script_that_caught_its_dismissal_is_told_again_at_its_next_call(start: Start) -> None:
+    run = start()
+    run.prepare(model := net(), sgd(model))
+    calls: list[Callable[[], Any]] = [
+        lambda: run._acts.depart(Dismissed("fewer workers")),
+        run.barrier,
+        lambda: run.evaluate(data(), {"loss": cross_entropy}),
+        lambda: run.steps(data()),
+        run.finish,
+    ]
+    for call in calls:
+        with pytest.raises(SystemExit) as left:
+            call()
+        assert left.value.code == 0
+
+
+def test_a_worker_of_a_job_that_goes_on_later_leaves_a_checkpoint_and_says_so_with_code_75(start: Start) -> None:
+    run = start()
+    train(run)
+    asked = Dismissed("all were asked to leave", preempted=True)
+    for call in (lambda: run._acts.depart(asked), run.barrier):
+        with pytest.raises(SystemExit) as left:
+            call()
+        assert left.value.code == 75
+    assert json.loads((run.dir / "result.json").read_text())["exit_code"] == 75
+    assert list((run.dir / "checkpoints").iterdir())

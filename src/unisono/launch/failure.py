@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from unisono.checkpoint.folder import RunFolder, write_json
-from unisono.errors import LaunchError, WorkerLost
+from unisono.errors import Dismissed, LaunchError, WorkerLost
 from unisono.launch.name import WorkerName, called
 
 
@@ -80,6 +80,11 @@ class Failure:
             raise LaunchError(
                 f"the record of what happened to {called(rank)}, {path}, is unreadable: {error}"
             ) from error
+
+
+def dismissal_in(error: BaseException) -> Dismissed | None:
+    """The dismissal that ended a script, if this exception only follows from it; None if there was none."""
+    return next((link for link in _chain(error) if isinstance(link, Dismissed)), None)
 
 
 def _type_name(kind: type[BaseException]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.launch.failure import Failure
+from unisono.launch.failure import Failure, dismissal_in
 from unisono.launch.script import Script
 
 PR_SET_PDEATHSIG = 1
@@ -47,6 +47,10 @@ def main() -> None:
         print(f"KeyboardInterrupt{_place(error)}", file=sys.stderr)  # noqa: T201
         sys.exit(128 + signal.SIGINT)
     except BaseException as error:  # noqa: BLE001 (reported, recorded, and turned into the exit code)
+        if (dismissed := dismissal_in(error)) is not None:
+            said = "".join(traceback.format_exception_only(error)).strip()
+            print(f"unisono: left ({dismissed.reason}); the script answered that with {said}", file=sys.stderr)  # noqa: T201
+            sys.exit(dismissed.code)
         fail(error)
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, NoReturn, TypeVar
 
-from unisono.errors import JobEnded, JobMismatch, WorkerLost
+from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
 from unisono.job import differences
-from unisono.train.membership import Arrival, Dismissed, Membership, Standing
+from unisono.train.membership import Arrival, Membership, Standing
 from unisono.train.workers import Workers
 
 R = TypeVar("R")
@@ -103,18 +104,16 @@ class Acts:
 
         Raises:
             WorkerLost: there will be none.
-            SystemExit: this worker is not part of it.
+            Dismissed: this worker is not part of it.
         """
         while True:
             try:
                 standing = replace(self.standing, at_boundary=at_boundary)
-                self._catch_up(self._membership.regroup(lost, standing))
+                self._catch_up(self._heeding(partial(self._membership.regroup, lost, standing)))
             except WorkerLost as error:
                 if isinstance(error, JobEnded) or not self._membership.is_elastic:
                     raise
                 lost = error
-            except Dismissed as dismissed:
-                self.depart(dismissed)
             else:
                 return
 
@@ -129,7 +128,7 @@ class Acts:
             return True
         while True:
             try:
-                arrival = self._membership.enter(loop)
+                arrival = self._heeding(partial(self._membership.enter, loop))
                 if arrival is not None:
                     self._catch_up(arrival)
             except JobEnded:
@@ -144,6 +143,22 @@ class Acts:
         """A loop is over."""
         self._loop, self._in_loop, self._number = loop + 1, False, 0
         self._publish(f"loop/{loop}", "over")
+
+    def await_end(self) -> NoReturn:
+        """For a joiner that was not taken in before its script was done.
+
+        Raises:
+            Dismissed: this worker is not needed, or the job is done.
+        """
+        self._heeding(self._membership.await_end)
+        raise AssertionError("only the end is waited for")
+
+    def _heeding(self, wait: Callable[[], R]) -> R:
+        """Wait for the others. Whoever is dismissed meanwhile departs, wherever in its script it stands."""
+        try:
+            return wait()
+        except Dismissed as dismissed:
+            self.depart(dismissed)
 
     def _carry_out(self, act: Callable[[Workers], R]) -> R:
         workers = self._membership.workers
@@ -169,7 +184,7 @@ class Acts:
             self._membership.publish(name, value)
 
     def _known(self) -> Any:
-        value = self._membership.published(f"act/{self._loop}/{self._number}")
+        value = self._heeding(partial(self._membership.published, f"act/{self._loop}/{self._number}"))
         self._number += 1
         return value
 
@@ -197,4 +212,4 @@ class Acts:
 
 
 def _leave(dismissed: Dismissed) -> NoReturn:
-    raise SystemExit(0)
+    raise dismissed

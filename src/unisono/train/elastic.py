@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from unisono.errors import JobEnded, LaunchError, WorkerLost
+from unisono.errors import Dismissed, JobEnded, LaunchError, WorkerLost
 from unisono.job import Job
 from unisono.membership.client import Line
 from unisono.membership.environment import Environment
@@ -46,7 +46,7 @@ from unisono.reduce.peers import Door, Peers, is_within_call
 from unisono.reduce.transport import Solo
 from unisono.train.heartbeat import Heartbeat
 from unisono.train.meeting import Meeting
-from unisono.train.membership import Arrival, Dismissed, Membership, Standing
+from unisono.train.membership import Arrival, Membership, Standing
 from unisono.train.published import packed, unpacked
 from unisono.train.settings import Coordination
 from unisono.train.workers import Workers
@@ -83,6 +83,7 @@ class Elastic(Membership):
     def __init__(self, call: Call, hello: WorkerHello, form: Form, timeout_s: float) -> None:
         self._hello, self._form, self._timeout_s = hello, form, timeout_s
         self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+        self._end: _End | None = None
         self._generation = Generation(0, 0, Split.even(hello.shards, 1))
         self._workers = Workers(self._generation, Solo(hello.shards))
         self._due = self._lost = self._left = 0
@@ -302,13 +303,14 @@ class Elastic(Membership):
             self._door = Door(self._timeout_s)
 
     def _await(self, *kinds: Any, wanted: Callable[[Any], bool] = lambda news: True) -> Any:
-        """The next news of one of these kinds. News of the end come first."""
+        """The next news of one of these kinds. After news of the end there are no others, however often one asks."""
         while True:
-            news = self._news.get()
-            if kinds and isinstance(news, kinds) and wanted(news):
+            news = self._end or self._news.get()
+            if isinstance(news, kinds) and wanted(news):
                 return news
             if isinstance(news, Removed | Refused | JobOver):
-                _end(news)
+                self._end = news
+                _leave(news)
 
     def _watch(self, name: str) -> None:
         """Have the main thread hear of a value, as soon as it is known."""
@@ -403,14 +405,15 @@ class _Known:
     value: str
 
 
-_News = Welcome | Minted | Removed | Refused | JobOver | _Known
+_End = Removed | Refused | JobOver
+_News = Welcome | Minted | _End | _Known
 
 
-def _end(news: Removed | Refused | JobOver) -> NoReturn:
+def _leave(news: _End) -> NoReturn:
     if isinstance(news, Removed):
         raise Dismissed(news.reason, preempted=news.preempted)
     if isinstance(news, Refused):
         raise LaunchError(f"the coordinator turns this worker away: {news.reason}")
     if news.digest:
-        raise SystemExit(0)
+        raise Dismissed("the job is done")
     raise JobEnded(f"the job is over: {news.reason}")

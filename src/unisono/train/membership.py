@@ -49,20 +49,6 @@ class Arrival:
         return frozenset(late) | self.joiners
 
 
-class Dismissed(BaseException):
-    """This worker takes part no more. Not an error: nothing that catches errors should keep it.
-
-    Attributes:
-        reason: for people.
-        preempted: whether the job is to go on later, from a checkpoint.
-    """
-
-    def __init__(self, reason: str, *, preempted: bool) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.preempted = preempted
-
-
 class Membership(ABC):
     """This worker's place among the others.
 
@@ -144,7 +130,7 @@ class Membership(ABC):
         """For a joiner: what the others have made known; waits for it.
 
         Raises:
-            SystemExit: the job is over.
+            Dismissed: this worker is not needed, or the job is done.
         """
 
     @abstractmethod
@@ -155,7 +141,7 @@ class Membership(ABC):
             the generation it is part of; nothing if the others are through with the loop.
 
         Raises:
-            SystemExit: the job is over.
+            Dismissed: this worker is not needed, or the job is done.
         """
 
     @abstractmethod
@@ -163,7 +149,7 @@ class Membership(ABC):
         """For a joiner that was not taken in before its script was done.
 
         Raises:
-            SystemExit: the job is over.
+            Dismissed: this worker is not needed, or the job is done.
         """
 
     def cut_off(self, seconds: float) -> None:

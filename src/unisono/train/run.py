@@ -24,7 +24,7 @@ from unisono.adapt.timings import Timings
 from unisono.checkpoint.store import Snapshot
 from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.data.streams import seed_generators
-from unisono.errors import DataError, JobError, ModelError, PolicyError
+from unisono.errors import DataError, Dismissed, JobError, ModelError, PolicyError
 from unisono.job import Job
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
@@ -39,7 +39,7 @@ from unisono.train.evaluation import Evaluation, Metrics, Predict
 from unisono.train.feed import feed
 from unisono.train.loop import Hooks, Loop
 from unisono.train.majority import healing, weights_digest
-from unisono.train.membership import Arrival, Dismissed, Membership
+from unisono.train.membership import Arrival, Membership
 from unisono.train.monitors import NAMES
 from unisono.train.notices import Notices
 from unisono.train.observers import Callback, Event, Observers
@@ -122,6 +122,7 @@ class Run:
         self._batches: Batches | None = None  # of the last loop
         self._started = perf_counter()
         self._closed = False
+        self._farewell: Dismissed | None = None
 
     # -- who and where ---------------------------------------------------------------------------------------
 
@@ -418,7 +419,7 @@ class Run:
         if (live := self._newest_loop) is not None:
             live.close()  # a loop that was left, and whose steps somebody still holds
         if self._membership.joins:
-            self._membership.await_end()
+            self._acts.await_end()
         if self._engine is not None:
             self._engine.require_whole()
         self._steering.end()
@@ -629,6 +630,8 @@ class Run:
         return None if self._live is None else self._live()
 
     def _require_open(self) -> None:
+        if self._farewell is not None:  # the script has caught it, and goes on
+            raise self._farewell
         if self._closed:
             raise JobError("this run has ended: start another with unisono.init")
 
@@ -851,11 +854,15 @@ class Run:
             self._acts.regroup(None, at_boundary=True)
 
     def _dismiss(self, dismissed: Dismissed) -> NoReturn:
-        """The next generation is formed without this worker."""
+        """The others go on without this worker, or the job does later."""
         if dismissed.preempted:
             self._depart()
+        self._leave(dismissed)
+
+    def _leave(self, farewell: Dismissed) -> NoReturn:
+        self._farewell = farewell
         self.close()
-        raise SystemExit(0)
+        raise farewell
 
     def _hand_over(self, arrival: Arrival, changed: bool) -> None:
         """A new generation: whoever is behind in it gets the state of the worker that has come furthest."""
@@ -892,8 +899,7 @@ class Run:
             )
         kept = f"checkpoint after step {step}" if written else f"NO checkpoint of step {step} could be written"
         self.print(f"unisono: asked to leave: {kept} in {self.dir}; start the job again to go on")
-        self.close()
-        raise SystemExit(PREEMPTED)
+        self._leave(Dismissed("asked to leave", preempted=True, code=PREEMPTED))
 
     def _checkpoint_if_due(self) -> None:
         if self._checkpoints.due(self._trained.progress.position.step):
