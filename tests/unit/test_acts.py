@@ -236,11 +236,11 @@ def test_what_a_new_generation_took_is_told_by_part() -> None:
     assert set(seconds) == {"regroup", "copy"}
 
 
-def test_what_a_lost_main_worker_may_not_have_made_known_is_made_known_by_the_next() -> None:
-    membership = FakeMembership(here=FakeWorkers(rank=1), coming=[together_again(1)])
+def test_every_member_makes_known_what_was_agreed_so_that_the_main_worker_may_be_lost_before_it_could() -> None:
+    membership = FakeMembership(here=FakeWorkers(rank=1))
     acts = Acts(membership)
-    acts.together(lambda workers: "agreed")
-    assert membership.known == {}
+    acts.together(lambda workers: "one")
+    acts.together(lambda workers: "two")
     acts.enter(0)
-    acts.together(Act(losses=1))
-    assert membership.known == {"act/0/0": "agreed"}
+    acts.leave(0)
+    assert membership.known == {"act/0/0": "one", "act/0/1": "two", "loop/0": "over"}

@@ -6,9 +6,21 @@ from typing import Any
 
 import pytest
 
-from unisono.errors import WorkerLost
+from unisono.errors import LaunchError, WorkerLost
 from unisono.membership.generation import Generation
-from unisono.membership.messages import Arrived, Lost, Message, Minted, Ready, Seat, ToWorker, Welcome, WorkerHello
+from unisono.membership.messages import (
+    Arrived,
+    Lost,
+    Message,
+    Minted,
+    Ready,
+    Seat,
+    StoreReply,
+    StoreRequest,
+    ToWorker,
+    Welcome,
+    WorkerHello,
+)
 from unisono.reduce.transport import Solo
 from unisono.train.elastic import Elastic
 from unisono.train.meeting import Meeting
@@ -28,6 +40,8 @@ class Line:
         self.generation = 0
         self.addresses: list[str] = []
         self.arrived = threading.Event()
+        self.requests: list[StoreRequest] = []
+        self.answered = threading.Event()
         self.kept: list[Any] = []
 
     def send(self, message: Message) -> None:
@@ -41,6 +55,13 @@ class Line:
     def mint(self, generation: int) -> None:
         seat = Seat(worker="w1", host="h", address=self.addresses[-1])
         self.hear(Minted(generation=generation, roster=(seat,), bounds=(0, 4), source=0))
+
+    def request(self, request: StoreRequest) -> StoreReply:
+        self.requests.append(request)
+        if len(self.requests) < 3:
+            raise LaunchError("the coordinator did not answer")
+        self.answered.set()
+        return StoreReply(id=1)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -94,6 +115,15 @@ def test_a_loss_that_is_heard_of_late_leaves_the_door_to_the_next_generation_ope
     host.line.mint(2)
     thread.join(PATIENCE_S)
     assert isinstance(found[0], Arrival)
+
+
+def test_what_is_published_is_told_again_until_the_coordinator_answers(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unisono.train.publisher.AGAIN_S", 0.01)
+    host.elastic.publish("act/0/0", 1)
+    assert host.line.answered.wait(PATIENCE_S)
+    assert [request.keys for request in host.line.requests] == [("run/act/0/0",)] * 3
 
 
 def test_whoever_waits_for_the_others_of_a_generation_wakes_when_one_of_them_has_given_up(host: Host) -> None:

@@ -172,6 +172,7 @@ def test_all_keys_go_when_the_job_starts_over() -> None:
 
 def test_a_store_takes_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.membership.keyvalue.LARGEST_STORE", 400)
+    monkeypatch.setattr("unisono.membership.keyvalue.SMALL", 100)
     store = KeyValue()
     assert not only(ask(store, "set", "run/a", value=coded(bytes(200)))).error
 
@@ -179,6 +180,18 @@ def test_a_store_takes_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not only(ask(store, "set", "run/a", value=coded(bytes(300)))).error
     ask(store, "delete", "run/a")
     assert not only(ask(store, "set", "run/b", value=coded(bytes(200)))).error
+
+
+def test_a_full_store_has_room_for_the_words_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.membership.keyvalue.LARGEST_STORE", 400)
+    monkeypatch.setattr("unisono.membership.keyvalue.SMALL", 100)
+    monkeypatch.setattr("unisono.membership.keyvalue.RESERVE", 400)
+    store = KeyValue()
+    ask(store, "set", "run/a", value=coded(bytes(300)))
+
+    assert [only(ask(store, "set", f"run/{n}", value=coded(bytes(100)))).error for n in range(3)] == [
+        "", "", "the store is full",
+    ]  # fmt: skip
 
 
 def test_a_store_is_made_again_from_its_changes_and_from_its_entries() -> None:

@@ -14,6 +14,12 @@ LARGEST_STORE = 64 * 2**20
 """Bytes of all keys and values together."""
 
 MOST_KEYS = 100_000
+SMALL = 1024
+"""Bytes of a value that has room in a reserve when the store is full: the words for what has none."""
+
+RESERVE = 2**21
+"""Bytes of the reserve."""
+
 MOST_WAITING = 256
 """Requests of one worker that wait."""
 
@@ -146,7 +152,8 @@ class KeyValue:
 
     def _set(self, worker: str, request: StoreRequest, key: str, value: bytes, answer: str) -> list[Answer]:
         more = len(value) - len(self._values[key]) if key in self._values else len(value) + len(key) + _EACH
-        if self._size + more > LARGEST_STORE or (key not in self._values and len(self._values) >= MOST_KEYS):
+        room = LARGEST_STORE + (RESERVE if len(value) <= SMALL else 0)
+        if self._size + more > room or (key not in self._values and len(self._values) >= MOST_KEYS):
             raise _Refused("the store is full")
         self._put(key, value)
         self._changed({"key": key, "value": _encode(value)})

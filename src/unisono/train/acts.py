@@ -47,7 +47,6 @@ class Acts:
         self._in_loop = False
         self._number = 0
         self._value: Any = None
-        self._newest: tuple[str, Any] | None = None
         self._changed = False
 
     @property
@@ -177,10 +176,7 @@ class Acts:
             self._number += 1
 
     def _publish(self, name: str, value: Any) -> None:
-        if self._membership.joins:
-            return
-        self._newest = name, value
-        if self._membership.workers.rank == 0:
+        if not self._membership.joins:  # what it skips, it has heard of from the others
             self._membership.publish(name, value)
 
     def _known(self) -> Any:
@@ -198,8 +194,6 @@ class Acts:
         self.hand_over(arrival, changed)
         if workers.rank in arrival.behind:
             self._overtake(done, changed, value, joins=workers.rank in arrival.joiners)
-        if self._newest is not None:  # perhaps the one before was lost before it could
-            self._publish(*self._newest)
         seconds = {**arrival.seconds, "copy": perf_counter() - begun}
         self.formed_s = seconds.get("form", 0.0) + seconds["copy"]
         self._membership.formed(seconds)

@@ -4,7 +4,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -48,6 +48,7 @@ from unisono.train.heartbeat import Heartbeat
 from unisono.train.meeting import Meeting
 from unisono.train.membership import Arrival, Membership, Standing
 from unisono.train.published import packed, unpacked
+from unisono.train.publisher import Publisher
 from unisono.train.settings import Coordination
 from unisono.train.workers import Workers
 
@@ -93,9 +94,9 @@ class Elastic(Membership):
         self._heart = Heartbeat()
         self._forming: Future[Workers] = Future()
         self._closed = threading.Event()
-        self._publisher = ThreadPoolExecutor(1, "unisono-publisher")
         self._door = Door(timeout_s)
         self._line = call(self._hear)
+        self._publisher = Publisher(self._line.request)
         self._store = CoordinatorStore(self._line, timedelta(seconds=timeout_s))
         threading.Thread(target=self._beat, name="unisono-beat", daemon=True).start()
         try:
@@ -162,8 +163,7 @@ class Elastic(Membership):
 
     def publish(self, name: str, value: Any) -> None:
         """In the coordinator's store; nobody waits for it here."""
-        request = StoreRequest(id=0, operation="set", keys=(f"run/{name}",), value=packed(value))
-        self._publisher.submit(self._line.request, request)
+        self._publisher.publish(f"run/{name}", packed(value))
 
     def published(self, name: str) -> Any:
         """From the coordinator's store, once it is there."""
@@ -204,7 +204,7 @@ class Elastic(Membership):
         self._closed.set()
         self._door.close()
         self._workers.close()
-        self._publisher.shutdown(wait=False, cancel_futures=True)
+        self._publisher.close()
         self._line.close()
 
     # -- the connection's thread -------------------------------------------------------------------------------------
@@ -264,6 +264,7 @@ class Elastic(Membership):
             raise WorkerLost(f"generation {minted.generation} did not form: {error}") from error
         self._door.close()
         self._hang_up_if_lost()
+        self._publisher.lead(rank == 0)
         return Arrival(
             source=minted.source,
             acts=[seat.acts for seat in minted.roster],

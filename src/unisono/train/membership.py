@@ -123,7 +123,7 @@ class Membership(ABC):
 
     @abstractmethod
     def publish(self, name: str, value: Any) -> None:
-        """Make a value known to those who will join."""
+        """Make a value known to those who will join. Every member does, so that it is known whoever of them is lost."""
 
     @abstractmethod
     def published(self, name: str) -> Any:

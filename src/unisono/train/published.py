@@ -19,12 +19,20 @@ def packed(value: Any) -> str:
     try:
         skeleton, tensors = flatten(value)
     except CheckpointError as error:
-        return _text({"unknown": str(error)})
+        return unpublishable(str(error))
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if size > LARGEST_VALUE:
+        return unpublishable(f"it is too large, with {size / 2**20:.1f} MiB of tensors")
     data = safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
     text = _text({"skeleton": skeleton, "tensors": base64.b64encode(data).decode()})
     if len(text) > LARGEST_VALUE:
-        return _text({"unknown": f"it is too large, with {len(data) / 2**20:.1f} MiB of tensors"})
+        return unpublishable(f"it is too large, with {len(data) / 2**20:.1f} MiB of tensors")
     return text
+
+
+def unpublishable(reason: str) -> str:
+    """What is made known instead of a value that cannot be."""
+    return _text({"unknown": reason})
 
 
 def unpacked(text: str) -> Any:
