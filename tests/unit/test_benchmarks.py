@@ -5,11 +5,13 @@ import os
 import platform
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import accuracy, adaptive, growth, network, pairs, recovery, shards, soak, stale, strategies, topologies
 from benchmarks.contenders import Contender, everybody
@@ -24,7 +26,7 @@ from benchmarks.lesson import Lesson, Look, half_cosine, held_out
 from benchmarks.link import Cable, End, joined, obstacle
 from benchmarks.noise import Noise
 from benchmarks.place import Place
-from benchmarks.programs.exchange import calls_for, traffic
+from benchmarks.programs.exchange import board_of, calls_for, traffic
 from benchmarks.programs.exercises import Traffic
 from benchmarks.programs.reduced import Reduced, ways
 from benchmarks.report import Grid, Report
@@ -297,6 +299,25 @@ def test_a_report_is_printed_and_written_for_programs(tmp_path: Path, capsys: py
     written = json.loads((tmp_path / "new" / "step.json").read_text())
     assert (written["rows"], written["settings"], written["noise"]["is_calm"]) == ([1], {"rounds": 1}, True)
     assert written["machine"]["torch"] == torch.__version__
+
+
+def test_no_figure_of_a_report_is_cut_however_many_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = tuple(f"figure {number} of {1.5 * number:.3f} ms" for number in range(30))
+    Report("wide", {}, CALM, [Grid("wide", tuple(map(str, range(30))), [cells])], {}).publish(tmp_path)
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert all(cell in printed for cell in cells)
+
+
+def test_whoever_comes_first_to_a_meeting_waits_for_what_is_posted_for_this_one() -> None:
+    store = dist.HashStore()
+    board_of(0, store).post("peer/0", b"old")
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(board_of(1, store).read, "peer/0")
+        board_of(1, store).post("peer/0", b"new")
+        assert read.result() == b"new"
 
 
 # -- recovery ---------------------------------------------------------------------------------------------------------
