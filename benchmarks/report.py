@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.noise import Noise
+from unisono.cli.tables import show_table
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -109,7 +110,7 @@ def _show(grid: Grid, screen: Console) -> None:
     for row in grid.rows:
         table.add_row(*row)
     screen.print(grid.title, style="bold", markup=False)
-    screen.print(table)
+    show_table(table, screen)
     for note in grid.notes:
         screen.print(note, markup=False)
     screen.print()

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono.cli.study_options import STUDIES
+from unisono.cli.tables import show_table
 from unisono.errors import JobError
 from unisono.study.wording import number, percent
 
@@ -68,7 +69,7 @@ def report(searched: Searched, curve: BatchCurve, path: Path) -> None:
 
     out = Console(highlight=False, emoji=False)
     out.print()
-    out.print(_table(curve))
+    show_table(_table(curve), out)
     out.print()
     for words in answer(searched, curve):
         out.print(Text(words, "bold"), soft_wrap=True)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono.cli.options import Module
+from unisono.cli.tables import show_table
 from unisono.errors import JobError
 from unisono.launch.elastic import Range
 from unisono.launch.result import RUNS
@@ -84,7 +85,7 @@ def _show(verdict: Verdict, out: Console) -> None:
         table.add_row(kind, str(number), str(verdict.struck.get(kind, 0)))
     table.add_section()
     table.add_row("all", str(sum(verdict.planned.values())), str(sum(verdict.struck.values())))
-    out.print(table)
+    show_table(table, out)
     facts = {
         "steps": f"{verdict.steps}, {verdict.repeated} times one was begun again",
         "generations": f"{verdict.generations}",

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from unisono.adapt.named import policies_named
+from unisono.cli.tables import show_table
 from unisono.cli.timeline import comparison_lines, comparison_table, timeline_lines, timeline_table
 from unisono.jsonl import to_json
 from unisono.study.comparison import Pair, compared
@@ -77,7 +78,7 @@ def _show_timeline(record: Record, out: Console, *, everything: bool, as_json: b
         for line in timeline_lines(told):
             typer.echo(to_json(line), nl=False)
         return
-    out.print(timeline_table(told, unfolded=everything))
+    show_table(timeline_table(told, unfolded=everything), out)
     if not any(one.event == "decided" for one in told):
         out.print(Text(NO_DECISIONS), soft_wrap=True)
 
@@ -88,7 +89,7 @@ def _show_comparison(record: Record, replayed: Replay, out: Console, *, everythi
         for line in comparison_lines(pairs):
             typer.echo(to_json(line), nl=False)
     elif pairs:
-        out.print(comparison_table(pairs, unfolded=everything))
+        show_table(comparison_table(pairs, unfolded=everything), out)
     for words in _notes(pairs, replayed):
         typer.echo(words, err=as_json)
 

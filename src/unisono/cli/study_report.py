@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from unisono.cli.tables import show_table, width_of
 from unisono.errors import JobError
 from unisono.study.written_table import WrittenTable
 
@@ -27,9 +28,6 @@ HIDDEN = ("study", "runs")
 
 LEAST = ("runs", "serial share", "× plain loop", "epoch, s")
 """Columns that go where there is no room, first ones first."""
-
-ENDLESS = 10_000
-"""Letters of a line, as good as without an end."""
 
 WITH_INTERVALS = ("samples/s", "speedup")
 
@@ -99,7 +97,7 @@ def _figures(section: Section, out: Console) -> None:
     out.print()
     for block in section.blocks:
         if block.table is not None:
-            out.print(_fitting(block.table, section.title, out))
+            show_table(_fitting(block.table, section.title, out), out)
     out.print()
 
 
@@ -111,7 +109,7 @@ def _fitting(written: WrittenTable, title: str, out: Console) -> Table:
         rows = [[row[place] for place in keep] for row in left.rows]
         left = WrittenTable([left.head[place] for place in keep], rows, left.text_columns)
         table = _table(left, title)
-        if out.measure(table, options=out.options.update(width=ENDLESS)).maximum <= out.width:
+        if not out.is_terminal or width_of(table, out) <= out.width:
             break
     return table
 

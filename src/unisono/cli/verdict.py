@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from unisono.cli.tables import show_table
 from unisono.launch.cause import equal_until_then, repeated_text, weights_text, where, workers_text
 from unisono.launch.comparison import Finding, Stage
 from unisono.launch.hints import Hint
@@ -51,7 +52,7 @@ class Printer:
     def show(self, verification: Verification, *, kept: bool) -> None:
         """Print the table, the verdict, and its reasons."""
         self._print(Text())
-        self._out.print(_table(verification))
+        show_table(_table(verification), self._out)
         self._print(Text())
         failed, case = verification.failed, verification.case
         if case is not None:
