@@ -139,3 +139,11 @@ def test_the_error_of_a_result_names_rank_host_and_traceback() -> None:
         "message": "boom",
         "traceback": "Traceback …\nValueError: boom\n",
     }
+
+
+def test_jobs_that_fail_in_the_same_way_have_the_same_reason_whoever_failed() -> None:
+    first, second = (outcome([WorkerExit(0, 0, 1.0), WorkerExit(rank, 1, 2.0, failure(rank, 1.5))]) for rank in (1, 2))
+    assert first.reason == second.reason == "ValueError: boom"
+    killed = [outcome([WorkerExit(rank, -signal.SIGKILL, 1.0)]).reason for rank in (0, 1)]
+    assert killed == ["SIGKILL", "SIGKILL"]
+    assert outcome([WorkerExit(0, 3, 1.0)]).reason == "exit code 3"

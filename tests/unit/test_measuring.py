@@ -62,10 +62,17 @@ class Launcher:
         return end
 
 
-def study(path: Path, launcher: Launcher, measurement: Measurement = STUDY, told: Told | None = None) -> Measured:
+def study(
+    path: Path,
+    launcher: Launcher,
+    measurement: Measurement = STUDY,
+    told: Told | None = None,
+    *,
+    keeps_going: bool = False,
+) -> Measured:
     folder = StudyFolder(path)
     with folder.opened(SETTINGS):
-        return measure(measurement, folder, launcher, told or Told())
+        return measure(measurement, folder, launcher, told or Told(), keeps_going=keeps_going)
 
 
 def test_every_cell_is_run_in_its_order_and_its_figures_are_kept(tmp_path: Path) -> None:
@@ -117,6 +124,50 @@ def test_a_run_that_fails_is_named_with_its_log_and_the_others_go_on(tmp_path: P
     assert study(tmp_path / "s", again).missing == []
     assert again.ran == [STUDY.cells[1]]
     assert not list((tmp_path / "s" / "cells").glob("*.failed"))
+
+
+def missing_module(rank: int) -> RunEnd:
+    words = "ModuleNotFoundError: No module named 'absent'"
+    return RunEnd(1, f"rank {rank} on host a failed with exit code 1: {words}", reason=words)
+
+
+def test_a_study_ends_when_the_first_run_of_every_kind_has_failed_for_the_same_reason(tmp_path: Path) -> None:
+    launcher = Launcher(missing_module(0), missing_module(1), *3 * [missing_module(0)])
+    measured = study(tmp_path / "s", launcher)
+    assert launcher.ran == [each.cell for each in measured.missing] == STUDY.cells[:2]
+    assert measured.left_out == STUDY.cells[2:]
+
+
+def test_a_study_of_one_kind_ends_when_its_failure_repeats(tmp_path: Path) -> None:
+    one = Measurement(("train.py",), workers=(2,), repeats=5, warmup_steps=0)
+    launcher = Launcher(*[missing_module(0)] * 5)
+    assert study(tmp_path / "s", launcher, one).left_out == one.cells[2:]
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [missing_module(0), RunEnd(137, "rank 1 was killed by SIGKILL"), missing_module(0), missing_module(1)],
+        [RunEnd(0), missing_module(0), missing_module(0), missing_module(1)],
+    ],
+    ids=["for other reasons", "after a run that could be measured"],
+)
+def test_a_study_goes_on_after_failures(ends: list[RunEnd], tmp_path: Path) -> None:
+    launcher = Launcher(*ends)
+    assert study(tmp_path / "s", launcher).left_out == []
+    assert launcher.ran == STUDY.cells
+
+
+def test_a_study_that_was_told_to_go_on_does_so(tmp_path: Path) -> None:
+    launcher = Launcher(*[missing_module(0)] * 4)
+    measured = study(tmp_path / "s", launcher, keeps_going=True)
+    assert (len(measured.missing), measured.left_out) == (4, [])
+
+
+def test_what_was_measured_before_gives_hope(tmp_path: Path) -> None:
+    study(tmp_path / "s", Launcher(RunEnd(0), *[missing_module(0)] * 3))
+    launcher = Launcher(*[missing_module(0)] * 3)
+    assert study(tmp_path / "s", launcher).left_out == []
 
 
 def test_a_run_of_which_nothing_can_be_timed_is_missing_too(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from unisono.cli.study_options import (
     Efficiency,
     Epochs,
     From,
+    KeepGoing,
     Label,
     Out,
     Predict,
@@ -95,6 +96,7 @@ def study(
     shards: Shards = None,
     threads: Threads = None,
     tuned: Tuned = True,
+    keep_going: KeepGoing = False,
 ) -> None:
     """Measure a script with several numbers of workers, several times each, and report how it scales.
 
@@ -141,7 +143,7 @@ def study(
     )
     measurement.check()
     title = f"Scaling study: {measurement.label}"
-    raise typer.Exit(start(measurement, out or STUDIES / measurement.label, wanted(title)))
+    raise typer.Exit(start(measurement, out or STUDIES / measurement.label, wanted(title), keeps_going=keep_going))
 
 
 def plain_workers(workers: Sequence[int], threads: int) -> tuple[int, ...]:
@@ -181,7 +183,7 @@ class Runner:
         except LaunchError as error:
             return RunEnd(1, str(error))
         words, log = in_a_line(outcome, folder)
-        return RunEnd(outcome.exit_code, words, str(log.relative_to(folder.path)), outcome.interrupted)
+        return RunEnd(outcome.exit_code, words, str(log.relative_to(folder.path)), outcome.interrupted, outcome.reason)
 
     def settings(self, cell: PlannedCell) -> LaunchSettings:
         """How to start one."""
@@ -205,7 +207,7 @@ class Runner:
         return told
 
 
-def start(measurement: Measurement, path: Path, wanted: Wanted) -> int:
+def start(measurement: Measurement, path: Path, wanted: Wanted, *, keeps_going: bool = False) -> int:
     """Measure what is missing, and report.
 
     Returns:
@@ -232,7 +234,7 @@ def start(measurement: Measurement, path: Path, wanted: Wanted) -> int:
             err.print(Text(f"{words}: they will be timed, and not called scaling"), soft_wrap=True)
         try:
             with StudyProgress(len(cells), done) as progress:
-                measured = measure(measurement, folder, runner, progress)
+                measured = measure(measurement, folder, runner, progress, keeps_going=keeps_going)
         except (Interrupted, KeyboardInterrupt) as interrupted:
             number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
             words = f"unisono: ended by {signal.Signals(number).name}: start it again to go on with what is missing"
@@ -242,6 +244,9 @@ def start(measurement: Measurement, path: Path, wanted: Wanted) -> int:
     for missing in measured.missing:
         words = f"unisono: no figures of {missing.cell}: {missing.words} (log: {missing.log})"
         err.print(Text(words, "red"), soft_wrap=True)
+    if measured.left_out:
+        words = f"unisono: all failed for the same reason, so the other {len(measured.left_out)} runs were left out"
+        err.print(Text(f"{words} (--keep-going runs them)", "red"), soft_wrap=True)
     return 1 if measured.missing else 0
 
 

@@ -39,6 +39,9 @@ Predict = Annotated[
     typer.Option(metavar="N,N,…", help="Numbers of workers to predict; by default two and four times the most."),
 ]
 Seed = Annotated[int, typer.Option(help="Of the order.")]
+KeepGoing = Annotated[
+    bool, typer.Option("--keep-going", help="Go on even if the first run of each kind fails for the same reason.")
+]
 From = Annotated[
     Path | None,
     typer.Option("--from", metavar="FILE", help="Measure nothing: a report of this table, or of this study."),

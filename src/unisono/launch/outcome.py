@@ -182,6 +182,15 @@ class Outcome:
         return describe(cause, self.host) + self.note
 
     @property
+    def reason(self) -> str:
+        """What went wrong, without who it was: the same for jobs that fail in the same way."""
+        cause = self.cause
+        failure = None if cause is None else cause.failure
+        if failure is not None:
+            return f"{failure.type}: {failure.message}"
+        return self.summary() if cause is None else cause.signal_name or f"exit code {cause.code}"
+
+    @property
     def note(self) -> str:
         """Whom to look at when a worker was missed, but none says why: those that ended without a word."""
         cause = self.cause

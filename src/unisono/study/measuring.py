@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +29,14 @@ class RunEnd:
         words: what went wrong, for people.
         log: of the worker that failed, as a path inside of the run folder.
         interrupted: the signal that was to end the study, if any.
+        reason: the words without who it was; by default the words.
     """
 
     exit_code: int
     words: str = ""
     log: str = "logs"
     interrupted: int | None = None
+    reason: str = ""
 
 
 RunCell = Callable[[PlannedCell, Path], RunEnd]
@@ -50,12 +52,14 @@ class Missing:
         exit_code: of its run; 1 if it ended well and nothing could be timed.
         words: what went wrong.
         log: where there is more; a file or a folder.
+        reason: the words without who it was.
     """
 
     cell: PlannedCell
     exit_code: int
     words: str
     log: Path
+    reason: str = ""
 
 
 class Interrupted(Exception):
@@ -93,13 +97,28 @@ class Measured:
     Attributes:
         runs: the figures, by cell, in the order of measuring.
         missing: runs without.
+        left_out: runs that were not tried any more.
     """
 
     runs: dict[PlannedCell, MeasuredRun] = field(default_factory=dict)
     missing: list[Missing] = field(default_factory=list)
+    left_out: list[PlannedCell] = field(default_factory=list)
+
+    def is_hopeless(self, kinds: Sequence[Kind]) -> bool:
+        """Whether nothing could be measured, and runs of all these kinds, two at least, failed for one reason."""
+        failed = {each.cell.kind for each in self.missing}
+        repeats = len(self.missing) > 1 and len({each.reason for each in self.missing}) == 1
+        return not self.runs and repeats and failed == set(kinds)
 
 
-def measure(measurement: Measurement, folder: StudyFolder, run_cell: RunCell, progress: Progress) -> Measured:
+def measure(
+    measurement: Measurement,
+    folder: StudyFolder,
+    run_cell: RunCell,
+    progress: Progress,
+    *,
+    keeps_going: bool = False,
+) -> Measured:
     """Run what is missing in a folder, and read everything.
 
     Args:
@@ -107,6 +126,7 @@ def measure(measurement: Measurement, folder: StudyFolder, run_cell: RunCell, pr
         folder: opened.
         run_cell: runs one.
         progress: is told.
+        keeps_going: also if every kind of run fails for the same reason.
 
     Raises:
         Interrupted: by a signal; what is measured by then is kept.
@@ -131,9 +151,13 @@ def measure(measurement: Measurement, folder: StudyFolder, run_cell: RunCell, pr
                 raise JobError(end.words)
             found.runs[cell] = _read(place, cell, measurement)
         except JobError as error:
-            missing = Missing(cell, end.exit_code or 1, str(error), folder.fail(cell) / end.log)
+            log = folder.fail(cell) / end.log
+            missing = Missing(cell, end.exit_code or 1, str(error), log, end.reason or str(error))
             found.missing.append(missing)
             progress.failed(missing)
+            if not keeps_going and found.is_hopeless(measurement.kinds):
+                found.left_out = to_do[number + 1 :]
+                break
         else:
             seconds = monotonic() - begun
             folder.keep(cell, {"mode": cell.kind.mode, "workers": cell.kind.workers, "seconds": round(seconds, 3)})
