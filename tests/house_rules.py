@@ -21,7 +21,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("job",),
     ("jsonl",),
-    ("errors",),
+    ("errors", "failpoints"),
 )
 DEPTHS = {room: depth for depth, row in enumerate(ROWS) for room in row}
 DOOR = "the door"  # __init__.py and __main__.py: what comes in through it may go to any room

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
-from unisono.train.acts import Acts
+from unisono.train.acts import Acts, Change, Keeper
 from unisono.train.membership import Arrival, Membership, Standing
 from unisono.train.workers import Workers
 
@@ -133,12 +133,21 @@ def test_an_act_in_which_a_worker_is_lost_is_done_again_with_those_who_are_left(
 
 
 def test_an_act_that_the_others_have_completed_is_taken_from_them_and_not_done_again() -> None:
-    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs"])])
+    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs", "state"])])
     acts, act = Acts(membership), Act(losses=9)
-    handed: list[bool] = []
-    acts.hand_over = lambda arrival, changed: handed.append(changed)
+    taken: list[tuple[Any, bool]] = []
+    acts.keeper = Keeper(take=lambda given, joins: taken.append((given, joins)))
     assert acts.together(act) == "theirs"
-    assert (act.calls, acts.done, handed) == (1, 1, [True])
+    assert (act.calls, acts.done, taken) == (1, 1, [("state", False)])
+
+
+def test_a_state_that_the_newest_act_has_not_changed_is_not_handed_over() -> None:
+    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, False, "theirs", None])])
+    acts = Acts(membership)
+    taken: list[Any] = []
+    acts.keeper = Keeper(take=lambda given, joins: taken.append(given))
+    assert acts.together(Act(losses=1)) == "theirs"
+    assert taken == []
 
 
 def test_whoever_has_come_furthest_gives_its_result_and_keeps_its_own() -> None:
@@ -157,17 +166,51 @@ def test_losing_another_worker_while_the_next_generation_forms_is_survived_too()
 
 
 def test_losing_one_while_the_state_is_handed_over_leaves_this_worker_as_far_as_it_was() -> None:
-    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs"])] * 2)
+    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs", "state"])] * 2)
     acts = Acts(membership)
     failures = iter([True, False])
 
-    def hand_over(arrival: Arrival, changed: bool) -> None:
+    def broadcast(value: Any, source: int) -> Any:
         if next(failures):
             raise WorkerLost("in the middle of it")
+        return membership.here.told
 
-    acts.hand_over = hand_over
+    membership.here.broadcast = broadcast  # type: ignore[method-assign]
     assert acts.together(Act(losses=9)) == "theirs"
     assert [standing.acts for standing in membership.standings] == [0, 0]
+
+
+def test_losing_the_giver_when_its_state_is_here_does_not_apply_the_update_twice() -> None:
+    taken = together_again(0, 1, source=1, told=[1, True, "theirs", 1])
+    membership = FakeMembership(coming=[taken, together_again(1)])
+    acts, weights, losses = Acts(membership), [0], [WorkerLost("the giver, as the engine is made")]
+
+    def renew() -> None:
+        if losses:
+            raise losses.pop()
+
+    acts.keeper = Keeper(take=lambda given, joins: weights.__setitem__(0, given), renew=renew)
+
+    def add_one() -> str:
+        weights[0] += 1
+        return "ours"
+
+    def update(workers: Workers) -> Change[str]:
+        if not membership.standings:
+            raise WorkerLost("another one, in the middle of the act")
+        return Change(add_one)
+
+    assert acts.change(update) == "theirs"
+    assert (weights, acts.done) == ([1], 1)
+    assert [standing.acts for standing in membership.standings] == [0, 1]
+
+
+def test_what_is_told_of_a_change_is_told_when_it_is_counted() -> None:
+    acts, seen = Acts(FakeMembership()), list[tuple[str, int]]()
+    acts.change(
+        lambda workers: Change(lambda: seen.append(("made", acts.done)), lambda: seen.append(("told", acts.done)))
+    )
+    assert seen == [("made", 0), ("told", 1)]
 
 
 def test_workers_that_were_started_together_end_together() -> None:
@@ -207,7 +250,7 @@ def test_a_joiner_gets_the_results_of_calls_outside_of_loops_without_making_them
 
 
 def test_a_joiner_goes_on_where_its_source_stands() -> None:
-    taken_in = together_again(7, 0, rank=1, told=[7, True, None], joiners=frozenset([1]))
+    taken_in = together_again(7, 0, rank=1, told=[7, True, None, "state"], joiners=frozenset([1]))
     membership = FakeMembership(joins=True, coming=[taken_in])
     acts = Acts(membership)
     assert acts.enter(0)
@@ -216,10 +259,25 @@ def test_a_joiner_goes_on_where_its_source_stands() -> None:
 
 
 def test_a_joiner_that_loses_its_source_waits_for_the_next_chance() -> None:
-    taken_in = together_again(7, 0, rank=1, told=[7, True, None], joiners=frozenset([1]))
+    taken_in = together_again(7, 0, rank=1, told=[7, True, None, "state"], joiners=frozenset([1]))
     membership = FakeMembership(joins=True, coming=[fail_with(WorkerLost("the source")), taken_in])
     assert Acts(membership).enter(2)
     assert membership.entered == [2, 2]
+
+
+def test_a_joiner_that_has_the_state_and_loses_its_source_goes_on_as_a_member() -> None:
+    taken_in = together_again(7, 0, rank=1, told=[7, True, None, "state"], joiners=frozenset([1]))
+    membership = FakeMembership(joins=True, coming=[taken_in, together_again(7)])
+    acts, losses = Acts(membership), [WorkerLost("the source, as the engine is made")]
+
+    def renew() -> None:
+        if losses:
+            raise losses.pop()
+
+    acts.keeper = Keeper(renew=renew)
+    assert acts.enter(2)
+    assert (membership.entered, membership.joins) == ([2], False)
+    assert [standing.acts for standing in membership.standings] == [7]
 
 
 def test_a_joiner_with_another_model_is_refused() -> None:

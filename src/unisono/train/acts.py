@@ -1,21 +1,55 @@
 """The collective calls of a script, which all members make in the same order."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
+from unisono.failpoints import failpoint
 from unisono.job import differences
 from unisono.train.membership import Arrival, Membership, Standing
 from unisono.train.workers import Workers
 
 R = TypeVar("R")
 
-HandOver = Callable[[Arrival, bool], None]
-"""Gives the run's state to those who lack it. Told who is in the new generation, and whether the newest act of the
-source has changed the state. Collective."""
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Change(Generic[R]):
+    """What an act has worked out with the others; nothing of the state is changed yet.
+
+    Attributes:
+        make: changes the state, and returns the act's value. Called once, and the act is counted at once: so there is
+            no collective, no I/O and no code of the script in it, but for what torch calls to set or update a state.
+        then: called when the act is counted: what is written and told of it.
+    """
+
+    make: Callable[[], R]
+    then: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """Who keeps the state that acts change.
+
+    Attributes:
+        leave: the generation is over: let go of what was made for it.
+        give: the whole state, as a tree that can be broadcast.
+        take: set the state that another worker has given; told whether this one joins. Neither collective nor I/O.
+        renew: make what computes in the new generation. Collective.
+    """
+
+    leave: Callable[[], None] = _nothing
+    give: Callable[[], Any] = _nothing
+    take: Callable[[Any, bool], None] = lambda given, joins: None
+    renew: Callable[[], None] = _nothing
 
 
 class Acts:
@@ -25,11 +59,15 @@ class Acts:
     again with those who are left, or takes its result from them if they have it. Members differ by one act at most,
     since none completes without all.
 
+    The state and the number of acts that made it change together, in :meth:`_commit` and nowhere else: whatever is lost
+    at whatever moment, a worker never has a state that it has not counted.
+
     What is agreed on outside of loops is made known to those who join later: they run the same script from its first
     line, and get the same values.
 
     Attributes:
         done: how many this worker has completed.
+        keeper: who keeps the state.
         step: that it has committed last.
         begins: called before each of the script's calls, outside of acts.
         formed_s: seconds that connecting and catching up took in the present generation; 0 in the first.
@@ -37,7 +75,7 @@ class Acts:
 
     def __init__(self, membership: Membership) -> None:
         self.done = 0
-        self.hand_over: HandOver = lambda arrival, changed: None
+        self.keeper = Keeper()
         self.depart: Callable[[Dismissed], NoReturn] = _leave
         self.begins: Callable[[], None] = lambda: None
         self.step = 0
@@ -54,30 +92,33 @@ class Acts:
         """How far this worker has come."""
         return Standing(self.done, self._loop, self.step)
 
-    def together(self, act: Callable[[Workers], R], *, changes_state: bool = False) -> R:
-        """Carry an act out.
+    def together(self, act: Callable[[Workers], R]) -> R:
+        """Carry an act out that changes nothing.
 
         Args:
             act: the call; repeated if a worker is lost in it. What it returns is the same on all workers: numbers,
                 text, tensors, and lists and dicts of them.
-            changes_state: whether weights or optimizers are other ones after it.
 
         Raises:
             WorkerLost: a worker is gone, and the others cannot go on without it.
         """
-        if self._membership.joins:
-            return self._known()  # type: ignore[no-any-return]
-        self.begins()
-        number = self.done
-        while self.done == number:
-            try:
-                value = self._carry_out(act)
-            except WorkerLost as lost:
-                self.regroup(lost)
-            else:
-                self._complete(value, changes_state)
-        found: R = self._value
-        return found
+
+        def found(workers: Workers) -> Change[R]:
+            value = act(workers)
+            return Change(lambda: value)
+
+        return self._do(found, changes=False)
+
+    def change(self, act: Callable[[Workers], Change[R]]) -> R:
+        """Carry an act out that changes weights, optimizers, or what else is handed over.
+
+        Args:
+            act: works the change out with the others, and changes nothing; repeated if a worker is lost in it.
+
+        Raises:
+            WorkerLost: a worker is gone, and the others cannot go on without it.
+        """
+        return self._do(act, changes=True)
 
     def agree(self, what: str, fields: Mapping[str, Any]) -> None:
         """Refuse to go on with workers that differ.
@@ -107,6 +148,7 @@ class Acts:
         """
         while True:
             try:
+                failpoint("regroup begins")
                 standing = replace(self.standing, at_boundary=at_boundary)
                 self._catch_up(self._heeding(partial(self._membership.regroup, lost, standing)))
             except WorkerLost as error:
@@ -125,18 +167,20 @@ class Acts:
         self._loop, self._in_loop = loop, True
         if not self._membership.joins:
             return True
-        while True:
+        while self._membership.joins:
             try:
+                failpoint("join begins")
                 arrival = self._heeding(partial(self._membership.enter, loop))
-                if arrival is not None:
-                    self._catch_up(arrival)
+                if arrival is None:
+                    self.leave(loop)
+                    return False
+                self._catch_up(arrival)
             except JobEnded:
                 raise
-            except WorkerLost:  # until the state is here, this worker has no part in what the others do
-                continue
-            if arrival is None:
-                self.leave(loop)
-            return arrival is not None
+            except WorkerLost as lost:
+                if not self._membership.joins:  # it has the state, and is a member like the others
+                    self.regroup(lost)
+        return True
 
     def leave(self, loop: int) -> None:
         """A loop is over."""
@@ -159,6 +203,25 @@ class Acts:
         except Dismissed as dismissed:
             self.depart(dismissed)
 
+    def _do(self, act: Callable[[Workers], Change[R]], *, changes: bool) -> R:
+        if self._membership.joins:
+            return self._known()  # type: ignore[no-any-return]
+        self.begins()
+        number = self.done
+        while self.done == number:
+            try:
+                change = self._carry_out(act)
+            except WorkerLost as lost:
+                self.regroup(lost)
+            else:
+                failpoint("act worked out")
+                self._commit(number + 1, change.make, changed=changes)
+                failpoint("act counted")
+                change.then()
+                self._tell_joiners()
+        found: R = self._value
+        return found
+
     def _carry_out(self, act: Callable[[Workers], R]) -> R:
         workers = self._membership.workers
         workers.is_called = True
@@ -168,11 +231,20 @@ class Acts:
             workers.is_called = False
             workers.ticks += 1
 
-    def _complete(self, value: Any, changed: bool) -> None:
-        self.done += 1
-        self._value, self._changed = value, changed
+    def _commit(self, done: int, make: Callable[[], Any], *, changed: bool) -> None:
+        """The state and its count change. Nothing stands between: no collective, no I/O, none of the script's code.
+
+        Args:
+            done: how many acts have made the state that is set.
+            make: sets it, and returns the value of the newest of them.
+            changed: whether that one has changed the state.
+        """
+        self._value = make()
+        self.done, self._changed = done, changed
+
+    def _tell_joiners(self) -> None:
         if not self._in_loop:
-            self._publish(f"act/{self._loop}/{self._number}", value)
+            self._publish(f"act/{self._loop}/{self._number}", self._value)
             self._number += 1
 
     def _publish(self, name: str, value: Any) -> None:
@@ -186,23 +258,41 @@ class Acts:
 
     def _catch_up(self, arrival: Arrival) -> None:
         begun = perf_counter()
-        workers = self._membership.workers
-        changed = False
+        failpoint("generation formed")
+        self.keeper.leave()
         if arrival.behind:
-            told = [self.done, self._changed, self._value] if workers.rank == arrival.source else None
-            done, changed, value = workers.broadcast(told, arrival.source)
-        self.hand_over(arrival, changed)
-        if workers.rank in arrival.behind:
-            self._overtake(done, changed, value, joins=workers.rank in arrival.joiners)
+            self._hand_over(arrival)
+        self.keeper.renew()
+        failpoint("engine made")
         seconds = {**arrival.seconds, "copy": perf_counter() - begun}
         self.formed_s = seconds.get("form", 0.0) + seconds["copy"]
         self._membership.formed(seconds)
+        failpoint("caught up")
 
-    def _overtake(self, done: int, changed: bool, value: Any, *, joins: bool) -> None:
+    def _hand_over(self, arrival: Arrival) -> None:
+        """Whoever is behind gets all that it lacks in one piece, and takes it over once it is whole. Collective."""
+        workers, told = self._membership.workers, None
+        if workers.rank == arrival.source:
+            is_lacking = self._changed or arrival.joiners
+            told = [self.done, self._changed, self._value, self.keeper.give() if is_lacking else None]
+            failpoint("state captured")
+        done, changed, value, given = workers.broadcast(told, arrival.source)
+        if workers.rank in arrival.behind:
+            failpoint("state received")
+            self._take_over(done, value, given, changed=changed, joins=workers.rank in arrival.joiners)
+            failpoint("state taken")
+
+    def _take_over(self, done: int, value: Any, given: Any, *, changed: bool, joins: bool) -> None:
+        def take() -> Any:
+            if changed or joins:
+                self.keeper.take(given, joins)
+            return value
+
+        self._commit(done, take, changed=changed)
         if joins:
-            self.done, self._changed, self._value = done, changed, value
+            self._membership.joins = False
         else:
-            self._complete(value, changed)
+            self._tell_joiners()
 
 
 def _leave(dismissed: Dismissed) -> NoReturn:

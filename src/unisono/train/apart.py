@@ -13,7 +13,7 @@ from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError, WorkerLost
 from unisono.job import Job
-from unisono.train.acts import Acts
+from unisono.train.acts import Acts, Change
 from unisono.train.device import to_device
 from unisono.train.engine import Call
 from unisono.train.membership import Membership
@@ -22,6 +22,7 @@ from unisono.train.step import Step
 from unisono.train.sums import Sums
 from unisono.train.surroundings import BACKSTOP
 from unisono.train.trained import Trained
+from unisono.train.workers import Workers
 
 
 class Apart:
@@ -138,13 +139,17 @@ class Apart:
             what every worker says, with its figures of the round.
         """
 
-        def end() -> Any:
+        def end(workers: Workers) -> Change[list[dict[str, Any]]]:
             assert self._rounds is not None, "the strategy stays as long as a round is open"
-            everybody = self._rounds.end(step, told())
-            self._trained.strategy = str(self._rounds.strategy), self._rounds.synchroniser.state_dict()
-            return everybody
+            rounds, everybody = self._rounds, self._rounds.end(step, told())
 
-        found: list[dict[str, Any]] = self._acts.together(lambda workers: end(), changes_state=True)
+            def make() -> list[dict[str, Any]]:
+                self._trained.strategy = str(rounds.strategy), rounds.synchroniser.state_dict()
+                return everybody
+
+            return Change(make)
+
+        found = self._acts.change(end)
         if samples := sum(one["samples"] for one in found):
             self._loss = sum(one["loss"] for one in found) / samples
         return found

@@ -11,6 +11,7 @@ from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import ALIGNMENT
 from unisono.reduce.transport import Transport
 from unisono.train.prepared import BufferPlace
+from unisono.train.values import Values
 
 LARGEST_STATISTIC = 2**16
 """Elements of the largest buffer that is compared by value."""
@@ -84,25 +85,31 @@ class Buffers:
         ]
 
     @torch.no_grad()
-    def finish(self, transport: Transport, used: Sequence[bool], counts: Sequence[int]) -> None:
-        """Set the buffers that any shard wrote to what all shards together made of them.
+    def reduced(self, transport: Transport, used: Sequence[bool], counts: Sequence[int]) -> Values:
+        """What all shards together made of the buffers that any of them wrote. Collective.
+
+        They are as the step began afterwards, unless there is one shard: then they are as that one left them.
 
         Args:
             transport: to the other workers.
             used: for each buffer, whether a shard of any worker wrote it.
             counts: the number of samples of each shard.
+
+        Returns:
+            each buffer, and what it is to be, until the next collective call; see :func:`unisono.train.values.set_all`.
         """
         if self._tree.shards == 1:
-            return
+            return []
         self.rewind()
         written = [number for number, is_used in enumerate(used) if is_used]
         floats = [number for number in written if self._bases[number].tensor.is_floating_point()]
+        found: list[tuple[Tensor, Tensor]] = []
         for dtype in dict.fromkeys(self._bases[number].tensor.dtype for number in floats):
             same = [number for number in floats if self._bases[number].tensor.dtype == dtype]
-            self._average(transport, same, [count / sum(counts) for count in counts])
-        self._follow_first(transport, [number for number in written if number not in floats])
+            found += self._average(transport, same, [count / sum(counts) for count in counts])
+        return [*found, *self._first(transport, [number for number in written if number not in floats])]
 
-    def _average(self, transport: Transport, numbers: Sequence[int], shares: Sequence[float]) -> None:
+    def _average(self, transport: Transport, numbers: Sequence[int], shares: Sequence[float]) -> Values:
         bases = [self._bases[number] for number in numbers]
         leaves = {Node(shard, shard + 1): self._scaled(shard, numbers, shares[shard]) for shard in self._mine}
         cover = self._tree.cover(self._mine.start, self._mine.stop)
@@ -110,24 +117,21 @@ class Buffers:
         if not self._mine:  # a server tells what they are like
             partials = [self._scaled(0, numbers, 0.0)]
         total = transport.reduce(("buffers", bases[0].tensor.dtype), partials)
-        offset = 0
-        for base in bases:
-            mean = total[offset : offset + base.tensor.numel()]
-            base.tensor.copy_(mean.view(base.tensor.shape))
-            offset += base.tensor.numel()
+        means = total[: sum(base.tensor.numel() for base in bases)].split([base.tensor.numel() for base in bases])
+        return [(base.tensor, mean.view(base.tensor.shape)) for base, mean in zip(bases, means, strict=True)]
 
-    def _follow_first(self, transport: Transport, numbers: Sequence[int]) -> None:
+    def _first(self, transport: Transport, numbers: Sequence[int]) -> Values:
         if not numbers:
-            return
+            return []
         values = [self._value(0, number) if 0 in self._mine else self._bases[number].value for number in numbers]
         # All at once, as bytes: there may be a counter for every layer.
         joined = torch.cat([value.reshape(-1).view(torch.uint8) for value in values])
         transport.broadcast(joined, self._split.owner(0))
-        offset = 0
-        for number, value in zip(numbers, values, strict=True):
-            part = joined[offset : offset + value.nbytes].clone()
-            self._bases[number].tensor.copy_(part.view(value.dtype).view(value.shape))
-            offset += value.nbytes
+        parts = joined.split([value.nbytes for value in values])
+        return [
+            (self._bases[number].tensor, part.clone().view(value.dtype).view(value.shape))
+            for number, value, part in zip(numbers, values, parts, strict=True)
+        ]
 
     def _scaled(self, shard: int, numbers: Sequence[int], share: float) -> Tensor:
         values = [self._value(shard, number).reshape(-1) for number in numbers]

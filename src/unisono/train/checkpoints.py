@@ -6,6 +6,7 @@ from typing import Any
 
 from unisono.checkpoint.store import CheckpointStore, Snapshot
 from unisono.errors import JobMismatch
+from unisono.failpoints import failpoint
 from unisono.job import differences
 from unisono.train.workers import Workers
 
@@ -50,16 +51,19 @@ class Checkpoints:
         self.requested, self.written = False, True
         if self.store is None:
             return True
+        failpoint("checkpoint captured")
         self.store.save(snapshot)
+        failpoint("checkpoint kept")
         if wait:
             self.store.wait()
         return not wait or snapshot.step in self.store.steps()
 
     def newest(self, workers: Workers) -> Snapshot | None:
         """The newest whole checkpoint, read by the main worker and handed to all."""
-        found = shared_snapshot(self.store.newest() if self.store is not None else None, workers)
-        self.written = found is not None  # a run that goes on from a checkpoint leaves one, too
-        return found
+        newest = self.store.newest() if self.store is not None else None
+        tree = workers.broadcast(None if newest is None else as_tree(newest))
+        self.written = tree is not None  # a run that goes on from a checkpoint leaves one, too
+        return None if tree is None else Snapshot(*tree)
 
     def begin_writing(self) -> None:
         """This is the main worker now."""
@@ -72,11 +76,9 @@ class Checkpoints:
             self.store.close()
 
 
-def shared_snapshot(snapshot: Snapshot | None, workers: Workers, source: int = 0) -> Snapshot | None:
-    """The source's snapshot, on every worker. Collective."""
-    tree = None if snapshot is None else [snapshot.step, snapshot.model, snapshot.optimizer, snapshot.state]
-    shared = workers.broadcast(tree, source)
-    return None if shared is None else Snapshot(*shared)
+def as_tree(snapshot: Snapshot) -> list[Any]:
+    """A snapshot as a tree that can be broadcast: the arguments of its type."""
+    return [snapshot.step, snapshot.model, snapshot.optimizer, snapshot.state]
 
 
 def require_same_job(ours: dict[str, Any], theirs: dict[str, Any], where: str, *, allow: bool) -> list[str]:

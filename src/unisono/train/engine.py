@@ -33,6 +33,7 @@ from unisono.train.prepared import Prepared
 from unisono.train.sharded_update import ShardedUpdate
 from unisono.train.total_weight import require_agreement, total_weight
 from unisono.train.update import Update, may_change_gradients
+from unisono.train.values import set_all
 from unisono.train.workers import Workers
 
 LossFunction = Callable[[Any, Any], Any]
@@ -88,7 +89,7 @@ class Call:
 
 @dataclass(slots=True)
 class Attempt:
-    """A computed, not yet committed call. Norms of its gradients come with the commit, if they are wanted."""
+    """A computed, not yet committed call. Norms of its gradients come with its update, if they are wanted."""
 
     gradients: Gradients
     totals: tuple[Tensor, ...]
@@ -206,18 +207,20 @@ class StepEngine:
         """An attempt is not to be committed: buffers are again as they were before it."""
         self._buffers.rewind()
 
-    def commit(self, call: Call, attempt: Attempt) -> bool:
-        """Apply the update, on every worker alike.
+    def work_out(self, call: Call, attempt: Attempt) -> Callable[[], None] | None:
+        """Work out the update of an attempt, on every worker alike. Collective; changes neither weights nor buffers.
 
         Returns:
-            whether it was applied: a step whose loss is NaN or infinite is skipped with ``on_nan="skip"``.
+            what makes the update, here; nothing where a step is skipped: its loss is NaN or infinite, with
+            ``on_nan="skip"``.
 
         Raises:
             NonFiniteLoss: names step, shard and rank.
         """
         started = perf_counter()
         if trouble := self._trouble(call, attempt.report):
-            return self._refused(call, trouble)
+            self._refused(call, trouble)
+            return None
         gradients, report = attempt.gradients, attempt.report
         used, used_buffers = report.used[: len(gradients.names)], report.used[len(gradients.names) :]
         writable = call.clip.limits or any(map(may_change_gradients, call.optimizers))
@@ -227,15 +230,20 @@ class StepEngine:
                 attempt.norms = self._measured(call, gradients, report)
         norm = call.clip.apply(gradients.parameters)
         if not math.isfinite(norm):
-            return self._refused(call, f"the norm of the gradient is {norm}")
+            self._refused(call, f"the norm of the gradient is {norm}")
+            return None
         counts = [len(call.batch.shard(shard)) for shard in range(call.batch.shards)]
         with self._or_rewound():
-            self._buffers.finish(self._workers.transport, used_buffers, counts)
-        with self.scaled(call.optimizers):
-            self._update.apply(call.optimizers)
-        gradients.release(used)
-        attempt.seconds["update"] = perf_counter() - started
-        return True
+            buffers = self._buffers.reduced(self._workers.transport, used_buffers, counts)
+
+        def make() -> None:
+            set_all(buffers)
+            with self.scaled(call.optimizers):
+                self._update.apply(call.optimizers)
+            gradients.release(used)
+            attempt.seconds["update"] = perf_counter() - started
+
+        return make
 
     @property
     def bytes_shared(self) -> int:
@@ -399,11 +407,11 @@ class StepEngine:
                 return f"the loss is {part.loss} in shard {call.first + shard} (rank {rank})"
         return ""
 
-    def _refused(self, call: Call, trouble: str) -> bool:
+    def _refused(self, call: Call, trouble: str) -> None:
         self._buffers.rewind()
         self._clear_gradients()
         if self._job.on_nan == "skip":
-            return False
+            return
         raise NonFiniteLoss(
             f"step {call.step}: {trouble}; nothing was updated. Lower the learning rate, clip gradients, check the "
             f'data; or skip such steps with unisono.init(on_nan="skip")'

@@ -137,7 +137,7 @@ class Rounds:
             what it came to; nothing if the loss is NaN or infinite, and such steps are skipped.
 
         Raises:
-            UnisonoError: whatever :meth:`StepEngine.attempt` and ``commit`` raise.
+            UnisonoError: whatever :meth:`StepEngine.attempt` and ``work_out`` raise.
         """
         self._engine = engine = self._engine_for(call.batch.shards)
         engine.computed, engine.scaled = self.computed, self._recipe.scaled
@@ -146,8 +146,9 @@ class Rounds:
             attempt = engine.attempt(call)
         finally:
             self._workers.is_called = False
-        if not engine.commit(call, attempt):
+        if (make := engine.work_out(call, attempt)) is None:
             return None
+        make()
         self.tally.sums.add(call.batch.size, attempt.report.loss, attempt.report.metrics, attempt.seconds)
         return attempt
 

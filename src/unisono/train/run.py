@@ -25,10 +25,12 @@ from unisono.checkpoint.store import Snapshot
 from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.data.streams import seed_generators
 from unisono.errors import DataError, Dismissed, JobError, ModelError, PolicyError
+from unisono.failpoints import failpoint
 from unisono.job import Job
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.streams import Stream, stream_seed
+from unisono.train.acts import Change, Keeper
 from unisono.train.apart import Apart
 from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.control import Flags
@@ -50,7 +52,7 @@ from unisono.train.recorder import Recorder
 from unisono.train.reduction_probe import reduction_probe
 from unisono.train.sample_log import SampleLog
 from unisono.train.serving import serve
-from unisono.train.sharing import share_weights
+from unisono.train.sharing import shared_weights
 from unisono.train.signals import PREEMPTED
 from unisono.train.state import Progress, Reading
 from unisono.train.steering import Steering
@@ -62,6 +64,7 @@ from unisono.train.surroundings import Surroundings
 from unisono.train.total_weight import require_agreement
 from unisono.train.trace import Trace
 from unisono.train.trained import Trained
+from unisono.train.values import set_all
 from unisono.train.workers import Operation, Workers
 
 RESERVED = frozenset(
@@ -73,6 +76,9 @@ RESERVED = frozenset(
     )
 )
 """What lines of ``metrics.jsonl`` have."""
+
+Computed = tuple[float, dict[str, float], dict[str, Any]]
+"""What a call of ``step.run`` came to: the loss, metrics, and figures that were measured."""
 
 M = TypeVar("M")
 O = TypeVar("O")  # noqa: E741
@@ -88,7 +94,7 @@ class Run:
         self.device = device
         self._membership = membership
         self._acts = around.acts
-        self._acts.hand_over, self._acts.depart = self._hand_over, self._dismiss
+        self._acts.depart = self._dismiss
         self._around = around
         self._checkpoints = checkpoints
         self._recorder = Recorder(around.folder, writes=self.is_main)
@@ -100,6 +106,7 @@ class Run:
         self._adaptation = around.adaptation
         about = {"job": job.model_dump(mode="json"), "fingerprint": around.fingerprint}
         self._trained = Trained(about, self._adaptation)
+        self._acts.keeper = Keeper(self._drop_engine, self._trained.give, self._take, self._renew)
         self._steering = Steering(job, self._trained, membership, checkpoints, self._recorder, around)
         self._engine: StepEngine | None = None
         timeout_s = around.care.failure_timeout_s
@@ -209,8 +216,9 @@ class Run:
             refuse_unset_memory(prepared.optimizers)
         self._acts.agree("model", prepared.layout())
         is_first, self._trained.prepared = self._trained.prepared is None, prepared
-        self._acts.together(partial(self._set_weights, prepared, resumes=is_first), changes_state=True)
-        self._make_engine()
+        self._acts.change(partial(self._first_weights, prepared, resumes=is_first))
+        if not self._membership.joins:
+            self._make_engine()
         if self.is_main:
             self._notices.small_batch_norm(prepared)
         if self._trace is not None:
@@ -502,7 +510,7 @@ class Run:
             return self._compute_apart(step, loss_fn, optimizers, clip)
         train = partial(self._train, step, loss_fn, optimizers, clip)
         self._seconds = {}
-        loss, metrics, figures = self._acts.together(train, changes_state=True)
+        loss, metrics, figures = self._acts.change(train)
         self._computing = False
         step.metrics |= metrics
         self._note(optimizers, loss, {**metrics, **figures})
@@ -528,7 +536,7 @@ class Run:
 
     def _train(
         self, step: Step, loss_fn: LossFunction, optimizers: tuple[Optimizer, ...], clip: Clip, workers: Workers
-    ) -> tuple[float, dict[str, float], dict[str, Any]]:
+    ) -> Change[Computed]:
         engine = self._require_engine()
         shards = [to_device(shard, self.device) for shard in step.shards]
         call = Call(step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip)
@@ -549,23 +557,32 @@ class Run:
             self._around.folder.journal("topology", **workers.transport.measured.pop(0))
         if self._trace is not None:
             self._trace.call(call, mine, attempt.report)
-        committed = engine.commit(call, attempt)
-        if self._samples is not None:
-            self._samples.committed(step.number, step.calls, generation.number)
-        if self.is_main:
-            self._notices.memory_shared(engine.bytes_shared)
+        update = engine.work_out(call, attempt)
+        make = partial(self._update, step, attempt, update, self._setting(workers))
+        return Change(make, partial(self._updated, step, attempt, is_skipped=update is None))
+
+    def _update(self, step: Step, attempt: Attempt, update: Callable[[], None] | None, setting: Setting) -> Computed:
+        """Make the update of a step, and note what is known of it as long as its weights are."""
+        if update is not None:
+            update()
         if not step.calls:
-            timings = [flags.timings for flags in attempt.flags]
-            self._trained.monitors.time(self._setting(workers), timings)
+            self._trained.monitors.time(setting, [flags.timings for flags in attempt.flags])
+        if update is None:
+            return math.nan, attempt.report.metrics, {}
+        return attempt.report.loss, attempt.report.metrics, self._figures(step, attempt)
+
+    def _updated(self, step: Step, attempt: Attempt, *, is_skipped: bool) -> None:
+        """The update of a step is made on this worker, and counted."""
+        if self._samples is not None:
+            self._samples.committed(step.number, step.calls, self.generation)
+        if self.is_main:
+            self._notices.memory_shared(self._require_engine().bytes_shared)
         self._leaving = self._leaving or attempt.report.leave
         self._regroups = self._regroups or attempt.report.regroup
         self._seconds = attempt.seconds
         self._pace.note(attempt.seconds["compute"], len(self._shards_of(self.job.shards)))
-        if not committed:
-            if self.is_main:
-                self._notices.skipped(step.number, attempt.report)
-            return math.nan, attempt.report.metrics, {}
-        return attempt.report.loss, attempt.report.metrics, self._figures(step, attempt)
+        if is_skipped and self.is_main:
+            self._notices.skipped(step.number, attempt.report)
 
     def _figures(self, step: Step, attempt: Attempt) -> dict[str, Any]:
         """What is measured of a call, besides its loss."""
@@ -614,11 +631,17 @@ class Run:
 
     def _heal(self, healing: Arrival, step: int) -> None:
         """Some workers hold other weights than most: they get the right ones before the step is computed again."""
+        failpoint("heal begins")
         hosts = self._workers.gather_json(platform.node())
         odd = sorted(healing.behind)
         if self.is_main:
             self._notices.healed(step, odd, [hosts[rank] for rank in odd], healing.source)
-        self._renew(healing)
+        given = self._trained.give() if self.rank == healing.source else None
+        given = self._workers.broadcast(given, healing.source)
+        if self.rank in odd:
+            self._take(given, joins=False)
+        failpoint("healed")
+        self._make_engine()
 
     def _flags(self, digest: int) -> Flags:
         # Asked for as late as can be: whoever wants in or out meanwhile need not wait for one step more.
@@ -659,7 +682,7 @@ class Run:
     def _make_engine(self) -> None:
         self._drop_engine()
         prepared, self._strategy = self._trained.prepared, self._adaptation.strategy
-        if self._membership.joins or prepared is None:
+        if prepared is None:
             return
         if (chosen := self._adaptation.topology) is not None:
             self._workers.transport.use_topology(chosen)
@@ -678,21 +701,27 @@ class Run:
             self._engine.close()
             self._engine = None
 
-    def _set_weights(self, prepared: Prepared, workers: Workers, *, resumes: bool) -> None:
-        share_weights(workers, prepared)
-        if resumes:
-            self._restore_models()
+    def _first_weights(self, prepared: Prepared, workers: Workers, *, resumes: bool) -> Change[None]:
+        """Those of the main worker, or of the newest checkpoint."""
+        shared = shared_weights(workers, prepared)
+        found = self._checkpoints.newest(workers) if resumes else None
+        if found is not None:
+            where = f"the checkpoint of step {found.step} in {self.dir}"
+            theirs = found.state["about"]["fingerprint"]
+            require_same_job(self._around.fingerprint, theirs, where, allow=self._around.settings.allow_job_change)
 
-    def _restore_models(self) -> None:
-        found = self._checkpoints.newest(self._workers)
+        def make() -> None:
+            set_all(shared)
+            if found is not None:
+                self._trained.resume_from(found)
+
+        return Change(make, partial(self._resumed, found) if resumes else lambda: None)
+
+    def _resumed(self, found: Snapshot | None) -> None:
         if found is None:
             if self.is_main:  # what an earlier try in this folder measured is measured again
                 self._around.folder.metrics.truncate_after(-1)
             return
-        where = f"the checkpoint of step {found.step} in {self.dir}"
-        theirs = found.state["about"]["fingerprint"]
-        require_same_job(self._around.fingerprint, theirs, where, allow=self._around.settings.allow_job_change)
-        self._trained.resume_from(found)
         step = self._trained.progress.position.step
         if self.is_main:
             self._around.folder.metrics.truncate_after(step - 1)
@@ -864,23 +893,18 @@ class Run:
         self.close()
         raise farewell
 
-    def _hand_over(self, arrival: Arrival, changed: bool) -> None:
-        """A new generation: whoever is behind in it gets the state of the worker that has come furthest."""
+    def _take(self, given: Sequence[Any], joins: bool) -> None:
+        """Set the state that another worker has given."""
+        self._apart.forget()
+        self._trained.take(given, joins=joins)
+
+    def _renew(self) -> None:
+        """A new generation, in which everybody has the same state."""
         self._regroups = False
-        self._renew(arrival if arrival.joiners or (arrival.behind and changed) else None)
+        self._make_engine()
         if self.is_main:
             self._recorder.take_over()
             self._checkpoints.begin_writing()
-
-    def _renew(self, arrival: Arrival | None) -> None:
-        """Make the engine anew, after giving the state to those who lack it, if any do. Collective."""
-        self._drop_engine()
-        if arrival is not None and self.rank in arrival.behind:
-            self._apart.forget()
-        if self._trained.prepared is not None and arrival is not None:
-            self._trained.hand_over(self._workers, arrival)
-        self._membership.joins = False
-        self._make_engine()
 
     def _depart(self) -> NoReturn:
         step = self._trained.progress.position.step

@@ -2,16 +2,22 @@
 
 import warnings
 
+from torch import Tensor
+
 from unisono.errors import UnisonoWarning
 from unisono.train.digest import digest_tensors
 from unisono.train.prepared import Prepared
+from unisono.train.values import Values
 from unisono.train.workers import Workers
 
 
-def share_weights(workers: Workers, prepared: Prepared) -> None:
-    """Give every worker the main worker's parameters and buffers; warns where they differed. Collective."""
+def shared_weights(workers: Workers, prepared: Prepared) -> Values:
+    """The main worker's parameters and buffers, each with the tensor here that is to hold it. Collective.
+
+    Nothing is set here. Warns where the workers' weights differ.
+    """
     if workers.world_size == 1:
-        return
+        return []
     digests = workers.gather_json(digest_tensors(prepared.tensors()))
     if workers.rank == 0 and len(set(digests)) > 1:
         warnings.warn(
@@ -20,9 +26,11 @@ def share_weights(workers: Workers, prepared: Prepared) -> None:
             UnisonoWarning,
             stacklevel=3,
         )
-    seen: set[int] = set()
-    places = [place.tensor for place in prepared.buffers]
-    for tensor in [*prepared.tensors().values(), *prepared.parameters.values(), *places]:
-        if tensor.data_ptr() not in seen and tensor.numel():
-            seen.add(tensor.data_ptr())
-            workers.transport.broadcast(tensor, 0)
+    shared: dict[int, tuple[Tensor, Tensor]] = {}
+    buffers = [place.tensor for place in prepared.buffers]
+    for tensor in [*prepared.tensors().values(), *prepared.parameters.values(), *buffers]:
+        if tensor.data_ptr() not in shared and tensor.numel():
+            value = tensor.detach().clone()
+            workers.transport.broadcast(value, 0)
+            shared[tensor.data_ptr()] = tensor, value
+    return list(shared.values())

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from unisono.checkpoint.store import Snapshot
-from unisono.errors import CheckpointError, JobMismatch
+from unisono.errors import CheckpointError
 from unisono.train.adaptation import Adaptation
-from unisono.train.checkpoints import shared_snapshot
-from unisono.train.digest import checksum
-from unisono.train.membership import Arrival
+from unisono.train.checkpoints import as_tree
 from unisono.train.monitors import Monitors
 from unisono.train.prepared import Prepared
 from unisono.train.registered import Registered
 from unisono.train.state import Progress, capture, restore_kept, restore_models, restore_optimizers, restore_update
-from unisono.train.workers import Workers
 
 
 class Trained:
@@ -89,29 +86,26 @@ class Trained:
         restore_optimizers(self.prepared, snapshot)
         return True
 
-    def hand_over(self, workers: Workers, arrival: Arrival) -> None:
-        """Whoever is behind gets the state of the source. Collective.
-
-        Raises:
-            JobMismatch: what arrived is not what was sent.
-        """
-        rank, gives = workers.rank, workers.rank == arrival.source
+    def give(self) -> list[Any]:
+        """All of it as a tree, for a worker that lacks it."""
         # What a checkpoint held and the script has not yet asked for is handed on as it is.
-        pending = workers.broadcast(self.restored is not None, arrival.source)
-        snapshot = shared_snapshot((self.restored or self.capture()) if gives else None, workers, arrival.source)
-        assert snapshot is not None, "the source has a state"
+        return [self.restored is not None, *as_tree(self.restored or self.capture())]
+
+    def take(self, given: Sequence[Any], *, joins: bool) -> None:
+        """Set what another worker gave.
+
+        Args:
+            given: what its :meth:`give` returned.
+            joins: whether this worker has nothing of its own yet. Otherwise what the script has set meanwhile stays.
+        """
         assert self.prepared is not None, "there is something to train"
-        if rank in arrival.joiners or (pending and rank in arrival.behind):
+        is_pending, *tree = given
+        snapshot = Snapshot(*tree)
+        if joins or is_pending:
             self.resume_from(snapshot)
-        elif rank in arrival.behind:
+        else:
             restore_update(self.prepared, snapshot)
             self._recall(snapshot)
-        ours = checksum(self.prepared.tensors()) if gives or rank in arrival.behind else None
-        if workers.broadcast(ours, arrival.source) != ours and rank in arrival.behind:
-            raise JobMismatch(
-                f"rank {rank} has other weights than rank {arrival.source}, from which it was given them: a fault of "
-                f"this host's memory, or of Unisono's. This worker ends; the others go on"
-            )
 
     def _recall(self, snapshot: Snapshot) -> None:
         self.monitors.load_state_dict(snapshot.state["monitors"])

@@ -1,5 +1,6 @@
 """The workers of this generation, and the things they do together."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from unisono.membership.generation import Generation
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.transport import Transport
+from unisono.train.digest import checksum
 
 Operation = Literal["mean", "sum", "max", "min"]
 
@@ -162,16 +164,23 @@ class Workers:
 
         Raises:
             CheckpointError: a part of the value is of no such type; names it.
+            JobMismatch: what arrived is not what was sent.
         """
         if self.world_size == 1:
             return value
         skeleton, tensors = flatten(value) if self.rank == source else (None, {})
         forms = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-        skeleton, forms = self.gather_json([skeleton, forms] if self.rank == source else [None, {}])[source]
+        told = [skeleton, forms, _seal(skeleton, tensors)] if self.rank == source else None
+        skeleton, forms, seal = self.gather_json(told)[source]
         received = {}
         for name, (dtype, shape) in forms.items():
             tensor = tensors[name] if name in tensors else torch.empty(shape, dtype=getattr(torch, dtype))
             received[name] = self._broadcast_tensor(tensor, source)
+        if _seal(skeleton, received) != seal:
+            raise JobMismatch(
+                f"rank {self.rank} was given other bits than rank {source} sent: a fault of a host's memory, or of "
+                f"Unisono's. This worker ends, and has used nothing of them"
+            )
         return unflatten(skeleton, received)
 
     def barrier(self) -> None:
@@ -188,6 +197,11 @@ class Workers:
             self.transport.broadcast(data, source)
             return data.view(tensor.dtype).reshape(tensor.shape)
         return tensor
+
+
+def _seal(skeleton: Any, tensors: Mapping[str, Tensor]) -> str:
+    """By which whoever is given a value knows that it is the one that was sent."""
+    return hashlib.sha256(f"{json.dumps(skeleton)} {checksum(tensors)}".encode()).hexdigest()
 
 
 def _combined(rows: Tensor, operation: Operation) -> Tensor:
