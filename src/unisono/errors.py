@@ -12,6 +12,7 @@
     ├── PolicyError                    a policy that failed, or decided differently on two workers: names it
     ├── NondeterministicOperation      an operation that has no deterministic version: names it
     ├── CheckpointError                a checkpoint that is damaged, missing or belongs elsewhere
+    ├── Unreadable (ValueError)        bytes of a file, a socket or a store that are no value which is known there
     ├── LaunchError                    workers that could not be started
     └── WorkerLost                     another worker is gone: a consequence, never the cause
         ├── NoProgress                 another worker gave no sign for as long as the run's failure_timeout_s
@@ -71,6 +72,10 @@ class NondeterministicOperation(UnisonoError, RuntimeError):
 
 class CheckpointError(UnisonoError):
     """A checkpoint that is damaged, missing or belongs to another job."""
+
+
+class Unreadable(UnisonoError, ValueError):
+    """Bytes from a file, a socket or a store that are no value which is known there."""
 
 
 class LaunchError(UnisonoError):

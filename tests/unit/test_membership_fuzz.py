@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from unisono.errors import Unreadable
 from unisono.membership.coordinator import AgentSession, Coordinator, Session, WorkerSession
 from unisono.membership.messages import (
     AgentHello,
@@ -30,7 +31,7 @@ from unisono.membership.messages import (
     from_agent,
     from_worker,
 )
-from unisono.membership.parser import DEEPEST, LONGEST_MESSAGE, MOST_PARTS, Unreadable, parse
+from unisono.membership.parser import DEEPEST, LONGEST_MESSAGE, MOST_PARTS, parse
 from unisono.membership.state import Coordination, LeaveAsked, Resized, State, StopAsked
 
 pytestmark = pytest.mark.unit

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import struct
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,20 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from unisono.checkpoint.decoder import Decoder
+from unisono.checkpoint.forms import DEEPEST, FORMS, KINDS, MARK, is_plain
+from unisono.checkpoint.layout import is_kept
 from unisono.errors import CheckpointError
-
-MARK = "~"
-"""A JSON object whose only key is this stands for something that JSON does not have: ``{"~": [kind, …]}``."""
 
 SUPPORTED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, set, deque, dict, OrderedDict, Counter, dense torch "
     "tensors, dtypes and devices, NumPy arrays and numbers"
 )
-
-DEEPEST = 100
-"""How many levels of containers a state may have: far more than any has, and few enough to be read back."""
-
-_NUMPY_KINDS = "biufcmMSU"  # those whose bytes and ``dtype.str`` say everything
 
 
 def flatten(tree: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -49,12 +42,13 @@ def flatten(tree: Any) -> tuple[Any, dict[str, Tensor]]:
 def unflatten(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Put a tree of state together again: the inverse of :func:`flatten`, types, order and memory layout included.
 
-    A parameter comes back as a plain tensor. All tensors are where ``tensors`` are.
+    A parameter comes back as a plain tensor. All tensors are where ``tensors`` are. Whoever wrote the two, nothing
+    comes of them but what :func:`flatten` takes, and no more memory is taken than they have, several times over.
 
     Raises:
-        LookupError, TypeError, ValueError: the two do not belong together.
+        CheckpointError: they are not what :func:`flatten` makes; says what is wrong.
     """
-    return _Reader(tensors).decode(skeleton)
+    return Decoder(tensors).tree(skeleton)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,58 +65,24 @@ class _Place:
         return _Place(f"{self.path}[{item!r}]", self.depth + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """How values of one type are written by means of simpler ones."""
-
-    type: type
-    simpler: Callable[[Any], Any]
-    build: Callable[[Any], Any]
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"torch.{name} is no dtype")
-    return found
-
-
-_FORMS = {
-    "tuple": _Form(tuple, list, tuple),
-    "shape": _Form(torch.Size, list, torch.Size),
-    "set": _Form(set, list, set),
-    "frozenset": _Form(frozenset, list, frozenset),
-    "deque": _Form(
-        deque, lambda it: {"parts": list(it), "maxlen": it.maxlen}, lambda it: deque(it["parts"], it["maxlen"])
-    ),
-    "counter": _Form(Counter, dict, Counter),
-    "bytes": _Form(bytes, bytes.hex, bytes.fromhex),
-    "float": _Form(float, lambda it: struct.pack(">d", it).hex(), lambda it: struct.unpack(">d", bytes.fromhex(it))[0]),
-    "complex": _Form(complex, lambda it: [it.real, it.imag], lambda it: complex(*it)),
-    "dtype": _Form(torch.dtype, lambda it: str(it).removeprefix("torch."), _dtype),
-    "device": _Form(torch.device, str, torch.device),
-}
-_KINDS = {form.type: kind for kind, form in _FORMS.items()}
-
-
 class _Writer:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, place: _Place) -> Any:
-        kind = type(value)
-        if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+        if is_plain(value):
             return value
+        kind = type(value)
         if place.depth > DEEPEST:
             raise CheckpointError(f"{place.path} is more than {DEEPEST} levels deep, or the state holds itself")
         if kind is list:
             return [self.encode(part, place.item(number)) for number, part in enumerate(value)]
         if kind in (dict, OrderedDict):
             return self._encode_dict(value, place)
-        if kind in _KINDS:
-            name = _KINDS[kind]
-            return _marked(name, self.encode(_FORMS[name].simpler(value), place))
+        if kind in KINDS:
+            name = KINDS[kind]
+            return _marked(name, self.encode(FORMS[name].simpler(value), place))
         if isinstance(value, Tensor | np.ndarray | np.generic):
             return self._encode_numbers(value, place)
         raise _unsupported(_type(value), place)
@@ -149,7 +109,7 @@ class _Writer:
         if isinstance(value, Tensor):
             name = self._name(value, place)
             return _marked("tensor", name, *_layout(self.tensors[name]))
-        if value.dtype.kind not in _NUMPY_KINDS or (isinstance(value, np.ndarray) and type(value) is not np.ndarray):
+        if not is_kept(value.dtype) or (isinstance(value, np.ndarray) and type(value) is not np.ndarray):
             raise _unsupported(f"{_type(value)} of {value.dtype}", place)
         if isinstance(value, np.generic):
             return _marked("number", value.dtype.str, value.tobytes().hex())
@@ -173,60 +133,6 @@ class _Writer:
             number += 1
             name = f"{path}#{number}"
         return name
-
-
-class _Reader:
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._laid: dict[str, Tensor] = {}
-
-    def decode(self, skeleton: Any) -> Any:
-        if isinstance(skeleton, list):
-            return [self.decode(part) for part in skeleton]
-        if not isinstance(skeleton, dict):
-            return skeleton
-        if list(skeleton) != [MARK]:
-            return {key: self.decode(part) for key, part in skeleton.items()}
-        kind, *parts = skeleton[MARK]
-        if kind in _FORMS:
-            return _FORMS[kind].build(self.decode(*parts))
-        own: dict[str, Callable[..., Any]] = {
-            "tensor": self._tensor,
-            "array": self._array,
-            "number": _number,
-            "ordered": self._ordered,
-            "items": self._items,
-        }
-        return own[kind](*parts)
-
-    def _items(self, pairs: Any) -> dict[Any, Any]:
-        return {self.decode(key): self.decode(part) for key, part in pairs}
-
-    def _ordered(self, items: Any, versions: Any) -> OrderedDict[Any, Any]:
-        built = OrderedDict(self.decode(items))
-        if versions is not None:
-            setattr(built, "_metadata", self.decode(versions))  # noqa: B010  the class does not declare it
-        return built
-
-    def _tensor(self, name: str, strides: list[int] | None = None) -> Tensor:
-        if name not in self._laid:
-            stored = self._tensors[name]
-            if strides is not None and list(stored.stride()) != strides:
-                stored = torch.empty_strided(stored.shape, strides, dtype=stored.dtype, device=stored.device).copy_(
-                    stored
-                )
-            self._laid[name] = stored
-        return self._laid[name]
-
-    def _array(self, dtype: str, shape: list[int], *names: str) -> np.ndarray[Any, Any]:
-        array = np.empty(shape, dtype)
-        for name in names:
-            array.reshape(-1).view(np.uint8)[:] = self._tensors[name].numpy()
-        return array
-
-
-def _number(dtype: str, data: str) -> Any:
-    return np.ndarray((), dtype, bytes.fromhex(data))[()]
 
 
 def _marked(kind: str, *parts: Any) -> dict[str, Any]:

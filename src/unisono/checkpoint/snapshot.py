@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from unisono.checkpoint.codec import flatten, unflatten
 from unisono.checkpoint.tensors import copies, pieces, read_tensors
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, Unreadable
+from unisono.received import open_file, read_object
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -135,24 +135,26 @@ def _read_text(path: Path, parts: Iterable[str]) -> dict[str, Any]:
             raise CheckpointError(f"{path / MANIFEST} does not list {name}: it is no whole checkpoint")
         _check(path / name, *listed[name])
     try:
-        text: dict[str, Any] = json.loads((path / STATE).read_bytes())
-    except (OSError, ValueError) as error:
+        text = read_object(path / STATE)
+    except (OSError, Unreadable) as error:
         raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
+    if type(text.get("step")) is not int or any(part not in text for part in parts):
+        raise CheckpointError(f"{path / STATE} lacks the step, or the model: it is no whole checkpoint")
     return text
 
 
 def _read_part(path: Path, part: str, text: Mapping[str, Any]) -> Any:
     try:
         return unflatten(text[part], read_tensors(path / f"{part}.safetensors"))
-    except (OSError, LookupError, TypeError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: its {part} cannot be read: {type(error).__name__}: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: its {part} cannot be read: {error}") from error
 
 
 def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
     """Size and sha256 of each file."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        version, digest = manifest["format"], manifest.pop("sha256")
+        manifest = read_object(path / MANIFEST)
+        version, digest, own = manifest["format"], manifest.pop("sha256"), _own_digest(manifest)
         listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {MANIFEST}: it is no whole checkpoint") from None
@@ -160,7 +162,7 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
     if version != FORMAT:
         raise CheckpointError(f"{path} has format {version}, this version of Unisono reads format {FORMAT}")
-    if _own_digest(manifest) != digest:
+    if own != digest:
         raise CheckpointError(f"{path / MANIFEST} has another sha256 than it says of itself: its contents changed")
     return listed
 
@@ -171,11 +173,11 @@ def _own_digest(manifest: Mapping[str, Any]) -> str:
 
 def _check(path: Path, size: int, sha256: str) -> None:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             found = os.fstat(file.fileno()).st_size
             if found != size:
                 raise CheckpointError(f"{path} has {found} bytes instead of {size}: it was cut off or replaced")
             if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                 raise CheckpointError(f"{path} has another sha256 than its manifest: its contents changed")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (OSError, Unreadable) as error:
+        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error

@@ -5,33 +5,17 @@ owner can read, and in older releases copies everything once more. It is the lib
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from reprlib import repr as short
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file
 from torch import Tensor
 
+from unisono.checkpoint.layout import KEPT, require_values
 from unisono.errors import CheckpointError
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -41,8 +25,8 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         CheckpointError: a dtype that safetensors does not have; names the tensor.
     """
     for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
+        if tensor.dtype not in KEPT:
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in KEPT)
             raise CheckpointError(f"{name} has the dtype {tensor.dtype}, which cannot be kept: use one of {kinds}")
     ordered = sorted(tensors, key=lambda name: -tensors[name].itemsize)
     return {
@@ -59,7 +43,7 @@ def pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     header, end = {}, 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": KEPT[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that every tensor is aligned
     yield len(text).to_bytes(8, "little")
@@ -73,7 +57,37 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file.
 
     Raises:
-        OSError, SafetensorError: it cannot be read.
+        CheckpointError: it cannot be read; says why.
     """
     # The library maps the file into memory. A copy stays what it is if the file goes.
-    return {name: tensor.clone() for name, tensor in load_file(path).items()}
+    return {name: tensor.clone() for name, tensor in _checked(path.name, lambda: load_file(path)).items()}
+
+
+def tensors_of(data: bytes) -> dict[str, Tensor]:
+    """The tensors in the content of a safetensors file.
+
+    Raises:
+        CheckpointError: it is none; says why.
+    """
+    return _checked("what should be tensors", lambda: load(data))
+
+
+def _checked(what: str, load: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    try:
+        found = load()
+    except (
+        ArithmeticError,
+        LookupError,
+        MemoryError,
+        OSError,
+        RuntimeError,
+        SafetensorError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
+    for name, tensor in found.items():
+        if tensor.dtype not in KEPT:
+            raise CheckpointError(f"{what} cannot be read: {short(name)} has the dtype {tensor.dtype}")
+        require_values(tensor)
+    return found

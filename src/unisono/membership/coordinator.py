@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from unisono.errors import JobError
+from unisono.errors import JobError, Unreadable
 from unisono.membership import state as machine
 from unisono.membership.journal import Journal
 from unisono.membership.keyvalue import Answer, KeyValue
@@ -34,7 +34,7 @@ from unisono.membership.messages import (
     from_agent,
     from_worker,
 )
-from unisono.membership.parser import Unreadable, parse
+from unisono.membership.parser import parse
 
 LEDGER = "coordinator.jsonl"
 """In the run folder: from it the coordinator starts again."""

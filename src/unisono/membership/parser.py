@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from unisono.errors import Unreadable
 from unisono.membership.messages import LARGEST_VALUE
 
 LONGEST_MESSAGE = LARGEST_VALUE + 2**16
@@ -22,12 +23,8 @@ _PARTS = re.compile(rf'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{{}},]|[0-9]{{{_LONG_NU
 M = TypeVar("M")
 
 
-class Unreadable(ValueError):
-    """What came is no message; says why, without repeating it."""
-
-
 def parse(adapter: TypeAdapter[M], data: str | bytes) -> M:
-    """A message, or another validated value, from its JSON text.
+    """A message, or another validated value, from its JSON text. The error does not repeat what came.
 
     Raises:
         Unreadable: it is too long, nested too deep, has too many parts, or is no such value.

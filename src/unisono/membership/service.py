@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from unisono.errors import JobError
+from unisono.errors import JobError, Unreadable
 from unisono.membership import state as machine
 from unisono.membership.coordinator import AgentSession, Coordinator, Session, WorkerSession
 from unisono.membership.gate import Limits, Rate
 from unisono.membership.messages import Name
 from unisono.membership.outbox import Outbox
-from unisono.membership.parser import Unreadable, parse
+from unisono.membership.parser import parse
 
 HELLO_S = 10.0
 """Seconds in which a worker or agent that has connected says who it is."""

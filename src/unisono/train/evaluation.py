@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.checkpoint.layout import empty_as, form_of
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import DataError
@@ -108,9 +109,8 @@ class Evaluation:
             return {key: self._gathered(local and local[key], part, counts) for key, part in form["parts"].items()}
         if form[0] == "list":
             return [self._gathered(local and local[number], part, counts) for number, part in enumerate(form[1])]
-        dtype, shape = form
         if local is None:
-            local = torch.empty((0, *shape), dtype=getattr(torch, dtype), device=self.device)
+            local = empty_as(form, self.device)
         if local.dim() == 0 or len(local) != counts[self.workers.rank]:
             raise DataError(
                 f"predict_fn returned outputs of shape {list(local.shape)} for {counts[self.workers.rank]} samples: "
@@ -183,4 +183,5 @@ def _form(local: Any) -> Any:
         return {"parts": {key: _form(part) for key, part in local.items()}}
     if isinstance(local, list):
         return ["list", [_form(part) for part in local]]
-    return [str(local.dtype).removeprefix("torch."), list(local.shape[1:])]
+    dtype, shape = form_of(local)
+    return [dtype, [0, *shape[1:]]]

@@ -7,8 +7,10 @@ from typing import Any
 import safetensors.torch
 
 from unisono.checkpoint.codec import flatten, unflatten
-from unisono.errors import CheckpointError, JobError
+from unisono.checkpoint.tensors import tensors_of
+from unisono.errors import CheckpointError, JobError, Unreadable
 from unisono.membership.messages import LARGEST_VALUE
+from unisono.received import parse_object
 
 
 def packed(value: Any) -> str:
@@ -40,15 +42,29 @@ def unpacked(text: str) -> Any:
 
     Raises:
         JobError: the value could not be made known; says why.
+        CheckpointError: the text is none of :func:`packed`.
     """
-    found = json.loads(base64.b64decode(text))
-    if "unknown" in found:
-        raise JobError(
-            f"this worker cannot join: a collective call outside of the training loops had a result that cannot be "
-            f"handed on to it: {found['unknown']}. Let such calls return less, or make them after the last loop"
-        )
-    return unflatten(found["skeleton"], safetensors.torch.load(base64.b64decode(found["tensors"])))
+    try:
+        found = parse_object(_decoded(text))
+    except Unreadable as error:
+        raise CheckpointError(f"a value that was made known cannot be read: {error}") from error
+    match found:
+        case {"unknown": str(reason)}:
+            raise JobError(
+                f"this worker cannot join: a collective call outside of the training loops had a result that cannot "
+                f"be handed on to it: {reason}. Let such calls return less, or make them after the last loop"
+            )
+        case {"skeleton": skeleton, "tensors": str(encoded)}:
+            return unflatten(skeleton, tensors_of(_decoded(encoded)))
+    raise CheckpointError("a value that was made known has neither tensors nor a reason why it is unknown")
 
 
 def _text(value: Any) -> str:
     return base64.b64encode(json.dumps(value).encode()).decode()
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise CheckpointError(f"a value that was made known is no base64: {error}") from error

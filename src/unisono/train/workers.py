@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from reprlib import repr as short
 from typing import Any, Literal
 
 import numpy as np
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 
 from unisono.checkpoint.codec import flatten, unflatten
-from unisono.errors import JobMismatch
+from unisono.checkpoint.layout import empty_as, form_of, require_values
+from unisono.errors import CheckpointError, JobMismatch, Unreadable
 from unisono.job import differences
 from unisono.membership.generation import Generation
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
+from unisono.received import LARGEST_JSON, parse_json
 from unisono.reduce.transport import Transport
 from unisono.train.digest import checksum
 
@@ -92,15 +95,22 @@ class Workers:
         return self.generation.split.with_servers(self.servers).refined(shards)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every worker's JSON value, in the order of ranks."""
+        """Every worker's JSON value, in the order of ranks.
+
+        Raises:
+            Unreadable: a worker said something else; names it.
+        """
         if self.world_size == 1:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = self.transport.all_gather(torch.tensor([data.numel()])).flatten().tolist()
+        for rank, length in enumerate(lengths):
+            if not 0 <= length <= LARGEST_JSON:
+                raise Unreadable(f"rank {rank} announces {length} bytes of JSON: at most {LARGEST_JSON} can be told")
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = self.transport.all_gather(padded)
-        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+        return [_said(rank, row[:length]) for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))]
 
     def require_same(self, what: str, fields: Mapping[str, Any]) -> None:
         """Refuse to go on with workers that differ.
@@ -132,7 +142,7 @@ class Workers:
         # Bytes travel alike on every backend, whatever the dtype.
         rows = self.transport.all_gather(padded.reshape(-1).view(torch.uint8))
         blocks = rows.view(-1).view(local.dtype).reshape(self.world_size, max(counts), *local.shape[1:])
-        return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
+        return require_values(torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)]))
 
     def all_reduce(self, value: Any, operation: Operation = "mean") -> Any:
         """Combine one number or tensor per worker, in the order of ranks.
@@ -163,25 +173,19 @@ class Workers:
         """The value of the worker ``source``: a tensor, a number, text, or lists and dicts of them.
 
         Raises:
-            CheckpointError: a part of the value is of no such type; names it.
+            CheckpointError: a part of the value is of no such type; names it. Or what came is no such value.
             JobMismatch: what arrived is not what was sent.
         """
         if self.world_size == 1:
             return value
         skeleton, tensors = flatten(value) if self.rank == source else (None, {})
-        forms = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+        forms = {name: form_of(tensor) for name, tensor in tensors.items()}
         told = [skeleton, forms, _seal(skeleton, tensors)] if self.rank == source else None
-        skeleton, forms, seal = self.gather_json(told)[source]
-        received = {}
-        for name, (dtype, shape) in forms.items():
-            tensor = tensors[name] if name in tensors else torch.empty(shape, dtype=getattr(torch, dtype))
-            received[name] = self._broadcast_tensor(tensor, source)
-        if _seal(skeleton, received) != seal:
-            raise JobMismatch(
-                f"rank {self.rank} was given other bits than rank {source} sent: a fault of a host's memory, or of "
-                f"Unisono's. This worker ends, and has used nothing of them"
-            )
-        return unflatten(skeleton, received)
+        match self.gather_json(told)[source]:
+            case [skeleton, dict(forms), str(seal)]:
+                return self._received(source, skeleton, {**forms, **tensors}, seal)
+            case announced:
+                raise CheckpointError(f"rank {source} announces {short(announced)}, which is no value with its tensors")
 
     def barrier(self) -> None:
         """Wait until every worker is here."""
@@ -191,17 +195,48 @@ class Workers:
         """Let go of the connections."""
         self.transport.close()
 
+    def _received(self, source: int, skeleton: Any, places: Mapping[str, Any], seal: str) -> Any:
+        """The value, once its tensors are here.
+
+        Args:
+            source: whose it is.
+            skeleton: see :func:`~unisono.checkpoint.codec.flatten`.
+            places: the tensors by name, or on the other workers what they will be like.
+            seal: of the two.
+        """
+        received = {
+            name: self._broadcast_tensor(place if isinstance(place, Tensor) else empty_as(place), source)
+            for name, place in places.items()
+        }
+        value = unflatten(skeleton, received)
+        if _seal(skeleton, received) != seal:
+            raise JobMismatch(
+                f"rank {self.rank} was given other bits than rank {source} sent: a fault of a host's memory, or of "
+                f"Unisono's. This worker ends, and has used nothing of them"
+            )
+        return value
+
     def _broadcast_tensor(self, tensor: Tensor, source: int) -> Tensor:
         if tensor.numel():
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             self.transport.broadcast(data, source)
-            return data.view(tensor.dtype).reshape(tensor.shape)
+            return require_values(data.view(tensor.dtype).reshape(tensor.shape))
         return tensor
 
 
 def _seal(skeleton: Any, tensors: Mapping[str, Tensor]) -> str:
     """By which whoever is given a value knows that it is the one that was sent."""
-    return hashlib.sha256(f"{json.dumps(skeleton)} {checksum(tensors)}".encode()).hexdigest()
+    try:
+        return hashlib.sha256(f"{json.dumps(skeleton)} {checksum(tensors)}".encode()).hexdigest()
+    except (RecursionError, UnicodeError) as error:
+        raise CheckpointError(f"a value is nested too deep, or has a name that is no text: {error}") from error
+
+
+def _said(rank: int, row: Tensor) -> Any:
+    try:
+        return parse_json(row.numpy().tobytes())
+    except Unreadable as error:
+        raise Unreadable(f"rank {rank} says what cannot be read: {error}") from error
 
 
 def _combined(rows: Tensor, operation: Operation) -> Tensor:

@@ -1,0 +1,36 @@
+"""Checkpoints that say what no run would write, with digests that are right."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint.snapshot import FORMAT, MANIFEST, PARTS, STATE, FrozenSnapshot, Snapshot
+
+Changes = Mapping[str, bytes]
+"""What stands in a file instead, by the file's name."""
+
+
+def forge(folder: Path, changes: Changes) -> Path:
+    """A checkpoint whose files say this, and whose digests agree."""
+    folder.mkdir(parents=True)
+    FrozenSnapshot.of(Snapshot(1, {}, [], {})).write(folder)
+    for name, data in changes.items():
+        (folder / name).write_bytes(data)
+    if MANIFEST not in changes:
+        files = {name: _entry(folder / name) for name in (STATE, *(f"{part}.safetensors" for part in PARTS))}
+        manifest: dict[str, Any] = {"format": FORMAT, "step": 1, "files": files}
+        manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+def state_json(model: Any, optimizer: Any = None, state: Any = None) -> bytes:
+    """What ``state.json`` says of these skeletons."""
+    return json.dumps({"step": 1, "model": model, "optimizer": optimizer, "state": state}).encode()
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
