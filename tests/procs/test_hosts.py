@@ -263,7 +263,7 @@ def test_nobody_takes_part_or_looks_on_who_is_not_let_in(job: Job) -> None:
     trusted = ("--certificate", str(certificate))
     for words, refusal in (
         (trusted, "--token-file is missing"),
-        (("--token-file", str(wrong), *trusted), "token is missing or wrong"),
+        (("--token-file", str(wrong), *trusted), "token is missing or wrong: each start of a job makes a new one"),
         (("--token-file", str(token)), "one that this system does not trust .* it was not sent the token"),
         (("--token-file", str(token), "--certificate", str(another)), "not the one of .*certificate.pem"),
     ):

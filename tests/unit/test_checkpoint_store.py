@@ -2,6 +2,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import threading
@@ -17,6 +18,7 @@ from torch import Tensor
 import unisono.checkpoint.snapshot
 import unisono.checkpoint.store
 from same_trees import same
+from unisono.checkpoint.origin import mark_of, origin
 from unisono.checkpoint.store import CheckpointStore, Snapshot, load_weights
 from unisono.checkpoint.tensors import pieces
 from unisono.errors import CheckpointError, UnisonoWarning
@@ -373,6 +375,24 @@ def test_what_a_living_writer_has_under_way_is_let_alone(tmp_path: Path, host: s
     assert left.exists()
 
 
+def test_what_a_container_of_the_same_name_has_under_way_is_let_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process has a number that is nobody's here."""
+    left = CheckpointStore(tmp_path)._temporary()
+    theirs = left.with_name(left.name.replace(f"-{os.getpid()}-", f"-{NO_PID}-"))
+    theirs.mkdir(parents=True)
+    monkeypatch.setattr("unisono.checkpoint.store.origin", lambda: mark_of("the same kernel", 4026531836))
+    CheckpointStore(tmp_path)
+    assert theirs.exists()
+
+
+def test_kernels_their_starts_and_namespaces_of_processes_are_told_apart() -> None:
+    marks = {mark_of("a", 1), mark_of("a", 2), mark_of("b", 1), origin()}
+    assert len(marks) == 4
+    assert all(re.fullmatch("[0-9a-f]{16}", mark) for mark in marks)
+
+
 def test_what_another_host_has_under_way_is_let_alone_until_it_is_silent_for_an_hour(tmp_path: Path) -> None:
     busy, silent = leftover(tmp_path, NO_PID, "other-host.example"), leftover(tmp_path, NO_PID, "third")
     for path in (silent / "model.safetensors", silent):
@@ -390,9 +410,8 @@ def test_what_is_not_from_here_is_let_alone(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("socket.gethostname", lambda: "a-host-2.example")
-    return "a-host-2.example"
+def host() -> str:
+    return origin()
 
 
 # --- damage

@@ -53,7 +53,7 @@ from unisono.membership.messages import (
 from unisono.membership.outbox import Outbox
 from unisono.membership.server import Server
 from unisono.membership.state import Coordination
-from unisono.membership.token import make_token, read_token, token_file
+from unisono.membership.token import make_token, new_token, read_token, token_file
 
 pytestmark = pytest.mark.unit
 
@@ -405,6 +405,25 @@ def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> Non
     assert len(token) == 43
     assert stat.S_IMODE(token_file(tmp_path).stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["token"]
+
+
+def test_each_start_of_a_job_in_a_folder_has_another_token(tmp_path: Path) -> None:
+    tokens = [new_token(tmp_path) for _ in range(3)]
+
+    assert len(set(tokens)) == 3
+    assert read_token(token_file(tmp_path)) == make_token(tmp_path) == tokens[-1]
+    assert stat.S_IMODE(token_file(tmp_path).stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+
+
+def test_another_token_takes_the_place_of_a_link_and_leaves_what_is_behind_it(tmp_path: Path) -> None:
+    behind = tmp_path / "behind"
+    behind.write_text("another file")
+    token_file(tmp_path).symlink_to(behind)
+
+    new_token(tmp_path)
+    assert behind.read_text() == "another file"
+    assert not token_file(tmp_path).is_symlink()
 
 
 def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import time
 import warnings
 from collections.abc import Callable
@@ -16,13 +15,14 @@ from typing import Any, TypeVar
 
 import psutil
 
+from unisono.checkpoint.origin import origin
 from unisono.checkpoint.snapshot import MANIFEST, FrozenSnapshot, Snapshot, read_model, read_snapshot, sync_folder
 from unisono.errors import CheckpointError, UnisonoWarning
 
 __all__ = ["CheckpointStore", "Snapshot", "load_weights"]
 
 SILENT_S = 3600.0
-"""A temporary folder of another host, whose processes cannot be seen from here, is given up after this long."""
+"""A temporary folder of a host or container whose processes cannot be seen from here is given up after this long."""
 
 _CHECKPOINT = re.compile(r"step-([0-9]{8,})(\.old)?")
 _TEMPORARY = re.compile(r"\.tmp-([0-9]+)-[0-9a-f]+-(.*)")
@@ -152,7 +152,7 @@ class CheckpointStore:
         return self._folder / f"step-{step:08d}"
 
     def _temporary(self) -> Path:
-        return self._folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{socket.gethostname()}"
+        return self._folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{origin()}"
 
     def _remove_stale(self) -> None:
         for left in self._folder.glob(".tmp-*"):
@@ -216,8 +216,8 @@ def _is_abandoned(temporary: Path) -> bool:
     match = _TEMPORARY.fullmatch(temporary.name)
     if match is None:
         return False  # not from here
-    pid, host = int(match[1]), match[2]
-    if host == socket.gethostname():
+    pid, mark = int(match[1]), match[2]
+    if mark == origin():
         return pid == os.getpid() or not psutil.pid_exists(pid)
     return time.time() - _last_change(temporary) > SILENT_S
 

@@ -42,7 +42,7 @@ from unisono.membership.messages import (
     WorkerEnded,
 )
 from unisono.membership.messages import End as EndWorkers
-from unisono.membership.token import make_token, token_file
+from unisono.membership.token import new_token, token_file
 
 NOT_STARTED = 126
 """The exit code of a worker that the system would not start, as shells have it."""
@@ -176,7 +176,7 @@ class Agent:
         path = self._folder.path
         self._coordinator = CoordinatorProcess(self._settings, path, self._guard, self._say)
         opened.callback(self._coordinator.close)
-        address = Address(self._coordinator.url, make_token(path), self._coordinator.certificate)
+        address = Address(self._coordinator.url, new_token(path), self._coordinator.certificate)
         if lines := invitation(self._settings, path, address.url):
             self._say("\n".join(lines))
         return address

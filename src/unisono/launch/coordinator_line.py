@@ -12,6 +12,7 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 from unisono.errors import LaunchError
 from unisono.launch.address import Address, distrusted
 from unisono.membership.messages import FromAgent, Refused, ToAgent, to_agent
+from unisono.membership.token import OUTDATED, REFUSED
 
 OPEN_S = 10.0
 PING_S = 20.0
@@ -20,7 +21,7 @@ LONGEST_WAIT_S = 2.0
 LARGEST = 2**20
 """Bytes of a message from the coordinator: ids of a few thousand workers."""
 
-DOOR = (401, 403)
+DOOR = (REFUSED, 403)
 
 
 class CoordinatorLine:
@@ -64,8 +65,9 @@ class CoordinatorLine:
                     wait_s = FIRST_WAIT_S
                     await self._converse(connection)
             except InvalidStatus as error:
-                if error.response.status_code in DOOR:
-                    raise LaunchError(f"the coordinator at {self._address.url} lets nobody in: {error}") from error
+                if (code := error.response.status_code) in DOOR:
+                    why = OUTDATED if code == REFUSED else error
+                    raise LaunchError(f"the coordinator at {self._address.url} lets nobody in: {why}") from error
             except ssl.SSLCertVerificationError as error:
                 raise distrusted(self._address, error) from error
             except (OSError, WebSocketException, TimeoutError):  # it is gone, or not there yet

@@ -23,6 +23,7 @@ from unisono.membership.messages import (
     to_worker,
 )
 from unisono.membership.parser import LONGEST_MESSAGE
+from unisono.membership.token import OUTDATED, REFUSED
 from unisono.membership.trust import context_for, is_private
 
 ANSWER_S = 60.0
@@ -187,8 +188,9 @@ class Line:
             try:
                 await self._talk()
             except InvalidStatus as error:
-                self._trouble = f"it answers {error.response.status_code}"
-                if error.response.status_code in (401, 403):
+                code = error.response.status_code
+                self._trouble = OUTDATED if code == REFUSED else f"it answers {code}"
+                if code in (REFUSED, 403):
                     self._take(Refused(reason=f"the coordinator does not let this worker in: {self._trouble}"))
                     return
             except (OSError, TimeoutError, EOFError, WebSocketException) as error:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from unisono.membership.token import OUTDATED, REFUSED
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -108,7 +110,7 @@ class Gate:
         if _has(scope, b"origin"):
             raise _Refusal(403, "web pages have no access")
         if not hmac.compare_digest(_header(scope, b"authorization"), self._expected):
-            raise _Refusal(401, "the job's token is missing or wrong")
+            raise _Refusal(REFUSED, OUTDATED)
         if self._rate.take():
             raise _Refusal(429, "too many requests")
 
@@ -159,7 +161,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 async def _refuse(scope: Scope, send: Send, refusal: _Refusal) -> None:
     body = json.dumps({"error": refusal.reason}).encode()
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    if refusal.status == 401:
+    if refusal.status == REFUSED:
         headers.append((b"www-authenticate", b"Bearer"))
     kind = "websocket.http.response" if scope["type"] == "websocket" else "http.response"
     if scope["type"] == "websocket" and kind not in scope.get("extensions", {}):

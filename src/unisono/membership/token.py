@@ -3,10 +3,18 @@
 import os
 import re
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unisono.errors import JobError
+
+REFUSED = 401
+"""The status of a request without this token."""
+
+OUTDATED = (
+    "the job's token is missing or wrong: each start of a job makes a new one, the file 'token' in its run folder"
+)
 
 _FORM = re.compile(r"[A-Za-z0-9_-]{43}")  # 256 bits
 _OPEN_ONLY_ITSELF = os.O_CLOEXEC | os.O_NOFOLLOW  # a link that somebody else put there leads nowhere
@@ -24,20 +32,20 @@ def make_token(run_folder: Path) -> str:
         JobError: it cannot be read or written, or others can read it.
     """
     path = token_file(run_folder)
-    beside = path.with_name(f".token.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_ONLY_ITSELF, 0o600)
-        try:
-            with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                file.write(secrets.token_urlsafe(32))
-                file.flush()
-                os.fsync(file.fileno())
-            with suppress(FileExistsError):  # whoever was first has made it for all
-                os.link(beside, path)
-        finally:
-            beside.unlink()
-    except OSError as error:
-        raise JobError(f"no token can be made in {run_folder}: {error}") from error
+    with _written(run_folder) as beside, suppress(FileExistsError):  # whoever was first has made it for all
+        os.link(beside, path)
+    return read_token(path)
+
+
+def new_token(run_folder: Path) -> str:
+    """Another token for a run folder: who has the one before does not take part in what starts now.
+
+    Raises:
+        JobError: it cannot be written.
+    """
+    path = token_file(run_folder)
+    with _written(run_folder) as beside:
+        beside.replace(path)
     return read_token(path)
 
 
@@ -59,3 +67,21 @@ def read_token(path: Path) -> str:
     if not _FORM.fullmatch(token):
         raise JobError(f"{path} holds no token: remove it and start the job again")
     return token
+
+
+@contextmanager
+def _written(run_folder: Path) -> Iterator[Path]:
+    """A file with a token that nobody has had, until the block ends."""
+    beside = run_folder / f".token.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_ONLY_ITSELF, 0o600)
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(secrets.token_urlsafe(32))
+                file.flush()
+                os.fsync(file.fileno())
+            yield beside
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise JobError(f"no token can be made in {run_folder}: {error}") from error
