@@ -18,8 +18,8 @@ from unisono.membership.rendezvous import Noticeboard
 from unisono.plan.split import Split, even_bounds
 from unisono.reduce.buckets import ALIGNMENT, Bucket
 from unisono.reduce.peers import meet
-from unisono.reduce.shared_memory import PIECE, SharedMemoryTransport
-from unisono.reduce.transport import Transport
+from unisono.reduce.shared_memory import SharedMemoryTransport
+from unisono.reduce.transport import PIECE, Transport
 
 TIMEOUT_S = 60.0
 BYTES_PER_TURN = 2**26

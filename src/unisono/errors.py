@@ -11,6 +11,7 @@
     │   └── NonFiniteLoss              a loss that is NaN or infinite: names step, shard and rank
     ├── PolicyError                    a policy that failed, or decided differently on two workers: names it
     ├── NondeterministicOperation      an operation that has no deterministic version: names it
+    ├── MemoryFault                    memory or a processor that did not do what it is there for, and cannot be mended
     ├── CheckpointError                a checkpoint that is damaged, missing or belongs elsewhere
     ├── Unreadable (ValueError)        bytes of a file, a socket or a store that are no value which is known there
     ├── LaunchError                    workers that could not be started
@@ -68,6 +69,10 @@ class PolicyError(UnisonoError):
 
 class NondeterministicOperation(UnisonoError, RuntimeError):
     """An operation without a deterministic version, in a job that promises the same bits."""
+
+
+class MemoryFault(UnisonoError):
+    """A host's memory or processor did not do what it is there for, and what came of it cannot be mended."""
 
 
 class CheckpointError(UnisonoError):

@@ -39,6 +39,8 @@ ALL = (
     .kill_agent(rank=3, at_step=12)
     .partition(rank=1, at_step=13, for_s=0.2)
     .flip_bit(rank=1, at_step=14)
+    .flip_bit(rank=1, at_step=14, place="gradient", bit=30)
+    .wrong_result(rank=1, at_step=15)
 )
 
 

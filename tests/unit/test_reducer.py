@@ -11,6 +11,7 @@ from unisono.errors import WorkerLost
 from unisono.plan.split import Split
 from unisono.reduce.reducer import Reducer
 from unisono.reduce.reduction import exact
+from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Solo
 
 pytestmark = pytest.mark.unit
@@ -28,14 +29,20 @@ class Recorded(Solo):
         self.hung_up = threading.Event()
         self.silent: Hashable = None
 
-    def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
+    def reduce(
+        self,
+        bucket: Hashable,
+        partials: Sequence[Tensor],
+        divisor: float | None = None,
+        tally: Tally | None = None,
+    ) -> Tensor:
         self.reduced.append(bucket)
         self.threads.add(threading.current_thread().name)
         self.first.set()
         if bucket == self.silent:
             self.hung_up.wait()
             raise WorkerLost("rank 1 is gone")
-        return super().reduce(bucket, partials, divisor)
+        return super().reduce(bucket, partials, divisor, tally)
 
     def close(self) -> None:
         self.hung_up.set()

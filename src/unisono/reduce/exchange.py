@@ -12,6 +12,7 @@ from unisono.plan.split import Split, even_bounds
 from unisono.plan.topology import Message, Sum, finishers, plan
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import ALIGNMENT
+from unisono.reduce.tally import Tally
 
 PIECE = 2**19
 """Bytes that a piece has at least, where the number of pieces is free."""
@@ -35,7 +36,7 @@ class Exchange(ABC):
     sent_messages: int
 
     @abstractmethod
-    def reduce(self, partials: Sequence[Tensor], divisor: float | None) -> Tensor:
+    def reduce(self, partials: Sequence[Tensor], divisor: float | None, tally: Tally | None = None) -> Tensor:
         """The root's value, divided, from this worker's partial sums; see :meth:`Transport.reduce`.
 
         Raises:
@@ -58,6 +59,7 @@ class Messages(Exchange):
 
     def __init__(self, group: Any, like: Tensor, rank: int, split: Split, topology: str) -> None:
         self._group = group
+        self._workers = split.workers
         tree, mine = SummationTree(split.shards), split.of(rank)
         self._root = tree.root
         self._cover = tree.cover(mine.start, mine.stop)
@@ -78,25 +80,37 @@ class Messages(Exchange):
         self.sent_messages = len(sent)
         self.sent_bytes = sum(self._total[self._parts[message.piece]].nbytes for message in sent)
 
-    def reduce(self, partials: Sequence[Tensor], divisor: float | None) -> Tensor:
+    def reduce(self, partials: Sequence[Tensor], divisor: float | None, tally: Tally | None = None) -> Tensor:
         """Take this worker's turns, one after the other."""
         arriving = [self._receive(turn.received) if turn.received else [] for turn in self._turns]
         leaving: list[Any] = []
         values = dict(self._slots)
-        if divisor is not None and self._cover == (self._root,):  # the only worker that computes: nobody adds anything
-            partials[0].div_(divisor)
+        if self._cover == (self._root,):  # the only worker that computes: nobody adds anything
+            self._divide(partials[0], divisor, tally)
         for piece, part in enumerate(self._parts):
             values |= {(piece, node): partial[part] for node, partial in zip(self._cover, partials, strict=False)}
         for turn, works in zip(self._turns, arriving, strict=True):
             for work in works:
                 work.wait()
             for siblings in turn.sums:
-                self._add(siblings, values, divisor)
+                self._add(siblings, values, divisor, tally)
             for message in turn.sends:
                 leaving += self._send(message, values)
         for work in leaving:
             work.wait()
+        if tally is not None:
+            for part in self._parts:
+                tally.receive(self._total[part], part.start)
         return self._total
+
+    def _divide(self, total: Tensor, divisor: float | None, tally: Tally | None) -> None:
+        if tally is not None:
+            tally.read(total, 0)
+        if divisor is not None:
+            total.div_(divisor)
+        for part in self._parts if tally is not None else ():
+            assert tally is not None
+            tally.wrote(total[part], part.start, self._workers)
 
     def _receive(self, message: Message) -> list[Any]:
         tagged = zip(message.nodes, self._tags[message], strict=True)
@@ -106,15 +120,21 @@ class Messages(Exchange):
         tagged = zip(message.nodes, self._tags[message], strict=True)
         return [self._group.send([values[message.piece, node]], message.receiver, tag) for node, tag in tagged]
 
-    def _add(self, siblings: Sum, values: dict[Place, Tensor], divisor: float | None) -> None:
+    def _add(self, siblings: Sum, values: dict[Place, Tensor], divisor: float | None, tally: Tally | None) -> None:
         piece, node = siblings.piece, siblings.node
         left, right = values[piece, siblings.left], values[piece, siblings.right]
+        start = self._parts[piece].start
+        if tally is not None:
+            tally.read(left, start)
+            tally.read(right, start)
         if node != self._root:
             values[piece, node] = left.add_(right)  # what was sent before is held no more, so nobody reads this
-            return
-        torch.add(left, right, out=values[piece, node])
-        if divisor is not None:
-            values[piece, node].div_(divisor)
+        else:
+            torch.add(left, right, out=values[piece, node])
+            if divisor is not None:
+                values[piece, node].div_(divisor)
+        if tally is not None:
+            tally.wrote(values[piece, node], start, self._workers if node == self._root else 0)
 
 
 class Collectives(Exchange):
@@ -154,19 +174,28 @@ class Collectives(Exchange):
         self.sent_messages += others if told else 0
         self.sent_bytes = (sum(self._send_sizes) - self._send_sizes[rank] + others * told) * like.itemsize
 
-    def reduce(self, partials: Sequence[Tensor], divisor: float | None) -> Tensor:
+    def reduce(self, partials: Sequence[Tensor], divisor: float | None, tally: Tally | None = None) -> Tensor:
         """All-to-all, finish the tree on this worker's piece, all-gather or broadcast."""
         packed = self._pack(partials)
         self._group.alltoall_base(self._received, packed, self._receive_sizes, self._send_sizes).wait()
         parts = self._received.view(len(self._nodes), -1)
+        start = self._starts[self._rank]
+        for each in parts if tally is not None else ():
+            assert tally is not None
+            tally.read(each, start)
         part = self._tree.finish(dict(zip(self._nodes, parts, strict=True)), lambda left, right: left.add_(right))
         if divisor is not None:
             part.div_(divisor)
+        if tally is not None:
+            tally.wrote(part, start, len(self._shares))
         if self._servers:
             self._hand_out(part)
-            return self._total
-        self._part[: part.numel()].copy_(part)
-        self._group._allgather_base(self._gathered, self._part).wait()
+        else:
+            self._part[: part.numel()].copy_(part)
+            self._group._allgather_base(self._gathered, self._part).wait()
+        if tally is not None:
+            for share, first in zip(self._shares, self._starts, strict=False):
+                tally.receive(share, first)
         return self._total
 
     def _hand_out(self, part: Tensor) -> None:

@@ -11,6 +11,7 @@ from unisono.plan.tree import Node
 from unisono.reduce.buckets import Bucket
 from unisono.reduce.host_transport import HostTransport
 from unisono.reduce.peers import Peers
+from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
 
 
@@ -32,6 +33,7 @@ class HierarchicalTransport(HostTransport):
     def __init__(self, peers: Peers, rank: int, split: Split, across: Transport, everyone: Transport) -> None:
         super().__init__(peers, rank, split)
         self._across, self._everyone = across, everyone
+        self.tallies = across.tallies
         self.measured, self.traffic = across.measured, across.traffic
         everyone.traffic = across.traffic
         self._cover = self._host_cover()
@@ -71,7 +73,13 @@ class HierarchicalTransport(HostTransport):
         self._across.allocate([part for part in parts if part.numel], 0)  # measured there on what will travel
         return super().allocate(buckets, rows)
 
-    def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
+    def reduce(
+        self,
+        bucket: Hashable,
+        partials: Sequence[Tensor],
+        divisor: float | None = None,
+        tally: Tally | None = None,
+    ) -> Tensor:
         """Meet on this host, add its part, reduce that part between hosts, meet on this host."""
         gathered = self._memory.gather(bucket, partials)
         result = gathered.result
@@ -79,11 +87,33 @@ class HierarchicalTransport(HostTransport):
         if mine:
             part = slice(mine.start, mine.stop)
             own = {node: value[part] for node, value in gathered.partials.items()}
-            sums = [self.tree.finish(own, lambda left, right: left.add_(right), node) for node in self._cover]
-            result[part].copy_(self._across.reduce(bucket, sums or [result[part]], divisor))
+            if tally is None:
+                self._finish(bucket, own, result[part], divisor, None)
+            else:
+                self._finish_tallied(bucket, own, result[part], divisor, tally, mine.start)
         self._memory.meet()
         self._count_reduction(result, len(partials) if self.computes else 0)
         return result
+
+    def _finish(
+        self, bucket: Hashable, own: dict[Node, Tensor], result: Tensor, divisor: float | None, tally: Tally | None
+    ) -> None:
+        """Add this worker's part over its host, and reduce it between hosts."""
+        sums = [self.tree.finish(own, lambda left, right: left.add_(right), node) for node in self._cover]
+        for each in sums if tally is not None else ():
+            assert tally is not None
+            tally.wrote(each, 0)
+        result.copy_(self._across.reduce(bucket, sums or [result], divisor, tally))
+
+    def _finish_tallied(
+        self, bucket: Hashable, own: dict[Node, Tensor], result: Tensor, divisor: float | None, tally: Tally, start: int
+    ) -> None:
+        for value in own.values():
+            tally.read(value, start)
+        across = tally.part(start)
+        self._finish(bucket, own, result, divisor, across)
+        tally.close(across)
+        tally.keep(result, start)
 
     def all_gather(self, row: Tensor) -> Tensor:
         """Between all workers."""

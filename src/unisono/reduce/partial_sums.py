@@ -1,25 +1,67 @@
 """The partial sums that one worker keeps while it computes its shards."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
 from unisono.plan.tree import SummationTree
-from unisono.reduce.buckets import Bucket
+from unisono.reduce.buckets import ALIGNMENT, Bucket, Slot
+from unisono.reduce.tally import Tally
+
+PIECE = 2**17
+"""Elements that are added and tallied at a time, so that they are read again while they are in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One partial sum of all tensors: a flat buffer per bucket, and each tensor's view of it."""
+    """One partial sum of all tensors: a flat buffer per bucket, and each tensor's view of it.
+
+    Attributes:
+        flats: one per bucket.
+        views: one per tensor, in the order of the tensors' list.
+        pieces: of each tensor's memory with its padding, in the same order.
+    """
 
     flats: tuple[Tensor, ...]
-    views: tuple[Tensor, ...]  # in the order of the tensors' list
+    views: tuple[Tensor, ...]
+    pieces: tuple[tuple["Piece", ...], ...]
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> "Row":
         """A row in these buffers, one per bucket."""
-        return cls(tuple(flats), views_of(buckets, flats))
+        placed = {
+            slot.index: _pieces(slot, flat)
+            for bucket, flat in zip(buckets, flats, strict=True)
+            for slot in bucket.slots
+        }
+        return cls(tuple(flats), views_of(buckets, flats), tuple(placed[index] for index in range(len(placed))))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor's memory in a row.
+
+    Attributes:
+        start: in the bucket, in elements.
+        values: with padding; a multiple of 64 elements.
+        used: without.
+    """
+
+    start: int
+    values: Tensor
+    used: Tensor
+
+
+def _pieces(slot: Slot, flat: Tensor) -> tuple[Piece, ...]:
+    numel = math.prod(slot.shape)
+    stop = slot.offset + max(1, -(-numel // ALIGNMENT)) * ALIGNMENT
+    return tuple(
+        Piece(start, flat[start : min(start + PIECE, stop)], flat[start : min(start + PIECE, slot.offset + numel)])
+        for start in range(slot.offset, stop, PIECE)
+    )
 
 
 def views_of(buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -46,7 +88,6 @@ class PartialSums:
         self._free = list(rows)
         self._stack: list[Row] = []
         self._merges: list[int] = []
-        self._adds = False
 
     def begin(self) -> None:
         """Start over; this worker's shards follow from first to last."""
@@ -56,25 +97,31 @@ class PartialSums:
 
     def open(self) -> None:
         """The next shard begins: every one of its tensors is put once, in any order."""
-        self._adds = self._merges[-1] > 0
-        if not self._adds:
+        if not self._merges[-1]:
             self._stack.append(self._free.pop())
 
-    def put(self, number: int, tensor: Tensor | None) -> None:
+    def put(self, number: int, tensor: Tensor | None, tally: Tally | None = None) -> None:
         """Take one tensor of the shard, and add the siblings that this makes whole.
 
         An absent one counts as -0.0, the identity of float addition.
+
+        Args:
+            number: of the tensor in the list.
+            tensor: as wide as the row's, or wider.
+            tally: of its bucket, if its memory is checked.
         """
-        view = self._stack[-1].views[number]
-        if tensor is None:
-            if not self._adds:
-                view.fill_(-0.0 if view.is_floating_point() else 0)
-        elif self._adds:
-            view.add_(tensor.to(view.dtype))  # a leaf is rounded as if it had been written
-        else:
-            view.copy_(tensor)
-        for depth in range(1, self._merges[-1]):
-            self._stack[-depth - 1].views[number].add_(self._stack[-depth].views[number])
+        merges = self._merges[-1]
+        views = [self._stack[-depth].views[number] for depth in range(1, max(merges, 1) + 1)]
+        if tally is None:
+            _put(views, tensor, adds=merges > 0)
+            return
+        pieces = list(zip(*(self._stack[-depth].pieces[number] for depth in range(1, len(views) + 1)), strict=True))
+        sources = _cut_alike(tensor, views[0], len(pieces))
+        if sources is None:
+            _put_tallied(pieces, views, tensor, tally, adds=merges > 0)
+            return
+        for rows, source in zip(pieces, sources, strict=True):
+            _put_tallied([rows], [row.used for row in rows], source, tally, adds=merges > 0)
 
     def close(self) -> None:
         """The shard is done: all its tensors were put."""
@@ -103,3 +150,37 @@ class PartialSums:
         merged = max(0, self._merges[-1] - 1) if self._merges else 0
         assert len(self._merges) <= 1, f"{len(self._merges) - 1} more shards are to come"
         return self._stack[: len(self._stack) - merged]
+
+
+def _put(views: Sequence[Tensor], tensor: Tensor | None, *, adds: bool) -> None:
+    """Write a tensor to the topmost row or add it there, and add each row to the one below it."""
+    top = views[0]
+    if tensor is None:
+        if not adds:
+            top.fill_(-0.0 if top.is_floating_point() else 0)
+    elif adds:
+        top.add_(tensor.to(top.dtype))  # a leaf is rounded as if it had been written
+    else:
+        top.copy_(tensor)
+    for upper, lower in pairwise(views):
+        lower.add_(upper)
+
+
+def _put_tallied(
+    pieces: Sequence[Sequence[Piece]], views: Sequence[Tensor], tensor: Tensor | None, tally: Tally, *, adds: bool
+) -> None:
+    """The same for views that make up these pieces of each row."""
+    for rows in pieces if adds else ():
+        for row in rows:
+            tally.read(row.values, row.start)
+    _put(views, tensor, adds=adds)
+    for rows in pieces:
+        tally.wrote(rows[-1].values, rows[-1].start)
+
+
+def _cut_alike(tensor: Tensor | None, view: Tensor, pieces: int) -> Sequence[Tensor] | None:
+    """A tensor's memory in as many pieces as the row's, if both lie alike; None if it must be taken as a whole."""
+    if pieces == 1 or tensor is None or tensor.stride() != view.stride():
+        return None
+    pieces_of_it: tuple[Tensor, ...] = tensor.as_strided((tensor.numel(),), (1,)).split(PIECE)
+    return pieces_of_it

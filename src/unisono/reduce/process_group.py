@@ -19,6 +19,7 @@ from unisono.plan.topology import distinct
 from unisono.reduce.buckets import Bucket
 from unisono.reduce.choice import Choice, Trial
 from unisono.reduce.exchange import Collectives, Exchange, Messages
+from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
 
 NEVER_SENT = 2**31 - 1
@@ -54,6 +55,7 @@ class ProcessGroupTransport(Transport):
         self._group = group
         self._device = device
         self._by_collectives = topology is None
+        self.tallies = device.type == "cpu"
         self._choice = _choice(topology, split.workers)
         self._buckets: list[Bucket] = []
         self._exchanges: dict[tuple[Hashable, int, torch.dtype], Exchange] = {}
@@ -138,10 +140,17 @@ class ProcessGroupTransport(Transport):
             size = bucket.numel * bucket.dtype.itemsize
             self.measured.append({"bytes": size, "fastest": self._choice.topology(size), "seconds": seconds})
 
-    def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
+    def reduce(
+        self,
+        bucket: Hashable,
+        partials: Sequence[Tensor],
+        divisor: float | None = None,
+        tally: Tally | None = None,
+    ) -> Tensor:
         """By messages, or by collectives."""
         first = partials[0]
         if first.device != self._device:
+            assert tally is None, "memory of other devices is not tallied"
             return self.reduce(bucket, [value.to(self._device) for value in partials], divisor).to(first.device)
         key = (bucket, first.numel(), first.dtype)
         if key not in self._exchanges:
@@ -151,7 +160,7 @@ class ProcessGroupTransport(Transport):
         exchange = self._exchanges[key]
         self.traffic.count(exchange.sent_bytes, exchange.sent_messages)
         with self._named_errors():
-            return exchange.reduce(partials, divisor)
+            return exchange.reduce(partials, divisor, tally)
 
     def reduce_native(self, total: Tensor) -> Tensor:
         """The backend's all-reduce, counted as what a ring sends."""

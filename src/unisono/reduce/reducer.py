@@ -9,7 +9,8 @@ from time import perf_counter
 from torch import Tensor
 
 from unisono.reduce.handover import Handover, beside
-from unisono.reduce.reduction import Reduction
+from unisono.reduce.reduction import Reduction, exact
+from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
 
 Weigh = Callable[[], float | None]
@@ -36,6 +37,11 @@ class Reducer:
         self._thread: threading.Thread | None = None
         self._attempt: _Attempt | None = None
 
+    @property
+    def tallies(self) -> bool:
+        """Whether what is read of partial sums is told."""
+        return self.transport.tallies and self._reduction is exact
+
     def begin(self, buckets: Sequence[Hashable], weigh: Weigh) -> None:
         """An attempt begins, in which these buckets will become ready."""
         self._attempt = _Attempt(buckets, weigh)
@@ -43,10 +49,10 @@ class Reducer:
             self._start()
             self._attempts.put(self._attempt)
 
-    def ready(self, bucket: int, partials: Sequence[Tensor]) -> None:
-        """This worker's partial sums of a bucket are final."""
+    def ready(self, bucket: int, partials: Sequence[Tensor], tally: Tally | None = None) -> None:
+        """This worker's partial sums of a bucket are final. The tally is the reducer's until there are totals."""
         assert self._attempt is not None
-        self._attempt.ready.put(_Ready(bucket, partials, Handover(partials[0].device)))
+        self._attempt.ready.put(_Ready(bucket, partials, tally, Handover(partials[0].device)))
 
     def totals(self) -> tuple[tuple[Tensor, ...], float]:
         """Wait until all buckets are reduced.
@@ -102,6 +108,7 @@ class _Ready:
 
     bucket: int
     partials: Sequence[Tensor]
+    tally: Tally | None
     handover: Handover
 
 
@@ -142,6 +149,6 @@ class _Attempt:
             begun = perf_counter()
             with beside(found.handover.device):
                 found.handover.accept()
-                self.totals.append(reduction(transport, name, found.partials, divisor))
+                self.totals.append(reduction(transport, name, found.partials, divisor, found.tally))
                 self.handovers.append(Handover(found.handover.device))
             self.seconds += perf_counter() - begun

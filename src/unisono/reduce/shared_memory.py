@@ -12,9 +12,8 @@ from unisono.reduce.host_memory import Gathered, part_of
 from unisono.reduce.host_transport import HostTransport
 from unisono.reduce.peers import LARGEST_MESSAGE, Peers
 from unisono.reduce.segments import pages, share_segments
-
-PIECE = 256 * 1024
-"""Elements that are added at a time, so that what is added next is still in the cache."""
+from unisono.reduce.tally import Tally
+from unisono.reduce.transport import PIECE
 
 RELAY = 4 * 2**20
 """Bytes that are handed over at a time: they are still in the cache when they are read."""
@@ -38,23 +37,26 @@ class SharedMemoryTransport(HostTransport):
 
     def __init__(self, peers: Peers, rank: int, split: Split) -> None:
         super().__init__(peers, rank, split)
-        self._additions: dict[tuple[int, int, bytes], list[list[_Addition]]] = {}
+        self._sums: dict[tuple[int, int, bytes], list[_Sum]] = {}
 
     def resplit(self, split: Split) -> None:
         """What was planned lies in memory that is let go of."""
-        self._additions.clear()
+        self._sums.clear()
         super().resplit(split)
 
-    def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
+    def reduce(
+        self,
+        bucket: Hashable,
+        partials: Sequence[Tensor],
+        divisor: float | None = None,
+        tally: Tally | None = None,
+    ) -> Tensor:
         """Meet, add this worker's part of the tree over everybody's partial sums, meet."""
         gathered = self._memory.gather(bucket, partials)
-        if gathered.place not in self._additions:
-            self._additions[gathered.place] = list(self._plan(gathered))
-        for additions in self._additions[gathered.place]:
-            for addition in additions:
-                addition.carry_out()
-            if divisor is not None:
-                additions[-1].out.div_(divisor)
+        if gathered.place not in self._sums:
+            self._sums[gathered.place] = list(self._plan(gathered))
+        for each in self._sums[gathered.place]:
+            each.carry_out(divisor, tally)
         self._memory.meet()
         self._count_reduction(gathered.result, len(partials) if self.computes else 0)
         return gathered.result
@@ -101,15 +103,16 @@ class SharedMemoryTransport(HostTransport):
     def close(self) -> None:
         """Hang up, and let go of the memory."""
         super().close()
-        self._additions.clear()
+        self._sums.clear()
 
-    def _plan(self, gathered: Gathered) -> Iterator[list["_Addition"]]:
-        """The additions of this worker's part, piece by piece. They are the same in every step."""
+    def _plan(self, gathered: Gathered) -> Iterator["_Sum"]:
+        """The sums of this worker's part, piece by piece. They are the same in every step."""
         mine = self.summed(gathered.result.numel())
         for begin in mine[::PIECE]:
             piece = slice(begin, min(begin + PIECE, mine.stop))
             partials = {node: value[piece] for node, value in gathered.partials.items()}
-            yield _additions(self.tree, partials, gathered.result[piece])
+            additions = _additions(self.tree, partials, gathered.result[piece])
+            yield _Sum(begin, tuple(partials.values()), additions)
 
     def _relay(self, data: Tensor, source: int) -> None:
         """One half of a small segment is read while the other is written: no page of it is new for long."""
@@ -132,6 +135,27 @@ class SharedMemoryTransport(HostTransport):
             segments[self.rank].bytes[: data.numel()].copy_(data)
         self._peers.exchange(b"")
         return torch.cat([segments[rank].bytes[: data.numel()] for rank in sources])
+
+
+class _Sum(NamedTuple):
+    """A piece of a bucket: where it begins, everybody's partial sums of it, and what is done with them."""
+
+    start: int
+    partials: tuple[Tensor, ...]
+    additions: list["_Addition"]
+
+    def carry_out(self, divisor: float | None, tally: Tally | None) -> None:
+        """Add, divide."""
+        for partial in self.partials if tally is not None else ():
+            assert tally is not None
+            tally.read(partial, self.start)
+        for addition in self.additions:
+            addition.carry_out()
+        result = self.additions[-1].out
+        if divisor is not None:
+            result.div_(divisor)
+        if tally is not None:
+            tally.keep(result, self.start)
 
 
 class _Addition(NamedTuple):

@@ -11,7 +11,11 @@ from unisono.plan.links import Links
 from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
 from unisono.reduce.buckets import Bucket
+from unisono.reduce.tally import Tally
 from unisono.reduce.traffic import Traffic
+
+PIECE = 256 * 1024
+"""Elements that are added at a time, so that what is done with them next still finds them in the cache."""
 
 
 class Transport(ABC):
@@ -24,6 +28,7 @@ class Transport(ABC):
         measured: what was measured to choose a way for the sums, until somebody writes it down: for each size of
             buckets its ``bytes``, the ``seconds`` of every topology, and the ``fastest`` one.
         needs_core: whether reducing keeps a core busy. Else it is mostly waiting.
+        tallies: whether reducing tells what was read of partial sums that are tallied.
         traffic: what this worker gave the others.
 
     Raises:
@@ -31,6 +36,7 @@ class Transport(ABC):
     """
 
     needs_core = False
+    tallies = True
 
     def __init__(self, rank: int, split: Split) -> None:
         self.rank = rank
@@ -100,7 +106,13 @@ class Transport(ABC):
         return [tuple(bucket.allocate() for bucket in buckets) for _ in range(rows)]
 
     @abstractmethod
-    def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
+    def reduce(
+        self,
+        bucket: Hashable,
+        partials: Sequence[Tensor],
+        divisor: float | None = None,
+        tally: Tally | None = None,
+    ) -> Tensor:
         """Finish the summation tree of one bucket.
 
         Args:
@@ -109,6 +121,8 @@ class Transport(ABC):
                 one length, a multiple of 64 elements. They may be overwritten. A worker that serves gives one tensor
                 that is like them; its values are not read.
             divisor: what the root's value is divided by, once, where it is finished; the same on every worker.
+            tally: in which the partial sums were written. They are read from it, and the total is kept there, by every
+                worker what nobody else keeps of the memory that it reads. All workers give one, or none does.
 
         Returns:
             the root's value, divided: 1-D of the same length, to be read and not written, since other workers may read
@@ -175,10 +189,24 @@ class Solo(Transport):
         """Nobody to share with."""
         return tuple(bucket.allocate() for bucket in buckets)
 
-    def reduce(self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None) -> Tensor:
+    def reduce(
+        self,
+        bucket: Hashable,
+        partials: Sequence[Tensor],
+        divisor: float | None = None,
+        tally: Tally | None = None,
+    ) -> Tensor:
         """The only partial sum is the root."""
         (total,) = partials
-        return total if divisor is None else total.div_(divisor)
+        if tally is None:
+            return total if divisor is None else total.div_(divisor)
+        for start in range(0, total.numel(), PIECE):
+            piece = total[start : start + PIECE]
+            tally.read(piece, start)
+            if divisor is not None:
+                piece.div_(divisor)
+            tally.keep(piece, start)
+        return total
 
     def reduce_native(self, total: Tensor) -> Tensor:
         """The tensor itself."""

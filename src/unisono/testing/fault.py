@@ -117,13 +117,28 @@ class Partition(_Delayed):
 
 
 class FlipBit(_Fault):
-    """One bit of one of the worker's weights is another one."""
+    """One bit in the worker's memory is another one.
+
+    Attributes:
+        place: ``weights``; ``partial_sum``, of the gradients of its shards, before it is read; ``gradient``, the mean
+            over the global batch, before the update reads it. Of the last two only what is checked is struck.
+        bit: which bit of the first element, from the lowest on; larger ones start over.
+    """
 
     kind: Literal["flip_bit"] = "flip_bit"
     rank: Rank
+    place: Literal["weights", "partial_sum", "gradient"] = "weights"
+    bit: Annotated[int, Field(ge=0)] = 0
 
 
-Fault = Kill | Stop | Slow | Join | Leave | Resize | KillCoordinator | KillAgent | Partition | FlipBit
+class WrongResult(_Fault):
+    """From this step on the worker's processor computes one element of one gradient with a wrong lowest bit."""
+
+    kind: Literal["wrong_result"] = "wrong_result"
+    rank: Rank
+
+
+Fault = Kill | Stop | Slow | Join | Leave | Resize | KillCoordinator | KillAgent | Partition | FlipBit | WrongResult
 
 KINDS: dict[str, type[Fault]] = {kind.model_fields["kind"].default: kind for kind in Fault.__args__}
 """By the name that scripts use."""

@@ -25,6 +25,7 @@ from unisono.testing.fault import (
     Resize,
     Slow,
     Stop,
+    WrongResult,
 )
 
 
@@ -80,9 +81,13 @@ class Faults:
         """A worker is cut off from the coordinator and from the other workers."""
         return self._with(Partition, rank=rank, at_step=at_step, for_s=for_s, after_s=after_s)
 
-    def flip_bit(self, *, rank: int, at_step: int) -> Faults:
-        """One bit of a worker's weights flips."""
-        return self._with(FlipBit, rank=rank, at_step=at_step)
+    def flip_bit(self, *, rank: int, at_step: int, place: str = "weights", bit: int = 0) -> Faults:
+        """One bit in a worker's memory flips: in its ``weights``, in a ``partial_sum`` or in the mean ``gradient``."""
+        return self._with(FlipBit, rank=rank, at_step=at_step, place=place, bit=bit)
+
+    def wrong_result(self, *, rank: int, at_step: int) -> Faults:
+        """From a step on a worker computes one element of one gradient with a wrong bit."""
+        return self._with(WrongResult, rank=rank, at_step=at_step)
 
     @classmethod
     def from_toml(cls, text: str, where: str = "the script of faults") -> Faults:

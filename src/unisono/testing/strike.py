@@ -31,10 +31,13 @@ from unisono.testing.fault import (
     Resize,
     Slow,
     Stop,
+    WrongResult,
 )
 from unisono.train.settings import Coordination
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from unisono.train.run import Run
 
 PATIENCE_S = 30.0
@@ -48,7 +51,10 @@ def strike(fault: Fault, run: Run) -> None:
     if isinstance(fault, Slow):
         return
     if isinstance(fault, FlipBit):
-        _flip_bit(run)
+        _flip_bit(fault, run)
+        return
+    if isinstance(fault, WrongResult):
+        _compute_wrongly(run)
         return
     if fault.after_s or isinstance(fault, Join | Resize):  # those wait for an answer
         threading.Thread(target=_later, args=(fault, run), name="unisono-fault", daemon=True).start()
@@ -144,11 +150,43 @@ def _possible(control: Control, more: int) -> int:
     return min(int(status["wanted"]) + more, int(status["largest"]))
 
 
-def _flip_bit(run: Run) -> None:
+def _flip_bit(fault: FlipBit, run: Run) -> None:
+    if fault.place == "weights":
+        flip(next(iter(run._require_prepared().parameters.values())).detach(), fault.bit)
+        return
+    has_struck = False
+
+    def witness(place: str, values: Tensor) -> None:
+        nonlocal has_struck
+        if place == fault.place and not has_struck:
+            has_struck = True
+            flip(values, fault.bit)
+
+    run._require_engine().witness = witness
+
+
+def _compute_wrongly(run: Run) -> None:
+    def wrong(gradient: Tensor) -> Tensor:
+        found = gradient.clone()
+        flip(found, 0)
+        return found
+
+    next(iter(run._require_prepared().parameters.values())).register_hook(wrong)
+
+
+def flip(tensor: Tensor, bit: int, element: int = 0) -> None:
+    """Flip a bit of an element in a tensor's memory; nobody is told.
+
+    Args:
+        tensor: any.
+        bit: from the lowest on; larger ones start over.
+        element: in the order of ``tensor.flatten()``.
+    """
     import torch
 
-    weights = next(iter(run._require_prepared().parameters.values())).detach()
-    place = (0,) * weights.dim()
-    whole = weights[place].reshape(1).clone().view(torch.uint8)
-    whole[0] ^= 1
-    weights[place] = whole.view(weights.dtype)[0]
+    place = torch.unravel_index(torch.tensor(element), tensor.shape)
+    with torch.no_grad():
+        whole = tensor.data[place].reshape(1).clone().view(torch.uint8)
+        byte, bit = divmod(bit % (8 * tensor.itemsize), 8)
+        whole[byte] ^= 1 << bit
+        tensor.data[place] = whole.view(tensor.dtype)[0]

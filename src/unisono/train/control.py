@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, fields
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +13,15 @@ from unisono.adapt.timings import Timings
 from unisono.errors import LossError
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
+from unisono.reduce.tally import MODULUS, PRIME, is_balanced
 
 MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
-_FLAGS = 3
+_FLAGS = 4
 _TOLD = _FLAGS + 1  # the digest of the weights
-_HEADER = _TOLD + len(fields(Timings))
+_BALANCE = _TOLD + len(fields(Timings))
+_HEADER = _BALANCE + 2
 _FIXED = 4  # loss, weight, squared norm, which metrics
 
 _Words = npt.NDArray[np.float64]
@@ -54,6 +57,8 @@ class StepReport:
         leave: whether any worker was asked to leave, and the job with it.
         regroup: whether any worker knows of a new generation that is due.
         again: whether the step has to be computed once more, since a gradient came in several parts.
+        lost: whether any worker's update before was computed from a gradient that memory had not kept.
+        is_balanced: whether all that was read of partial sums is what was written.
     """
 
     shards: tuple[ShardReport, ...]
@@ -64,6 +69,15 @@ class StepReport:
     leave: bool
     regroup: bool
     again: bool
+    lost: bool = False
+    is_balanced: bool = True
+
+
+class Balance(NamedTuple):
+    """What is left of a worker's tallies; see :class:`unisono.reduce.tally.Tally`."""
+
+    balance: int = 0
+    copies: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +88,19 @@ class Flags:
         leave: it was asked to leave, and the job with it.
         regroup: it knows that a new generation is due.
         again: one of its gradients came in several parts, so its sums are not to be used.
+        lost: an update of its own was computed from a gradient that memory had not kept.
         digest: of the weights that it begins the step with, below 2**53; 0 if they are not to be compared.
         timings: that it measured.
+        balance: of what it wrote and read of partial sums.
     """
 
     leave: bool = False
     regroup: bool = False
     again: bool = False
+    lost: bool = False
     digest: int = 0
     timings: Timings = field(default_factory=Timings)
+    balance: Balance = field(default_factory=Balance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +126,10 @@ class ControlWord:
             LossError: more metrics than a control word has room for.
         """
         numbers = np.zeros(_HEADER + self.split.widest * _ROW)
-        numbers[:_TOLD] = flags.leave, flags.regroup, flags.again, flags.digest
-        numbers[_TOLD:_HEADER] = astuple(flags.timings)
+        numbers[:_TOLD] = flags.leave, flags.regroup, flags.again, flags.lost, flags.digest
+        numbers[_TOLD:_BALANCE] = astuple(flags.timings)
+        balance, copies = flags.balance
+        numbers.view(np.uint64)[_BALANCE:_HEADER] = balance % MODULUS, copies % PRIME
         for row, report in zip(numbers[_HEADER:].reshape(-1, _ROW), reports, strict=False):
             _fill(row, report)
         bits = np.packbits(np.asarray(used, dtype=bool))
@@ -135,12 +155,15 @@ class ControlWord:
         metrics = {
             name: _mean([(report.metrics.get(name, 0.0), report.weight) for report in shards], weight) for name in names
         }
-        leave, regroup, again = (bool(numbers[:, flag].any()) for flag in range(_FLAGS))
-        return StepReport(shards, loss, weight, metrics, tuple(used.tolist()), leave, regroup, again)
+        leave, regroup, again, lost = (bool(numbers[:, flag].any()) for flag in range(_FLAGS))
+        kept = is_balanced(*zip(*_balances(numbers), strict=True))
+        return StepReport(shards, loss, weight, metrics, tuple(used.tolist()), leave, regroup, again, lost, kept)
 
     def flags(self, words: torch.Tensor) -> tuple[Flags, ...]:
         """What each worker said, by rank."""
-        return tuple(_flags(row) for row in self._numbers(words)[:, :_HEADER].tolist())
+        numbers = self._numbers(words)
+        rows = numbers[:, :_BALANCE].tolist()
+        return tuple(_flags(row, balance) for row, balance in zip(rows, _balances(numbers), strict=True))
 
     def has_silent_worker(self, words: torch.Tensor) -> bool:
         """Whether some worker had nothing but empty shards, or none, and so cannot know which metrics were logged."""
@@ -164,9 +187,13 @@ class ControlWord:
 _ROW = _FIXED + MAX_METRICS
 
 
-def _flags(header: Sequence[float]) -> Flags:
-    leave, regroup, again = (bool(flag) for flag in header[:_FLAGS])
-    return Flags(leave, regroup, again, int(header[_FLAGS]), Timings(*header[_TOLD:]))
+def _balances(numbers: _Words) -> list[Balance]:
+    return [Balance(*row) for row in numbers.view(np.uint64)[:, _BALANCE:_HEADER].tolist()]
+
+
+def _flags(header: Sequence[float], balance: Balance) -> Flags:
+    leave, regroup, again, lost = (bool(flag) for flag in header[:_FLAGS])
+    return Flags(leave, regroup, again, lost, int(header[_FLAGS]), Timings(*header[_TOLD:]), balance)
 
 
 def _fill(row: _Words, report: ShardReport) -> None:

@@ -16,7 +16,7 @@ from unisono.adapt.monitoring import Monitoring
 from unisono.adapt.norms import GradientNorms
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.data.streams import generators_kept, seed_generators
-from unisono.errors import LossError, ModelError, NondeterministicOperation, NonFiniteLoss
+from unisono.errors import LossError, MemoryFault, ModelError, NondeterministicOperation, NonFiniteLoss
 from unisono.job import Job
 from unisono.membership.cores import usable_cores
 from unisono.plan.batches import Batch
@@ -24,9 +24,10 @@ from unisono.plan.split import Split
 from unisono.plan.streams import Stream, stream_seed
 from unisono.reduce.reducer import Reducer
 from unisono.reduce.reduction import REDUCTIONS
+from unisono.reduce.tally import Witness
 from unisono.reduce.transport import Transport
 from unisono.train.buffers import Buffers
-from unisono.train.control import ControlWord, Flags, ShardReport, StepReport, signature_of
+from unisono.train.control import Balance, ControlWord, Flags, ShardReport, StepReport, signature_of
 from unisono.train.gradients import Fusion, Gradients
 from unisono.train.loss import WeightedLoss
 from unisono.train.prepared import Prepared
@@ -38,6 +39,10 @@ from unisono.train.workers import Workers
 
 LossFunction = Callable[[Any, Any], Any]
 """``loss_fn(model, batch) -> loss`` or ``-> (loss, weight)``."""
+
+
+MOST_REPEATS = 3
+"""Of a step whose memory did not keep what was written; after that a worker's memory is broken for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,9 @@ class Attempt:
     norms: GradientNorms | None = None
 
 
+CHECKS: dict[str, int | None] = {"some": 8 * 2**20, "all": None, "none": 0}
+"""How much of the gradients' memory is checked in each step, in bytes; None for all of it."""
+
 Scaled = Callable[[Any], AbstractContextManager[Any]]
 """Given optimizers, changes their learning rates for a while."""
 
@@ -111,11 +119,13 @@ class Execution:
         overlap: gradients are reduced while the backward pass is under way; None where it pays.
         shard_optimizer: the workers of a host share their parameters, and each updates a part of them.
         monitoring: which steps are watched, and how closely.
+        checked_bytes: of gradients whose memory is checked in each step; None for all of them.
     """
 
     overlap: bool | None = None
     shard_optimizer: bool = False
     monitoring: Monitoring = field(default_factory=Monitoring)
+    checked_bytes: int | None = CHECKS["some"]
 
     def overlaps(self, transport: Transport, threads: int) -> bool:
         """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
@@ -145,6 +155,8 @@ class StepEngine:
         scaled: changes the optimizers' learning rates for an update.
         decided: a digest of what policies decided before the step.
         computed: told when this worker's shards are computed, after so many seconds.
+        repeats: told before a step is computed again, since memory did not keep what was written to it.
+        witness: is shown what was written to memory that is checked.
     """
 
     def __init__(
@@ -171,6 +183,10 @@ class StepEngine:
         self.scaled: Scaled = nullcontext
         self.decided = 0
         self.computed: Callable[[float], None] = lambda seconds: None
+        self.repeats: Callable[[int], None] = lambda step: None
+        self.witness: Witness | None = None
+        self._checked_bytes = execution.checked_bytes
+        self._has_lost = False
         self._update: Update | ShardedUpdate = update or Update()
         if execution.shard_optimizer:
             self._update = ShardedUpdate(prepared, workers.transport, self._bucket_bytes)
@@ -184,6 +200,7 @@ class StepEngine:
 
         Raises:
             LossError, ModelError, NondeterministicOperation: the user's loss function or model; names the shard.
+            MemoryFault: memory did not keep what was written, again and again.
             PolicyError: the workers' policies decided differently before the step.
             WorkerLost: another worker is gone.
         """
@@ -192,16 +209,11 @@ class StepEngine:
         self._update.begin()
         self._buffers.begin()
         try:
-            attempt = self._attempt(call, flags)
-            if attempt.report.again:
-                attempt.gradients.stop_listening()
-                self._buffers.rewind()
-                attempt = self._attempt(call, flags)
+            return self._whole_attempt(call, flags)
         except BaseException:
             self._reducer.abandon()
             self._buffers.rewind()  # or the next attempt would start from what this one left
             raise
-        return attempt
 
     def discard(self) -> None:
         """An attempt is not to be committed: buffers are again as they were before it."""
@@ -228,7 +240,7 @@ class StepEngine:
         if gradients.is_watched:
             with self._or_rewound():
                 attempt.norms = self._measured(call, gradients, report)
-        norm = call.clip.apply(gradients.parameters)
+        norm = self._clipped(call, gradients)
         if not math.isfinite(norm):
             self._refused(call, f"the norm of the gradient is {norm}")
             return None
@@ -240,10 +252,26 @@ class StepEngine:
             set_all(buffers)
             with self.scaled(call.optimizers):
                 self._update.apply(call.optimizers)
+            # Only now, when nobody reads it any more: so it was right whenever it was read.
+            self._has_lost |= not any(map(may_change_gradients, call.optimizers)) and not gradients.has_kept()
             gradients.release(used)
             attempt.seconds["update"] = perf_counter() - started
 
+        gradients.show()
         return make
+
+    def _clipped(self, call: Call, gradients: Gradients) -> float:
+        if not call.clip.limits:
+            return 0.0
+        self._has_lost |= not gradients.has_kept()
+        norm = call.clip.apply(gradients.parameters)
+        gradients.keep()
+        return norm
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether an update was computed from a gradient that memory had not kept."""
+        return self._has_lost
 
     @property
     def bytes_shared(self) -> int:
@@ -292,11 +320,34 @@ class StepEngine:
         self._workers.transport.resplit(split)
         self._buffers = Buffers(self._prepared.buffers, self._split, self._workers.rank)
 
+    def _whole_attempt(self, call: Call, flags: Callable[[], Flags]) -> Attempt:
+        """The first attempt that counts. All workers repeat the others alike."""
+        for _ in range(1 + MOST_REPEATS):
+            attempt = self._attempt(call, flags)
+            if attempt.report.lost:
+                raise MemoryFault(
+                    f"step {call.step}: an update before it was computed from a gradient that memory had not kept, so "
+                    f"the weights are wrong. Start the job again: it goes on from its last checkpoint"
+                )
+            if attempt.report.again:
+                attempt.gradients.stop_listening()
+            elif attempt.report.is_balanced:
+                return attempt
+            else:
+                self.repeats(call.step)
+            self._buffers.rewind()
+        raise MemoryFault(
+            f"step {call.step}: {1 + MOST_REPEATS} times in a row partial sums were read that were not what had been "
+            f"written, so the memory of one of these hosts is broken, or a connection between them. Nothing was "
+            f"updated. Test the memory of the hosts, and start the job again without the one that fails"
+        )
+
     def _attempt(self, call: Call, flags: Callable[[], Flags]) -> Attempt:
         gradients = self._gradients_of(call.optimizers)
+        gradients.witness = self.witness
         gradients.watch(call.step if self._monitoring.watches(call.step, call.number) else None)
         started = perf_counter()
-        gradients.begin()
+        gradients.begin(call.step)
         shards = [_Shard(number, len(call.batch.shard(number))) for number in self._mine]
         with generators_kept():
             for shard in shards:
@@ -371,7 +422,9 @@ class StepEngine:
     ) -> tuple[StepReport, tuple[Flags, ...]]:
         used = [*gradients.used, *self._buffers.used]
         word = ControlWord(self._split, len(used))
-        words = self._workers.transport.all_gather(word.pack(reports, used, replace(flags, again=gradients.came_twice)))
+        own = Balance(gradients.balance, gradients.copies)
+        flags = replace(flags, again=gradients.came_twice, lost=self._has_lost, balance=own)
+        words = self._workers.transport.all_gather(word.pack(reports, used, flags))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
         logged = word.logged(words)
         if logged is not None and word.has_silent_worker(words):
@@ -426,7 +479,7 @@ class StepEngine:
         if key not in self._gradients:
             require_agreement(self._workers.transport, self.decided)  # what follows is made together
             compressed = torch.bfloat16 if self._job.compression == "bf16" else None
-            fusion = Fusion(self._bucket_bytes, compressed)
+            fusion = Fusion(self._bucket_bytes, compressed, self._checked_bytes)
             trained = self._prepared.trained_by(optimizers)
             norms = SquaredNorms(len(trained), self._monitoring.blocks_of(trained.values()))
             self._gradients[key] = Gradients(trained, self._reducer, fusion, norms)

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from unisono.adapt.squared_norms import LARGE, SquaredNorms, squares_of
 from unisono.errors import ModelError
+from unisono.plan.windows import windows
 from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import PartialSums, Row, views_of
 from unisono.reduce.reducer import Reducer, Weigh
+from unisono.reduce.tally import Tally, Witness
 
 _numbers = itertools.count()
 
@@ -25,10 +27,12 @@ class Fusion:
     Attributes:
         bucket_bytes: the size of a bucket.
         compressed: the dtype of wider gradients in the summation tree; None leaves them alone.
+        checked_bytes: of gradients whose memory is checked in a step; None for all.
     """
 
     bucket_bytes: int
     compressed: torch.dtype | None
+    checked_bytes: int | None = 0
 
 
 class Gradients:
@@ -46,14 +50,17 @@ class Gradients:
 
     Attributes:
         is_watched: whether somebody wants to know each shard's squared norm.
+        witness: is shown what was written to memory that is checked.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], reducer: Reducer, fusion: Fusion, norms: SquaredNorms) -> None:
         self.names = tuple(parameters)
         self.parameters: Sequence[Tensor] = tuple(parameters.values())
         self.came_twice = self.is_watched = False
+        self.witness: Witness | None = None
         self._norms = norms
         self._reducer = reducer
+        self._checked_bytes = fusion.checked_bytes
         self._single = reducer.transport.tree.shards == 1
         self._buckets: tuple[Bucket, ...] = ()
         if not self._single:
@@ -71,17 +78,20 @@ class Gradients:
         self._flats: list[Tensor] = []
         self._wide: dict[int, Tensor] = {}
         self._views: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
-        self._hooks = [] if self._single else self._hooked()
+        self._tallies: list[Tally | None] = []
+        self._is_tallied = reducer.tallies and all(one.device.type == "cpu" for one in self.parameters)
+        self._hooks = self._hooked()
 
     @property
     def used(self) -> Sequence[bool]:
         """For each parameter, whether any shard taken so far gave it a gradient."""
         return self._used
 
-    def begin(self) -> None:
+    def begin(self, step: int = 0) -> None:
         """Forget what was taken before; the shards of this worker follow."""
         self._used = [False] * len(self.parameters)
         self.came_twice = False
+        self._tallies = self._opened(step)
         self._sums.begin()
 
     def open(self, *, last: bool) -> None:
@@ -108,7 +118,7 @@ class Gradients:
         """There are no shards here: the sums of the others are finished."""
         self.send(weigh)
         for bucket in range(len(self._buckets)):
-            self._reducer.ready(bucket, self._sums.partials(bucket))
+            self._reducer.ready(bucket, self._sums.partials(bucket), self._tallies[bucket])
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -163,6 +173,34 @@ class Gradients:
         """The sum over all shards of all workers, as soon as it is there; see :meth:`Reducer.totals`."""
         return ((), 0.0) if self._single else self._reducer.totals()
 
+    @property
+    def balance(self) -> int:
+        """Of all tallies of this worker, now that there are totals."""
+        return 0 if self._single else sum(tally.balance for tally in self._tallies if tally is not None)
+
+    @property
+    def copies(self) -> int:
+        """Likewise."""
+        return sum(tally.copies for tally in self._tallies if tally is not None)
+
+    def has_kept(self) -> bool:
+        """Whether the step's gradient, as far as its memory is checked, still is what was reduced."""
+        return all(tally.has_kept() for tally in self._tallies if tally is not None)
+
+    def show(self) -> None:
+        """Let the witness see the step's gradient."""
+        for tally in self._tallies:
+            if tally is not None:
+                tally.show()
+
+    def keep(self) -> None:
+        """The step's gradient was changed, and stays from now on as it is."""
+        for number in range(len(self._tallies)):
+            if self._single:
+                self._keep(number, self.parameters[number].grad)
+            else:
+                self._keep(number, self._flats[number])
+
     def assign(self, totals: Sequence[Tensor], weight: float, used: Sequence[bool], *, writable: bool) -> None:
         """Make the mean the parameters' gradients; absent where no shard used one.
 
@@ -173,6 +211,9 @@ class Gradients:
             writable: they are going to be changed in place.
         """
         self._flats = [self._mean(number, total, weight, writable) for number, total in enumerate(totals)]
+        for number, (flat, total) in enumerate(zip(self._flats, totals, strict=True)):
+            if flat is not total:
+                self._keep(number, flat)
         self._set(used)
 
     def release(self, used: Sequence[bool]) -> None:
@@ -191,8 +232,26 @@ class Gradients:
             for number, parameter in enumerate(self.parameters)
         ]
 
+    def _opened(self, step: int) -> list[Tally | None]:
+        lengths = [bucket.numel for bucket in self._buckets] or [one.numel() for one in self.parameters]
+        if not self._is_tallied:
+            return [None] * len(lengths)
+        size = sum(one.nbytes for one in self.parameters)
+        found = windows(lengths, size, self._checked_bytes, step)
+        return [Tally(part.start, part.stop, self.witness) if part else None for part in found]
+
+    def _keep(self, number: int, values: Tensor | None) -> None:
+        """From now on these are kept, and not what was kept before in their place."""
+        if (tally := self._tallies[number]) is not None and values is not None and not values.is_sparse:
+            tally = self._tallies[number] = tally.part(0)
+            tally.keep(_flat(values), 0)
+
+    @torch.no_grad()
     def _arrive(self, number: int, parameter: Tensor) -> None:
         if not self._listens:
+            return
+        if self._single:
+            self._keep(number, parameter.grad)  # what came before is part of it
             return
         if self._arrived[number]:
             self.came_twice = True
@@ -205,11 +264,11 @@ class Gradients:
         if self.is_watched:
             self._norms.take(number, gradient)
         self._arrived[number] = True
-        self._sums.put(number, gradient)
         bucket = self._places[number]
+        self._sums.put(number, gradient, self._tallies[bucket])
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0 and self._sends:
-            self._reducer.ready(bucket, self._sums.partials(bucket))
+            self._reducer.ready(bucket, self._sums.partials(bucket), self._tallies[bucket])
 
     def _note(self, number: int, gradient: Tensor | None) -> None:
         if gradient is None:
@@ -248,3 +307,10 @@ class Gradients:
         count = max(1, transport.tree.most_kept(mine.start, mine.stop))
         flats = [] if self._single else transport.allocate(self._buckets, count)
         return PartialSums(transport.tree, mine, [Row.of(self._buckets, row) for row in flats])
+
+
+def _flat(gradient: Tensor) -> Tensor:
+    """Its elements in the order in which they lie in memory, if nothing lies in between."""
+    if torch.empty_like(gradient, device="meta").stride() == gradient.stride():
+        return gradient.as_strided((gradient.numel(),), (1,))
+    return gradient.reshape(-1)

@@ -61,6 +61,16 @@ class Notices:
             stacklevel=3,
         )
 
+    def repeated(self, step: int) -> None:
+        """A bit of a partial sum was another one than had been written, on some worker or on the way to another."""
+        self._folder.journal("computed again", step=step, reason="a partial sum had changed")
+        warnings.warn(
+            f"step {step}: what was read of partial sums was not what had been written, which a fault of a host's "
+            f"memory would explain; the step is computed again",
+            UnisonoWarning,
+            stacklevel=3,
+        )
+
     def memory_shared(self, bytes_shared: int) -> None:
         """More memory is shared by the workers of a host; the optimizers make their state in the first step."""
         if bytes_shared > self._bytes_shared:

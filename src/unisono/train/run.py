@@ -643,6 +643,11 @@ class Run:
         failpoint("healed")
         self._make_engine()
 
+    def _repeats(self, step: int) -> None:
+        """A step is about to be computed again, since memory did not keep what was written to it."""
+        if self.is_main:
+            self._notices.repeated(step)
+
     def _flags(self, digest: int) -> Flags:
         # Asked for as late as can be: whoever wants in or out meanwhile need not wait for one step more.
         leaves = self._around.leave.requested and not self._membership.leave()
@@ -694,6 +699,7 @@ class Run:
         if self._apart.rounds is None:
             self._engine = StepEngine(self.job, self._workers, prepared, self.device, self._around.execution)
             self._engine.scaled = self._adaptation.scaled
+            self._engine.repeats = self._repeats
 
     def _drop_engine(self) -> None:
         self._apart.drop()

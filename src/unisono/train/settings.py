@@ -60,6 +60,7 @@ class Settings:
     shard_optimizer: bool | None = None
     checkpoint_every: int | None = None
     verify_every: int | None = None
+    checks: str | None = None
     monitor_every: int | None = None
     stop_after: int | None = None
     stop_after_epochs: int | None = None
@@ -91,6 +92,7 @@ class Settings:
             shard_optimizer=_switch(environ, "UNISONO_SHARD_OPTIMIZER"),
             checkpoint_every=_count(environ, "UNISONO_CHECKPOINT_EVERY"),
             verify_every=_count(environ, "UNISONO_VERIFY_EVERY"),
+            checks=environ.get("UNISONO_CHECKS") or None,
             monitor_every=_count(environ, "UNISONO_MONITOR_EVERY"),
             stop_after=_count(environ, "UNISONO_STOP_AFTER"),
             stop_after_epochs=_count(environ, "UNISONO_STOP_AFTER_EPOCHS"),

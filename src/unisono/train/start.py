@@ -36,7 +36,7 @@ from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.connect import Connection, TopologyName, TransportName, connect
 from unisono.train.device import choose_device
 from unisono.train.elastic import elastic
-from unisono.train.engine import Execution
+from unisono.train.engine import CHECKS, Execution
 from unisono.train.failure import FailureNote
 from unisono.train.meeting import FixedMeeting, Meeting
 from unisono.train.membership import Fixed, Membership
@@ -77,6 +77,7 @@ def init(
     allow_job_change: bool = False,
     failure_timeout_s: float = 300.0,
     verify_every: int | None = None,
+    checks: Literal["some", "all", "none"] | None = None,
     balance: Literal["even", "speed"] = "even",
     monitor: int | Monitoring = 0,
     policies: Sequence[Policy] = (),
@@ -119,6 +120,9 @@ def init(
             before it is given up.
         verify_every: steps between comparisons of all workers' weights, which must be the same: who holds others than
             most gets theirs (default: 100; 0: never).
+        checks: how much of the gradients' memory is checked in each step, from where a gradient is taken to the update:
+            ``all``; ``some``, which is all of up to 8 MiB, and as much of larger ones, each part in turn; or ``none``.
+            Decides no bit (default: ``some``).
         balance: ``speed`` gives slower workers fewer shards, in an elastic job. Decides no bit.
         monitor: steps from one whose gradients' noise is measured to the next; 0 for none. Decides no bit.
         policies: watch the training, and change batch, learning rate and workers while it runs.
@@ -144,11 +148,10 @@ def init(
     )
     every = _checkpoint_every(checkpoint_every, keep, settings)
     care = Care.of(failure_timeout_s, _first(verify_every, settings.verify_every), balance)
-    environment = recognise(os.environ)
+    environment, wanted = recognise(os.environ), _folder(run_dir, settings, _number(settings))
     chosen = choose_device(device, environment.local_rank)
     adaptation = _adaptation(policies, settings, care, _terms(shard_optimizer, job, settings), job, strategy)
-    execution = _execution(overlap, settings, adaptation, _monitoring(monitor, settings, adaptation))
-    wanted = _folder(run_dir, settings, _number(settings))
+    execution = _execution(overlap, checks, settings, adaptation, _monitoring(monitor, settings, adaptation))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
@@ -214,8 +217,13 @@ def _terms(shard_optimizer: bool | None, job: Job, settings: Settings) -> Terms:
     return Terms(job.reduction, splits, compares_bits=settings.trace is not None or bool(settings.samples))
 
 
-def _execution(overlap: bool | None, settings: Settings, adaptation: Adaptation, monitoring: Monitoring) -> Execution:
-    return Execution(_first(overlap, settings.overlap), adaptation.terms.splits_update, monitoring)
+def _execution(
+    overlap: bool | None, checks: str | None, settings: Settings, adaptation: Adaptation, monitoring: Monitoring
+) -> Execution:
+    chosen = checks or settings.checks or "some"
+    if chosen not in CHECKS:
+        raise JobError(f"checks={chosen!r}: use {', '.join(map(repr, CHECKS))}")
+    return Execution(_first(overlap, settings.overlap), adaptation.terms.splits_update, monitoring, CHECKS[chosen])
 
 
 def _require_strategy(adaptation: Adaptation, membership: Membership) -> None:

@@ -1,0 +1,116 @@
+"""Tells whether memory kept what was written to it: what is written is added up, and what is read is taken off."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+WORD = 8
+"""Bytes."""
+
+MODULUS = 2**64
+
+PRIME = 2**63 - 25
+"""Modulo which no number of copies hides a flipped bit: 2 times 2**63 is nothing modulo 2**64."""
+
+Witness = Callable[[str, Tensor], None]
+"""Shown what was just written, and what it is (``partial_sum`` or ``gradient``), before anybody reads it."""
+
+
+class Tally:
+    """The sum of the 64-bit words that were written to a bucket's buffers, less those that were read from them.
+
+    Whoever writes a partial sum adds its words, whoever reads it takes them off, on whatever worker. Over all workers
+    nothing is left if every word was read as it was written; a bit that flipped in between leaves its power of two.
+    Of what all workers get a copy, each takes off what it got.
+
+    Args:
+        start: the first element of the bucket that is looked at.
+        stop: behind the last one.
+        witness: see :data:`Witness`; for rehearsals.
+
+    Attributes:
+        balance: what is left on this worker, of what is read once.
+        copies: what is left, of what every worker gets.
+    """
+
+    def __init__(self, start: int = 0, stop: int = 2**62, witness: Witness | None = None) -> None:
+        self.balance = self.copies = 0
+        self._start, self._stop = start, stop
+        self._witness = witness
+        self._kept: list[tuple[Tensor, int]] = []
+
+    def wrote(self, values: Tensor, start: int, copies: int = 0) -> None:
+        """Values were written, which somebody will read once.
+
+        Args:
+            values: 1-D, of a whole number of words.
+            start: where they lie in the bucket, in elements.
+            copies: so many workers will instead receive these very values, this one among them.
+        """
+        if copies:
+            self.copies += copies * (self._sum(values, start) % MODULUS)
+        else:
+            self.balance += self._sum(values, start)
+        if self._witness is not None:
+            self._witness("partial_sum", values)
+
+    def read(self, values: Tensor, start: int) -> None:
+        """Values are about to be read; see :meth:`wrote`."""
+        self.balance -= self._sum(values, start)
+
+    def keep(self, values: Tensor, start: int) -> None:
+        """Values were written that stay until :meth:`has_kept` asks for them."""
+        if (part := self._part(values, start)) is not None:
+            self._kept.append((part, sum_of_words(part)))
+
+    def receive(self, values: Tensor, start: int) -> None:
+        """Values are here that one worker wrote and all get, and stay: they are read and kept at once."""
+        self.keep(values, start)
+        if self._part(values, start) is not None:
+            self.copies -= self._kept[-1][1] % MODULUS
+
+    def part(self, start: int) -> "Tally":
+        """A tally of its own for the elements of this bucket from ``start`` on."""
+        return Tally(self._start - start, self._stop - start, self._witness)
+
+    def close(self, part: "Tally") -> None:
+        """What is in a part's tally counts here; what it keeps has been read for the last time."""
+        self.balance += part.balance if part.has_kept() else part.balance + 1
+        self.copies += part.copies
+
+    def show(self) -> None:
+        """Let the witness see what is kept."""
+        for part, _ in self._kept if self._witness is not None else ():
+            assert self._witness is not None
+            self._witness("gradient", part)
+
+    def has_kept(self) -> bool:
+        """Whether everything that was kept is as it was."""
+        return all(sum_of_words(part) == words for part, words in self._kept)
+
+    def _part(self, values: Tensor, start: int) -> Tensor | None:
+        begin, end = max(self._start - start, 0), min(self._stop - start, values.numel())
+        if begin >= end:
+            return None
+        return values if end - begin == values.numel() else values[begin:end]
+
+    def _sum(self, values: Tensor, start: int) -> int:
+        part = self._part(values, start)
+        return 0 if part is None else sum_of_words(part)
+
+
+def sum_of_words(values: Tensor) -> int:
+    """Of a 1-D tensor's memory, modulo 2**64; what does not fill a word counts byte by byte."""
+    if values.nbytes % WORD == 0 and values.storage_offset() * values.itemsize % WORD == 0:
+        return int(values.view(torch.int64).sum())
+    data = values.view(torch.uint8)
+    if data.storage_offset() % WORD:
+        data = data.clone()
+    whole = data.numel() // WORD * WORD
+    return int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum(dtype=torch.int64))
+
+
+def is_balanced(balances: Sequence[int], copies: Sequence[int]) -> bool:
+    """Whether nothing is left of all workers' tallies."""
+    return sum(balances) % MODULUS == 0 and sum(copies) % PRIME == 0

@@ -1,0 +1,340 @@
+"""A bit that flips in a gradient or in a partial sum between its writing and its last use is found."""
+
+import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from side_by_side import PATIENCE_S, Noticeboard
+from unisono.errors import MemoryFault
+from unisono.job import Job
+from unisono.membership.generation import Generation
+from unisono.plan.batches import Batch
+from unisono.plan.split import Split
+from unisono.plan.windows import windows
+from unisono.reduce.buckets import plan_buckets
+from unisono.reduce.hierarchical import HierarchicalTransport, host_split
+from unisono.reduce.partial_sums import PIECE, PartialSums, Row
+from unisono.reduce.peers import meet
+from unisono.reduce.process_group import ProcessGroupTransport
+from unisono.reduce.shared_memory import SharedMemoryTransport
+from unisono.reduce.tally import Tally, Witness, is_balanced, sum_of_words
+from unisono.reduce.transport import Solo, Transport
+from unisono.testing.strike import flip
+from unisono.train.digest import digest
+from unisono.train.engine import CHECKS, Call, Clip, Execution, StepEngine
+from unisono.train.prepared import Prepared
+from unisono.train.workers import Workers
+
+pytestmark = pytest.mark.unit
+
+CPU = torch.device("cpu")
+STEPS, SHARDS = 3, 4
+
+
+# -- sums of words
+
+
+@given(st.integers(1, 200), st.integers(0, 63), st.integers(0, 10**6), st.sampled_from(["float32", "bfloat16", "int8"]))
+def test_every_single_bit_changes_the_sum_of_words(numel: int, bit: int, place: int, dtype: str) -> None:
+    values = torch.arange(numel + 3).to(getattr(torch, dtype))[3:]  # it begins in the middle of a word
+    before = sum_of_words(values)
+    flip(values, bit, place % numel)
+    assert sum_of_words(values) % 2**64 != before % 2**64
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(256, 4000), st.integers(0, 1000))
+def test_every_element_is_looked_at_in_turn_and_no_more_than_is_allowed(
+    units: list[int], budget: int, turn: int
+) -> None:
+    lengths = [64 * unit for unit in units]
+    size = 4 * sum(lengths)
+    turns = -(-size // budget)
+    seen = [set[int]() for _ in lengths]
+    for number in range(turn, turn + turns):
+        found = windows(lengths, size, budget, number)
+        assert all(part.start % 64 == 0 for part in found)
+        assert 4 * sum(map(len, found)) <= budget + 4 * 64 * len(lengths)
+        for elements, part in zip(seen, found, strict=True):
+            elements |= set(part)
+    assert [len(elements) for elements in seen] == lengths
+    assert windows(lengths, size, None, turn) == [range(length) for length in lengths]
+    assert not any(windows(lengths, size, 0, turn))
+
+
+def test_partial_sums_have_the_same_bits_with_and_without_a_tally_and_leave_a_balance_of_what_is_to_be_read() -> None:
+    shards = [[torch.randn(700, 500), torch.randn(3, 5, 4, 4).to(memory_format=torch.channels_last)] for _ in range(5)]
+    assert shards[0][0].numel() > 2 * PIECE
+    shards[2][1] = torch.randn(3, 5, 4, 4)  # another layout than its place has
+    tree = Solo(5).tree
+    buckets = plan_buckets(shards[0], 10**9)
+    found: list[list[Tensor]] = []
+    for tally in (None, Tally()):
+        sums = PartialSums(tree, range(5), [Row.of(buckets, [one.allocate() for one in buckets]) for _ in range(3)])
+        sums.begin()
+        for shard in shards:
+            sums.open()
+            for number, gradient in enumerate(shard):
+                sums.put(number, None if gradient is shards[1][1] else gradient, tally)
+            sums.close()
+        found.append([sums.partials(number)[0] for number in range(len(buckets))])
+        if tally is not None:
+            assert (tally.balance - sum(map(sum_of_words, found[-1]))) % 2**64 == 0
+    assert all(map(torch.equal, *found))
+
+
+# -- over every transport
+
+
+class OneHost:
+    """Shared memory."""
+
+    def __call__(self, rank: int, split: Split, board: Noticeboard) -> Transport:
+        return SharedMemoryTransport(meet(rank, split.workers, board, PATIENCE_S), rank, split)
+
+
+class Group:
+    """A process group with some topology, or with none."""
+
+    def __init__(self, topology: str | None) -> None:
+        self.topology = topology
+
+    def __call__(self, rank: int, split: Split, board: Noticeboard) -> Transport:
+        group = _gloo(board, "all", rank, split)
+        return ProcessGroupTransport(group, rank, split, CPU, self.topology)
+
+
+class TwoHosts:
+    """Two workers on each."""
+
+    def __call__(self, rank: int, split: Split, board: Noticeboard) -> Transport:
+        number, place = divmod(rank, 2)
+        hosts = host_split(split, 2)
+        across = ProcessGroupTransport(_gloo(board, f"across-{place}", number, hosts), number, hosts, CPU)
+        everyone = ProcessGroupTransport(_gloo(board, "all", rank, split), rank, split, CPU)
+        return HierarchicalTransport(meet(place, 2, Host(board, number), PATIENCE_S), rank, split, across, everyone)
+
+
+class Host:
+    """The board of one host."""
+
+    def __init__(self, board: Noticeboard, number: int) -> None:
+        self._board, self._number = board, number
+
+    def post(self, name: str, value: bytes) -> None:
+        self._board.post(f"{self._number}/{name}", value)
+
+    def read(self, name: str) -> bytes:
+        return self._board.read(f"{self._number}/{name}")
+
+
+def _gloo(board: Noticeboard, name: str, rank: int, split: Split) -> dist.ProcessGroupGloo:
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=PATIENCE_S)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, board._store), rank, split.workers, options)
+
+
+Connect = Callable[[int, Split, Noticeboard], Transport]
+WAYS: dict[str, tuple[Connect, Split]] = {
+    "alone": (OneHost(), Split.even(SHARDS, 1)),
+    "shared memory of 2": (OneHost(), Split.even(SHARDS, 2)),
+    "shared memory of 3": (OneHost(), Split.even(SHARDS, 3)),
+    "shared memory with a server": (OneHost(), Split.even(SHARDS, 3).with_servers(1)),
+    "direct": (Group("direct"), Split.even(SHARDS, 3)),
+    "ring": (Group("ring"), Split.even(SHARDS, 3)),
+    "tree": (Group("tree"), Split.even(SHARDS, 4)),
+    "direct with a server": (Group("direct"), Split.even(SHARDS, 2).with_servers(1)),
+    "collectives": (Group(None), Split.even(SHARDS, 3)),
+    "hierarchical": (TwoHosts(), Split.even(SHARDS, 4)),
+}
+over_every_way = pytest.mark.parametrize(("connect", "split"), WAYS.values(), ids=WAYS)
+
+
+def over(connect: Connect, split: Split, work: Callable[[Transport], Any]) -> list[Any]:
+    board = Noticeboard()
+
+    def worker(rank: int) -> Any:
+        transport = Solo(split.shards) if split.workers == 1 else connect(rank, split, board)
+        try:
+            return work(transport)
+        except BaseException:
+            transport.abort()
+            raise
+        finally:
+            transport.close()
+
+    with ThreadPoolExecutor(split.workers) as pool:
+        futures = [pool.submit(worker, rank) for rank in range(split.workers)]
+    return [future.result() for future in futures]
+
+
+@over_every_way
+def test_what_is_written_is_balanced_by_what_is_read_and_one_bit_is_not(connect: Connect, split: Split) -> None:
+    (bucket,) = plan_buckets([torch.empty(64 * 9), torch.empty(64 * 50)], 10**9)
+
+    def reduce(struck: bool, transport: Transport) -> tuple[tuple[int, int], bool, Tensor]:
+        mine = transport.split.of(transport.rank)
+        nodes = transport.tree.cover(mine.start, mine.stop)
+        rows = [row[0] for row in transport.allocate([bucket], max(1, len(nodes)))]
+        tally = Tally()
+        for row, node in zip(rows, nodes, strict=False):
+            row.copy_(torch.arange(bucket.numel) + node.start)
+            tally.wrote(row, 0)
+        if struck and transport.rank == 0:
+            flip(rows[0], 3, 700)
+        total = transport.reduce("b", rows, 4.0, tally).clone()
+        kept = tally.has_kept()
+        return (tally.balance, tally.copies), kept, total
+
+    for struck in (False, True):
+        told = over(connect, split, partial(reduce, struck))
+        assert is_balanced(*zip(*(balance for balance, _, _ in told), strict=True)) is not struck
+        assert all(kept for _, kept, _ in told)
+        assert all(torch.equal(total, told[0][2]) for _, _, total in told)
+
+
+# -- in whole steps
+
+
+MODEL = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+SAMPLES = 24
+
+
+class Flips:
+    """Flips one bit, of what is written for the so-manieth time."""
+
+    def __init__(self, place: str, number: int, *, bit: int = 31, always: bool = False) -> None:
+        self.place, self.number, self.bit, self.always = place, number, bit, always
+        self.seen = 0
+
+    def __call__(self, place: str, values: Tensor) -> None:
+        if place != self.place:
+            return
+        self.seen += 1
+        if self.seen == self.number or (self.always and self.seen >= self.number):
+            flip(values, self.bit, 1)
+
+
+def trained(
+    workers: Workers, shards: int, witness: Witness | None = None, clip: float | None = None, checks: str = "all"
+) -> tuple[str, list[int], bool]:
+    model = copy.deepcopy(MODEL)
+    prepared = Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
+    job = Job.create(batch_size=SAMPLES, shards=shards)
+    engine = StepEngine(job, workers, prepared, CPU, Execution(checked_bytes=CHECKS[checks]))
+    engine.witness = witness
+    repeated: list[int] = []
+    engine.repeats = repeated.append
+    try:
+        for step in range(STEPS):
+            call = called(step, engine, workers, prepared, clip)
+            update = engine.work_out(call, engine.attempt(call))
+            assert update is not None
+            update()
+        return digest(model), repeated, engine.has_lost
+    finally:
+        engine.close()
+
+
+def called(step: int, engine: StepEngine, workers: Workers, prepared: Prepared, clip: float | None) -> Call:
+    shards = engine._job.shards
+    bounds = tuple(SAMPLES * shard // shards for shard in range(shards + 1))
+    inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(step))
+    mine = [inputs[bounds[shard] : bounds[shard + 1]] for shard in workers.split(shards).of(workers.rank)]
+    batch = Batch(0, 0, SAMPLES, bounds, False)
+    return Call(step, 0, batch, mine, loss_fn, prepared.optimizers, Clip(clip))
+
+
+def loss_fn(model: Any, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch), (batch[:, 0] > 0).long())
+
+
+def everybody(
+    connect: Connect, split: Split, struck: int, witness: Witness | None, **about: Any
+) -> list[tuple[str, list[int], bool]]:
+    def work(transport: Transport) -> Any:
+        workers = Workers(Generation(1, transport.rank, split), transport)
+        return trained(workers, split.shards, witness if transport.rank == struck else None, **about)
+
+    return over(connect, split, work)
+
+
+def serial(**about: Any) -> str:
+    ((found, repeated, lost),) = everybody(OneHost(), Split.even(SHARDS, 1), 0, None, **about)
+    assert (repeated, lost) == ([], False)
+    return str(found)
+
+
+@over_every_way
+def test_a_bit_that_flips_in_a_partial_sum_leaves_no_trace_in_the_weights(connect: Connect, split: Split) -> None:
+    expected = serial()
+    counter = Flips("partial_sum", 0)
+    everybody(connect, split, 0, counter)
+    for number in {1, 2, counter.seen // 2, counter.seen}:
+        told = everybody(connect, split, 0, Flips("partial_sum", number))
+        assert {weights for weights, _, _ in told} == {expected}
+        assert all(len(repeated) == 1 for _, repeated, _ in told), number
+
+
+def test_without_checks_the_same_flip_changes_the_weights() -> None:
+    def struck(checks: str) -> Any:
+        flips = Flips("partial_sum", 1)
+        unseen = Tally._sum
+        with pytest.MonkeyPatch.context() as patch:
+            if checks == "blind":
+                patch.setattr(Tally, "_sum", lambda tally, values, start: 0 * unseen(tally, values, start))
+            return everybody(OneHost(), Split.even(SHARDS, 2), 0, flips)
+
+    assert {weights for weights, _, _ in struck("seeing")} == {serial()}
+    assert serial() not in {weights for weights, _, _ in struck("blind")}
+
+
+@over_every_way
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_bit_that_flips_in_the_mean_gradient_is_told_by_whoever_keeps_it(
+    connect: Connect, split: Split, clip: float | None
+) -> None:
+    with pytest.raises(MemoryFault, match="an update before it was computed from a gradient that memory had not kept"):
+        everybody(connect, split, split.workers - 1, Flips("gradient", 1), clip=clip)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_with_a_single_shard_the_gradient_is_kept_where_autograd_has_put_it(clip: float | None) -> None:
+    alone = Split.even(1, 1)
+    ((weights, _, lost),) = everybody(OneHost(), alone, 0, Flips("gradient", 9), clip=clip)  # in the last step
+    ((expected, _, intact),) = everybody(OneHost(), alone, 0, None, clip=clip)
+    assert (lost, intact) == (True, False)
+    assert weights != expected
+
+
+def test_memory_that_never_keeps_what_is_written_ends_the_job() -> None:
+    with pytest.raises(MemoryFault, match=r"step 0: 4 times in a row .* broken"):
+        everybody(OneHost(), Split.even(SHARDS, 3), 1, Flips("partial_sum", 1, bit=3, always=True))
+
+
+def test_a_part_of_a_large_gradient_is_checked_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHECKS, "some", 100)
+    expected = serial(checks="none")
+    assert serial(checks="some") == expected
+    repeats = []
+    for number in range(1, 13):
+        told = everybody(OneHost(), Split.even(SHARDS, 1), 0, Flips("partial_sum", number), checks="some")
+        repeats.append(len(told[0][1]))
+    assert 0 < sum(repeats) < len(repeats)
+
+
+def test_no_thread_is_left() -> None:
+    everybody(OneHost(), Split.even(SHARDS, 2), 0, None)
+    assert "unisono-reducer" not in {thread.name for thread in threading.enumerate()}
