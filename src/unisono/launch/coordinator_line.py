@@ -11,10 +11,12 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 
 from unisono.errors import LaunchError
 from unisono.launch.address import Address, distrusted
+from unisono.membership.call import call
 from unisono.membership.messages import FromAgent, Refused, ToAgent, to_agent
 from unisono.membership.token import OUTDATED, REFUSED
 
 OPEN_S = 10.0
+CLOSE_S = 1.0
 PING_S = 20.0
 FIRST_WAIT_S = 0.05
 LONGEST_WAIT_S = 2.0
@@ -79,17 +81,15 @@ class CoordinatorLine:
 
     def _connect(self) -> connect:
         ping_s = min(PING_S, self._patience_s / 4)
-        return connect(
-            "ws" + self._address.url.removeprefix("http") + "/agent",
-            additional_headers={"Authorization": f"Bearer {self._address.token}"},
-            ssl=self._address.context,
-            compression=None,
-            proxy=None,  # the job's own business, whatever the environment says about the web
-            open_timeout=OPEN_S,
-            ping_interval=ping_s,  # a host that has vanished says nothing
-            ping_timeout=ping_s,
-            close_timeout=1,
-            max_size=LARGEST,
+        return call(
+            self._address.url,
+            "/agent",
+            self._address.token,
+            self._address.context,
+            open_s=OPEN_S,
+            ping_s=ping_s,  # a host that has vanished says nothing
+            close_s=CLOSE_S,
+            most=LARGEST,
         )
 
     async def _converse(self, connection: ClientConnection) -> None:

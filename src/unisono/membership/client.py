@@ -5,13 +5,13 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import ValidationError
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from unisono.errors import LaunchError
+from unisono.membership.call import call
 from unisono.membership.conversation import Conversation
 from unisono.membership.messages import (
     FromWorker,
@@ -65,7 +65,7 @@ class Line:
         self.local_address = ""
         self._ping_s = ping_s
         self.kept: list[object] = []
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._token = token
         self._tls = context_for(url, certificates)
         self._on_message = on_message
         self._lock = threading.Lock()  # around all that is said
@@ -216,20 +216,17 @@ class Line:
 
     async def _talk(self) -> None:
         """One connection, until it ends."""
-        scheme, *rest = urlsplit(self.url)
-        address = urlunsplit(("wss" if scheme == "https" else "ws", *rest))
-        async with connect(
-            address.rstrip("/") + "/worker",
-            additional_headers=self._headers,
-            ssl=self._tls,
-            proxy=None,
-            compression=None,
-            open_timeout=OPEN_S,
-            ping_interval=self._ping_s,
-            ping_timeout=self._ping_s,
-            close_timeout=FLUSH_S,
-            max_size=2 * LONGEST_MESSAGE,
-        ) as socket:
+        opening = call(
+            self.url,
+            "/worker",
+            self._token,
+            self._tls,
+            open_s=OPEN_S,
+            ping_s=self._ping_s,
+            close_s=FLUSH_S,
+            most=2 * LONGEST_MESSAGE,
+        )
+        async with opening as socket:
             self.local_address = socket.local_address[0]
             self._socket = socket
             self._begin()

@@ -11,6 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from unisono.errors import JobError
+from unisono.membership.call import SILENT
 
 REQUEST_LINE_S = 10.0
 """Seconds in which whoever connects has to say what it wants."""
@@ -136,9 +137,13 @@ class HttpProtocol(H11Protocol):
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """Waits before it sends more than the other side takes, and hangs up on one that takes nothing."""
+    """Waits before it sends more than the other side takes, and hangs up on one that takes nothing. It logs nothing."""
 
     _patience: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.conn.logger, self.conn.debug = SILENT, False  # it would log all headers, and so the token
 
     def pause_writing(self) -> None:
         """The kernel's buffer and ours are full."""
