@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from simulation.settings import TIMEOUT_S
+from simulation.settings import FAULTS_END_S, TIMEOUT_S
 from unisono.membership import state as machine
 
 if TYPE_CHECKING:
@@ -95,6 +95,18 @@ def hold_up(world: World) -> None:
     world.service.hold_up(world.chance.uniform(1.0, 3 * TIMEOUT_S))
 
 
+def part_hosts(world: World) -> None:
+    """New connections between some hosts fail from now on, and perhaps those that stand break."""
+    hosts = [host.name for host in world.agents if host.alive]
+    if len(hosts) > 1:
+        concerned = world.network.part(world.chance, hosts)
+        world.later(world.chance.uniform(0.5, FAULTS_END_S), world.heal)
+        if world.chance.random() < 0.5:
+            for worker in list(world.workers.values()):
+                if worker.alive and worker.host.name in concerned and worker.group is not None:
+                    worker.notice(worker.group, abruptly=True)
+
+
 def some_worker(world: World) -> Process | None:
     alive = [worker for worker in world.workers.values() if worker.alive]
     return world.chance.choice(alive) if alive else None
@@ -113,6 +125,7 @@ FAULTS = (
     *[crash_within] * 3,
     *[resize] * 3,
     *[add_host] * 2,
+    *[part_hosts] * 5,
     hang_worker,
     *[stick_worker] * 2,
     fail_worker,

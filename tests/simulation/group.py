@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from simulation.settings import FORMING_S, PROBING_S
 from unisono.membership.messages import Minted
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ class Group:
         return {seat.worker for seat in self.minted.roster}
 
     @property
+    def hosts(self) -> list[str]:
+        return sorted({self.world.workers[seat.worker].host.name for seat in self.minted.roster})
+
+    @property
     def members(self) -> list[Process]:
         found = (self.world.workers[seat.worker] for seat in self.minted.roster)
         return [worker for worker in found if worker.group is self]
@@ -41,8 +46,15 @@ class Group:
         if self.broken:
             self.world.later(self.world.soon(), partial(worker.notice, self, abruptly=True))
         elif self.entered == self.names:
+            connects = self.world.network.connects(self.hosts)
             for member in self.members:
-                self.world.later(self.world.soon(), partial(member.formed, self))
+                if connects:
+                    self.world.later(self.world.soon(), partial(member.formed, self))
+                else:  # some time it gives up, and cannot say because of whom
+                    self.world.later(FORMING_S + self.world.soon(), partial(member.did_not_form, self, ()))
+        unreached = tuple(host for host in self.hosts if not self.world.network.reaches(worker.host.name, host))
+        if unreached:
+            self.world.later(PROBING_S + self.world.soon(), partial(worker.did_not_form, self, unreached))
 
     def give(self, worker: Process, stops: bool) -> None:
         given = self.given.setdefault(worker.acts, {})

@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING
 
 from simulation.link import Link
 from simulation.process import Process
-from unisono.membership.messages import AgentHello, AgentLeaving, End, JobOver, Message, Start, WorkerEnded
+from simulation.settings import PROBING_S
+from unisono.membership.messages import (
+    AgentHello,
+    AgentLeaving,
+    End,
+    JobOver,
+    Message,
+    Probe,
+    Probed,
+    Start,
+    Unreached,
+    WorkerEnded,
+)
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -26,13 +38,18 @@ class Host:
         self.running: dict[str, Process | None] = {}
         self.untold: list[WorkerEnded] = []
         self.over = False
+        self.probes = "" if world.chance.random() < 0.1 else f"{name}:1"
         self.connect()
 
     def connect(self) -> None:
         if not self.alive:
             return
         self.link = Link(self.world, self)
-        self.link.send(AgentHello(agent=self.name, host=self.name, workers=self.room, running=tuple(self.running)))
+        self.link.send(
+            AgentHello(
+                agent=self.name, host=self.name, workers=self.room, running=tuple(self.running), probes=self.probes
+            )
+        )
         if self.leaving:
             self.link.send(AgentLeaving())
         for ended in self.untold:
@@ -66,6 +83,9 @@ class Host:
                     assert name not in self.world.workers
                     self.running[name] = None
                     self.world.later(delay_s, partial(self.start, name))
+            case Probe(targets=targets):
+                for target in targets:
+                    self.probe(target.agent)
             case End(workers=names, how=how):
                 for name in names:
                     self.end(name, how)
@@ -73,6 +93,17 @@ class Host:
                 self.over = True
                 for name in list(self.running):
                     self.end(name, "kill")
+
+    def probe(self, other: str) -> None:
+        """Find out, and say so if the connection is still there."""
+        network = self.world.network
+        if network.reaches(self.name, other) and network.reaches(other, self.name):
+            found = Probed(reached=(other,))
+        else:
+            found = Probed(unreached=(Unreached(agent=other, why="timed out"),))
+        link = self.link
+        patience = self.world.soon() if found.reached else PROBING_S
+        self.world.later(patience, lambda: link.send(found) if link is not None and link is self.link else None)
 
     def start(self, name: str) -> None:
         if self.alive and name in self.running:

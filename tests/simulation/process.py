@@ -22,6 +22,7 @@ from unisono.membership.messages import (
     Refused,
     RegroupDue,
     Removed,
+    Unreached,
     Welcome,
     WorkerHello,
 )
@@ -50,6 +51,7 @@ class Process:
         self.acts = 0
         self.has_state = False
         self.due = self.stops = False
+        self.could_not_reach: tuple[str, ...] = ()
         self.leaving = False
         self.pending: Message | None = None  # what is said again on a new connection
         self.loop: int | None = None
@@ -139,7 +141,8 @@ class Process:
     def be_ready(self) -> None:
         if self.alive and not self.hung:
             self.phase = "waiting"
-            self.say(Ready(loop=self.loop, generation=self.generation), again=True)
+            unreached = self.unreached()
+            self.say(Ready(loop=self.loop, generation=self.generation, unreached=unreached), again=True)
             self.world.later(self.world.soon(), partial(self.look, self.loop))
 
     def look(self, loop: int | None) -> None:
@@ -158,7 +161,7 @@ class Process:
         if not self.has_state and not group.begins:
             assert message.loop == self.loop, "taken in where it does not stand"
         self.generation, self.group, self.pending = message.generation, group, None
-        self.phase, self.due, self.stops = "training", False, False
+        self.phase, self.due, self.stops, self.could_not_reach = "training", False, False, ()
         if group.begins:
             self.acts, self.has_state = group.base, True
         elif self.has_state:
@@ -166,6 +169,16 @@ class Process:
             assert seat.acts == self.acts
         self.world.later(0.5, lambda: self.beat(message.generation))
         group.enter(self)
+
+    def did_not_form(self, group: Group, unreached: tuple[str, ...]) -> None:
+        """It could not connect to the others, in spite of all patience."""
+        if self.group is group and self.alive and not self.is_still and self.name not in group.formed:
+            self.could_not_reach = unreached
+            self.arrive(self.happens_to_stand())
+
+    def unreached(self) -> tuple[Unreached, ...]:
+        """What it says of the generation that it leaves."""
+        return tuple(Unreached(agent=host, why="timed out") for host in self.could_not_reach)
 
     def formed(self, group: Group) -> None:
         if self.group is not group or not self.alive or self.is_still:
@@ -257,7 +270,13 @@ class Process:
         self.phase = "arrived"
         acts = self.acts if self.has_state else 0
         arrived = Arrived(
-            generation=self.generation, acts=acts, loop=self.at(), at_boundary=at_boundary, step=acts, address="x:1"
+            generation=self.generation,
+            acts=acts,
+            loop=self.at(),
+            at_boundary=at_boundary,
+            step=acts,
+            address="x:1",
+            unreached=self.unreached(),
         )
         self.say(arrived, again=True)
 

@@ -149,6 +149,13 @@ class Service:
         """One number is one roster, whoever is told of it and however often."""
         assert self._minted.setdefault(minted.generation, minted) == minted
 
+    def _check_progress(self, before: machine.State, minted: Minted) -> None:
+        """What has failed with all alive is not tried for ever."""
+        last = self.world.groups.get(before.generation)
+        failed = last is not None and last.formed != last.names and last.names == {one.worker for one in minted.roster}
+        self.world.repeated = self.world.repeated + 1 if failed else 0
+        assert self.world.repeated <= 2, "the same workers fail to form a generation again and again"
+
     def _check(self, before: machine.State) -> None:
         after = self.state
         assert after.generation >= before.generation
@@ -160,6 +167,7 @@ class Service:
         if after.generation > before.generation and after.minted is not None:
             minted = after.minted
             assert after.generation == before.generation + 1
+            self._check_progress(before, minted)
             names = [seat.worker for seat in minted.roster]
             assert len(set(names)) == len(names) <= SHARDS
             assert minted.bounds[0] == 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from simulation import faults
 from simulation.group import Group
 from simulation.host import Host
+from simulation.network import Network
 from simulation.process import Process
 from simulation.service import Service
 from simulation.settings import FAULTS_END_S, OVER_BY_S, TIMEOUT_S
@@ -28,6 +29,7 @@ class World:
         self.committed = 0  # the most acts that anybody has, since the job began or started over
         self.checkpoint = 0
         self.loops_over: set[int] = set()
+        self.repeated = 0  # how often in a row the same workers were to form a generation, and did not
         self.groups: dict[int, Group] = {}
         self.agents: list[Host] = []
         self.workers: dict[str, Process] = {}
@@ -39,6 +41,7 @@ class World:
         )
         self.malice = self.chance.choice([0.02, 0.1, 0.3])
         self.faults_left = self.chance.choice([2, 5, 10])
+        self.network = Network()
         self.service = Service(self)
 
     def at(self, moment: float, what: Callable[[], None]) -> None:
@@ -82,10 +85,19 @@ class World:
     def add_host(self) -> None:
         self.agents.append(Host(self, f"a{len(self.agents)}", self.chance.randint(1, 4)))
 
+    def rooms(self) -> dict[str, int]:
+        return {host.name: host.room for host in self.agents if host.alive and not host.leaving}
+
+    def heal(self) -> None:
+        self.network.heal(self.chance)
+
     def mend(self) -> None:
-        """From now on nothing goes wrong, and there is room."""
+        """From now on nothing goes wrong, and there is room. Some hosts may never reach each other again."""
         self.errors = False
-        while sum(host.room for host in self.agents if host.alive and not host.leaving) < self.settings.smallest:
+        self.network.secret.clear()
+        while sum(self.rooms().values()) < self.settings.smallest:
             self.add_host()
+        while self.network.largest(self.rooms()) < self.settings.smallest:
+            self.heal()
         for worker in self.workers.values():
             worker.slowness = min(worker.slowness, 3.0)

@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -6,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from membership_job import Job, training, with_joiner
 from unisono.errors import JobError
 from unisono.membership.messages import (
     AgentHello,
@@ -14,13 +14,11 @@ from unisono.membership.messages import (
     End,
     Finished,
     Formed,
-    FromAgent,
-    FromWorker,
     JobOver,
     Leaving,
     Lost,
-    Message,
     Minted,
+    Probed,
     Progress,
     Pulse,
     Ready,
@@ -30,6 +28,7 @@ from unisono.membership.messages import (
     Replace,
     Resize,
     Start,
+    Unreached,
     Welcome,
     WorkerEnded,
     WorkerHello,
@@ -39,8 +38,6 @@ from unisono.membership.state import (
     Coordination,
     Disconnected,
     Event,
-    Forget,
-    Hangup,
     Heard,
     LeaveAsked,
     Note,
@@ -48,127 +45,16 @@ from unisono.membership.state import (
     Restarted,
     State,
     StopAsked,
-    Tell,
-    TellAgent,
     Tick,
     find,
     next_deadline,
     status,
-    step,
 )
 
 pytestmark = pytest.mark.unit
 
 STATE: TypeAdapter[State] = TypeAdapter(State)
-SHARDS = 8
 DIGEST = "0123abcd"
-
-
-class Job:
-    """A job whose workers and agents do what the test says; it keeps what they were told."""
-
-    def __init__(self, smallest: int = 1, largest: int = 8, **settings: Any) -> None:
-        self.state = State(settings=Coordination(smallest, largest, **{"failure_timeout_s": 10.0, **settings}))
-        self.now = 100.0
-        self.told: list[tuple[str, Message]] = []
-        self.notes: list[Note] = []
-        self.forgotten: list[int | None] = []
-        self.hung_up: list[str] = []
-
-    def happen(self, event: Event, after: float = 0.0) -> "Job":
-        self.now += after
-        self.state, actions = step(self.state, event, self.now)
-        self.told = []
-        self.hung_up = []
-        for action in actions:
-            match action:
-                case Tell(name, message) | TellAgent(name, message):
-                    self.told.append((name, message))
-                case Note():
-                    self.notes.append(action)
-                case Forget(below):
-                    self.forgotten.append(below)
-                case Hangup(worker):
-                    self.hung_up.append(worker)
-        return self
-
-    def hear(self, worker: str, message: FromWorker) -> "Job":
-        return self.happen(Heard(worker, message))
-
-    def agent(self, message: FromAgent, agent: str = "a") -> "Job":
-        return self.happen(AgentHeard(agent, message))
-
-    def enlist(self, workers: int, agent: str = "a", running: Sequence[str] | None = None) -> "Job":
-        if running is None:
-            running = [worker.id for worker in self.state.workers.values() if worker.agent == agent]
-        hello = AgentHello(agent=agent, host=f"host-{agent}", workers=workers, running=tuple(running))
-        return self.agent(hello, agent)
-
-    def connect(self, *workers: str, generation: int = 0, shards: int = SHARDS) -> "Job":
-        for worker in workers:
-            self.hear(worker, WorkerHello(worker=worker, host="h", pid=1, shards=shards, generation=generation))
-        return self
-
-    def ready(self, *workers: str, loop: int | None = None) -> "Job":
-        for worker in workers:
-            self.connect(worker).hear(worker, Ready(loop=loop))
-        return self
-
-    def arrive(self, *workers: str, acts: int = 5, loop: int = 0, at_boundary: bool = True) -> "Job":
-        for worker in workers:
-            self.hear(
-                worker,
-                Arrived(
-                    generation=self.state.generation,
-                    acts=acts,
-                    loop=loop,
-                    at_boundary=at_boundary,
-                    step=acts,
-                    address=f"{worker}:1",
-                ),
-            )
-        return self
-
-    def end(self, worker: str, code: int = -9, error: str = "", agent: str = "a") -> "Job":
-        return self.agent(WorkerEnded(worker=worker, code=code, error=error), agent)
-
-    def wait(self, seconds: float) -> "Job":
-        """Time passes, with all the ticks that are asked for."""
-        end = self.now + seconds
-        told = []
-        while (deadline := next_deadline(self.state)) is not None and deadline <= end:
-            self.happen(Tick(), max(0.0, deadline - self.now))
-            told += self.told
-        self.happen(Tick(), max(0.0, end - self.now))
-        self.told = told + self.told
-        return self
-
-    def heard(self, kind: type[Message]) -> list[str]:
-        """Who was told a message of this kind by the last event."""
-        return [name for name, message in self.told if isinstance(message, kind)]
-
-    def minted(self) -> Minted:
-        """The generation that the last event has minted."""
-        found = {message for _, message in self.told if isinstance(message, Minted)}
-        assert len(found) == 1
-        return found.pop()
-
-    @property
-    def roster(self) -> list[str]:
-        assert self.state.minted is not None
-        return [seat.worker for seat in self.state.minted.roster]
-
-
-def training(workers: int = 3, **settings: Any) -> Job:
-    """A job whose first generation works."""
-    job = Job(**settings).enlist(workers)
-    return job.ready(*(f"w{number}" for number in range(1, workers + 1)))
-
-
-def with_joiner(workers: int = 2, loop: int = 0, **settings: Any) -> Job:
-    """A job at work, and one more worker that is ready for a loop."""
-    job = training(workers, **settings).enlist(workers + 1)
-    return job.ready(f"w{workers + 1}", loop=loop)
 
 
 # -- the first generation
@@ -294,7 +180,7 @@ def test_members_stop_once_for_a_joiner_that_is_further_and_then_when_they_are_t
     assert job.arrive("w1", "w2", "w3", loop=0).heard(RegroupDue) == []
     assert job.roster == ["w1", "w2", "w3"]
     assert job.hear("w1", Progress(acts=9, step=9, loop=1)).heard(RegroupDue) == ["w1", "w2", "w3"]
-    assert job.arrive("w1", "w2", "w3", loop=1).roster == ["w1", "w2", "w3", "w4"]
+    assert job.arrive("w1", "w2", "w3", acts=9, loop=1).roster == ["w1", "w2", "w3", "w4"]
 
 
 def test_the_roster_says_where_newcomers_can_be_reached() -> None:
@@ -921,12 +807,21 @@ def test_settings_that_contradict_each_other_are_refused(settings: tuple[Any, ..
 # -- anything at all
 
 WORKERS = st.sampled_from([f"w{number}" for number in range(1, 6)])
-AGENTS = st.sampled_from("ab")
+AGENTS = st.sampled_from("abc")
+UNREACHED = st.lists(st.builds(Unreached, agent=AGENTS, why=st.just("x")), max_size=2).map(tuple)
 SMALL = st.integers(0, 3)
 CODES = st.sampled_from([0, 1, 75, -9])
 FROM_WORKER = st.one_of(
-    st.builds(Ready, loop=st.none() | SMALL, generation=SMALL),
-    st.builds(Arrived, generation=SMALL, acts=SMALL, loop=SMALL, at_boundary=st.booleans(), step=SMALL),
+    st.builds(Ready, loop=st.none() | SMALL, generation=SMALL, unreached=UNREACHED),
+    st.builds(
+        Arrived,
+        generation=SMALL,
+        acts=SMALL,
+        loop=SMALL,
+        at_boundary=st.booleans(),
+        step=SMALL,
+        unreached=UNREACHED,
+    ),
     st.builds(Formed, generation=SMALL),
     st.builds(Leaving),
     st.builds(Progress, acts=SMALL, step=SMALL, loop=st.none() | SMALL),
@@ -952,7 +847,9 @@ EVENTS = st.one_of(
                 host=st.just(agent),
                 workers=st.integers(1, 3),
                 running=st.lists(WORKERS, max_size=5).map(tuple),
+                probes=st.sampled_from(["", "1", "2"]),
             )
+            | st.builds(Probed, reached=st.lists(AGENTS, max_size=2).map(tuple), unreached=UNREACHED)
             | st.builds(WorkerEnded, worker=WORKERS, code=CODES, error=st.sampled_from(["", "x"]))
             | st.builds(AgentLeaving),
         )

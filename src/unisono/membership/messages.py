@@ -25,6 +25,18 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+class Unreached(Message):
+    """A host to which no connection can be made.
+
+    Attributes:
+        agent: that runs its workers.
+        why: for people.
+    """
+
+    agent: Name
+    why: Text
+
+
 # -- from a worker -----------------------------------------------------------------------------------------------------
 
 
@@ -55,12 +67,14 @@ class Ready(Message):
         address: where its peers reach it, for the transport's use alone.
         generation: the newest that it was part of; 0 if none. A joiner that was taken in, and has lost the others
             before it had their state, leaves that generation by being ready once more.
+        unreached: hosts of that generation that it could not connect to.
     """
 
     kind: Literal["ready"] = "ready"
     loop: Count | None = None
     address: Text = ""
     generation: Count = 0
+    unreached: tuple[Unreached, ...] = Field(default=(), max_length=4096)
 
 
 class Arrived(Message):
@@ -73,6 +87,7 @@ class Arrived(Message):
         at_boundary: whether it stands between two steps of that loop, where joiners can enter.
         step: that it has committed last; for people.
         address: where its peers reach it, for the transport's use alone.
+        unreached: hosts of the generation that it could not connect to, so that it did not form.
     """
 
     kind: Literal["arrived"] = "arrived"
@@ -82,6 +97,7 @@ class Arrived(Message):
     at_boundary: bool
     step: Count
     address: Text = ""
+    unreached: tuple[Unreached, ...] = Field(default=(), max_length=4096)
 
 
 class Formed(Message):
@@ -205,6 +221,7 @@ class AgentHello(Message):
         workers: how many workers it can run.
         running: the ids of those that it was told to start and whose end it has not told yet, on a new connection
             after the coordinator was gone.
+        probes: where it answers probes of other hosts; empty if it does not.
     """
 
     kind: Literal["agent"] = "agent"
@@ -213,6 +230,7 @@ class AgentHello(Message):
     host: Name
     workers: Annotated[int, Field(ge=1, le=4096)]
     running: tuple[Name, ...] = Field(default=(), max_length=4096)
+    probes: Text = ""
 
 
 class WorkerEnded(Message):
@@ -233,6 +251,19 @@ class AgentLeaving(Message):
     """This agent was asked to leave, and all of its workers with it."""
 
     kind: Literal["agent_leaving"] = "agent_leaving"
+
+
+class Probed(Message):
+    """What came of a :class:`Probe`.
+
+    Attributes:
+        reached: agents whose hosts and this one reach each other.
+        unreached: the others.
+    """
+
+    kind: Literal["probed"] = "probed"
+    reached: tuple[Name, ...] = Field(default=(), max_length=4096)
+    unreached: tuple[Unreached, ...] = Field(default=(), max_length=4096)
 
 
 # -- to a worker -------------------------------------------------------------------------------------------------------
@@ -279,6 +310,8 @@ class Seat(Message):
     Attributes:
         acts: that it has completed; 0 for a joiner.
         joins: whether it is new.
+        agent: that runs it.
+        probes: where that agent answers probes; empty if it does not.
     """
 
     worker: Name
@@ -286,6 +319,8 @@ class Seat(Message):
     address: Text = ""
     acts: Count = 0
     joins: bool = False
+    agent: Text = ""
+    probes: Text = ""
 
 
 class Minted(Message):
@@ -392,15 +427,51 @@ class End(Message):
     how: Literal["leave", "kill"]
 
 
+class Target(Message):
+    """A host that is to be probed.
+
+    Attributes:
+        agent: that runs its workers.
+        host: its name.
+        address: where the agent answers probes.
+    """
+
+    agent: Name
+    host: Text
+    address: Text
+
+
+class Probe(Message):
+    """Find out whether connections can be made to these hosts, and from them to this one.
+
+    Attributes:
+        targets: the hosts.
+    """
+
+    kind: Literal["probe"] = "probe"
+    targets: tuple[Target, ...] = Field(min_length=1, max_length=4096)
+
+
+class LeftOut(Message):
+    """Workers of this host take no part, since they and others could not connect.
+
+    Attributes:
+        reason: for people; empty if they can take part again.
+    """
+
+    kind: Literal["left_out"] = "left_out"
+    reason: Text = ""
+
+
 FromWorker = Annotated[
     WorkerHello | Ready | Arrived | Formed | Leaving | Progress | Finished | Resize | Replace | StoreRequest,
     Field(discriminator="kind"),
 ]
-FromAgent = Annotated[AgentHello | WorkerEnded | AgentLeaving, Field(discriminator="kind")]
+FromAgent = Annotated[AgentHello | WorkerEnded | AgentLeaving | Probed, Field(discriminator="kind")]
 ToWorker = Annotated[
     Welcome | RegroupDue | Lost | Minted | Removed | Refused | JobOver | StoreReply, Field(discriminator="kind")
 ]
-ToAgent = Annotated[Welcome | Start | End | JobOver | Refused, Field(discriminator="kind")]
+ToAgent = Annotated[Welcome | Start | End | Probe | LeftOut | JobOver | Refused, Field(discriminator="kind")]
 
 from_worker: TypeAdapter[FromWorker] = TypeAdapter(FromWorker)
 from_agent: TypeAdapter[FromAgent] = TypeAdapter(FromAgent)

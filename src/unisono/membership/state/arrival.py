@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from unisono.membership.messages import Arrived, Minted, Seat
-from unisono.membership.state.state import Worker
+from unisono.membership.state.state import Agent, Worker
 
 
 def arrival(member: Worker) -> Arrived:
@@ -30,13 +30,25 @@ def newest(staying: Sequence[Worker], holders: Sequence[Worker]) -> int:
     return max(ranks, key=lambda rank: arrival(staying[rank]).acts)
 
 
-def survivor(member: Worker, holds: bool) -> Seat:
+def survivor(member: Worker, agent: Agent, holds: bool) -> Seat:
     """A member's place in the next roster."""
     found = arrival(member)
     acts = found.acts if holds else 0
-    return Seat(worker=member.id, host=member.host, address=found.address, acts=acts, joins=not holds)
+    return _seat(member, agent, found.address, acts=acts, joins=not holds)
 
 
-def newcomer(worker: Worker, joins: bool) -> Seat:
+def newcomer(worker: Worker, agent: Agent, joins: bool) -> Seat:
     """The place of a worker that was in none."""
-    return Seat(worker=worker.id, host=worker.host, address=worker.address, joins=joins)
+    return _seat(worker, agent, worker.address, acts=0, joins=joins)
+
+
+def _seat(worker: Worker, agent: Agent, address: str, acts: int, joins: bool) -> Seat:
+    return Seat(
+        worker=worker.id,
+        host=worker.host,
+        address=address,
+        acts=acts,
+        joins=joins,
+        agent=agent.id,
+        probes=agent.probes,
+    )

@@ -6,12 +6,15 @@ from typing import Any
 from unisono.membership.messages import End, JobOver, Lost, Refused, RegroupDue, Removed, ToAgent, ToWorker
 from unisono.membership.state.action import Action, Hangup, Note, Tell, TellAgent
 from unisono.membership.state.deadline import agent_deadline, is_past
-from unisono.membership.state.state import MEMBER, Agent, State, Worker
+from unisono.membership.state.state import MEMBER, Agent, Excluded, State, Worker
 
 QUICK_S = 5.0
 """Seconds: a worker that fails sooner after its start makes the next one wait."""
 
 LONGEST_REASON = 2000  # characters
+
+MOST_EXCLUDED = 16
+"""So many are remembered, for people."""
 
 
 class Change:
@@ -127,6 +130,16 @@ class Change:
         if worker.phase in MEMBER:
             self.depart(worker)
             self.break_up(worker)
+
+    def exclude(self, worker: Worker, why: str) -> None:
+        """A worker cannot take part, since it and others could not connect."""
+        why = short(why)
+        self.note("excluded", worker=worker.id, host=worker.host, rank=self.state.ranks.get(worker.id), why=why)
+        self.set(blame=self.blame(worker, why))
+        self.set(excluded=(*self.state.excluded, Excluded(worker.id, worker.host, why))[-MOST_EXCLUDED:])
+        if worker.phase in MEMBER:
+            self.depart(worker)
+        self.remove(self.state.workers[worker.id], why)
 
     def depart(self, worker: Worker) -> None:
         """A member is lost, or is about to leave on notice."""

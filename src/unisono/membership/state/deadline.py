@@ -17,8 +17,10 @@ def next_deadline(state: State) -> float | None:
         return None
     found = [worker_deadline(state, worker) for worker in state.workers.values()]
     found += [agent_deadline(state, agent) for agent in state.agents.values()]
+    found += [probes_deadline(state, agent) for agent in state.agents.values()]
     known = [deadline for deadline in found if deadline is not None]
-    return min([*known, state.now + state.settings.failure_timeout_s / 4]) if known else None
+    waits = known or any(link.why for link in state.links)
+    return min([*known, state.now + state.settings.failure_timeout_s / 4]) if waits else None
 
 
 def worker_deadline(state: State, worker: Worker) -> float | None:
@@ -65,6 +67,11 @@ def hangs(state: State, worker: Worker) -> bool:
 def agent_deadline(state: State, agent: Agent) -> float | None:
     """When this agent has been away for too long; None while it is there."""
     return None if agent.signs.connected else agent.signs.at + state.settings.failure_timeout_s
+
+
+def probes_deadline(state: State, agent: Agent) -> float | None:
+    """When an agent has taken too long to probe others, which ends sooner; None while it probes none."""
+    return agent.probing_since + 2 * state.settings.failure_timeout_s if agent.probing else None
 
 
 def is_past(deadline: float | None, now: float) -> bool:

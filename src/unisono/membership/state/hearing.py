@@ -12,6 +12,7 @@ from unisono.membership.messages import (
     FromWorker,
     Leaving,
     Lost,
+    Probed,
     Progress,
     Ready,
     RegroupDue,
@@ -23,7 +24,7 @@ from unisono.membership.messages import (
 )
 from unisono.membership.state.action import Tell
 from unisono.membership.state.change import Change
-from unisono.membership.state.deadline import agent_deadline, is_past, worker_deadline
+from unisono.membership.state.deadline import agent_deadline, is_past, probes_deadline, worker_deadline
 from unisono.membership.state.event import (
     AgentHeard,
     Disconnected,
@@ -35,6 +36,7 @@ from unisono.membership.state.event import (
     StopAsked,
     Tick,
 )
+from unisono.membership.state.reach import doubt, forget_agent, gave_no_answer, not_reached, probed
 from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, Signs, State, Worker
 from unisono.membership.state.status import find
 
@@ -56,6 +58,8 @@ def hear(change: Change, event: Event) -> None:
             _ended(change, agent, ended)
         case AgentHeard(agent, AgentLeaving()):
             _agent_leaves(change, agent)
+        case AgentHeard(agent, Probed() as found) if agent in change.state.agents:
+            probed(change, change.state.agents[agent], found)
         case Disconnected(worker, agent):
             _disconnected(change, worker, agent)
         case Resized(workers):
@@ -134,6 +138,7 @@ def _hear(change: Change, name: str, message: FromWorker) -> None:
         case Ready() if worker.phase in ("preparing", "ready"):
             _ready(change, worker, message)
         case Ready() if worker.phase == "working" and message.generation == change.state.generation:
+            not_reached(change, worker, message.unreached)
             _ready(change, worker, message)
             change.break_up(worker)
         case Arrived() if worker.phase == "working" and message.generation == change.state.generation:
@@ -156,10 +161,13 @@ def _ready(change: Change, worker: Worker, message: Ready) -> None:
     if worker.phase != "ready" or worker.loop != message.loop:
         change.set(last_turn=change.state.last_turn + 1, quick=0)
         worker = replace(worker, turn=change.state.last_turn)
+        if change.state.minted is not None:
+            doubt(change, worker.agent)
     change.put(worker, phase="ready", loop=message.loop, address=message.address)
 
 
 def _arrived(change: Change, worker: Worker, message: Arrived) -> None:
+    not_reached(change, worker, message.unreached)
     change.put(worker, phase="arrived", arrived=message)
     if change.state.arrival is None:
         change.set(arrival=change.now)
@@ -219,7 +227,10 @@ def _enlist(change: Change, hello: AgentHello) -> None:
     if agent is None:
         agent = Agent(hello.agent, hello.host, hello.workers)
         change.note("agent joined", agent=agent.id, host=agent.host, workers=agent.workers)
-    change.put_agent(agent, workers=hello.workers, left=False, signs=Signs(connected=True, at=change.now))
+    if agent.probes != hello.probes:
+        forget_agent(change, agent.id)
+    signs = Signs(connected=True, at=change.now)
+    change.put_agent(agent, workers=hello.workers, left=False, probes=hello.probes, probing=(), signs=signs)
     change.tell_agent(agent.id, Welcome(joins=change.state.minted is not None))
     theirs = change.workers_of(agent.id)
     for worker in theirs:
@@ -338,6 +349,8 @@ def _expire(change: Change) -> None:
     for agent in change.state.agents.values():
         if is_past(agent_deadline(change.state, agent), change.now):
             _lose_agent(change, agent)
+        elif is_past(probes_deadline(change.state, agent), change.now):
+            gave_no_answer(change, agent)
     timeout_s = change.state.settings.failure_timeout_s
     for worker in change.state.workers.values():
         if not is_past(worker_deadline(change.state, worker), change.now):

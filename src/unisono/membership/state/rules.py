@@ -8,6 +8,8 @@ from unisono.membership.state.arrival import are_steady, arrival, holds_state, n
 from unisono.membership.state.balance import is_unbalanced, split_for
 from unisono.membership.state.change import Change
 from unisono.membership.state.deadline import hangs
+from unisono.membership.state.exclusion import exclude_unconnected
+from unisono.membership.state.reach import keep_in_reach
 from unisono.membership.state.state import Signs, State, Worker
 
 LONGEST_DELAY_S = 30.0
@@ -15,7 +17,7 @@ LONGEST_DELAY_S = 30.0
 
 def settle(change: Change) -> None:
     """Do what the state calls for."""
-    for rule in (_give_up, _finish, _regroup, _dismiss, _start, _form, _announce, _close):
+    for rule in (_give_up, keep_in_reach, _finish, _regroup, _dismiss, _start, _form, _announce, _close):
         if change.state.over is None:
             rule(change)
 
@@ -60,6 +62,9 @@ def _regroup(change: Change) -> None:
     if steady and all(member.leaving for member in members):
         _preempt(change, holders)
         return
+    excluded = exclude_unconnected(change, minted, holders)
+    members = tuple(member for member in members if member.id not in excluded)
+    holders = [member for member in holders if member.id not in excluded]
     size = change.state.size
     staying = [member for member in members if not member.leaving][:size] if steady else []
     if not any(member in holders for member in staying):
@@ -68,8 +73,10 @@ def _regroup(change: Change) -> None:
     loop = arrival(staying[source]).loop
     joiners = [worker for worker in _ready(change.state) if worker.loop == loop and not worker.leaving]
     joiners = joiners[: max(0, size - len(staying))] if steady else []
-    seats = [survivor(member, member in holders) for member in staying]
-    _mint(change, [*seats, *(newcomer(joiner, joins=True) for joiner in joiners)], source, loop)
+    agents = change.state.agents
+    seats = [survivor(member, agents[member.agent], member in holders) for member in staying]
+    seats += [newcomer(joiner, agents[joiner.agent], joins=True) for joiner in joiners]
+    _mint(change, seats, source, loop)
     for member in members:
         if member not in staying:
             why = "it was asked to leave" if member.leaving else f"the job goes on with {size} workers"
@@ -79,7 +86,7 @@ def _regroup(change: Change) -> None:
 def _ready(state: State) -> list[Worker]:
     """Candidates that can be taken in, first come, first served."""
     ready = (worker for worker in state.candidates if worker.phase == "ready" and worker.signs.connected)
-    return sorted(ready, key=lambda worker: worker.turn)
+    return sorted((worker for worker in ready if not state.agents[worker.agent].untried), key=lambda one: one.turn)
 
 
 def _preempt(change: Change, holders: list[Worker]) -> None:
@@ -120,7 +127,7 @@ def _start(change: Change) -> None:
     for agent in state.agents.values():
         room = agent.places - len(change.workers_of(agent.id))
         count = min(missing, room)
-        if count <= 0 or not agent.signs.connected:
+        if count <= 0 or agent.untried or not agent.signs.connected:
             continue
         last = change.state.last_worker
         names = tuple(f"w{number}" for number in range(last + 1, last + 1 + count))
@@ -149,7 +156,8 @@ def _form(change: Change) -> None:
         return
     ready = [worker for worker in state.candidates if worker in _ready(state)]
     if len(ready) >= needed and len(ready) == len(state.candidates):
-        _mint(change, [newcomer(worker, joins=False) for worker in ready], source=0, loop=None)
+        seats = [newcomer(worker, state.agents[worker.agent], joins=False) for worker in ready]
+        _mint(change, seats, source=0, loop=None)
     elif len(state.candidates) < needed and state.size - state.unreplaced < needed:
         change.fail(f"no restarts are left, and fewer than the {needed} workers needed; lost last: {state.blame}")
 

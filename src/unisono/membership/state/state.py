@@ -66,6 +66,7 @@ class Worker:
         turn: in which order it became ready.
         arrived: how it arrived.
         farewell: what it was told when it was removed.
+        unformed: how many generations that it was to join did not form, though nobody was lost.
         digest: of its weights when it had finished.
         why: it is lost.
         signs: of its life.
@@ -83,6 +84,7 @@ class Worker:
     turn: int = 0
     arrived: Arrived | None = None
     farewell: Removed | None = None
+    unformed: int = 0
     digest: str = ""
     why: str = ""
     signs: Signs = Signs()
@@ -96,7 +98,13 @@ class Agent:
         id: that it made up.
         host: that it is on.
         workers: how many it can run.
-        given_up: places of workers that were asked to leave: they are not filled again until somebody resizes.
+        given_up: places of workers that were asked to leave, or with which no generation formed: they are not filled
+            again until somebody resizes.
+        probes: where it answers probes; empty if it does not.
+        probing: the agents that it was asked to probe, and has said nothing about.
+        probing_since: when it was asked last.
+        untried: whether it is not yet known that its host reaches those of all workers.
+        left_out: why no worker of it takes part; empty if they can.
         leaving: whether it was asked to leave.
         left: whether it was told that it has.
         signs: of its life.
@@ -108,12 +116,54 @@ class Agent:
     given_up: int = 0
     leaving: bool = False
     left: bool = False
+    probes: str = ""
+    probing: tuple[str, ...] = ()
+    probing_since: float = 0.0
+    untried: bool = False
+    left_out: str = ""
     signs: Signs = Signs()
+
+    @property
+    def room(self) -> int:
+        """How many workers may run there, if they reach the others."""
+        return 0 if self.leaving else max(0, self.workers - self.given_up)
 
     @property
     def places(self) -> int:
         """How many workers may run there now."""
-        return 0 if self.leaving else max(0, self.workers - self.given_up)
+        return 0 if self.left_out else self.room
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What is known of the connection between two hosts.
+
+    Attributes:
+        one: an agent.
+        other: another one.
+        why: there is none, for people; empty if there is one.
+        at: when this was found out.
+    """
+
+    one: str
+    other: str
+    why: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """A worker with which the others could not connect.
+
+    Attributes:
+        worker: its id.
+        host: that it ran on.
+        why: for people.
+    """
+
+    worker: str
+    host: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +188,9 @@ class State:
         broken: whether its work cannot go on: a member was lost, or has left it in the middle.
         formed: which of them work in it.
         seconds: that forming it took, by part: the slowest member's.
+        unformed: how many generations in a row without joiners did not form, though nobody was lost.
+        links: what is known of the connections between hosts, but of those that work between hosts of members.
+        excluded: workers that were excluded last, the newest at the end.
         wanted: how many workers somebody asked for; None for as many as there is room for.
         shards: of the job; 0 until a worker has said it.
         restarts: how many lost workers were replaced.
@@ -167,6 +220,9 @@ class State:
     broken: bool = False
     formed: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    unformed: int = 0
+    links: tuple[Link, ...] = ()
+    excluded: tuple[Excluded, ...] = ()
     wanted: int | None = None
     shards: int = 0
     restarts: int = 0

@@ -1,5 +1,6 @@
 """What people want to know of the state."""
 
+from dataclasses import asdict
 from typing import Any
 
 from unisono.membership.state.state import State, Worker
@@ -33,9 +34,11 @@ def status(state: State) -> dict[str, Any]:
                 "workers": agent.workers,
                 "connected": agent.signs.connected,
                 "leaving": agent.leaving,
+                "left_out": agent.left_out,
             }
             for agent in state.agents.values()
         ],
+        "excluded": [asdict(one) for one in state.excluded],
         "over": None if state.over is None else state.over.model_dump(exclude={"kind"}),
     }
 

@@ -1,0 +1,219 @@
+"""Which hosts reach each other, and who is left out where they do not.
+
+Before any worker of a new host is started, and again before members stop for one, its agent probes the other hosts. No
+member knows of that.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from unisono.membership.messages import LeftOut, Probe, Probed, Target, Unreached
+from unisono.membership.state.change import Change, short
+from unisono.membership.state.cover import lightest_cover
+from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, Link, State, Worker
+
+FRESH_S = 5.0
+"""How long a probe is believed before members are stopped for a host, in seconds."""
+
+ADVICE = (
+    "Workers of all hosts connect to each other, at ports that the system chooses: let the firewalls between these "
+    "hosts pass them, or name the network interface that the hosts share with GLOO_SOCKET_IFNAME. It is tried again "
+    "every {seconds:g} s, and the job goes on meanwhile"
+)
+
+
+def keep_in_reach(change: Change) -> None:
+    """Have hosts probed whose connections are not known, and leave out those without which all others are connected."""
+    _forget(change)
+    unknown = _probe(change)
+    _leave_out(change)
+    for agent in change.state.agents.values():
+        untried = any(not change.state.agents[other].left_out for other in unknown.get(agent.id, ()))
+        if agent.untried != untried:
+            change.put_agent(agent, untried=untried)
+
+
+def doubt(change: Change, agent: str) -> None:
+    """Have a host probed again before members stop for it: its connections may have changed since."""
+    if agent not in _at_work(change.state):
+        stale = [link for link in change.state.links if agent in (link.one, link.other) and not link.why]
+        _drop(change, [link for link in stale if link.at < change.now - FRESH_S])
+
+
+def probed(change: Change, agent: Agent, found: Probed) -> None:
+    """What an agent has found out about those that it was asked to probe."""
+    asked = set(agent.probing)
+    for other in asked.intersection(found.reached):
+        _learn(change, agent.id, other, "")
+    unreached = [each for each in found.unreached if each.agent in asked]
+    _not_reached(change, agent, unreached, is_tried=False)
+    answered = {*found.reached, *(each.agent for each in unreached)}
+    agent = change.state.agents[agent.id]
+    change.put_agent(agent, probing=tuple(other for other in agent.probing if other not in answered))
+
+
+def not_reached(change: Change, worker: Worker, unreached: Sequence[Unreached]) -> None:
+    """A member could not connect to these hosts, and its generation did not form."""
+    _not_reached(change, change.state.agents[worker.agent], unreached, is_tried=True)
+
+
+def gave_no_answer(change: Change, agent: Agent) -> None:
+    """An agent was asked to probe others, and says nothing about them."""
+    silent = [Unreached(agent=other, why="its agent has not said whether it does") for other in agent.probing]
+    _not_reached(change, agent, silent, is_tried=False)
+    change.put_agent(change.state.agents[agent.id], probing=())
+
+
+def forget_agent(change: Change, agent: str) -> None:
+    """An agent has another address, or is gone."""
+    _drop(change, [link for link in change.state.links if agent in (link.one, link.other)])
+
+
+# -- links
+
+
+def _not_reached(change: Change, agent: Agent, unreached: Sequence[Unreached], *, is_tried: bool) -> None:
+    """Only members that try know better than that members are connected."""
+    at_work = _at_work(change.state)
+    for each in unreached:
+        other = change.state.agents.get(each.agent)
+        if other is None or other is agent or (not is_tried and {agent.id, other.id} <= at_work):
+            continue
+        where = f" at {other.probes}" if other.probes else ""
+        _learn(change, agent.id, other.id, short(f"{agent.host} does not reach {other.host}{where}: {each.why}"))
+
+
+def _learn(change: Change, one: str, other: str, why: str) -> None:
+    known = _links(change.state).get(frozenset((one, other)))
+    if why and (known is None or not known.why):
+        change.note("no connection", agents=[one, other], why=why)
+    elif known is not None and known.why and not why:
+        change.note("connected again", agents=[one, other])
+    _drop(change, [] if known is None else [known])
+    change.set(links=(*change.state.links, Link(one, other, why, change.now)))
+
+
+def _drop(change: Change, dropped: Sequence[Link]) -> None:
+    if dropped:
+        change.set(links=tuple(link for link in change.state.links if link not in dropped))
+
+
+def _links(state: State) -> dict[frozenset[str], Link]:
+    return {frozenset((link.one, link.other)): link for link in state.links}
+
+
+def _at_work(state: State) -> set[str]:
+    """Agents with members."""
+    return {member.agent for member in state.members}
+
+
+def _forget(change: Change) -> None:
+    """Links of agents that are gone; and that members are connected goes without saying."""
+    state = change.state
+    if not state.links:
+        return
+    at_work, there = _at_work(state), {agent.id for agent in state.agents.values() if not agent.left}
+    kept = [
+        link
+        for link in state.links
+        if {link.one, link.other} <= there and (link.why or not {link.one, link.other} <= at_work)
+    ]
+    if len(kept) < len(state.links):
+        change.set(links=tuple(kept))
+
+
+# -- probes
+
+
+def _probe(change: Change) -> dict[str, set[str]]:
+    """Have pairs of hosts probed, each by the agent that came later.
+
+    Returns:
+        of each agent, those with workers that it does not know to reach.
+    """
+    state, known = change.state, _links(change.state)
+    with_workers = {worker.agent for worker in state.workers.values() if worker.phase in (*CANDIDATE, *MEMBER)}
+    unknown: dict[str, set[str]] = {}
+    wanted: dict[str, list[Agent]] = {}
+    for earlier, later in _uncertain(state):
+        link = known.get(frozenset((earlier.id, later.id)))
+        if link is None:
+            for one, other in ((earlier, later), (later, earlier)):
+                if other.id in with_workers:
+                    unknown.setdefault(one.id, set()).add(other.id)
+        is_due = link is None or (link.why and link.at + state.settings.failure_timeout_s <= change.now)
+        if is_due and earlier.id not in later.probing and earlier.signs.connected and later.signs.connected:
+            wanted.setdefault(later.id, []).append(earlier)
+    for name, others in wanted.items():
+        agent = change.state.agents[name]
+        targets = tuple(Target(agent=other.id, host=other.host, address=other.probes) for other in others)
+        change.put_agent(agent, probing=(*agent.probing, *(other.id for other in others)), probing_since=change.now)
+        change.tell_agent(name, Probe(targets=targets))
+    return unknown
+
+
+def _uncertain(state: State) -> Iterator[tuple[Agent, Agent]]:
+    """Pairs of agents, first who came first, that answer probes and of which one at least has no members."""
+    at_work = _at_work(state)
+    agents = [agent for agent in state.agents.values() if agent.probes and not agent.leaving]
+    for place, agent in enumerate(agents):
+        if agent.id not in at_work:
+            yield from ((earlier, agent) for earlier in agents[:place])
+            yield from ((agent, later) for later in agents[place + 1 :] if later.id in at_work)
+
+
+# -- who is left out
+
+
+def _leave_out(change: Change) -> None:
+    gaps = [link for link in change.state.links if link.why]
+    out = lightest_cover([(link.one, link.other) for link in gaps], _weights(change.state)) if gaps else frozenset()
+    for agent in change.state.agents.values():
+        why = _reason(change.state, agent, gaps, out) if agent.id in out else ""
+        if bool(why) != bool(agent.left_out):
+            change.put_agent(agent, left_out=why)
+            change.note("left out" if why else "not left out any more", agent=agent.id, host=agent.host, why=why)
+            advice = ADVICE.format(seconds=change.state.settings.failure_timeout_s)
+            change.tell_agent(agent.id, LeftOut(reason=f"{why}. {advice}" if why else ""))
+        for worker in change.workers_of(agent.id) if why else ():
+            if worker.phase in CANDIDATE:
+                change.exclude(worker, why)
+
+
+def _reason(state: State, agent: Agent, gaps: Sequence[Link], out: frozenset[str]) -> str:
+    if agent.left_out:
+        return agent.left_out
+    mine = [link for link in gaps if agent.id in (link.one, link.other)]
+    telling = [link for link in mine if not {link.one, link.other} <= out] or mine
+    return telling[0].why
+
+
+def _weights(state: State) -> dict[str, int]:
+    """What it costs to go on without the workers of each agent.
+
+    Whoever holds the weights counts most, then who is on the way, then the room; before the first generation the room
+    comes first. Among equals, the source's host stays, and then those that came first.
+    """
+    source = "" if state.minted is None else state.minted.roster[state.minted.source].agent
+    names = sorted(state.agents, key=lambda name: name != source)
+    holding, working = _counted(state)
+    weights = {}
+    for place, name in enumerate(names):
+        counts = [holding.get(name, 0), working.get(name, 0), state.agents[name].room]
+        first, second, third = counts if state.minted is not None else reversed(counts)
+        # A bit of its own for each agent, so that no two sets weigh the same: the higher, the sooner it came.
+        bit = 1 << (len(names) - 1 - place)
+        weights[name] = (((first << 40) + (second << 20) + third) << len(names)) + bit
+    return weights
+
+
+def _counted(state: State) -> tuple[dict[str, int], dict[str, int]]:
+    """Of each agent, how many workers hold the weights, and how many take part or are about to."""
+    fresh = set() if state.minted is None else {seat.worker for seat in state.minted.roster if seat.joins}
+    holding: dict[str, int] = {}
+    working: dict[str, int] = {}
+    for worker in state.workers.values():
+        if worker.phase in MEMBER and (worker.id not in fresh or worker.id in state.formed):
+            holding[worker.agent] = holding.get(worker.agent, 0) + 1
+        if worker.phase in (*CANDIDATE, *MEMBER):
+            working[worker.agent] = working.get(worker.agent, 0) + 1
+    return holding, working

@@ -1,0 +1,140 @@
+"""A job that consists of the state machine alone: the test says what happens, and sees what is told to whom."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from unisono.membership.messages import (
+    AgentHello,
+    Arrived,
+    FromAgent,
+    FromWorker,
+    Message,
+    Minted,
+    Ready,
+    WorkerEnded,
+    WorkerHello,
+)
+from unisono.membership.state import (
+    AgentHeard,
+    Coordination,
+    Event,
+    Forget,
+    Hangup,
+    Heard,
+    Note,
+    State,
+    Tell,
+    TellAgent,
+    Tick,
+    next_deadline,
+    step,
+)
+
+SHARDS = 8
+
+
+class Job:
+    """A job whose workers and agents do what the test says; it keeps what they were told."""
+
+    def __init__(self, smallest: int = 1, largest: int = 8, **settings: Any) -> None:
+        self.state = State(settings=Coordination(smallest, largest, **{"failure_timeout_s": 10.0, **settings}))
+        self.now = 100.0
+        self.told: list[tuple[str, Message]] = []
+        self.notes: list[Note] = []
+        self.forgotten: list[int | None] = []
+        self.hung_up: list[str] = []
+
+    def happen(self, event: Event, after: float = 0.0) -> Self:
+        self.now += after
+        self.state, actions = step(self.state, event, self.now)
+        self.told = []
+        self.hung_up = []
+        for action in actions:
+            match action:
+                case Tell(name, message) | TellAgent(name, message):
+                    self.told.append((name, message))
+                case Note():
+                    self.notes.append(action)
+                case Forget(below):
+                    self.forgotten.append(below)
+                case Hangup(worker):
+                    self.hung_up.append(worker)
+        return self
+
+    def hear(self, worker: str, message: FromWorker) -> Self:
+        return self.happen(Heard(worker, message))
+
+    def agent(self, message: FromAgent, agent: str = "a") -> Self:
+        return self.happen(AgentHeard(agent, message))
+
+    def enlist(self, workers: int, agent: str = "a", running: Sequence[str] | None = None) -> Self:
+        if running is None:
+            running = [worker.id for worker in self.state.workers.values() if worker.agent == agent]
+        hello = AgentHello(agent=agent, host=f"host-{agent}", workers=workers, running=tuple(running))
+        return self.agent(hello, agent)
+
+    def connect(self, *workers: str, generation: int = 0, shards: int = SHARDS) -> Self:
+        for worker in workers:
+            self.hear(worker, WorkerHello(worker=worker, host="h", pid=1, shards=shards, generation=generation))
+        return self
+
+    def ready(self, *workers: str, loop: int | None = None) -> Self:
+        for worker in workers:
+            self.connect(worker).hear(worker, Ready(loop=loop))
+        return self
+
+    def arrive(self, *workers: str, acts: int = 5, loop: int = 0, at_boundary: bool = True) -> Self:
+        for worker in workers:
+            self.hear(
+                worker,
+                Arrived(
+                    generation=self.state.generation,
+                    acts=acts,
+                    loop=loop,
+                    at_boundary=at_boundary,
+                    step=acts,
+                    address=f"{worker}:1",
+                ),
+            )
+        return self
+
+    def end(self, worker: str, code: int = -9, error: str = "", agent: str = "a") -> Self:
+        return self.agent(WorkerEnded(worker=worker, code=code, error=error), agent)
+
+    def wait(self, seconds: float) -> Self:
+        """Time passes, with all the ticks that are asked for."""
+        end = self.now + seconds
+        told = []
+        while (deadline := next_deadline(self.state)) is not None and deadline <= end:
+            self.happen(Tick(), max(0.0, deadline - self.now))
+            told += self.told
+        self.happen(Tick(), max(0.0, end - self.now))
+        self.told = told + self.told
+        return self
+
+    def heard(self, kind: type[Message]) -> list[str]:
+        """Who was told a message of this kind by the last event."""
+        return [name for name, message in self.told if isinstance(message, kind)]
+
+    def minted(self) -> Minted:
+        """The generation that the last event has minted."""
+        found = {message for _, message in self.told if isinstance(message, Minted)}
+        assert len(found) == 1
+        return found.pop()
+
+    @property
+    def roster(self) -> list[str]:
+        assert self.state.minted is not None
+        return [seat.worker for seat in self.state.minted.roster]
+
+
+def training(workers: int = 3, **settings: Any) -> Job:
+    """A job whose first generation works."""
+    job = Job(**settings).enlist(workers)
+    return job.ready(*(f"w{number}" for number in range(1, workers + 1)))
+
+
+def with_joiner(workers: int = 2, loop: int = 0, **settings: Any) -> Job:
+    """A job at work, and one more worker that is ready for a loop."""
+    job = training(workers, **settings).enlist(workers + 1)
+    return job.ready(f"w{workers + 1}", loop=loop)

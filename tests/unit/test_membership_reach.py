@@ -1,0 +1,295 @@
+"""Hosts that do not reach each other: who is probed, who is told, who is left out, and that the others go on."""
+
+from typing import Any, Self
+
+import pytest
+
+from membership_job import SHARDS, Job
+from unisono.membership.messages import (
+    AgentHello,
+    Arrived,
+    End,
+    Formed,
+    LeftOut,
+    Minted,
+    Probe,
+    Probed,
+    Progress,
+    Ready,
+    RegroupDue,
+    Removed,
+    Start,
+    Unreached,
+)
+from unisono.membership.state import Disconnected, Resized, Restarted, status
+
+pytestmark = pytest.mark.unit
+
+TIMEOUT_S = 10.0
+
+
+class Network(Job):
+    """A job on hosts that answer probes."""
+
+    def come(self, agent: str, workers: int = 1, running: tuple[str, ...] = ()) -> Self:
+        hello = AgentHello(agent=agent, host=f"host-{agent}", workers=workers, running=running, probes=f"{agent}:7")
+        self.agent(hello, agent)
+        return self
+
+    def probed(self) -> dict[str, list[str]]:
+        """Who was asked by the last event to probe whom."""
+        found = [(name, message) for name, message in self.told if isinstance(message, Probe)]
+        return {name: [target.agent for target in message.targets] for name, message in found}
+
+    def reaches(self, agent: str, *others: str) -> Self:
+        self.agent(Probed(reached=others), agent)
+        return self
+
+    def fails(self, agent: str, *others: str) -> Self:
+        self.agent(Probed(unreached=tuple(Unreached(agent=other, why="timed out") for other in others)), agent)
+        return self
+
+    def work(self, *workers: str) -> Self:
+        for worker in workers:
+            self.hear(worker, Formed(generation=self.state.generation))
+        return self
+
+    def stop(self, worker: str, *unreached: str, acts: int = 5) -> Self:
+        """It arrives, since it did not reach these."""
+        found = tuple(Unreached(agent=other, why="timed out") for other in unreached)
+        about = Arrived(
+            generation=self.state.generation, acts=acts, loop=0, at_boundary=True, step=acts, unreached=found
+        )
+        self.hear(worker, about)
+        return self
+
+    def train(self, seconds: float) -> Self:
+        """Time passes, in which members give signs of life."""
+        told = []
+        for _ in range(10):
+            for member in self.state.members:
+                self.hear(member.id, Progress(acts=5, step=5))
+            self.wait(seconds / 10)
+            told += self.told
+        self.told = told
+        return self
+
+    def join(self, worker: str) -> Self:
+        self.ready(worker, loop=0)
+        return self
+
+    @property
+    def journal(self) -> list[str]:
+        return [note.event for note in self.notes]
+
+
+def at_work(*hosts: tuple[str, int], **settings: Any) -> Network:
+    """A job whose hosts, each with so many workers, have formed a generation."""
+    job = Network(**settings)
+    for agent, workers in hosts:
+        job.come(agent, workers)
+        earlier = [other for other, _ in hosts[: [name for name, _ in hosts].index(agent)]]
+        job.reaches(agent, *earlier)
+    names = [worker.id for worker in job.state.workers.values()]
+    job.ready(*names)
+    assert job.roster == names
+    job.work(*names)
+    return job
+
+
+def with_stranger() -> Network:
+    """A job at work on one host, and a second host that was asked to probe it."""
+    job = at_work(("a", 1))
+    job.come("b")
+    return job
+
+
+def test_a_host_that_comes_probes_the_others_before_any_worker_is_started_there() -> None:
+    job = with_stranger()
+    assert job.probed() == {"b": ["a"]}
+    assert job.heard(Start) == []
+    assert job.reaches("b", "a").heard(Start) == ["b"]
+
+
+def test_a_host_that_does_not_reach_the_members_is_told_why_and_what_to_do_and_nobody_stops() -> None:
+    job = with_stranger().fails("b", "a")
+    ((name, told),) = job.told
+    assert name == "b"
+    assert isinstance(told, LeftOut)
+    assert "host-b does not reach host-a at a:7: timed out" in told.reason
+    assert "GLOO_SOCKET_IFNAME" in told.reason
+    assert job.journal[-2:] == ["no connection", "left out"]
+    assert [agent["left_out"] for agent in status(job.state)["agents"]] == [
+        "",
+        "host-b does not reach host-a at a:7: timed out",
+    ]
+    assert job.state.generation == 1
+    assert job.state.due_since is None
+    assert job.state.size == 1
+
+
+def test_it_is_probed_again_and_takes_part_as_soon_as_it_can() -> None:
+    job = with_stranger().fails("b", "a")
+    assert job.train(TIMEOUT_S / 2).probed() == {}
+    assert job.train(TIMEOUT_S).probed() == {"b": ["a"]}
+    job.fails("b", "a")
+    assert job.journal.count("left out") == 1
+    assert job.heard(LeftOut) == []
+    job.train(TIMEOUT_S * 1.5).reaches("b", "a")
+    assert job.heard(Start) == ["b"]
+    assert ("b", LeftOut()) in job.told
+    assert job.journal[-3:-1] == ["connected again", "not left out any more"]
+
+
+def test_hosts_of_members_are_not_probed_and_a_late_answer_disturbs_no_members() -> None:
+    job = at_work(("a", 1), ("b", 1))
+    assert job.state.links == ()
+    job.fails("b", "a").train(2 * TIMEOUT_S)
+    assert job.state.links == ()
+    assert not job.state.agents["b"].left_out
+    assert job.state.due_since is None
+
+
+def test_an_old_probe_is_repeated_before_members_stop_for_a_joiner() -> None:
+    job = with_stranger().reaches("b", "a")
+    job.connect("w2")
+    job.train(TIMEOUT_S).join("w2")
+    assert job.probed() == {"b": ["a"]}
+    assert job.heard(RegroupDue) == []
+    assert job.reaches("b", "a").heard(RegroupDue) == ["w1"]
+
+
+def test_a_joiner_whose_host_is_cut_off_meanwhile_goes_and_the_members_do_not_stop() -> None:
+    job = with_stranger().reaches("b", "a")
+    job.connect("w2")
+    job.train(TIMEOUT_S).join("w2").fails("b", "a")
+    assert job.heard(RegroupDue) == []
+    assert job.heard(Removed) == ["w2"]
+    assert job.state.due_since is None
+    assert [one["why"] for one in status(job.state)["excluded"]] == ["host-b does not reach host-a at a:7: timed out"]
+
+
+def test_a_fresh_probe_is_believed() -> None:
+    job = with_stranger().reaches("b", "a")
+    assert job.join("w2").heard(RegroupDue) == ["w1"]
+    assert job.probed() == {}
+
+
+def test_hosts_that_answer_no_probes_are_taken_in_as_they_are() -> None:
+    job = at_work(("a", 1))
+    job.enlist(1, agent="b")
+    assert job.heard(Start) == ["b"]
+
+
+def test_an_agent_that_connects_again_is_asked_again() -> None:
+    job = with_stranger()
+    job.happen(Disconnected(agent="b")).happen(Restarted())
+    job.come("a", running=("w1",)).connect("w1", generation=1)
+    assert job.come("b").probed() == {"b": ["a"]}
+
+
+def test_an_agent_that_says_nothing_about_a_probe_is_left_out_in_the_end() -> None:
+    job = with_stranger()
+    job.train(2.2 * TIMEOUT_S)
+    assert "its agent has not said" in job.state.agents["b"].left_out
+    assert job.train(TIMEOUT_S).probed() == {"b": ["a"]}
+    assert not job.state.agents["a"].left_out
+
+
+def test_where_members_do_not_reach_each_other_the_fewest_go_with_their_reason() -> None:
+    job = at_work(("a", 1), ("b", 2), ("c", 2))
+    job.stop("w1", "b", "c").stop("w2", "a").stop("w3").stop("w4").stop("w5")
+    assert job.roster == ["w2", "w3", "w4", "w5"]
+    assert job.heard(Removed) == ["w1"]
+    (excluded,) = [note.fields for note in job.notes if note.event == "excluded"]
+    assert (excluded["worker"], excluded["host"], excluded["rank"]) == ("w1", "h", 0)
+    assert "host-a does not reach host-b at b:7: timed out" in excluded["why"]
+    assert job.journal[-3:] == ["excluded", "left", "minted"]
+
+
+@pytest.mark.parametrize("ahead", ["w1", "w2"])
+def test_of_two_halves_the_one_stays_whose_state_is_the_newest(ahead: str) -> None:
+    job = at_work(("a", 1), ("b", 1))
+    job.stop("w1", acts=5 + (ahead == "w1")).stop("w2", acts=5 + (ahead == "w2"))
+    job.stop("w1", "b", acts=6).stop("w2", acts=6)
+    assert job.roster == [ahead]
+
+
+def test_whoever_holds_the_weights_stays_against_any_number_of_joiners() -> None:
+    job = at_work(("a", 1))
+    job.come("b", 3).reaches("b", "a").join("w2")
+    job.join("w3").join("w4").stop("w1")
+    assert job.roster == ["w1", "w2", "w3", "w4"]
+    job.stop("w1", "b", acts=5)
+    for joiner in ("w2", "w3", "w4"):
+        job.hear(joiner, Ready(loop=0, generation=2, unreached=(Unreached(agent="a", why="refused"),)))
+    assert job.roster == ["w1"]
+    assert sorted(one.worker for one in job.state.excluded) == ["w2", "w3", "w4"]
+
+
+def test_before_the_first_generation_the_hosts_with_the_most_room_stay() -> None:
+    job = Network(smallest=2, largest=4).come("a", 1)
+    job.ready("w1")
+    job.come("b", 3).fails("b", "a")
+    assert job.state.agents["a"].left_out
+    assert job.heard(Start) == ["b"]
+    assert job.heard(Removed) == ["w1"]
+    job.ready("w2", "w3", "w4")
+    assert job.roster == ["w2", "w3", "w4"]
+
+
+def test_a_generation_that_nobody_forms_twice_counts_against_its_joiners() -> None:
+    job = at_work(("a", 2))
+    job.come("b").reaches("b", "a").join("w3")
+    job.stop("w1").stop("w2")
+    assert job.roster == ["w1", "w2", "w3"]
+    job.stop("w1").stop("w2").hear("w3", Ready(loop=0, generation=2))
+    assert job.roster == ["w1", "w2"]  # and its host is probed again
+    job.work("w1", "w2").reaches("b", "a").stop("w1", acts=7).stop("w2", acts=7)
+    assert job.roster == ["w1", "w2", "w3"]
+    job.stop("w1", acts=7).stop("w2", acts=7).hear("w3", Ready(loop=0, generation=4))
+    assert job.roster == ["w1", "w2"]
+    assert [note.fields["generation"] for note in job.notes if note.event == "not formed"] == [2, 4]
+    assert [one.worker for one in job.state.excluded] == ["w3"]
+    assert job.end("w3", code=0, agent="b").work("w1", "w2").heard(Start) == []
+    assert job.happen(Resized(3)).reaches("b", "a").heard(Start) == ["b"]
+
+
+def test_members_of_which_no_generation_forms_go_one_by_one_the_newest_first() -> None:
+    job = at_work(("a", 3))
+    job.stop("w1", acts=6).stop("w2", acts=6).stop("w3", acts=6)
+    rosters = []
+    while len(job.roster) > 1:
+        rosters.append(tuple(job.roster))
+        for worker in job.roster:
+            job.stop(worker, acts=6)
+    assert rosters == [("w1", "w2", "w3")] * 2 + [("w1", "w2")] * 2
+    assert job.roster == ["w1"]
+
+
+def test_a_generation_that_has_worked_counts_against_nobody() -> None:
+    job = at_work(("a", 2))
+    for acts in range(6, 12):
+        job.stop("w1", acts=acts).stop("w2", acts=acts)
+        assert job.roster == ["w1", "w2"]
+    assert job.state.unformed == 0
+
+
+def test_a_loss_explains_why_a_generation_did_not_form() -> None:
+    job = at_work(("a", 3), max_restarts=100)
+    for number in range(4, 8):
+        job.stop("w1").stop("w2").end(job.roster[-1])
+        assert job.state.unformed == 0
+        job.work("w1", "w2").ready(f"w{number}", loop=0)
+        job.stop("w1").stop("w2")
+        assert len(job.roster) == 3
+    assert job.state.excluded == ()
+
+
+def test_the_shards_of_those_who_go_are_computed_by_those_who_stay() -> None:
+    job = at_work(("a", 2), ("b", 1))
+    job.stop("w1").stop("w2", "b").stop("w3")
+    minted = job.state.minted
+    assert isinstance(minted, Minted)
+    assert minted.bounds == (0, SHARDS // 2, SHARDS)
+    assert job.heard(End) == []
