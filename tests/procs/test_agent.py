@@ -6,6 +6,7 @@ import signal
 import textwrap
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from io import StringIO
 from pathlib import Path
@@ -177,11 +178,11 @@ def with_host(test: Callable[[Host], Coroutine[Any, Any, None]]) -> Test:
 
         asyncio.run(go())
 
-    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+    run.__name__, run.__doc__, run.__module__ = getattr(test, "__name__", ""), test.__doc__, test.__module__
     return run
 
 
-DONE = JobOver(digest="abc")
+DONE = JobOver(digest="abc", main="w1", finished=("w1", "w2"))
 FAILED = JobOver(reason="w1 on host a: it ended with code 1")
 PREEMPTED = JobOver(preempted=True, reason="all were asked to leave")
 
@@ -246,7 +247,7 @@ async def test_a_loss_that_the_job_survived_is_not_its_end(host: Host) -> None:
     assert (await host.office.hears(WorkerEnded)).code == -signal.SIGKILL
     await host.start("w2")
     await host.office.hears(WorkerEnded)
-    assert (await host.end(DONE)).exit_code == 0
+    assert (await host.end(JobOver(digest="abc", main="w2", finished=("w2",)))).exit_code == 0
 
 
 @with_host
@@ -260,6 +261,42 @@ async def test_a_script_that_fails_after_the_job_is_done_is_a_failure(host: Host
     os.kill(host.pid_of("w1"), signal.SIGUSR2)
     outcome = await host.end()
     assert (outcome.exit_code, "worker w1 on host" in outcome.summary()) == (5, True)
+
+
+@pytest.mark.parametrize("where", ["its last lines", "an exit handler", "its end"])
+@pytest.mark.parametrize("victim", ["w1", "w2"])
+def test_after_the_end_the_main_worker_is_missed_as_long_as_its_script_has_something_to_do(
+    victim: str, where: str, tmp_path: Path
+) -> None:
+    with_host(partial(_kill_after_the_end, victim=victim, where=where))(tmp_path)
+
+
+async def _kill_after_the_end(host: Host, victim: str, where: str) -> None:
+    await host.begin(f"""
+        import atexit
+        where = {where!r} if me == {victim!r} else ""
+        class Last:
+            def __del__(self, write=os.write, me=os.getpid(), pause=signal.pause):  # other names are gone by then
+                write(1, b"waiting %d" % me + bytes([10]))
+                while True: pause()
+        if where == "its end": last = Last()  # Python lets go of it after all exit handlers
+        if where == "an exit handler": atexit.register(forever)
+        if where == "its last lines": forever()
+    """)
+    await host.start("w1", "w2")
+    await host.wrote(victim)
+    await host.office.say(DONE)
+    assert isinstance(await host.office.hears(WorkerEnded), WorkerEnded)
+    await host.office.hang_up()
+    await host.office.hears(AgentHello)  # so it has heard that the job is done
+    os.kill(host.pid_of(victim), signal.SIGKILL)
+    outcome = await host.end()
+    is_cut = where != "its end"
+    is_missed = is_cut and victim == "w1"
+    assert outcome.exit_code == (137 if is_missed else 0)
+    assert ("training was complete" in report(outcome, host.run_folder)) == is_missed
+    told = [line for line in host.err.getvalue().splitlines() if "is not missed" in line]
+    assert ["worker w2 on host" in line for line in told] == [True] * (is_cut and victim == "w2")
 
 
 @with_host

@@ -7,13 +7,16 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.launch.command import ElasticSeat, elastic_command, elastic_dry_run, worker_command
 from unisono.launch.coordinator_process import Listening, server_command
-from unisono.launch.elastic import ElasticSettings, Range, telling, verdict_of
+from unisono.launch.elastic import ElasticSettings, Range, at_the_end, telling, verdict_of
+from unisono.launch.ended import exit_code, note_end
 from unisono.launch.failure import Failure
 from unisono.launch.name import called, label, number
 from unisono.launch.outcome import Outcome, WorkerExit
-from unisono.launch.result import End
+from unisono.launch.report import report
+from unisono.launch.result import End, open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
+from unisono.launch.struck import with_faults
 from unisono.membership import server
 from unisono.membership.messages import JobOver
 
@@ -162,7 +165,7 @@ def test_without_a_failure_on_this_host_the_coordinator_has_the_last_word(over: 
 
 def test_the_digest_is_known_here_though_the_main_worker_wrote_it_elsewhere(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    End.of(Outcome((), 3, "a", 1.0, verdict=verdict_of(JobOver(digest="abc")))).write(folder)
+    End.of(Outcome((), 3, "a", 1.0, verdict=verdict_of(JobOver(digest="abc")), digest="abc")).write(folder)
     assert folder.read_result() == {
         "weights_sha256": "abc",
         "steps": None,
@@ -172,6 +175,74 @@ def test_the_digest_is_known_here_though_the_main_worker_wrote_it_elsewhere(tmp_
         "exit_code": 0,
         "error": None,
     }
+
+
+OVER = JobOver(digest="abc", main="w1", finished=("w1", "w2"))
+KILLED = -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("exits", "code"),
+    [
+        ([exited("w1", 0), exited("w2", KILLED)], 0),
+        ([exited("w1", KILLED), exited("w2", 0)], 137),
+        ([exited("w1", 0), raised("w2", 1.0)], 1),
+        ([exited("w1", 0), exited("w2", 5)], 5),
+        ([exited("w1", 0), exited("w2", 0), raised("w3", 1.0)], 0),
+        ([exited("w2", 0), exited("w3", KILLED)], 0),
+    ],
+    ids=[
+        "another worker is killed",
+        "the main worker is killed",
+        "another's last lines fail",
+        "another's last lines exit",
+        "a joiner fails that came too late",
+        "the main worker is on another host",
+    ],
+)
+def test_after_the_end_errors_count_and_so_does_the_loss_of_the_main_worker(exits: list[WorkerExit], code: int) -> None:
+    outcome = Outcome(at_the_end(exits, OVER), 3, "a", 1.0, verdict=verdict_of(OVER), digest=OVER.digest)
+    assert outcome.exit_code == code
+    assert ("training was complete" in outcome.summary()) == (code != 0)
+
+
+def test_exit_code_result_and_words_say_the_same_of_a_main_worker_that_was_killed_after_the_end(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_result({"weights_sha256": "abc", "steps": 9, "exit_code": 0, "error": None})
+    folder.journal("fault", number=7, kind="kill", step=8, rank=0, pid=4711)
+    killed = exited("w1", KILLED, pid=4711)
+    exits = with_faults(at_the_end([killed], OVER), folder)
+    outcome = Outcome(exits, 3, "a", 1.0, verdict=verdict_of(OVER), digest=OVER.digest)
+    words = (
+        "worker w1 on host a was killed by SIGKILL: fault 7 (kill) of the rehearsal, at step 8; training was complete"
+    )
+    End.of(outcome).write(folder)
+    result = folder.read_result()
+    assert result is not None
+    assert (result["weights_sha256"], result["steps"], result["exit_code"]) == ("abc", 9, 137)
+    assert result["error"]["message"] == outcome.summary()
+    assert outcome.summary().startswith(words)
+    assert outcome.summary() in report(outcome, folder)
+    assert "memory" not in report(outcome, folder)
+
+
+def test_only_a_fault_that_kills_explains_a_kill(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.journal("fault", number=1, kind="slow", step=8, rank=0, pid=4711)
+    folder.journal("fault", number=2, kind="kill", step=8, rank=0, pid=4712)
+    exits = [exited("w1", KILLED, pid=4711), exited("w2", KILLED, pid=4712), exited("w3", 1, pid=4712)]
+    assert [each.fault.partition(" of ")[0] for each in with_faults(exits, folder)] == ["", "fault 2 (kill)", ""]
+
+
+@pytest.mark.parametrize("code", [0, 3, 75])
+def test_a_process_that_is_killed_when_its_script_has_ended_has_the_scripts_exit_code(
+    code: int, tmp_path: Path
+) -> None:
+    folder = open_folder(tmp_path / "run", "train")
+    assert exit_code(folder, "w1", KILLED) == KILLED
+    note_end(folder, "w1", code)
+    assert (exit_code(folder, "w1", KILLED), exit_code(folder, "w1", 9)) == (code, 9)
+    assert exit_code(open_folder(tmp_path / "run", "train"), "w1", KILLED) == KILLED  # of an earlier start
 
 
 def test_workers_are_called_by_their_id_where_ranks_change() -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import unisono
 from unisono.errors import JobError
 from unisono.testing import Faults
+from unisono.testing.chaos import why_again
 from unisono.testing.fault import KINDS, Slow
 from unisono.testing.rehearsal import PLUGIN, Rehearsal
 from unisono.testing.storm import SHARES, Storm
@@ -269,3 +270,24 @@ def test_what_an_observer_raises_ends_the_loop(training: unisono.Run) -> None:
     training.on("step_ends", refuse)
     with pytest.raises(ValueError, match="no more"):
         loop(training)
+
+
+COMPLETE = {"weights_sha256": "abc", "exit_code": 137}
+CUT = {"weights_sha256": None, "exit_code": 137}
+
+
+@pytest.mark.parametrize(
+    ("code", "result", "why"),
+    [
+        (-9, {}, "its agent was killed"),
+        (75, CUT, "all its workers were asked to leave"),
+        (137, COMPLETE, "its main worker was struck in the script's last lines"),
+        (137, CUT, ""),
+        (1, COMPLETE, ""),
+        (1, CUT, ""),
+    ],
+)
+def test_a_job_that_a_fault_has_ended_is_started_again_and_one_that_failed_is_not(
+    code: int, result: dict[str, Any], why: str
+) -> None:
+    assert why_again(code, result) == why

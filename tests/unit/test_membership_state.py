@@ -669,11 +669,15 @@ def test_growing_asks_for_more_workers_where_there_is_room() -> None:
 # -- the end
 
 
+def done(main: str, *finished: str) -> JobOver:
+    return JobOver(digest=DIGEST, main=main, finished=finished)
+
+
 def test_the_job_is_done_when_all_have_finished() -> None:
     job = training(2).hear("w1", Finished(digest=DIGEST))
     assert job.state.over is None
     job.hear("w2", Finished(digest=DIGEST))
-    assert job.state.over == JobOver(digest=DIGEST)
+    assert job.state.over == done("w1", "w1", "w2")
     assert job.heard(JobOver) == ["w1", "w2", "a"]
 
 
@@ -685,14 +689,19 @@ def test_different_weights_at_the_end_are_an_error() -> None:
 
 def test_a_job_is_done_though_one_is_lost_when_the_others_have_finished() -> None:
     job = training(2, max_restarts=5).hear("w1", Finished(digest=DIGEST)).end("w1", 0).end("w2")
-    assert job.state.over == JobOver(digest=DIGEST)
+    assert job.state.over == done("w1", "w1")
+
+
+def test_the_main_worker_is_told_of_though_it_is_lost_when_the_others_have_finished() -> None:
+    job = training(3, max_restarts=5).hear("w3", Finished(digest=DIGEST)).end("w1")
+    assert job.hear("w2", Finished(digest=DIGEST)).state.over == done("w1", "w2", "w3")
 
 
 def test_those_that_missed_the_end_compute_it_again_without_those_that_have_finished() -> None:
     job = training(3).hear("w1", Finished(digest=DIGEST)).end("w3")
     job.arrive("w2", at_boundary=False)
     assert job.roster == ["w2"]
-    assert job.hear("w2", Finished(digest=DIGEST)).state.over == JobOver(digest=DIGEST)
+    assert job.hear("w2", Finished(digest=DIGEST)).state.over == done("w2", "w1", "w2")
 
 
 def test_an_exception_after_the_run_is_one_of_the_script_too() -> None:
@@ -703,14 +712,14 @@ def test_an_exception_after_the_run_is_one_of_the_script_too() -> None:
 
 def test_who_is_still_on_the_way_when_the_job_is_done_is_ended_since_nobody_will_be_there_to_tell_it() -> None:
     job = training(2, max_restarts=5).end("w2").hear("w1", Finished(digest=DIGEST))
-    assert job.state.over == JobOver(digest=DIGEST)
+    assert job.state.over == done("w1", "w1")
     assert ("a", End(workers=("w3",), how="kill")) in job.told
 
 
 def test_whoever_connects_to_a_job_that_is_over_is_told_so() -> None:
     job = training(1).hear("w1", Finished(digest=DIGEST))
-    assert job.connect("w1").told == [("w1", JobOver(digest=DIGEST))]
-    assert job.enlist(1, "b").told == [("b", JobOver(digest=DIGEST))]
+    assert job.connect("w1").told == [("w1", done("w1", "w1"))]
+    assert job.enlist(1, "b").told == [("b", done("w1", "w1"))]
     assert job.happen(Resized(3)).told == []
     assert next_deadline(job.state) is None
 

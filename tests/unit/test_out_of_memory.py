@@ -1,6 +1,7 @@
 """Which ends of jobs mean that memory ran out."""
 
 import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -94,3 +95,9 @@ def test_memory_is_the_largest_so_far_and_none_of_a_process_that_has_ended() -> 
     assert grown > 64
     assert peak_mib(os.getpid()) > grown - 1  # the kernel counts in batches
     assert peak_mib(2**22 + 1) == 0
+
+
+def test_a_kill_that_a_rehearsal_ordered_is_no_memory_that_ran_out() -> None:
+    killed = WorkerExit(0, -signal.SIGKILL, 1.0)
+    assert words(killed)
+    assert words(replace(killed, fault="fault 7 (kill) of the rehearsal, at step 8")) == ""

@@ -46,6 +46,10 @@ class RunFolder:
         """The error that ended one worker, named in the same way."""
         return self.logs / f"{_file_of(worker)}.error.json"
 
+    def ended_of(self, worker: int | str) -> Path:
+        """The exit code of one worker's script, there once nothing of the script is left to do."""
+        return self.logs / f"{_file_of(worker)}.ended"
+
     def read_job(self) -> dict[str, Any] | None:
         """The job that this folder belongs to; None for a new folder.
 

@@ -20,15 +20,17 @@ from unisono.errors import LaunchError
 from unisono.launch.address import Address
 from unisono.launch.coordinator_line import CoordinatorLine
 from unisono.launch.coordinator_process import CoordinatorProcess
-from unisono.launch.elastic import ElasticSettings, telling, verdict_of
+from unisono.launch.elastic import ElasticSettings, at_the_end, telling, verdict_of
+from unisono.launch.ended import exit_code
 from unisono.launch.failure import Failure
 from unisono.launch.guard import Guard, kill_group
 from unisono.launch.invitation import invitation
 from unisono.launch.local import KILL_S, SECOND_TERM_S
-from unisono.launch.outcome import Outcome, WorkerExit
+from unisono.launch.outcome import COMPLETE, Outcome, WorkerExit, describe
 from unisono.launch.output import WorkerOutput
 from unisono.launch.result import End, conclude
 from unisono.launch.starter import Process, Starter, Surroundings
+from unisono.launch.struck import with_faults
 from unisono.launch.surroundings import guarding, hearing_signals
 from unisono.launch.terminal import Terminal
 from unisono.membership.messages import (
@@ -296,14 +298,15 @@ class Agent:
         self._guard.watch(process.pid)
         if worker.unwanted.is_set():
             self._end(worker, worker.how)
-        code = await process.wait()
+        code = exit_code(self._folder, worker.name, await process.wait())
         kill_group(process.pid)
         self._guard.forget(process.pid)
         self._note(worker, code, self._failure_of(worker.name))
 
     def _note(self, worker: _Worker, code: int, failure: Failure | None) -> None:
         del self._workers[worker.name]
-        self._exits.append(WorkerExit(worker.name, code, time.time(), failure, worker.told_at))
+        pid = 0 if worker.process is None else worker.process.pid
+        self._exits.append(WorkerExit(worker.name, code, time.time(), failure, worker.told_at, pid=pid))
         # What only follows from the loss of another worker is no word about this one.
         own = failure is not None and not failure.consequence
         error = f"{failure.type}: {failure.message}"[:LONGEST_ERROR] if own and failure is not None else ""
@@ -395,12 +398,28 @@ class Agent:
 
     def _outcome(self, seconds: float) -> Outcome:
         over = self._over
-        # In a job that ended well, or goes on later, only what a script did after that can still be a failure.
-        went_well = over is not None and (over.digest or (over.preempted and not self._broken_off))
-        survived = self._exits_before_the_end if went_well else 0
-        exits = telling(self._exits[survived:], self._interrupted)
-        verdict = None if over is None or (self._broken_off and over.preempted) else verdict_of(over)
-        return Outcome(exits, self._settings.workers.largest, socket.gethostname(), seconds, self._interrupted, verdict)
+        if over is not None and over.digest:
+            exits = at_the_end(self._exits, over)
+            self._tell_of_those_not_missed([each for each in self._exits if each not in exits], over)
+        elif over is not None and over.preempted and not self._broken_off:
+            exits = telling(self._exits[self._exits_before_the_end :], self._interrupted)
+        else:
+            exits = telling(self._exits, self._interrupted)
+        is_cut = self._broken_off and (over is None or over.preempted or any(each.code < 0 for each in exits))
+        return Outcome(
+            exits=with_faults(exits, self._folder),
+            workers=self._settings.workers.largest,
+            host=socket.gethostname(),
+            seconds=seconds,
+            interrupted=self._interrupted,
+            verdict=None if over is None or is_cut else verdict_of(over),
+            digest="" if over is None else over.digest,
+        )
+
+    def _tell_of_those_not_missed(self, exits: Sequence[WorkerExit], over: JobOver) -> None:
+        for each in with_faults(exits, self._folder):
+            if each.rank in over.finished:
+                self._terminal.say(f"{describe(each, socket.gethostname())} ({COMPLETE}, and it is not missed)")
 
     def _tell(self, message: FromAgent) -> None:
         if self._line is not None:  # or it is part of the first greeting

@@ -107,8 +107,22 @@ class ElasticSettings:
 def verdict_of(over: JobOver) -> Verdict:
     """How the launcher ends when the coordinator says that the job is over, and no worker of this host is to blame."""
     if over.digest:
-        return Verdict(0, over.reason, over.digest)
+        return Verdict(0, over.reason)
     return Verdict(PREEMPTED if over.preempted else 1, over.reason)
+
+
+def at_the_end(exits: Sequence[WorkerExit], over: JobOver) -> tuple[WorkerExit, ...]:
+    """Those exits that count in a job whose training is complete.
+
+    Workers that have finished run the script's last lines, each for itself. An error in them is one. A worker that is
+    killed is missed only if it is the main one: of all others nobody expects that they stay. Whoever has not finished
+    came too late or was not needed any more.
+    """
+    return tuple(
+        each
+        for each in exits
+        if each.rank == over.main or (each.rank in over.finished and (each.code >= 0 or each.failure is not None))
+    )
 
 
 def telling(exits: Sequence[WorkerExit], interrupted: int | None = None) -> tuple[WorkerExit, ...]:

@@ -17,13 +17,15 @@ from typing import Self
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
 from unisono.launch.command import Meeting, elastic_command, worker_command
+from unisono.launch.ended import exit_code
 from unisono.launch.failure import Failure
 from unisono.launch.guard import Guard, kill_group
 from unisono.launch.memory import LOOK_S, offer, peak_mib
 from unisono.launch.outcome import Blame, Outcome, WorkerExit
 from unisono.launch.output import WorkerOutput
-from unisono.launch.result import End, conclude
+from unisono.launch.result import End, conclude, digest_in
 from unisono.launch.settings import LaunchSettings
+from unisono.launch.struck import with_faults
 from unisono.launch.surroundings import guarding, hearing_signals
 from unisono.launch.terminal import Terminal
 from unisono.launch.warm_start import ColdStart, WarmStart
@@ -144,9 +146,9 @@ class _Crew:
                     raise
                 finally:
                     await asyncio.gather(*(self._see_off(worker, guard) for worker in list(self._running.values())))
-        exits = tuple(sorted(self._exits, key=lambda each: each.rank))
-        took = time.monotonic() - started
-        return Outcome(exits, self._settings.workers, socket.gethostname(), took, self._interrupted)
+        exits = with_faults(sorted(self._exits, key=lambda each: each.rank), self._folder)
+        took, digest = time.monotonic() - started, digest_in(self._folder)
+        return Outcome(exits, self._settings.workers, socket.gethostname(), took, self._interrupted, digest=digest)
 
     async def _start_all(self, guard: Guard) -> None:
         await self._begins.open()
@@ -183,13 +185,13 @@ class _Crew:
 
     async def _see_off(self, worker: _Worker, guard: Guard) -> None:
         """Wait for a worker's end; end what it started, note how it ended, show the last it wrote."""
-        code = await worker.process.wait()
+        code = exit_code(self._folder, worker.rank, await worker.process.wait())
         ended_at = time.time()
         kill_group(worker.process.pid)
         guard.forget(worker.process.pid)
         del self._running[worker.rank]
         failure, memory = self._failure_of(worker.rank), (worker.peak_mib, worker.over_mib)
-        self._note(WorkerExit(worker.rank, code, ended_at, failure, worker.told_at, *memory))
+        self._note(WorkerExit(worker.rank, code, ended_at, failure, worker.told_at, *memory, pid=worker.process.pid))
         await worker.output.drain()
 
     async def _mind_memory(self, limit_mib: float) -> None:

@@ -48,6 +48,8 @@ def _ran_out(worker: WorkerExit, said: Sequence[str]) -> bool:
         return _is_about_memory(worker.failure)
     if worker.told_at is not None:
         return False
+    if worker.fault:
+        return False
     return worker.signal_name in TAKEN or any(SAID.search(line) for line in said)
 
 

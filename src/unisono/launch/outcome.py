@@ -25,6 +25,13 @@ HINTS = {
 }
 
 
+COMPLETE = "training was complete by then"
+LINES = (
+    "What the script does after run.finish may be missing: started again with the same --run-dir, it goes on from its "
+    "last checkpoint"
+)
+
+
 class Blame(IntEnum):
     """How likely an exit is what began it all, the likeliest first."""
 
@@ -47,6 +54,8 @@ class WorkerExit:
         told_at: when the launcher, ending the job, told it to end; None if it did not.
         peak_mib: memory that it was seen to need at most; None if nobody looked.
         over_mib: the limit above which it was, and for which the launcher ended it; None if it did not.
+        pid: of its process; 0 if it had none.
+        fault: of a rehearsal that has ended it, in words.
     """
 
     rank: WorkerName
@@ -56,6 +65,8 @@ class WorkerExit:
     told_at: float | None = None
     peak_mib: float | None = None
     over_mib: float | None = None
+    pid: int = 0
+    fault: str = ""
 
     @property
     def began(self) -> float:
@@ -104,12 +115,10 @@ class Verdict:
     Attributes:
         exit_code: for the launcher.
         reason: for people.
-        digest: of the weights, if it ended well.
     """
 
     exit_code: int
     reason: str
-    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +132,7 @@ class Outcome:
         seconds: how long it took.
         interrupted: the first signal that the launcher got, if any.
         verdict: how the job ended, where somebody else has decided that; for an elastic job the coordinator.
+        digest: of the weights, if training is complete, whatever came after it.
     """
 
     exits: tuple[WorkerExit, ...]
@@ -131,6 +141,7 @@ class Outcome:
     seconds: float
     interrupted: int | None = None
     verdict: Verdict | None = None
+    digest: str = ""
 
     @property
     def cause(self) -> WorkerExit | None:
@@ -163,7 +174,7 @@ class Outcome:
             "host": self.host,
             "exit_code": cause.shell_code,
             "type": failure.type if failure else cause.signal_name or "SystemExit",
-            "message": failure.message if failure else describe(cause, self.host),
+            "message": (failure.message if failure else describe(cause, self.host)) + self.trained,
             "traceback": failure.traceback if failure else None,
         }
 
@@ -179,7 +190,14 @@ class Outcome:
         if self.interrupted is not None and (cause is None or not self._is_to_blame(cause)):
             return f"ended by {signal.Signals(self.interrupted).name}"
         assert cause is not None, "an exit code other than 0 has a cause"
-        return describe(cause, self.host) + self.note
+        return describe(cause, self.host) + self.note + self.trained
+
+    @property
+    def trained(self) -> str:
+        """That training was complete when the job failed, for people; else nothing."""
+        if not self.digest or self.exit_code == 0:
+            return ""
+        return f"; {COMPLETE}: weights sha256 {self.digest}. {LINES}"
 
     @property
     def reason(self) -> str:
@@ -222,7 +240,7 @@ def describe(worker: WorkerExit, host: str) -> str:
             f"{who} was ended: it needed {worker.peak_mib or 0:.0f} MiB, more than its limit of {worker.over_mib:.0f}"
         )
     if worker.code < 0 and not worker.had_failed:
-        hint = HINTS.get(worker.signal_name)
+        hint = worker.fault or HINTS.get(worker.signal_name)
         return f"{who} was killed by {worker.signal_name}" + (f": {hint}" if hint else "")
     if worker.failure is not None:
         return f"{who} failed with exit code {worker.shell_code}: {worker.failure.type}: {worker.failure.message}"

@@ -20,10 +20,11 @@ def report(outcome: Outcome, folder: RunFolder) -> str:
     log = folder.log_of(cause.rank)
     if cause.failure is not None:
         who = f"{called(cause.rank)} on host {outcome.host} failed"
-        return f"unisono: {who} (exit code {outcome.exit_code}, log {log}){outcome.note}\n{cause.failure.traceback}"
+        words = f"{who} (exit code {outcome.exit_code}, log {log}){outcome.note}{outcome.trained}"
+        return f"unisono: {words}\n{cause.failure.traceback}"
     tail = "".join(f"  | {line}\n" for line in last_lines(log))
     quoted = f"unisono: the last lines of {called(cause.rank)} (log {log}):\n{tail}" if tail else ""
-    return f"{quoted}unisono: {describe(cause, outcome.host)} (exit code {outcome.exit_code})\n"
+    return f"{quoted}unisono: {describe(cause, outcome.host)}{outcome.trained} (exit code {outcome.exit_code})\n"
 
 
 def in_a_line(outcome: Outcome, folder: RunFolder) -> tuple[str, Path]:

@@ -26,7 +26,8 @@ def open_folder(wanted: Path | None, stem: str) -> RunFolder:
     try:
         folder = RunFolder(wanted or new_run_folder(RUNS, stem))
         folder.logs.mkdir(parents=True, exist_ok=True)
-        for stale in (folder.path / "result.json", *folder.logs.glob("*.error.json")):
+        ends = (*folder.logs.glob("*.error.json"), *folder.logs.glob("*.ended"))
+        for stale in (folder.path / "result.json", *ends):
             stale.unlink(missing_ok=True)
     except OSError as error:
         where = wanted or RUNS.absolute()
@@ -43,7 +44,7 @@ class End:
         error: what went wrong; None if nothing did.
         workers: how many there were to be.
         seconds: from the first start to the last end.
-        digest: of the weights, if the coordinator knows it; a main worker on another host writes its own there.
+        digest: of the weights, if training is complete; a main worker on another host writes its own there.
     """
 
     exit_code: int
@@ -55,8 +56,7 @@ class End:
     @classmethod
     def of(cls, outcome: Outcome) -> "End":
         """The end of a job that was started."""
-        digest = "" if outcome.verdict is None else outcome.verdict.digest
-        return cls(outcome.exit_code, outcome.error, outcome.workers, outcome.seconds, digest)
+        return cls(outcome.exit_code, outcome.error, outcome.workers, outcome.seconds, outcome.digest)
 
     def write(self, folder: RunFolder) -> None:
         """Write ``result.json``. What the main worker has written there is kept, save exit code and error.
@@ -72,6 +72,12 @@ class End:
         whole = {**UNKNOWN, "world_size": self.workers, "seconds": round(self.seconds, 3), **written}
         whole["weights_sha256"] = whole["weights_sha256"] or self.digest or None
         folder.write_result({**whole, "exit_code": self.exit_code, "error": self.error})
+
+
+def digest_in(folder: RunFolder) -> str:
+    """That of the weights, if the main worker has written that training is complete; else nothing."""
+    found = _read(folder).get("weights_sha256")
+    return found if isinstance(found, str) else ""
 
 
 def conclude(folder: RunFolder, end: End, terminal: Terminal) -> None:

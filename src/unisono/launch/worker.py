@@ -18,12 +18,17 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from unisono.checkpoint.folder import RunFolder
+from unisono.launch.ended import note_end
 from unisono.launch.failure import Failure, dismissal_in
+from unisono.launch.name import WorkerName
 from unisono.launch.script import Script
 
 PR_SET_PDEATHSIG = 1
 failures: list[int] = []
 """The exit code, once the script has failed."""
+
+ends: list[tuple[int, int]] = []
+"""This process and its exit code, once the script has ended in another way."""
 
 LINGER_S = 1.0
 """How long a worker whose script failed may take to clean up, so that the others are not kept waiting."""
@@ -41,7 +46,8 @@ def main() -> None:
     script = Script.from_argv(sys.argv[1:])
     try:
         run(script)
-    except SystemExit:
+    except SystemExit as error:
+        ends.append((os.getpid(), code_of(error)))
         raise
     except KeyboardInterrupt as error:
         print(f"KeyboardInterrupt{_place(error)}", file=sys.stderr)  # noqa: T201
@@ -50,8 +56,11 @@ def main() -> None:
         if (dismissed := dismissal_in(error)) is not None:
             said = "".join(traceback.format_exception_only(error)).strip()
             print(f"unisono: left ({dismissed.reason}); the script answered that with {said}", file=sys.stderr)  # noqa: T201
+            ends.append((os.getpid(), code_of(dismissed)))
             sys.exit(dismissed.code)
         fail(error)
+    else:
+        ends.append((os.getpid(), 0))
 
 
 def die_with(launcher: str | None) -> None:
@@ -117,7 +126,7 @@ def _is_archive(target: str) -> bool:
 def fail(error: BaseException) -> None:
     """Print and record the exception that ended the script, and exit with its code: 1 for most."""
     error.__traceback__ = users_part(error.__traceback__)
-    failure = Failure.of(error, os.environ.get("UNISONO_WORKER") or int(os.environ.get("UNISONO_RANK", "0")))
+    failure = Failure.of(error, _name())
     if failure.consequence:
         print(f"{failure.type}: {failure.message}", file=sys.stderr)  # noqa: T201
     else:
@@ -133,8 +142,22 @@ def fail(error: BaseException) -> None:
     sys.exit(failures[0])
 
 
-def leave_quickly() -> None:
-    """After a failure, skip taking the interpreter apart: with torch loaded that may take a second."""
+def code_of(error: SystemExit) -> int:
+    """The exit code that Python gives a script which ends so."""
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def leave() -> None:
+    """Note that nothing of the script is left to do. After a failure, skip taking the interpreter apart as well.
+
+    With torch loaded that may take a second.
+    """
+    run_dir = os.environ.get("UNISONO_RUN_DIR")
+    if run_dir and ends and ends[0][0] == os.getpid():  # not in what the script has forked
+        with suppress(OSError):  # then it counts how the process ends
+            note_end(RunFolder(run_dir), _name(), ends[0][1])
     if failures:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # closed, or nobody reads it
@@ -142,7 +165,11 @@ def leave_quickly() -> None:
         os._exit(failures[0])
 
 
-atexit.register(leave_quickly)  # here, since first in is last out: after all that the script registers
+atexit.register(leave)  # here, since first in is last out: after all that the script registers
+
+
+def _name() -> WorkerName:
+    return os.environ.get("UNISONO_WORKER") or int(os.environ.get("UNISONO_RANK", "0"))
 
 
 def users_part(frames: TracebackType | None) -> TracebackType | None:

@@ -373,12 +373,16 @@ class JobOver(Message):
 
     Attributes:
         digest: of the weights; empty if it is not done.
+        main: of a job that is done, the worker of rank 0; perhaps it is gone by now.
+        finished: of a job that is done, those that have all that training comes to.
         reason: for people.
         preempted: whether it is to go on later; to an agent that leaves a job that goes on without it, too.
     """
 
     kind: Literal["over"] = "over"
     digest: str = ""
+    main: str = ""
+    finished: tuple[Name, ...] = ()
     reason: Text = ""
     preempted: bool = False
 

@@ -24,7 +24,7 @@ from unisono.launch.address import address_of
 from unisono.launch.born import NURSERY
 from unisono.launch.command import PER_WORKER
 from unisono.launch.control import Control
-from unisono.launch.outcome import PREEMPTED
+from unisono.launch.outcome import FIRST_SIGNAL, PREEMPTED
 from unisono.launch.report import last_lines
 from unisono.launch.script import Script
 from unisono.testing.faults import Faults, count
@@ -226,10 +226,8 @@ class _Struck:
         self._look_for_leftovers(mark)
         if code == 0:
             self.is_done = True
-        elif code == -signal.SIGKILL:
-            self.say("its agent was killed: starting it again")
-        elif code == PREEMPTED:
-            self.say("all its workers were asked to leave: starting it again")
+        elif why := why_again(code, _read(self.folder / "result.json")):
+            self.say(f"{why}: starting it again")
         else:
             self.problems.append(f"it ended with exit code {code}{_words(self.folder)}")
 
@@ -276,6 +274,22 @@ class _Struck:
                 _end(mark)
                 return
             psutil.wait_procs(left, LOOK_S)
+
+
+def why_again(code: int, result: Mapping[str, Any]) -> str:
+    """What a fault has done to a job that is to be started again; nothing if it is not.
+
+    Args:
+        code: with which the job has ended; minus the signal's number if one has.
+        result: its ``result.json``.
+    """
+    if code == -signal.SIGKILL:
+        return "its agent was killed"
+    if code == PREEMPTED:
+        return "all its workers were asked to leave"
+    if code > FIRST_SIGNAL and result.get("weights_sha256"):
+        return "its main worker was struck in the script's last lines"
+    return ""
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unisono.errors import JobError
 from unisono.testing.fault import Fault, Join, KillCoordinator, Partition, Resize, Slow
@@ -62,8 +62,9 @@ class Rehearsal:
                 del self._left[number]
 
     def _strike(self, number: int, fault: Fault, run: Run, step: Step) -> None:
-        about = {"number": number, "kind": fault.kind, "step": step.number, "rank": run.rank}
-        run._around.folder.journal("fault", **about, generation=run.generation, worker=os.environ.get("UNISONO_WORKER"))
+        about: dict[str, Any] = {"number": number, "kind": fault.kind, "step": step.number, "rank": run.rank}
+        about |= {"generation": run.generation, "worker": os.environ.get("UNISONO_WORKER"), "pid": os.getpid()}
+        run._around.folder.journal("fault", **about)
         if isinstance(fault, Slow):
             end = float("inf") if fault.steps is None else fault.at_step + fault.steps
             self._slow.append((fault.factor, end))

@@ -42,7 +42,9 @@ def _finish(change: Change) -> None:
         found = ", ".join(f"{worker.id} {worker.digest[:12]}" for worker in finished)
         change.fail(f"the workers have finished with different weights: {found}")
     else:
-        change.end("done", JobOver(digest=finished[0].digest))
+        main = next(iter(change.state.ranks), "")
+        names = tuple(worker.id for worker in finished)
+        change.end("done", JobOver(digest=finished[0].digest, main=main, finished=names))
 
 
 def _regroup(change: Change) -> None:
