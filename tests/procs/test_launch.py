@@ -215,6 +215,23 @@ def test_a_launcher_without_any_output_runs_the_job(run: Run) -> None:
     assert run.log(1) == b"hello\nthere\n"
 
 
+def test_a_second_start_in_a_run_folder_is_refused_until_the_first_is_gone_even_if_that_was_killed(run: Run) -> None:
+    run.script("forever()")
+    run.start(workers=1)
+    run.until("waiting")
+    command = [sys.executable, "-m", "unisono", "run", "--run-dir", str(run.run_dir), "train.py"]
+    for options in (["-n", "1"], ["-n", "1:2"]):
+        words = [*command[:4], *options, *command[4:]]
+        second = subprocess.run(words, cwd=run.folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        assert second.returncode == 2, second.stderr
+        who = rf"process {run.process.pid} on host {re.escape(platform.node())} has held it since 20"
+        assert re.search(rf"run folder .* is in use: {who}", second.stderr), second.stderr
+    run.close()
+    run.script("print('again')")
+    run.start(workers=1)
+    assert run.end() == 0, run.text
+
+
 def test_without_a_folder_named_a_new_one_is_made_below_runs(run: Run) -> None:
     run.script("print(run_dir)")
     command = [sys.executable, "-m", "unisono", "run", "train.py"]

@@ -14,8 +14,9 @@ Start = Callable[..., unisono.Run]
 
 @pytest.fixture
 def one_worker(monkeypatch: pytest.MonkeyPatch, torch_settings_restored: None) -> Iterator[None]:
-    names = ("RUN_DIR", "STOP_AFTER", "STOP_AFTER_EPOCHS", "TRACE", "STUDY", "BATCH_SCALE", "BATCH_SCALE_WARMUP")
-    for name in ("RANK", "WORLD_SIZE", "UNISONO_RANK", "UNISONO_BATCH_SIZE", *(f"UNISONO_{each}" for each in names)):
+    names = ("RUN_DIR", "TERM", "STOP_AFTER", "STOP_AFTER_EPOCHS", "TRACE", "STUDY", "BATCH_SCALE")
+    further = ("RANK", "WORLD_SIZE", "UNISONO_RANK", "UNISONO_BATCH_SIZE", "UNISONO_BATCH_SCALE_WARMUP")
+    for name in (*further, *(f"UNISONO_{each}" for each in names)):
         monkeypatch.delenv(name, raising=False)
     with generators_kept():
         yield

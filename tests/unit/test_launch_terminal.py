@@ -140,12 +140,12 @@ def test_a_result_that_is_no_json_is_replaced(tmp_path: Path) -> None:
 
 
 def test_what_an_earlier_start_said_about_its_end_is_taken_away_and_the_rest_stays(tmp_path: Path) -> None:
-    open_folder(tmp_path, "train")
+    open_folder(tmp_path, "train").close()
     for name in ("result.json", "journal.jsonl", "logs/rank-0.error.json", "logs/rank-0.log"):
         (tmp_path / name).write_text("x")
     open_folder(tmp_path, "train")
     kept = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert kept == {"journal.jsonl", "logs/rank-0.log"}
+    assert kept == {"journal.jsonl", "lock", "logs/rank-0.log"}
 
 
 def test_a_run_folder_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:

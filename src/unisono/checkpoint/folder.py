@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint.hold import Hold, newest_term
 from unisono.errors import JobError, UnisonoWarning
 from unisono.jsonl import append_line, open_lines, to_json
 
@@ -27,6 +28,23 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         self.metrics = MetricsFile(self.path / "metrics.jsonl")
+        self._hold: Hold | None = None
+
+    @property
+    def term(self) -> int:
+        """Of the newest start of a job in this folder; 0 before the first."""
+        return newest_term(self.path) if self._hold is None else self._hold.term
+
+    def hold(self) -> None:
+        """Make the folder if there is none, and keep other starts of a job out of it until it is closed.
+
+        Raises:
+            JobError: another start has it; says which process, on which host, since when. Nothing was changed.
+            OSError: it cannot be made, or written to.
+        """
+        if self._hold is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._hold = Hold(self.path)
 
     @property
     def checkpoints(self) -> Path:
@@ -100,8 +118,11 @@ class RunFolder:
             _warn_unwritten(path, error)
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close what is open, and let other starts have the folder."""
         self.metrics.close()
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
 
 
 class MetricsFile:

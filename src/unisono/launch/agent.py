@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unisono.checkpoint.folder import RunFolder
@@ -82,7 +82,7 @@ def run_agent(
 
     Args:
         settings: what to start; must have been checked.
-        folder: the run folder, opened with ``open_folder``.
+        folder: the run folder, opened with ``open_folder``; closed at the end.
         terminal: where to show the workers' output.
         joined: the coordinator of the job, if it is under way; by default one is started, and how the job ended is
             written into the run folder.
@@ -99,8 +99,11 @@ def run_agent(
             end = End(1, {"message": str(error)}, settings.workers.largest, time.monotonic() - started)
             conclude(folder, end, terminal)
         raise
-    if joined is None:
-        conclude(folder, End.of(outcome), terminal)
+    else:
+        if joined is None:
+            conclude(folder, End.of(outcome), terminal)
+    finally:
+        folder.close()
     return outcome
 
 
@@ -122,7 +125,9 @@ class Agent:
     def __init__(
         self, settings: ElasticSettings, folder: RunFolder, terminal: Terminal, joined: Joined | None = None
     ) -> None:
-        self._settings, self._folder, self._terminal, self._joined = settings, folder, terminal, joined
+        told = {"UNISONO_TERM": str(folder.term or "")}
+        self._settings = replace(settings, launch=settings.launch.told(told))
+        self._folder, self._terminal, self._joined = folder, terminal, joined
         self._id = f"agent-{secrets.token_hex(8)}"
         self._workers: dict[str, _Worker] = {}
         self._known: set[str] = set()

@@ -21,6 +21,7 @@ PER_WORKER = (
     "UNISONO_CERTIFICATE",
     "UNISONO_WORKER",
     "UNISONO_AGENT_PID",
+    "UNISONO_TERM",
 )
 """What a launcher started by another launcher's worker would inherit, and hand on to workers of its own."""
 

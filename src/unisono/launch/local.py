@@ -44,7 +44,7 @@ def launch(settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> O
 
     Args:
         settings: what to start; must have been checked.
-        folder: the run folder, opened with ``open_folder``.
+        folder: the run folder, opened with ``open_folder``; closed at the end.
         terminal: where to show the workers' output.
 
     Raises:
@@ -77,13 +77,16 @@ class Launches:
 
     def launch(self, settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> Outcome:
         """As the function of this name."""
-        started = time.monotonic()
+        started, settings = time.monotonic(), settings.told({"UNISONO_TERM": str(folder.term or "")})
         try:
             outcome = self._runner.run(self._run(settings, folder, terminal))
         except LaunchError as error:
             conclude(folder, End(1, {"message": str(error)}, settings.workers, time.monotonic() - started), terminal)
             raise
-        conclude(folder, End.of(outcome), terminal)
+        else:
+            conclude(folder, End.of(outcome), terminal)
+        finally:
+            folder.close()
         return outcome
 
     async def _run(self, settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> Outcome:

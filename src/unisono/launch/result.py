@@ -20,11 +20,14 @@ UNKNOWN: Mapping[str, Any] = {"weights_sha256": None, "steps": None, "samples": 
 def open_folder(wanted: Path | None, stem: str) -> RunFolder:
     """The run folder that the person named, or a new one; without what an earlier start said about its end.
 
+    It is held until it is closed: nobody else can start a job in it.
+
     Raises:
-        JobError: the folder cannot be made or written to; says which, and what to do.
+        JobError: another start has the folder, or it cannot be made or written to; says which, and what to do.
     """
     try:
         folder = RunFolder(wanted or new_run_folder(RUNS, stem))
+        folder.hold()
         folder.logs.mkdir(parents=True, exist_ok=True)
         ends = (*folder.logs.glob("*.error.json"), *folder.logs.glob("*.ended"))
         for stale in (folder.path / "result.json", *ends):

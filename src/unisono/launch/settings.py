@@ -1,6 +1,7 @@
 """What the person who starts a job asks of the launcher, as a value."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unisono.errors import JobError
@@ -49,6 +50,10 @@ class LaunchSettings:
     warm_start: bool = True
     extra_environment: dict[str, str] = field(default_factory=dict)
     memory_limit_mib: float | None = None
+
+    def told(self, variables: Mapping[str, str]) -> "LaunchSettings":
+        """The same, with further variables for every worker."""
+        return replace(self, extra_environment={**self.extra_environment, **variables})
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is started.

@@ -71,6 +71,7 @@ class Settings:
     samples: bool = False
     study: bool = False
     batch_size: int | None = None
+    term: int | None = None
     batch_scale: BatchScale = field(default_factory=BatchScale)
 
     @classmethod
@@ -103,6 +104,7 @@ class Settings:
             samples=_switch(environ, "UNISONO_SAMPLES") is True,
             study=_switch(environ, "UNISONO_STUDY") is True,
             batch_size=_count(environ, "UNISONO_BATCH_SIZE"),
+            term=_count(environ, "UNISONO_TERM"),
             batch_scale=_batch_scale(environ),
         )
 

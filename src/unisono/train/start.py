@@ -18,7 +18,7 @@ import torch
 from unisono.adapt.monitoring import Monitoring
 from unisono.adapt.named import policies_named
 from unisono.adapt.policy import Policy
-from unisono.checkpoint.folder import RunFolder, new_run_folder
+from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
 from unisono.errors import JobError
@@ -32,7 +32,8 @@ from unisono.sync.named import strategy_of
 from unisono.sync.strategy import Strategy
 from unisono.train.acts import Acts
 from unisono.train.adaptation import Adaptation
-from unisono.train.checkpoints import Checkpoints, require_same_job
+from unisono.train.agreed_folder import agreed_folder
+from unisono.train.checkpoints import Checkpoints
 from unisono.train.connect import Connection, TopologyName, TransportName, connect
 from unisono.train.device import choose_device
 from unisono.train.elastic import elastic
@@ -159,7 +160,7 @@ def init(
         _require_strategy(adaptation, membership)
         acts = Acts(membership)
         acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(adaptation))
-        folder = opened.enter_context(closing(_agreed_folder(acts, membership, wanted, job, settings)))
+        folder = opened.enter_context(closing(agreed_folder(acts, membership, wanted, job, settings)))
         _note_batch(batch_size, job, settings, membership, folder)
         checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
@@ -287,36 +288,6 @@ def _monitoring(argument: int | Monitoring, settings: Settings, adaptation: Adap
     return Monitoring(argument or settings.monitor_every or int(adaptation.needs_monitor))
 
 
-def _open_folder(wanted: str | Path | None, job: Job, settings: Settings, workers: Workers) -> str:
-    if workers.rank != 0:
-        return str(workers.broadcast(None))
-    path = Path(wanted) if wanted is not None else new_run_folder(Path("runs"), _script_stem())
-    folder = RunFolder(path)
-    ours, theirs = job.model_dump(mode="json"), folder.read_job()
-    if theirs is not None:
-        changed = require_same_job(ours, theirs, f"the run folder {path}", allow=settings.allow_job_change)
-        if changed:
-            folder.journal("job changed", differences=changed)
-    folder.write_job(ours)
-    folder.close()
-    return str(workers.broadcast(str(folder.path)))
-
-
-def _agreed_folder(acts: Acts, membership: Membership, wanted: Path | None, job: Job, settings: Settings) -> RunFolder:
-    """This host's run folder. The others' may be another one: hosts of an elastic job need to share no files."""
-    shared = acts.together(partial(_open_folder, wanted, job, settings))
-    if wanted is None or not membership.is_elastic:
-        return RunFolder(shared)
-    folder = RunFolder(wanted)
-    if str(folder.path) != shared:  # the main worker may be one of this host some time
-        ours, theirs = job.model_dump(mode="json"), folder.read_job()
-        if theirs is None:
-            folder.write_job(ours)
-        else:
-            require_same_job(ours, theirs, f"the run folder {folder.path}", allow=settings.allow_job_change)
-    return folder
-
-
 def _announce(run: Run, environment: Environment) -> None:
     if not run.is_main:
         return
@@ -333,7 +304,3 @@ def _launched(run: Run, environment: Environment) -> str:
     if not run._membership.is_elastic:
         return environment.describe()
     return f"unisono: {run.world_size} workers to begin with, elastic"
-
-
-def _script_stem() -> str:
-    return Path(sys.argv[0] or "session").stem or "session"
