@@ -27,12 +27,12 @@ def hang_worker(world: World) -> None:
     known = world.service.state.workers.get(worker.name) if worker else None
     if worker and known and known.phase != "asked":  # before, nobody can tell it from one that is slow to start
         worker.hung = True
-        worker.leave_group(abruptly=None)
+        worker.main.leave_group(abruptly=None)
 
 
 def stick_worker(world: World) -> None:
-    if (worker := some_worker(world)) and worker.phase == "training" and worker.stuck_since is None:
-        worker.stuck_since = world.now
+    if (worker := some_worker(world)) and worker.main.phase == "training" and not worker.main.is_still:
+        worker.main.stuck_since = world.now
 
 
 def fail_worker(world: World) -> None:
@@ -42,7 +42,7 @@ def fail_worker(world: World) -> None:
 
 def slow_worker(world: World) -> None:
     if worker := some_worker(world):
-        worker.slowness = 15.0
+        worker.main.slowness = 15.0
 
 
 def cut_worker(world: World) -> None:
@@ -88,7 +88,7 @@ def crash(world: World) -> None:
 
 
 def crash_within(world: World) -> None:
-    world.service.crashes_within = True
+    world.service.crash_within()
 
 
 def hold_up(world: World) -> None:
@@ -103,8 +103,8 @@ def part_hosts(world: World) -> None:
         world.later(world.chance.uniform(0.5, FAULTS_END_S), world.heal)
         if world.chance.random() < 0.5:
             for worker in list(world.workers.values()):
-                if worker.alive and worker.host.name in concerned and worker.group is not None:
-                    worker.notice(worker.group, abruptly=True)
+                if worker.alive and worker.host.name in concerned and worker.main.group is not None:
+                    worker.main.notice(worker.main.group, abruptly=True)
 
 
 def some_worker(world: World) -> Process | None:

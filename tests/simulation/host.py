@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 from simulation.link import Link
 from simulation.process import Process
 from simulation.settings import PROBING_S
+from unisono.membership.coordinator import AgentSession
 from unisono.membership.messages import (
     AgentHello,
     AgentLeaving,
     End,
     JobOver,
-    Message,
     Probe,
     Probed,
     Start,
     Unreached,
     WorkerEnded,
+    to_agent,
 )
 
 if TYPE_CHECKING:
@@ -42,16 +43,19 @@ class Host:
         self.connect()
 
     def connect(self) -> None:
-        if not self.alive:
+        if not self.alive or self.over:
             return
-        self.link = Link(self.world, self)
-        self.link.send(
+        if not self.world.service.is_up:
+            self.world.later(self.world.soon(1.0), self.connect)
+            return
+        self.link = Link(self.world, self, AgentSession)
+        self.link.say(
             AgentHello(
                 agent=self.name, host=self.name, workers=self.room, running=tuple(self.running), probes=self.probes
             )
         )
         if self.leaving:
-            self.link.send(AgentLeaving())
+            self.link.say(AgentLeaving())
         for ended in self.untold:
             self.tell(ended)
         self.untold = []
@@ -64,7 +68,7 @@ class Host:
     def leave(self) -> None:
         self.leaving = True
         if self.link is not None:
-            self.link.send(AgentLeaving())
+            self.link.say(AgentLeaving())
 
     def die(self) -> None:
         self.alive = False
@@ -74,10 +78,10 @@ class Host:
             if process is not None:
                 process.die(-9)
 
-    def receive(self, message: Message) -> None:
+    def receive(self, text: str) -> None:
         if not self.alive:
             return
-        match message:
+        match to_agent.validate_json(text):
             case Start(workers=names, delay_s=delay_s):
                 for name in names:
                     assert name not in self.world.workers
@@ -103,7 +107,7 @@ class Host:
             found = Probed(unreached=(Unreached(agent=other, why="timed out"),))
         link = self.link
         patience = self.world.soon() if found.reached else PROBING_S
-        self.world.later(patience, lambda: link.send(found) if link is not None and link is self.link else None)
+        self.world.later(patience, lambda: link.say(found) if link is not None and link is self.link else None)
 
     def start(self, name: str) -> None:
         if self.alive and name in self.running:
@@ -129,4 +133,4 @@ class Host:
     def tell(self, ended: WorkerEnded) -> None:
         assert self.link is not None
         self.running.pop(ended.worker, None)
-        self.link.send(ended)
+        self.link.say(ended)

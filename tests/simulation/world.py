@@ -3,32 +3,33 @@
 import heapq
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 from simulation import faults
+from simulation.checks import check_kept
 from simulation.group import Group
 from simulation.host import Host
 from simulation.network import Network
 from simulation.process import Process
+from simulation.script import Life, Script
 from simulation.service import Service
 from simulation.settings import FAULTS_END_S, OVER_BY_S, TIMEOUT_S
 from unisono.membership import state as machine
-from unisono.membership.messages import JobOver
+from unisono.membership.messages import JobOver, Minted
 
 
 class World:
     """Everything there is, and the order in which it happens."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, folder: Path) -> None:
         self.chance = random.Random(seed)
         self.now = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
-        lengths = [self.chance.randint(1, 8), self.chance.randint(1, 8)]
-        # Two loops of steps, each followed by an evaluation: (loop, whether joiners can enter before it)
-        self.script = [(loop, act < length) for loop, length in enumerate(lengths) for act in range(length + 1)]
-        self.committed = 0  # the most acts that anybody has, since the job began or started over
-        self.checkpoint = 0
-        self.loops_over: set[int] = set()
+        steps = (self.chance.randint(1, 8), self.chance.randint(1, 8))
+        self.script = Script(tuple(self.chance.randint(0, 2) for _ in range(3)), steps)
+        self.checkpoint = 0  # steps that it holds
+        self.lives: list[Life] = []
         self.repeated = 0  # how often in a row the same workers were to form a generation, and did not
         self.groups: dict[int, Group] = {}
         self.agents: list[Host] = []
@@ -42,7 +43,8 @@ class World:
         self.malice = self.chance.choice([0.02, 0.1, 0.3])
         self.faults_left = self.chance.choice([2, 5, 10])
         self.network = Network()
-        self.service = Service(self)
+        self.folder = folder
+        self.service = Service(self, folder)
 
     def at(self, moment: float, what: Callable[[], None]) -> None:
         self._count += 1
@@ -69,13 +71,33 @@ class World:
         over = self.service.state.over
         assert over is not None, f"not over: {machine.status(self.service.state)}"
         assert not any(worker.alive for worker in self.workers.values()), "a worker was left behind"
+        check_kept(self)
         return over
+
+    @property
+    def life(self) -> Life:
+        """The newest."""
+        return self.lives[-1]
+
+    def group_of(self, minted: Minted) -> Group:
+        """The members of a generation. One number is one roster, whoever is told of it and however often."""
+        if minted.generation not in self.groups:
+            begins = minted.loop is None
+            if begins:
+                self.lives.append(Life(len(self.lives), self.script.acts(self.checkpoint), self.checkpoint))
+            self.groups[minted.generation] = Group(self, minted, self.life, begins)
+        group = self.groups[minted.generation]
+        assert group.minted == minted, "one number, two rosters"
+        return group
 
     # -- faults
 
+    def is_wicked(self) -> bool:
+        return self.now < FAULTS_END_S and self.faults_left > 0 and self.chance.random() < self.malice
+
     def delicate(self) -> None:
         """A moment at which what goes wrong hurts most."""
-        if self.now < FAULTS_END_S and self.faults_left and self.chance.random() < self.malice:
+        if self.is_wicked():
             self.later(self.soon(0.2), self.go_wrong)
 
     def go_wrong(self) -> None:
@@ -100,4 +122,4 @@ class World:
         while self.network.largest(self.rooms()) < self.settings.smallest:
             self.heal()
         for worker in self.workers.values():
-            worker.slowness = min(worker.slowness, 3.0)
+            worker.main.slowness = min(worker.main.slowness, 3.0)

@@ -21,7 +21,7 @@ from unisono.errors import JobError, UnisonoWarning
 from unisono.jsonl import read_lines
 from unisono.membership import listener, parser, service
 from unisono.membership.client import Line
-from unisono.membership.coordinator import Coordinator
+from unisono.membership.coordinator import Coordinator, WorkerSession
 from unisono.membership.gate import Limits, Rate
 from unisono.membership.journal import Journal
 from unisono.membership.ledger import Ledger
@@ -52,7 +52,7 @@ from unisono.membership.messages import (
 )
 from unisono.membership.outbox import Outbox
 from unisono.membership.server import Server
-from unisono.membership.state import Coordination
+from unisono.membership.state import AgentHeard, Coordination
 from unisono.membership.token import make_token, new_token, read_token, token_file
 
 pytestmark = pytest.mark.unit
@@ -622,6 +622,47 @@ def _listening_on(port: int) -> int:
     return socket.create_server(("127.0.0.1", port)).detach()
 
 
+def _greeted(coordinator: Coordinator, worker: str) -> list[ToWorker]:
+    """What a worker is told after its hello, and what it says after that."""
+    heard: list[ToWorker] = []
+
+    class Peer(Nobody):
+        def send(self, text: str) -> None:
+            heard.append(to_worker.validate_json(text))
+
+    session = WorkerSession(coordinator, Peer())
+    session.receive(WorkerHello(worker=worker, host="here", pid=1, shards=4).model_dump_json())
+    session.receive(StoreRequest(id=1, operation="set", keys=("run/a",)).model_dump_json())
+    session.receive(Ready().model_dump_json())
+    return heard
+
+
+def test_a_worker_that_was_told_that_it_joins_still_does_after_the_coordinator_was_killed(tmp_path: Path) -> None:
+    with closing(Coordinator(tmp_path, SETTINGS)) as one:
+        one.greet_agent("a1", Nobody(), AgentHello(agent="a1", host="here", workers=1))
+        _greeted(one, "w1")
+        one.greet_agent("a1", Nobody(), AgentHello(agent="a1", host="here", workers=2, running=("w1",)))
+        assert Welcome(joins=True) in _greeted(one, "w2")
+        joined = one.state.workers["w2"].joins
+    with closing(Coordinator(tmp_path, SETTINGS)) as other:
+        assert other.state.workers["w2"].phase != "asked"
+        assert other.state.workers["w2"].joins == joined
+
+
+def test_whoever_takes_no_part_changes_no_value(tmp_path: Path) -> None:
+    with closing(Coordinator(tmp_path, SETTINGS)) as coordinator:
+        coordinator.greet_agent("a1", Nobody(), AgentHello(agent="a1", host="here", workers=2))
+        assert isinstance(_greeted(coordinator, "stranger")[0], Refused)
+        assert len(coordinator.values) == 0
+        _greeted(coordinator, "w1")
+        assert len(coordinator.values) == 1
+        ended = WorkerEnded(worker="w1", code=-9)
+        coordinator.handle(AgentHeard("a1", ended))
+        coordinator.values.forget(None)
+        assert isinstance(_greeted(coordinator, "w1")[0], Refused)
+        assert len(coordinator.values) == 0
+
+
 def test_two_coordinators_do_not_work_in_one_folder(tmp_path: Path) -> None:
     with closing(Coordinator(tmp_path, SETTINGS)), pytest.raises(JobError, match="another coordinator already works"):
         Coordinator(tmp_path, SETTINGS)
@@ -664,10 +705,9 @@ def test_a_ledger_passes_over_what_was_cut_off(tmp_path: Path) -> None:
         assert list(ledger.read()) == [{"a": 1}, {"a": 4}]
 
 
-def test_a_ledger_that_grows_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.membership.ledger.SMALL", 100)
+def test_a_ledger_that_grows_is_written_anew(tmp_path: Path) -> None:
     total = 0
-    with closing(Ledger(tmp_path / "ledger", lambda: [{"total": total}])) as ledger:
+    with closing(Ledger(tmp_path / "ledger", lambda: [{"total": total}], small=100)) as ledger:
         for number in range(50):
             total += number
             ledger.append({"number": number})

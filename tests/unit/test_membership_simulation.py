@@ -1,19 +1,20 @@
 """Whatever goes wrong with the membership, the job comes to its end, and the bits stay.
 
-A failing seed is in the test's message; `World(seed).play()` brings it back.
+A failing seed is in the test's message; `World(seed, folder).play()` brings it back.
 """
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from simulation.service import STATE
 from simulation.world import World
 from unisono.membership.messages import JobOver
 
 pytestmark = pytest.mark.unit
 
-SCHEDULES = int(os.environ.get("UNISONO_SCHEDULES", "400"))
+SCHEDULES = int(os.environ.get("UNISONO_SCHEDULES", "240"))
 
 
 def outcome(over: JobOver) -> str:
@@ -21,15 +22,17 @@ def outcome(over: JobOver) -> str:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_whatever_goes_wrong_the_job_comes_to_its_end_and_no_act_is_lost_or_repeated(part: int) -> None:
+def test_whatever_goes_wrong_the_job_comes_to_its_end_and_no_act_is_lost_or_repeated(part: int, tmp_path: Path) -> None:
     ends: dict[str, int] = {"done": 0, "preempted": 0, "failed": 0}
     for seed in range(part, SCHEDULES, 4):
-        world = World(seed)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        world = World(seed, folder)
         try:
             over = world.play()
             may_fail = "ValueError" in over.reason
             assert outcome(over) != "failed" or may_fail, over.reason
-            assert outcome(over) != "done" or over.digest == f"d{len(world.script)}"
+            assert outcome(over) != "done" or over.digest == f"d{world.script.length}"
         except Exception as error:
             error.add_note(f"with seed {seed}, at {world.now:.3f} s")
             raise
@@ -37,11 +40,12 @@ def test_whatever_goes_wrong_the_job_comes_to_its_end_and_no_act_is_lost_or_repe
     assert ends["done"] > ends["preempted"] > 0, ends
 
 
-def test_a_schedule_is_its_seed() -> None:
-    def end(seed: int) -> bytes:
-        world = World(seed)
+def test_a_schedule_is_its_seed(tmp_path: Path) -> None:
+    def end(seed: int) -> str:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        world = World(seed, folder)
         world.play()
-        return STATE.dump_json(world.service.state)
+        return repr(world.service.state)
 
     assert end(7) == end(7)
     assert end(7) != end(8)

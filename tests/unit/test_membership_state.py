@@ -96,6 +96,18 @@ def test_nobody_waits_longer_for_another_one_than_the_timeout() -> None:
     assert job.roster == ["w1"]
 
 
+@pytest.mark.parametrize("has_connected", [False, True])
+def test_signs_of_life_do_not_make_those_who_are_ready_wait_longer(has_connected: bool) -> None:
+    job = Job(smallest=1, largest=2).enlist(2).ready("w1")
+    alive = ["w1", "w2"] if has_connected else ["w1"]
+    job.connect(*alive[1:])
+    for _ in range(6):
+        for worker in alive:
+            job.hear(worker, Progress(acts=0, step=0))
+        job.wait(2.0)
+    assert job.roster == ["w1"]
+
+
 def test_a_start_takes_as_long_as_it_takes_while_nobody_waits_for_it() -> None:
     job = Job().enlist(2).wait(1000.0)
     assert job.told == []
@@ -762,6 +774,12 @@ def test_a_coordinator_that_starts_again_goes_on_from_its_state() -> None:
     job.happen(Restarted()).enlist(3, running=("w1", "w2", "w3"))
     job.connect("w1", "w2", generation=1).ready("w3", loop=0)
     assert job.arrive("w2").roster == ["w1", "w2", "w3"]
+
+
+def test_a_coordinator_that_starts_again_forgets_what_it_may_not_have_come_to() -> None:
+    for job, below in ((training(2), 1), (training(1).end("w1"), None)):
+        job.forgotten.clear()
+        assert job.happen(Restarted()).forgotten == [below]
 
 
 def test_whoever_does_not_come_back_to_a_restarted_coordinator_is_lost() -> None:

@@ -8,7 +8,7 @@ import pytest
 from unisono.errors import JobError, LaunchError
 from unisono.membership.keyvalue import KeyValue
 from unisono.membership.messages import StoreReply, StoreRequest
-from unisono.train import publisher as module
+from unisono.train import backlog, publisher
 from unisono.train.published import packed, unpacked
 from unisono.train.publisher import Publisher
 
@@ -53,7 +53,7 @@ class Store:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setattr(module, "AGAIN_S", 0.01)
+    monkeypatch.setattr(publisher, "AGAIN_S", 0.01)
     return Store()
 
 
@@ -114,7 +114,7 @@ def test_what_is_there_already_is_asked_for_at_once_and_not_told_again(store: St
 def test_who_tells_nobody_keeps_no_more_than_it_has_to(
     store: Store, members: list[Publisher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MANY", 10)
+    monkeypatch.setattr(backlog, "MANY", 10)
     members[0].lead(True)
     for number in range(100):
         for one in members[:2]:

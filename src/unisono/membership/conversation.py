@@ -85,9 +85,9 @@ class Conversation:
             self._unsent.append(request)
         return request.id, answer
 
-    def give_up(self, number: int) -> None:
-        """Nobody waits for the answer to this request any more."""
-        self._asked.pop(number, None)
+    def give_up(self, number: int) -> bool:
+        """Nobody waits for the answer to this request any more. Returns whether it was still to come."""
+        return self._asked.pop(number, None) is not None
 
     def begin(self) -> None:
         """There is a connection. It begins with a hello and with what still matters."""

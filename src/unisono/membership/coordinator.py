@@ -17,7 +17,7 @@ from unisono.errors import JobError, Unreadable
 from unisono.membership import state as machine
 from unisono.membership.journal import Journal
 from unisono.membership.keyvalue import Answer, KeyValue
-from unisono.membership.ledger import Ledger
+from unisono.membership.ledger import Everything, Ledger
 from unisono.membership.messages import (
     PROTOCOL,
     AgentHello,
@@ -61,6 +61,7 @@ class Coordinator:
         clock: in seconds, from any start, never going back.
         fresh: begin anew, whatever an earlier coordinator left. Only the numbers of generations and workers go on from
             there: none is ever used twice in a run folder.
+        ledger: opens the file that remembers.
 
     Raises:
         JobError: another coordinator works in this folder, or what one left cannot be understood.
@@ -73,6 +74,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         *,
         fresh: bool = False,
+        ledger: Callable[[Path, Everything], Ledger] = Ledger,
     ) -> None:
         self.values = KeyValue(self._keep)
         self.changed: Callable[[], None] = lambda: None  # called after everything that may move the next deadline
@@ -81,7 +83,7 @@ class Coordinator:
         self._journal = Journal(run_folder / "journal.jsonl")
         self._unwritten: list[dict[str, Any]] = []
         self._clock = clock
-        self._ledger = Ledger(run_folder / LEDGER, self._entries)
+        self._ledger = ledger(run_folder / LEDGER, self._entries)
         self._began, self._stood_at = clock(), 0.0
         self.state = machine.State(settings)
         try:
@@ -112,10 +114,11 @@ class Coordinator:
 
     def handle(self, event: machine.Event) -> None:
         """Let something happen: decide, write down, act; in this order, so that nothing is done that is forgotten."""
+        is_said_again = _is_said_again(self.state, event)
         self.state, actions = machine.step(self.state, event, self.now())
         notes = (action for action in actions if isinstance(action, machine.Note))
         self._unwritten = [self._journal.line(note.event, note.fields) for note in notes]
-        if self._unwritten or not _is_said_again(event):
+        if self._unwritten or not is_said_again:
             self._keep(self._state_entry(), durable=bool(self._unwritten))
         if self._unwritten:
             self._journal.append(self._unwritten)
@@ -130,7 +133,9 @@ class Coordinator:
         return machine.status(self.state)
 
     def store(self, worker: str, request: StoreRequest) -> None:
-        """Serve a request to the key-value store."""
+        """Serve a request to the key-value store, unless its worker takes part no more: it is about to be told so."""
+        if not machine.takes_part(self.state, worker):
+            return
         self._answer(self.values.handle(worker, request, self.now()))
         self.changed()
 
@@ -228,10 +233,16 @@ class Coordinator:
         self.handle(machine.Restarted())
 
 
-def _is_said_again(event: machine.Event) -> bool:
-    """Whether nothing is lost if the coordinator forgets this: whoever connects again says it again, or it recurs."""
+def _is_said_again(state: machine.State, event: machine.Event) -> bool:
+    """Whether nothing is lost if the coordinator forgets this: whoever connects again says it again, or it recurs.
+
+    A worker's first hello is kept: what it is told then, whether it joins, decides what it does from there on.
+    """
     match event:
-        case machine.Heard(_, WorkerHello() | Ready() | Arrived() | Formed() | Progress()):
+        case machine.Heard(name, WorkerHello()):
+            worker = state.workers.get(name)
+            return worker is None or worker.phase != "asked"
+        case machine.Heard(_, Ready() | Arrived() | Formed() | Progress()):
             return True
         case machine.Disconnected() | machine.Tick():
             return True

@@ -11,11 +11,13 @@ from typing import Any
 
 from unisono.errors import JobError, UnisonoWarning
 
-SMALL = 2**20
-"""Bytes up to which the file is never written anew."""
+SMALL = 2**20  # bytes
 
 GROWTH = 4
 """How many times as large as after it was written anew it may become."""
+
+Everything = Callable[[], Iterable[Mapping[str, Any]]]
+"""The entries that say all that is known now."""
 
 
 class Ledger:
@@ -27,14 +29,16 @@ class Ledger:
     Args:
         path: of the file; its folder exists.
         everything: the entries that say all that is known now.
+        small: bytes up to which it is never written anew.
 
     Raises:
         JobError: another process keeps it, or it cannot be opened.
     """
 
-    def __init__(self, path: Path, everything: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+    def __init__(self, path: Path, everything: Everything, small: int = SMALL) -> None:
         self._path = path
         self._everything = everything
+        self._small = small
         self._lock = _lock(path.parent)
         try:
             self._descriptor = _open(path)
@@ -63,7 +67,7 @@ class Ledger:
         """
         try:
             size = _write_line(self._descriptor, _line(entry))
-            if size > max(SMALL, GROWTH * self._compact_size):
+            if size > max(self._small, GROWTH * self._compact_size):
                 self.rewrite()
             elif durable:
                 os.fsync(self._descriptor)

@@ -265,12 +265,7 @@ class Elastic(Membership):
         self._door.close()
         self._hang_up_if_lost()
         self._publisher.lead(rank == 0)
-        return Arrival(
-            source=minted.source,
-            acts=[seat.acts for seat in minted.roster],
-            joiners=frozenset(number for number, seat in enumerate(minted.roster) if seat.joins),
-            seconds={"regroup": waited - begun, "form": perf_counter() - waited},
-        )
+        return arrival_in(minted, {"regroup": waited - begun, "form": perf_counter() - waited})
 
     def _met(self, meeting: Meeting) -> Workers:
         """Connect, on a thread of its own: nothing else wakes whoever waits for a host that has vanished."""
@@ -358,6 +353,16 @@ def elastic(where: Coordination, job: Job, host: str, form: Form, timeout_s: flo
         return Line.open(where.url, token, hello, hear, timeout_s, where.certificate)
 
     return Elastic(call, hello, form, timeout_s)
+
+
+def arrival_in(minted: Minted, seconds: Mapping[str, float]) -> Arrival:
+    """A minted generation, as far as it matters for who gives what to whom."""
+    return Arrival(
+        source=minted.source,
+        acts=[seat.acts for seat in minted.roster],
+        joiners=frozenset(rank for rank, seat in enumerate(minted.roster) if seat.joins),
+        seconds=seconds,
+    )
 
 
 class MintedMeeting(Meeting):

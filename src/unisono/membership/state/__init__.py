@@ -20,11 +20,11 @@ from unisono.membership.state.event import (
     Tick,
 )
 from unisono.membership.state.state import Agent, Signs, State, Worker
-from unisono.membership.state.status import find, status
+from unisono.membership.state.status import find, status, takes_part
 from unisono.membership.state.transition import step
 
 __all__ = [
-    "step", "next_deadline", "find", "status",
+    "step", "next_deadline", "find", "status", "takes_part",
     "State", "Coordination", "Worker", "Agent", "Signs",
     "Event", "Heard", "AgentHeard", "Disconnected", "Resized", "LeaveAsked", "StopAsked", "Restarted", "Tick",
     "Action", "Tell", "TellAgent", "Hangup", "Note", "Forget",

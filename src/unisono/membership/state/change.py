@@ -43,7 +43,9 @@ class Change:
 
     def put(self, worker: Worker, **fields: Any) -> Worker:
         """Change fields of a worker."""
-        worker = replace(worker, **fields)
+        before, worker = worker.phase, replace(worker, **fields)
+        if worker.phase != before:
+            worker = replace(worker, signs=replace(worker.signs, since=self.now))
         self.set(workers={**self.state.workers, worker.id: worker})
         return worker
 

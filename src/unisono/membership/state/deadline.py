@@ -41,9 +41,9 @@ def worker_deadline(state: State, worker: Worker) -> float | None:
 
 def _first_deadline(state: State, worker: Worker) -> float | None:
     """Once connected, it has nothing to do but to be ready. Before, it may take its time while nobody waits for it."""
-    since = max(worker.signs.at, worker.signs.started)
+    since = max(worker.signs.since, worker.signs.started)
     if worker.phase == "asked":
-        waiting = [other.signs.at for other in state.candidates if other.phase == "ready"]
+        waiting = [other.signs.since for other in state.candidates if other.phase == "ready"]
         if not waiting:
             return None
         since = max(since, min(waiting))
@@ -86,7 +86,7 @@ def excused(state: State, now: float) -> State:
         return state
 
     def put_off(signs: Signs) -> Signs:
-        return replace(signs, at=signs.at + gap)
+        return replace(signs, at=signs.at + gap, since=signs.since + gap)
 
     return replace(
         state,

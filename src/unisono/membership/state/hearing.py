@@ -22,7 +22,7 @@ from unisono.membership.messages import (
     WorkerEnded,
     WorkerHello,
 )
-from unisono.membership.state.action import Tell
+from unisono.membership.state.action import Forget, Tell
 from unisono.membership.state.change import Change
 from unisono.membership.state.deadline import agent_deadline, is_past, probes_deadline, worker_deadline
 from unisono.membership.state.event import (
@@ -335,13 +335,14 @@ def _cut_off(change: Change, signs: Signs) -> Signs:
 
 
 def _restart(change: Change) -> None:
-    state, signs = change.state, Signs(at=change.now, started=change.now)
+    state, signs = change.state, Signs(at=change.now, started=change.now, since=change.now)
     change.set(
         workers={worker.id: replace(worker, signs=signs) for worker in state.workers.values()},
         agents={agent.id: replace(agent, signs=signs) for agent in state.agents.values()},
         due_since=None if state.due_since is None else change.now,
         arrival=None if state.arrival is None else change.now,
     )
+    change.actions.append(Forget() if state.minted is None else Forget(state.generation))  # perhaps it came to nothing
     change.note("coordinator restarted", generation=state.generation)
 
 

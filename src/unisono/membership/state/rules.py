@@ -125,7 +125,7 @@ def _start(change: Change) -> None:
         return
     missing = state.size - state.unreplaced - len(state.staying)
     delay_s = 0.0 if state.quick < 2 else min(LONGEST_DELAY_S, 0.5 * 2.0 ** min(state.quick - 2, 30))
-    signs = Signs(at=change.now, started=change.now + delay_s)
+    signs = Signs(at=change.now, started=change.now + delay_s, since=change.now)
     for agent in state.agents.values():
         room = agent.places - len(change.workers_of(agent.id))
         count = min(missing, room)

@@ -16,6 +16,7 @@ class Signs:
         connected: whether it is.
         at: when it gave the last one, or its connection was lost, or it was told to begin with something.
         started: when its process was to start.
+        since: when its phase began.
         step: that it has committed last.
         samples_per_s: of the whole job.
         pulse: of its main thread.
@@ -24,6 +25,7 @@ class Signs:
     connected: bool = False
     at: float = 0.0
     started: float = 0.0
+    since: float = 0.0
     step: int = 0
     samples_per_s: float = 0.0
     pulse: Pulse = field(default_factory=Pulse)

@@ -13,6 +13,12 @@ def find(state: State, who: str) -> str | None:
     return next((worker for worker, rank in state.ranks.items() if str(rank) == who), None)
 
 
+def takes_part(state: State, worker: str) -> bool:
+    """Whether a worker is expected and not given up."""
+    known = state.workers.get(worker)
+    return known is not None and known.phase != "lost"
+
+
 def status(state: State) -> dict[str, Any]:
     """All that people want to know, for JSON."""
     ranks = state.ranks
