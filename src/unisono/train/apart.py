@@ -12,6 +12,7 @@ import torch
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError, WorkerLost
+from unisono.failpoints import failpoint
 from unisono.job import Job
 from unisono.train.acts import Acts, Change
 from unisono.train.device import to_device
@@ -147,6 +148,7 @@ class Apart:
                 self._trained.strategy = str(rounds.strategy), rounds.synchroniser.state_dict()
                 return everybody
 
+            failpoint("round worked out")
             return Change(make)
 
         found = self._acts.change(end)

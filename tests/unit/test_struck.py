@@ -1,0 +1,147 @@
+"""Workers are killed at every point, and others at every point of the recovery that follows: no bit is another one."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain, combinations
+from typing import Any
+
+import pytest
+import torch
+
+from one_at_a_time import Blow
+from struck_training import Outcome, train
+from unisono.train.acts import Acts
+
+pytestmark = pytest.mark.unit
+
+SIZES = [(2, 0), (3, 0), (4, 0), (1, 1), (2, 1), (3, 1)]
+"""How many workers there are to begin with, and how many join them."""
+
+THREADS = 16
+
+BLOWS = int(os.environ.get("UNISONO_BLOWS", "100"))
+"""So many blows, and so many pairs of them, are tried for each size at most, drawn from a seed."""
+
+FIRST = 25
+"""Of so many first blows, others fall into the recoveries."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads for all worlds: starting some anew for each takes longer than the world."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(THREADS) as threads:
+        all_there = threading.Barrier(THREADS)
+        for each in [threads.submit(all_there.wait) for _ in range(THREADS)]:
+            each.result()
+        yield threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def serial(pool: ThreadPoolExecutor) -> Outcome:
+    return train(pool, 1)
+
+
+def wrong(outcome: Outcome, serial: Outcome) -> str:
+    """What is not as on a single worker that nothing happens to; empty if all is."""
+    (digest,), (losses,) = serial.digests.values(), serial.losses.values()
+    if not outcome.digests:
+        return "nobody came to the end"
+    for name, found in outcome.digests.items():
+        if found != digest:
+            return f"{name} ends with {found}, and should with {digest}"
+        if other := {step for step, loss in outcome.losses[name].items() if losses[step] != loss}:
+            return f"{name} was told another loss in step {min(other)}"
+    return ""
+
+
+def some_of(names: Sequence[str]) -> Iterator[frozenset[str]]:
+    """Nobody, each alone, and so on to all."""
+    return map(frozenset, chain.from_iterable(combinations(names, size) for size in range(len(names) + 1)))
+
+
+def blows_on(outcome: Outcome) -> Iterator[Blow]:
+    """Every blow that could have fallen in a job since the one before, on whomever and with whomever let through."""
+    for name, passed in outcome.world.points.items():
+        for point in range(len(passed)):
+            yield from (
+                Blow(name, point, through) for through in some_of([n for n in outcome.world.points if n != name])
+            )
+
+
+def failures(
+    pool: ThreadPoolExecutor, serial: Outcome, size: tuple[int, int], scripts: Sequence[Sequence[Blow]]
+) -> list[str]:
+    """Those scripts of blows after which something is wrong."""
+    found = []
+    for blows in scripts:
+        outcome = train(pool, *size, *blows)
+        assert outcome.world.struck == len(blows), f"{blows}: not all of them fell"
+        if trouble := wrong(outcome, serial):
+            found.append(f"{list(blows)}: {trouble}")
+    return found
+
+
+def recovery(passed: Sequence[str]) -> int:
+    """How many points a worker passes until it trains on, and a little further."""
+    return min(len(passed), 6 + (passed.index("caught up") if "caught up" in passed else len(passed)))
+
+
+def pairs_of_blows(pool: ThreadPoolExecutor, size: tuple[int, int]) -> list[list[Blow]]:
+    """Blows, each with one that falls into the recovery from it, above all where a state is handed over there."""
+    draw, first = random.Random(sum(size)), list(blows_on(train(pool, *size)))
+    after = [
+        (blow, train(pool, *size, blow)) for blow in draw.sample(first, min(len(first), max(2 * FIRST, BLOWS // 4)))
+    ]
+    after.sort(key=lambda one: not any("state taken" in passed for passed in one[1].world.points.values()))
+    pairs = [
+        [blow, second]
+        for blow, outcome in after[: max(FIRST, BLOWS // 4)]
+        for second in blows_on(outcome)
+        if second.point < recovery(outcome.world.points[second.worker])
+    ]
+    return draw.sample(pairs, min(len(pairs), BLOWS))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_one_worker_may_die_at_any_point(pool: ThreadPoolExecutor, serial: Outcome, size: tuple[int, int]) -> None:
+    whole = train(pool, *size)
+    assert not wrong(whole, serial)
+    blows = list(blows_on(whole))
+    tried = [[blow] for blow in random.Random(0).sample(blows, min(len(blows), BLOWS))]
+    assert failures(pool, serial, size, tried) == []
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_another_may_die_at_any_point_of_the_recovery(
+    pool: ThreadPoolExecutor, serial: Outcome, size: tuple[int, int]
+) -> None:
+    assert failures(pool, serial, size, pairs_of_blows(pool, size)) == []
+
+
+def test_a_count_that_follows_its_state_only_after_collectives_is_found(
+    pool: ThreadPoolExecutor, serial: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take_over(acts: Acts, done: int, value: Any, given: Any, *, changed: bool, joins: bool) -> None:
+        keeper = acts.keeper
+        if changed:
+            keeper.take(given, joins)
+
+        def renew() -> None:
+            acts.keeper = keeper
+            keeper.renew()
+            acts._commit(done, lambda: value, changed=changed)
+
+        acts.keeper = replace(keeper, renew=renew)
+
+    monkeypatch.setattr(Acts, "_take_over", take_over)
+    found = failures(pool, serial, (3, 0), pairs_of_blows(pool, (3, 0)))
+    assert any("ends with" in each for each in found), found
