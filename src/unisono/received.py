@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,9 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     with open_file(path) as file:
         return parse_object(file.read(LARGEST_JSON + 1))
+
+
+@cache
+def memory() -> int:
+    """Bytes of memory that this host has: nobody is given more, whatever was announced."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

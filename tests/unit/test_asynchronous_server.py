@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import ModelError, NoProgress, WorkerLost
-from unisono.reduce.courier import Courier, Letter
+from unisono.reduce.courier import Courier
+from unisono.reduce.letters import Letter
 from unisono.reduce.packing import pack, unpack
 from unisono.sync.pair_averaging import PairAveraging
 from unisono.sync.parameter_server import ParameterServer

@@ -1,12 +1,12 @@
 """Workers ask each other, one at a time or several at once; whoever hangs up wakes everybody."""
 
-import secrets
+import json
 import socket
+import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from multiprocessing.connection import Client, Connection, Listener, deliver_challenge
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -14,77 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from office import HOSTS, PATIENCE_S, Office, Table, called, echo
 from unisono.errors import NoProgress, UnisonoError, WorkerLost
-from unisono.reduce.courier import Courier, Letter
+from unisono.reduce.admission import Impostor, greet, present, receive
+from unisono.reduce.courier import Courier
+from unisono.reduce.letters import Letter, Line
 from unisono.reduce.packing import pack, unpack
 from unisono.reduce.traffic import Traffic
+from unisono.reduce.whereabouts import address_of, listen
 
 pytestmark = pytest.mark.unit
-
-PATIENCE_S = 20.0
-HOSTS = pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["one host", "several hosts"])
-
-
-class Table:
-    """Where as many workers gather as have threads here.
-
-    Attributes:
-        said: everybody's values, one list for each time.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self._barrier = threading.Barrier(workers, timeout=PATIENCE_S)
-        self._values: list[Any] = [None] * workers
-        self.said: list[list[Any]] = []
-
-    def gather(self, rank: int) -> Callable[[Any], list[Any]]:
-        def gathered(value: Any) -> list[Any]:
-            self._values[rank] = value
-            try:
-                if self._barrier.wait() == 0:
-                    self.said.append(list(self._values))
-                self._barrier.wait()
-            except threading.BrokenBarrierError:
-                raise WorkerLost("somebody left the table") from None
-            return self.said[-1]
-
-        return gathered
-
-    def leave(self) -> None:
-        self._barrier.abort()
-
-
-def echo(rank: int, letter: Letter) -> Letter:
-    return Letter({**letter.said, "to": rank}, letter.packed)
-
-
-class Office:
-    """Some couriers in one process."""
-
-    def __init__(
-        self,
-        workers: int,
-        host: str = "",
-        answer: Callable[[int, Letter], Letter] = echo,
-        timeout_s: float = PATIENCE_S,
-    ) -> None:
-        self.table = Table(workers)
-        self.traffic = [Traffic() for _ in range(workers)]
-
-        def formed(rank: int) -> Courier:
-            courier = Courier(rank, host, answer, self.traffic[rank], timeout_s)
-            courier.meet(self.table.gather(rank))
-            return courier
-
-        with ThreadPoolExecutor(workers) as pool:
-            self.couriers = list(pool.map(formed, range(workers)))
-
-    def __enter__(self) -> Sequence[Courier]:
-        return self.couriers
-
-    def __exit__(self, *error: object) -> None:
-        for courier in self.couriers:
-            courier.close()
 
 
 @HOSTS
@@ -193,51 +132,49 @@ def test_who_gives_no_answer_in_time_is_named() -> None:
             first.ask({1: Letter()})
 
 
-def address_of(office: Office, rank: int) -> Any:
-    address = office.table.said[0][rank][0]
-    return tuple(address) if isinstance(address, list) else address
-
-
 @HOSTS
 @settings(max_examples=20)
 @given(words=st.lists(st.binary(max_size=400), max_size=4))
 def test_a_stranger_without_the_secret_is_turned_away_and_harms_nobody(host: str, words: list[bytes]) -> None:
-    office = Office(2, host)
-    with office as (first, second):
-        with Client(address_of(office, 1)) as stranger:
-            assert b"CHALLENGE" in stranger.recv_bytes()
-            try:
-                for word in words:
-                    stranger.send_bytes(word)
-                said = stranger.recv_bytes() if words else b"#FAILURE#"
-            except (OSError, EOFError):
-                said = b"#FAILURE#"
-            assert said == b"#FAILURE#"
-            assert first.ask({1: Letter()})[1].said == {"to": 0}
+    with Office(2, host) as (first, second), called(second) as stranger:
+        with suppress(ConnectionError):
+            for word in words:
+                stranger.sendall(word)
+        assert first.ask({1: Letter()})[1].said == {"to": 0}
         assert second.ask({0: Letter()})[0].said == {"to": 1}
+        with suppress(OSError):  # hung up on already
+            stranger.shutdown(socket.SHUT_WR)
+        assert hears(stranger) == b""
+
+
+def test_a_stranger_that_knows_how_to_begin_and_not_the_secret_is_turned_away() -> None:
+    with Office(2) as (first, second), called(second) as stranger:
+        with pytest.raises(Impostor, match="no worker of this generation"):
+            present(stranger, 0, "ab" * 32)
+        assert first.ask({1: Letter()})[1].said == {"to": 0}
 
 
 @pytest.mark.parametrize("raw", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x7f\xff\xff\xff", b"\xff" * 4096])
 def test_neither_does_one_who_speaks_another_language(raw: bytes) -> None:
-    office = Office(2, "127.0.0.1")
-    with office as (first, _), socket.create_connection(address_of(office, 1), PATIENCE_S) as stranger:
-        stranger.sendall(raw)
-        stranger.shutdown(socket.SHUT_WR)
-        while stranger_hears(stranger):
-            pass
+    with Office(2, "127.0.0.1") as (first, second), called(second) as stranger:
+        with suppress(OSError):
+            stranger.sendall(raw)
+            stranger.shutdown(socket.SHUT_WR)
+        assert hears(stranger) == b""
         assert first.ask({1: Letter()})[1].said == {"to": 0}
 
 
-def stranger_hears(stranger: socket.socket) -> bytes:
+def hears(stranger: socket.socket) -> bytes:
+    """What a stranger is told in the end: nothing."""
     try:
         return stranger.recv(4096)
-    except ConnectionResetError:
+    except ConnectionError:
         return b""
 
 
 def test_a_stranger_that_says_nothing_does_not_keep_a_worker_from_closing() -> None:
     office = Office(2, "127.0.0.1")
-    with office as (first, _), socket.create_connection(address_of(office, 1), PATIENCE_S):
+    with office as (first, second), called(second):
         assert first.ask({1: Letter()})[1].said == {"to": 0}
         for courier in office.couriers:
             courier.close()
@@ -272,7 +209,7 @@ def test_nothing_is_left_behind_where_forming_fails(host: str, after: int) -> No
 @HOSTS
 def test_a_worker_that_is_gone_before_it_is_called_is_lost(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
-        address = list(gone.getsockname()) if host else "\0nobody"
+        address = list(gone.getsockname()) if host else f"\0unisono-{'0' * 32}"
 
     def gather(value: Any) -> list[Any]:
         return [value, [address, "secret"]]
@@ -294,15 +231,14 @@ class Mute:
         says: what it does before it is stopped, with the first connection.
     """
 
-    def __init__(self, host: str, says: Callable[[Connection], None]) -> None:
-        self._listener = Listener((host, 0) if host else f"\0unisono-{secrets.token_hex(16)}")
+    def __init__(self, host: str, says: Callable[[socket.socket], None]) -> None:
+        self._listening = listen(host)
         self._says, self._called = says, threading.Event()
         self._thread = threading.Thread(target=self._speak)
         self._thread.start()
 
     def gather(self, value: Any) -> list[Any]:
-        address = self._listener.address
-        return [value, [address.decode() if isinstance(address, bytes) else address, SHOWN]]
+        return [value, json.loads(json.dumps([address_of(self._listening), SHOWN]))]
 
     def until_called(self) -> None:
         assert self._called.wait(PATIENCE_S)
@@ -311,41 +247,43 @@ class Mute:
         self.until_called()
         self._thread.join(PATIENCE_S)
         self._connection.close()
-        self._listener.close()
+        self._listening.close()
 
     def _speak(self) -> None:
-        self._connection = self._listener.accept()
+        self._connection, _ = self._listening.accept()
         self._says(self._connection)
         self._called.set()
 
 
-def nothing(connection: Connection) -> None:
+def nothing(connection: socket.socket) -> None:
     pass
 
 
-def a_challenge(connection: Connection) -> None:
-    connection.send_bytes(b"#CHALLENGE#" + bytes(20))
+def half_a_greeting(connection: socket.socket) -> None:
+    connection.sendall(bytes(20))
 
 
-def a_welcome(connection: Connection) -> None:
-    deliver_challenge(connection, SHOWN.encode())
-    connection.recv_bytes()
+def a_welcome(connection: socket.socket) -> None:
+    greeting = greet(connection, SHOWN)
+    wanted = next(greeting)
+    with suppress(StopIteration):
+        while True:
+            wanted = greeting.send(receive(connection, wanted))
 
 
-def half_an_answer(connection: Connection) -> None:
+def half_an_answer(connection: socket.socket) -> None:
     a_welcome(connection)
-    connection.recv_bytes()
-    connection.recv_bytes()
-    connection.send_bytes(b"[{}, 1000]")
+    Line(connection).receive()
+    connection.sendall(struct.pack("<IQ", 2, 1000) + b"{}")
 
 
 LARGE = Letter(packed=torch.zeros(4_000_000, dtype=torch.uint8))
 
 
 @HOSTS
-@pytest.mark.parametrize("says", [nothing, a_challenge, a_welcome, half_an_answer])
+@pytest.mark.parametrize("says", [nothing, half_a_greeting, a_welcome, half_an_answer])
 def test_a_worker_that_is_stopped_at_any_moment_is_waited_for_no_longer_than_said(
-    host: str, says: Callable[[Connection], None]
+    host: str, says: Callable[[socket.socket], None]
 ) -> None:
     with (
         closing(Mute(host, says)) as mute,
@@ -358,7 +296,7 @@ def test_a_worker_that_is_stopped_at_any_moment_is_waited_for_no_longer_than_sai
 
 def test_to_abort_wakes_whoever_calls_a_worker_that_does_not_answer() -> None:
     with (
-        closing(Mute("", a_challenge)) as mute,
+        closing(Mute("", half_a_greeting)) as mute,
         closing(Courier(0, "", echo, Traffic(), PATIENCE_S)) as courier,
         ThreadPoolExecutor(1) as pool,
     ):
@@ -388,8 +326,9 @@ def test_bytes_and_letters_are_counted_where_they_are_sent() -> None:
     sent = [  # counted behind the sending, so complete when all is closed
         (one.sent_bytes - was[0], one.sent_messages - was[1]) for one, was in zip(office.traffic, before, strict=True)
     ]
-    questions = len('[{"a": 1}, 1000]') + 1000 + len("[{}, 0]")
-    answers = len('[{"a": 1, "to": 0}, 1000]') + 1000 + len('[{"to": 0}, 0]')
+    sizes = 2 * struct.calcsize("<IQ")
+    questions = sizes + len('{"a": 1}') + 1000 + len("{}")
+    answers = sizes + len('{"a": 1, "to": 0}') + 1000 + len('{"to": 0}')
     assert sent == [(questions, 2), (answers, 2)]
 
 

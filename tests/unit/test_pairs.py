@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import ModelError, WorkerLost
-from unisono.reduce.courier import Letter
+from unisono.reduce.letters import Letter
 from unisono.train.pairs import Pairs
 from unisono.train.prepared import Prepared
 from unisono.train.synchroniser import Ground

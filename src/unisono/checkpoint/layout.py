@@ -1,10 +1,8 @@
 """What bytes may become: the dtypes, shapes and strides that a tensor or an array can have."""
 
 import math
-import os
 import re
 from collections.abc import Sequence
-from functools import cache
 from reprlib import repr as short
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CheckpointError
+from unisono.received import memory
 
 KEPT = {
     torch.float64: "F64",
@@ -171,9 +170,3 @@ def array_of(data: np.ndarray[Any, Any], dtype: np.dtype[Any], shape: Sequence[i
     if dtype.kind == "U" and data.size and data.view(f"{dtype.str[0]}u4").max() > _LAST_CHARACTER:
         raise CheckpointError("an array of text holds numbers that stand for no character")
     return data.view(dtype).reshape(shape)
-
-
-@cache
-def memory() -> int:
-    """Bytes of memory that this host has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from reprlib import repr as short
+from time import monotonic, sleep
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from unisono.errors import NoProgress, UnisonoError, WorkerLost
-from unisono.reduce.packing import NOTHING
-from unisono.reduce.peers import MOST_CALLERS, limit
+from unisono.errors import NoProgress, UnisonoError, Unreadable, WorkerLost
+from unisono.reduce.admission import RETRY_S, Admission, present
+from unisono.reduce.letters import Letter, Line
+from unisono.reduce.peers import limit
 from unisono.reduce.traffic import Traffic
-
-LARGEST_HEADER = 2**20
-"""Bytes of what is said besides the tensors."""
+from unisono.reduce.whereabouts import address_of, is_host, is_name, listen
 
 Gather = Callable[[Any], list[Any]]
 """Every worker's JSON value, by rank. Collective."""
-
-
-@dataclass(frozen=True, slots=True)
-class Letter:
-    """What one worker says to another.
-
-    Attributes:
-        said: JSON values by name.
-        packed: tensors as bytes, see :func:`unisono.reduce.packing.pack`: uint8, 1-D.
-    """
-
-    said: Mapping[str, Any] = field(default_factory=dict)
-    packed: Tensor = NOTHING
 
 
 Answer = Callable[[int, Letter], Letter]
@@ -60,6 +41,7 @@ class Courier:
         called: how to speak of the worker of a rank.
 
     Attributes:
+        address: where others call this worker: a name, or host and port.
         ends: called when the connections are closed, from whichever side; from any thread.
     """
 
@@ -75,14 +57,15 @@ class Courier:
         self.ends: Callable[[], None] = lambda: None
         self._rank, self._answer, self._traffic, self._timeout_s = rank, answer, traffic, timeout_s
         self._called = called
-        self._calls: dict[int, _Line] = {}
-        self._lines: list[_Line] = []
+        self._calls: dict[int, Line] = {}
+        self._lines: list[Line] = []
         self._lock, self._is_closed = threading.Lock(), False
         self._secret = secrets.token_hex(32)
-        # So many may call before one is let in: a call to a worker that hangs is not held up, and wakes at a hang-up.
-        self._listener = Listener((host, 0) if host else f"\0unisono-{secrets.token_hex(16)}", backlog=MOST_CALLERS)
-        self._door: socket.socket = self._listener._listener._socket  # type: ignore[attr-defined]
-        self._answering = [self._thread(self._welcome)]
+        self._served: set[int] = {rank}
+        self._answering: list[threading.Thread] = []
+        listening = listen(host)
+        self.address = address_of(listening)
+        self._admission = Admission(listening, self._secret, self._admit)
 
     def meet(self, gather: Gather) -> None:
         """Call everybody, before anybody is asked. Collective. If it fails, close.
@@ -94,12 +77,10 @@ class Courier:
             WorkerLost: another worker is gone.
             NoProgress: one did not answer the call in time.
         """
-        address = self._listener.address
-        named = address.decode("ascii") if isinstance(address, bytes) else address
-        for rank, (address, secret) in enumerate(gather([named, self._secret])):
+        for rank, told in enumerate(gather([self.address, self._secret])):
             if rank != self._rank:
                 with self._talking_to(rank):
-                    self._calls[rank] = self._call(address, secret)
+                    self._calls[rank] = self._call(*self._known(told))
         gather(None)  # all have called everybody
 
     def ask(self, questions: Mapping[int, Letter]) -> dict[int, Letter]:
@@ -135,29 +116,50 @@ class Courier:
             for line in self._lines:
                 line.hang_up()
         self.ends()
-        with suppress(OSError):
-            self._door.shutdown(socket.SHUT_RDWR)
+        self._admission.end()
 
     def close(self) -> None:
         """Hang up, and wait until nobody is answered any more."""
         self.abort()
-        for thread in self._answering:  # the first one, which adds others, ends first
+        self._admission.close()  # first: it adds others
+        for thread in self._answering:
             thread.join()
-        self._listener.close()
         with self._lock:
             for line in self._lines:
                 line.close()
             self._lines.clear()
 
-    def _call(self, address: Any, secret: str) -> _Line:
-        is_here = isinstance(address, str)
-        with socket.socket(socket.AF_UNIX if is_here else socket.AF_INET) as caller:
-            limit(caller, self._timeout_s)
-            caller.connect(address if is_here else tuple(address))
-            line = self._opened(Connection(caller.detach()))
-        answer_challenge(line.connection, secret.encode())
-        self._send(line, Letter({"rank": self._rank}))
-        return line
+    def _known(self, told: Any) -> tuple[Any, str]:
+        """Where a worker can be called, and its secret: nobody has checked what came from it."""
+        match told:
+            case [str(name), str(secret)] if isinstance(self.address, str) and is_name(name) and secret.isascii():
+                return name, secret
+            case [[str(host), int(port)], str(secret)] if not isinstance(self.address, str) and secret.isascii():
+                if is_host(host) and 0 < port < 2**16:
+                    return (host, port), secret
+        raise Unreadable(f"it says that it can be called at {short(told)}, which is no address of a worker")
+
+    def _call(self, address: Any, secret: str) -> Line:
+        """Connect with a worker. It may drop this one together with strangers: then it is called again."""
+        until = monotonic() + self._timeout_s
+        while True:
+            connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+            line = self._opened(connection)
+            try:
+                limit(connection, self._timeout_s)
+                connection.connect(address)
+                if self._is_closed:  # before there was a connection to hang up on
+                    raise ConnectionAbortedError("this worker hangs up")
+                present(connection, self._rank, secret)
+            except (ConnectionRefusedError, FileNotFoundError):
+                raise
+            except (ConnectionError, EOFError):
+                if self._is_closed or monotonic() > until:
+                    raise
+                self._let_go(line)
+                sleep(RETRY_S)
+            else:
+                return line
 
     @contextmanager
     def _talking_to(self, rank: int) -> Iterator[None]:
@@ -170,28 +172,24 @@ class Courier:
                 f"else, or takes longer for something than the others: see its log, or allow more with "
                 f"unisono.init(failure_timeout_s=…)"
             ) from error
-        except (OSError, EOFError, AuthenticationError) as error:
+        except Unreadable as error:
+            self.abort()
+            raise Unreadable(f"{self._called(rank)}: {error}") from error
+        except (OSError, EOFError) as error:
             self.abort()
             raise WorkerLost(f"rank {self._rank} lost its connection to another worker: {error!r}") from error
 
-    def _welcome(self) -> None:
-        """On a thread: whoever calls is answered on another."""
-        while not self._is_closed:
-            try:
-                line = self._opened(self._listener.accept())
-            except OSError:  # this worker hangs up
-                return
-            self._answering.append(self._thread(self._serve, line))
+    def _admit(self, rank: int, connection: socket.socket) -> bool:
+        """On the thread of the admission: a worker that belongs here is answered on a thread of its own."""
+        if rank in self._served:
+            return False
+        self._served.add(rank)
+        self._answering.append(self._thread(self._serve, rank, self._opened(connection)))
+        return True
 
-    def _serve(self, line: _Line) -> None:
+    def _serve(self, rank: int, line: Line) -> None:
         """On a thread: answer one worker as long as it asks."""
-        try:
-            deliver_challenge(line.connection, self._secret.encode())
-            rank = int(line.receive().said["rank"])
-        except (OSError, EOFError, AuthenticationError, ValueError, KeyError):  # none of these workers
-            line.hang_up()
-            return
-        with suppress(OSError, EOFError):
+        with suppress(OSError, EOFError, Unreadable):
             while True:
                 letter = line.receive()
                 try:
@@ -205,55 +203,23 @@ class Courier:
                 self._send(line, answer)
         self.abort()
 
-    def _send(self, line: _Line, letter: Letter) -> None:
+    def _send(self, line: Line, letter: Letter) -> None:
         self._traffic.count(line.send(letter), 1)
 
-    def _opened(self, connection: Any) -> _Line:
-        line = _Line(connection)
+    def _opened(self, connection: socket.socket) -> Line:
+        line = Line(connection)
         with self._lock:
             self._lines.append(line)
             if self._is_closed:
                 line.hang_up()
         return line
 
+    def _let_go(self, line: Line) -> None:
+        with self._lock:
+            self._lines.remove(line)
+        line.close()
+
     def _thread(self, target: Callable[..., None], *args: Any) -> threading.Thread:
         thread = threading.Thread(target=target, args=args, name="unisono-courier", daemon=True)
         thread.start()
         return thread
-
-
-class _Line:
-    """One connection, and the plug to pull from another thread."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self._plug = socket.socket(fileno=socket.dup(connection.fileno()))
-        if self._plug.family != socket.AF_UNIX:
-            self._plug.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def send(self, letter: Letter) -> int:
-        """Send; returns the number of bytes."""
-        header = json.dumps([dict(letter.said), letter.packed.numel()]).encode()
-        self.connection.send_bytes(header)
-        if letter.packed.numel():
-            self.connection.send_bytes(letter.packed.numpy().data)
-        return len(header) + letter.packed.numel()
-
-    def receive(self) -> Letter:
-        """Wait for a letter."""
-        said, size = json.loads(self.connection.recv_bytes(LARGEST_HEADER))
-        packed = torch.empty(size, dtype=torch.uint8) if size else NOTHING
-        if size:
-            self.connection.recv_bytes_into(packed.numpy().data)
-        return Letter(said, packed)
-
-    def hang_up(self) -> None:
-        """Wake whoever reads or writes."""
-        with suppress(OSError):
-            self._plug.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Give the connection back."""
-        self._plug.close()
-        self.connection.close()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.reduce.courier import Letter
+from unisono.reduce.letters import Letter
 from unisono.reduce.packing import pack, unpack
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.shares import shares

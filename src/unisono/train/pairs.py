@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.reduce.courier import Letter
+from unisono.reduce.letters import Letter
 from unisono.reduce.packing import pack, unpack
 from unisono.sync.pair_averaging import average
 from unisono.train.shared_work import SharedWork

@@ -7,7 +7,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.reduce.courier import Courier, Letter
+from unisono.reduce.courier import Courier
+from unisono.reduce.letters import Letter
 from unisono.sync.staleness import Reads
 from unisono.train.synchroniser import Ground, Synchroniser
 from unisono.train.tickets import Tickets

@@ -1,0 +1,273 @@
+"""Who may talk to a worker: both sides prove that they know its secret, on one thread and within limits."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from unisono.same_user import is_same_user
+
+MOST_CALLERS = 1024
+"""That the kernel keeps waiting for us."""
+
+MOST_STRANGERS = 64
+"""Callers that have not shown yet that they know the secret. One more, and who has waited the longest is dropped."""
+
+PATIENCE_S = 5.0
+"""How long a caller may take for its part: three short messages."""
+
+RETRY_S = 0.02
+"""After which a caller that was dropped calls again."""
+
+_NONCE = 32
+_PROOF = 32
+_CALL = struct.Struct(f"<8si{_NONCE}s")
+_MARK = b"unisono2"
+_WELCOME = b"w"
+_NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+Admit = Callable[[int, socket.socket], bool]
+"""Takes over the connection to the worker of this rank; False if it may not have one."""
+
+
+class Impostor(OSError):
+    """Who answers does not know the secret, or belongs to another user."""
+
+
+class Admission:
+    """Lets callers in that know the secret, and hangs up on all others.
+
+    Until then nothing of a caller is kept but a descriptor and a hundred bytes, and no thread waits for it. What it
+    sends has a fixed length: there is none that it could make up.
+
+    Args:
+        listening: the socket, which listens; closed in the end.
+        secret: that callers know.
+        admit: called on the thread.
+        most: callers that may be under way.
+        patience_s: how long each of them may take.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        secret: str,
+        admit: Admit,
+        *,
+        most: int = MOST_STRANGERS,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._listening, self._secret, self._admit = listening, secret, admit
+        self._most, self._patience_s = most, patience_s
+        self._is_over = False
+        self._is_unix = listening.family == socket.AF_UNIX
+        self._callers: dict[int, _Caller] = {}  # by descriptor, who has waited the longest first
+        self._selector = selectors.DefaultSelector()
+        listening.setblocking(False)
+        self._selector.register(listening, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="unisono-admission", daemon=True)
+        self._thread.start()
+
+    @property
+    def strangers(self) -> int:
+        """How many callers are under way."""
+        return len(self._callers)
+
+    def end(self) -> None:
+        """Let nobody in any more. From any thread."""
+        self._is_over = True
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End, and give everything back."""
+        self.end()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_over:
+                self._turn()
+        finally:
+            for caller in list(self._callers.values()):
+                self._drop(caller)
+            self._selector.close()
+            self._listening.close()
+
+    def _turn(self) -> None:
+        """Wait for what happens next."""
+        for key, _ in self._selector.select(self._wait_s()):
+            if key.fileobj is self._listening:
+                self._accept()
+            elif key.fd in self._callers:  # not dropped in this turn
+                self._hear(self._callers[key.fd])
+        now = time.monotonic()
+        for caller in [caller for caller in self._callers.values() if caller.until <= now]:
+            self._drop(caller)
+
+    def _wait_s(self) -> float | None:
+        oldest = next(iter(self._callers.values()), None)
+        return None if oldest is None else max(0.0, oldest.until - time.monotonic())
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except OSError as error:  # it has hung up meanwhile, or this worker has
+            if error.errno in _NO_DESCRIPTORS:
+                self._make_room()
+            return
+        connection.setblocking(False)
+        if self._is_unix and not is_same_user(connection):
+            connection.close()
+            return
+        if len(self._callers) >= self._most:
+            self._make_room()
+        caller = _Caller(connection, greet(connection, self._secret), time.monotonic() + self._patience_s)
+        self._callers[connection.fileno()] = caller
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _make_room(self) -> None:
+        # Whoever knows what to say is through in an instant: it is seldom the oldest, and calls again if it is.
+        if (oldest := next(iter(self._callers.values()), None)) is not None:
+            self._drop(oldest)
+        else:
+            time.sleep(RETRY_S)
+
+    def _hear(self, caller: _Caller) -> None:
+        try:
+            rank = caller.hear()
+        except (OSError, EOFError):
+            self._drop(caller)
+            return
+        if rank is not None:
+            self._forget(caller)
+            caller.connection.setblocking(True)
+            if not self._admit(rank, caller.connection):
+                caller.connection.close()
+
+    def _drop(self, caller: _Caller) -> None:
+        self._forget(caller)
+        caller.connection.close()
+
+    def _forget(self, caller: _Caller) -> None:
+        self._selector.unregister(caller.connection)
+        del self._callers[caller.connection.fileno()]
+
+
+@dataclass(slots=True)
+class _Caller:
+    """One that has called, and not shown yet that it may.
+
+    Attributes:
+        connection: to it.
+        talk: see :func:`greet`.
+        until: when it has to be through, by the clock that only goes forward.
+    """
+
+    connection: socket.socket
+    talk: Generator[int, bytes, int]
+    until: float
+    awaited: int = 0
+    heard: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        self.awaited = next(self.talk)
+
+    def hear(self) -> int | None:
+        """Take what has come; the caller's rank once it has shown that it may talk.
+
+        Raises:
+            EOFError, OSError: it may not.
+        """
+        data = self.connection.recv(self.awaited - len(self.heard))
+        if not data:
+            raise EOFError
+        self.heard += data
+        if len(self.heard) == self.awaited:
+            said, self.heard = bytes(self.heard), bytearray()
+            try:
+                self.awaited = self.talk.send(said)
+            except StopIteration as end:
+                return int(end.value)
+        return None
+
+
+def greet(connection: socket.socket, secret: str) -> Generator[int, bytes, int]:
+    """What is heard from a caller and said to it: yields how many bytes come next, and returns its rank.
+
+    Args:
+        connection: to the caller.
+        secret: of this worker.
+
+    Raises:
+        Impostor: it does not know the secret.
+        OSError: it has hung up, or takes nothing.
+    """
+    mark, rank, theirs = _CALL.unpack((yield _CALL.size))
+    if mark != _MARK or rank < 0:
+        raise Impostor("no call of a worker")
+    ours = secrets.token_bytes(_NONCE)
+    connection.send(ours + _proof(secret, b"answers", rank, theirs, ours))  # a new connection has room for it
+    if not hmac.compare_digest((yield _PROOF), _proof(secret, b"calls", rank, theirs, ours)):
+        raise Impostor("no worker of this generation")
+    connection.send(_WELCOME)
+    return int(rank)
+
+
+def present(connection: socket.socket, rank: int, secret: str) -> None:
+    """Show the one who is called that this worker knows its secret, and have it show the same.
+
+    Args:
+        connection: to it; whoever answers on a Unix socket has to belong to this user.
+        rank: of this worker.
+        secret: of the one who is called.
+
+    Raises:
+        Impostor: somebody else answers.
+        EOFError, OSError: nobody does, or it has hung up.
+    """
+    if connection.family == socket.AF_UNIX and not is_same_user(connection):
+        raise Impostor("a process of another user answers there")
+    ours = secrets.token_bytes(_NONCE)
+    connection.sendall(_CALL.pack(_MARK, rank, ours))
+    said = receive(connection, _NONCE + _PROOF)
+    theirs, proof = said[:_NONCE], said[_NONCE:]
+    if not hmac.compare_digest(proof, _proof(secret, b"answers", rank, ours, theirs)):
+        raise Impostor("who answers there is no worker of this generation")
+    connection.sendall(_proof(secret, b"calls", rank, ours, theirs))
+    if receive(connection, len(_WELCOME)) != _WELCOME:
+        raise Impostor("who answers there speaks another language")
+
+
+def receive(connection: socket.socket, size: int) -> bytes:
+    """So many bytes.
+
+    Raises:
+        EOFError: the other side has hung up.
+        OSError: they do not come.
+    """
+    data = bytearray(size)
+    fill(connection, memoryview(data))
+    return bytes(data)
+
+
+def fill(connection: socket.socket, room: memoryview) -> None:
+    """As many bytes as there is room for, in place; raises as :func:`receive` does."""
+    while room:
+        count = connection.recv_into(room)
+        if not count:
+            raise EOFError("its end of the connection is closed")
+        room = room[count:]
+
+
+def _proof(secret: str, role: bytes, rank: int, caller: bytes, called: bytes) -> bytes:
+    return hmac.digest(secret.encode(), _CALL.pack(role, rank, caller) + called, "sha256")

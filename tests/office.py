@@ -1,0 +1,91 @@
+"""Workers that ask each other, all in one process."""
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from unisono.errors import WorkerLost
+from unisono.reduce.courier import Courier
+from unisono.reduce.letters import Letter
+from unisono.reduce.traffic import Traffic
+
+PATIENCE_S = 20.0
+HOSTS = pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["one host", "several hosts"])
+
+
+class Table:
+    """Where as many workers gather as have threads here.
+
+    Attributes:
+        said: everybody's values, one list for each time.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._barrier = threading.Barrier(workers, timeout=PATIENCE_S)
+        self._values: list[Any] = [None] * workers
+        self.said: list[list[Any]] = []
+
+    def gather(self, rank: int) -> Callable[[Any], list[Any]]:
+        def gathered(value: Any) -> list[Any]:
+            self._values[rank] = value
+            try:
+                if self._barrier.wait() == 0:
+                    self.said.append(list(self._values))
+                self._barrier.wait()
+            except threading.BrokenBarrierError:
+                raise WorkerLost("somebody left the table") from None
+            return self.said[-1]
+
+        return gathered
+
+    def leave(self) -> None:
+        self._barrier.abort()
+
+
+def echo(rank: int, letter: Letter) -> Letter:
+    return Letter({**letter.said, "to": rank}, letter.packed)
+
+
+class Office:
+    """Some couriers in one process."""
+
+    def __init__(
+        self,
+        workers: int,
+        host: str = "",
+        answer: Callable[[int, Letter], Letter] = echo,
+        timeout_s: float = PATIENCE_S,
+    ) -> None:
+        self.table = Table(workers)
+        self.traffic = [Traffic() for _ in range(workers)]
+
+        def formed(rank: int) -> Courier:
+            courier = Courier(rank, host, answer, self.traffic[rank], timeout_s)
+            courier.meet(self.table.gather(rank))
+            return courier
+
+        with ThreadPoolExecutor(workers) as pool:
+            self.couriers = list(pool.map(formed, range(workers)))
+
+    def __enter__(self) -> Sequence[Courier]:
+        return self.couriers
+
+    def __exit__(self, *error: object) -> None:
+        for courier in self.couriers:
+            courier.close()
+
+
+def called(courier: Courier) -> socket.socket:
+    """A stranger's connection to a worker."""
+    connection = socket.socket(socket.AF_UNIX if isinstance(courier.address, str) else socket.AF_INET)
+    connection.settimeout(PATIENCE_S)
+    try:
+        connection.connect(courier.address)
+    except OSError:
+        connection.close()
+        raise
+    return connection

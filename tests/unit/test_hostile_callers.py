@@ -1,0 +1,231 @@
+"""A thousand callers that do not belong here take few descriptors and no threads, and keep nobody from being served."""
+
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+
+import pytest
+
+from office import HOSTS, PATIENCE_S, Office, Table, called, echo
+from unisono.errors import Unreadable, WorkerLost
+from unisono.reduce.admission import MOST_STRANGERS, Admission, present
+from unisono.reduce.courier import Courier
+from unisono.reduce.letters import Letter, Line
+from unisono.reduce.traffic import Traffic
+from unisono.reduce.whereabouts import listen
+from unisono.same_user import is_same_user
+
+pytestmark = pytest.mark.unit
+
+CALLERS = 1000
+SECRET = "ab" * 32
+
+Says = Callable[[socket.socket], None]
+
+
+def silence(stranger: socket.socket) -> None:
+    pass
+
+
+def goodbye(stranger: socket.socket) -> None:
+    stranger.close()
+
+
+def garbage(stranger: socket.socket) -> None:
+    stranger.sendall(secrets.token_bytes(300))
+
+
+def huge_lengths(stranger: socket.socket) -> None:
+    stranger.sendall(struct.pack("!iQ", -1, 2**62))
+
+
+def half_a_call(stranger: socket.socket) -> None:
+    stranger.sendall(struct.pack("<8si", b"unisono2", 1))
+
+
+def a_call_without_the_secret(stranger: socket.socket) -> None:
+    stranger.sendall(struct.pack("<8si32s", b"unisono2", 1, bytes(32)) + bytes(32))
+
+
+SAYINGS: list[Says] = [silence, goodbye, garbage, huge_lengths, half_a_call, a_call_without_the_secret]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 (a path of each is not needed)
+
+
+def open_ones(strangers: list[socket.socket]) -> int:
+    return sum(stranger.fileno() >= 0 for stranger in strangers)
+
+
+@contextmanager
+def besieged(courier: Courier) -> Iterator[list[socket.socket]]:
+    """A worker that so many strangers have called."""
+    with ExitStack() as opened:
+        strangers = []
+        for number in range(CALLERS):
+            stranger = opened.enter_context(called(courier))
+            with suppress(ConnectionError):  # dropped already
+                SAYINGS[number % len(SAYINGS)](stranger)
+            strangers.append(stranger)
+        yield strangers
+
+
+@HOSTS
+def test_a_thousand_strangers_take_few_descriptors_and_no_thread_and_workers_are_served(host: str) -> None:
+    table = Table(3)
+    with ExitStack() as opened:
+        couriers = [
+            opened.enter_context(closing(Courier(rank, host, echo, Traffic(), PATIENCE_S))) for rank in range(3)
+        ]
+        threads, before = threading.active_count(), descriptors()
+        with besieged(couriers[0]) as strangers, ThreadPoolExecutor(3) as pool:
+            assert threading.active_count() == threads
+            assert descriptors() - before - open_ones(strangers) <= MOST_STRANGERS + 1
+            list(pool.map(lambda courier: courier.meet(table.gather(courier._rank)), couriers))
+            assert couriers[1].ask({0: Letter({"n": 1})})[0].said == {"n": 1, "to": 1}
+            assert couriers[0].ask({2: Letter({"n": 2})})[2].said == {"n": 2, "to": 0}
+
+
+def test_a_worker_that_is_dropped_among_strangers_calls_again() -> None:
+    table, goes_on = Table(2), threading.Event()
+    with ExitStack() as opened:
+        couriers = [opened.enter_context(closing(Courier(rank, "", echo, Traffic(), PATIENCE_S))) for rank in range(2)]
+
+        def flood() -> int:
+            count = 0
+            while not goes_on.is_set():
+                with ExitStack() as held, suppress(BlockingIOError):  # so many wait that the kernel takes no more
+                    for _ in range(2 * MOST_STRANGERS):
+                        held.enter_context(called(couriers[0]))
+                        count += 1
+            return count
+
+        with ThreadPoolExecutor(3) as pool:
+            flooding = pool.submit(flood)
+            try:
+                list(pool.map(lambda courier: courier.meet(table.gather(courier._rank)), couriers))
+                assert couriers[1].ask({0: Letter({"n": 1})})[0].said == {"n": 1, "to": 1}
+            finally:
+                goes_on.set()
+            assert flooding.result(PATIENCE_S) > 0
+
+
+@pytest.mark.parametrize("says", [silence, half_a_call])
+@HOSTS
+def test_a_stranger_that_says_too_little_is_hung_up_on_in_time(host: str, says: Says) -> None:
+    listening = listen(host)
+    with (
+        closing(Admission(listening, SECRET, lambda rank, connection: False, patience_s=0.1)) as admission,
+        socket.socket(listening.family) as stranger,
+    ):
+        stranger.settimeout(PATIENCE_S)
+        stranger.connect(listening.getsockname())
+        says(stranger)
+        assert stranger.recv(1) == b""
+        assert admission.strangers == 0
+
+
+def test_who_has_waited_the_longest_makes_room() -> None:
+    listening = listen("")
+    with (
+        closing(Admission(listening, SECRET, lambda rank, connection: False, most=2)),
+        ExitStack() as opened,
+    ):
+        strangers = [opened.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)]
+        for stranger in strangers:
+            stranger.settimeout(PATIENCE_S)
+            stranger.connect(listening.getsockname())
+        assert strangers[0].recv(1) == b""
+        half_a_call(strangers[1])
+        half_a_call(strangers[2])
+
+
+def test_who_calls_twice_as_one_worker_is_heard_once() -> None:
+    with Office(2) as (first, second), called(second) as again:
+        present(again, 0, second._secret)
+        assert again.recv(1) == b""
+        assert first.ask({1: Letter()})[1].said == {"to": 0}
+
+
+TELLS = [
+    ["\0docker", SECRET],
+    ["/run/user/1000/bus", SECRET],
+    [["127.0.0.1", 22], SECRET],
+    [["evil.example", 80], SECRET],
+    [f"\0unisono-{'0' * 32}", "\ud800"],
+    [f"\0unisono-{'0' * 32}"],
+    "\0unisono",
+    None,
+    {"a": 1},
+]
+
+
+@pytest.mark.parametrize("told", TELLS, ids=repr)
+def test_an_address_that_no_worker_has_is_not_called(told: object) -> None:
+    with (
+        closing(Courier(0, "", echo, Traffic(), PATIENCE_S)) as courier,
+        pytest.raises(Unreadable, match="rank 1: it says that it can be called at"),
+    ):
+        courier.meet(lambda value: [value, told])
+
+
+@pytest.mark.parametrize(
+    "told", [[["evil.example", 80], SECRET], [["127.0.0.1", 0], SECRET], [["127.0.0.1", 2**40], SECRET]], ids=repr
+)
+def test_neither_is_one_of_another_host_that_is_none(told: object) -> None:
+    with (
+        closing(Courier(0, "127.0.0.1", echo, Traffic(), PATIENCE_S)) as courier,
+        pytest.raises(Unreadable, match="rank 1: it says that it can be called at"),
+    ):
+        courier.meet(lambda value: [value, told])
+
+
+def test_who_answers_and_does_not_know_the_secret_is_told_nothing() -> None:
+    with (
+        Office(2) as (first, _),
+        closing(Courier(1, "", echo, Traffic(), PATIENCE_S)) as courier,
+        pytest.raises(WorkerLost, match="no worker of this generation"),
+    ):
+        courier.meet(lambda value: [[first.address, SECRET], value])
+
+
+@pytest.mark.parametrize("end", ["caller", "called"])
+def test_a_process_of_another_user_is_neither_heard_nor_told_anything(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Office(2) as (first, second), called(first) as connection:
+        assert is_same_user(connection)
+        module = "unisono.reduce.admission.is_same_user"
+        monkeypatch.setattr(module, lambda asked: False)
+        if end == "caller":
+            with called(second) as stranger:
+                assert stranger.recv(1) == b""
+        else:
+            with pytest.raises(OSError, match="another user"):
+                present(connection, 1, first._secret)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        struct.pack("<IQ", 2**31, 0),
+        struct.pack("<IQ", 2, 2**62) + b"{}",
+        struct.pack("<IQ", 2, 0) + b"[]",
+        struct.pack("<IQ", 4, 0) + b"\xff\xff\xff\xff",
+        struct.pack("<IQ", 2**20, 0) + b"[" * 2**20,
+    ],
+    ids=["much text", "many tensors", "no object", "no text", "nested"],
+)
+def test_what_is_no_letter_is_not_read(said: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, closing(Line(ours)) as line, ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(theirs.sendall, said)
+        with pytest.raises(Unreadable):
+            line.receive()
+        sending.result(PATIENCE_S)
