@@ -10,7 +10,7 @@ BENCH_READY := $(VENV)/.ready-bench
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies soak case-study format clean
+.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-checks bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies soak case-study format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -61,6 +61,9 @@ bench-disturbed: $(READY)  ## a worker or a connection becomes slow: what polici
 
 bench-monitor: $(READY)  ## what it costs to measure the gradients' noise in every step
 	@$(BIN)/python -m benchmarks monitor $(OPTIONS)
+
+bench-checks: $(READY)  ## what it costs to check the gradients' memory; --all: all of it; --audit: results
+	@$(BIN)/python -m benchmarks checks $(OPTIONS)
 
 bench-sampling: $(READY)  ## what reading only some blocks of the gradients does to the figures
 	@$(BIN)/python -m benchmarks sampling $(OPTIONS)

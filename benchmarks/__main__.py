@@ -281,6 +281,25 @@ def monitor_command(
     _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
 
 
+@app.command("checks")
+def checks_command(
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(WORKLOADS)}")] = "mlp",
+    workers: Workers = 2,
+    step_ms: StepMs = 150.0,
+    rounds: Rounds = None,
+    turns: Turns = None,
+    everything: Annotated[bool, typer.Option("--all", help="check all of large gradients, too")] = False,
+    audit: Annotated[bool, typer.Option("--audit", help="instead: compute a hundredth of the work twice")] = False,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """What it costs to check the gradients' memory in every step, or results: beside a job that does not."""
+    pair = "audit" if audit else "checks-all" if everything else "checks"
+    choice = _side_by_side(pair, model, workers, step_ms, quick=quick)
+    _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
+
+
 @app.command("sampling")
 def sampling_command(
     model: Annotated[str, typer.Option(help=f"one of {', '.join(WORKLOADS)}")] = "mlp",

@@ -38,6 +38,12 @@ PAIRS = {
     "elastic": {"fixed": Kind(), "elastic": Kind(("--max-restarts", "3"))},
     "monitor": {"alone": Kind(), "watched": Kind(variables={"UNISONO_MONITOR_EVERY": "1"})},
     "monitor-all": {"alone": Kind(), "all read": Kind(variables={"BENCHMARK_ONE_IN": "1"})},
+    "checks": {"none": Kind(variables={"UNISONO_CHECKS": "none"}), "some": Kind(variables={"UNISONO_CHECKS": "some"})},
+    "checks-all": {
+        "none": Kind(variables={"UNISONO_CHECKS": "none"}),
+        "all": Kind(variables={"UNISONO_CHECKS": "all"}),
+    },
+    "audit": {"none": Kind(), "audited": Kind(variables={"UNISONO_AUDIT": "0.01"})},
 }
 """What is compared; of each pair the second beside the first."""
 

@@ -30,17 +30,19 @@ class Noticeboard:
         return bytes.fromhex(self._store.get(name).decode())
 
 
-def side_by_side(number: int, work: Callable[[Workers], Any], host: str = "") -> list[Any]:
+def side_by_side(number: int, work: Callable[[Workers], Any], host: str = "", shards: int | None = None) -> list[Any]:
     """Run some work on each of so many workers, and return what each returned, by rank.
 
     If one raises, the others are woken; what is raised here is the first cause.
     """
-    board, split = Noticeboard(), Split.even(number, number)
+    board, split = Noticeboard(), Split.even(shards or number, number)
     causes: list[BaseException] = []
 
     def worker(rank: int) -> Any:
         alone = number == 1
-        transport = Solo(1) if alone else SharedMemoryTransport(meet(rank, number, board, PATIENCE_S), rank, split)
+        transport = (
+            Solo(split.shards) if alone else SharedMemoryTransport(meet(rank, number, board, PATIENCE_S), rank, split)
+        )
         workers = Workers(Generation(1, rank, split), transport, host)
         try:
             return work(workers)

@@ -8,6 +8,7 @@ import typer
 from unisono.checkpoint.folder import RunFolder
 from unisono.cli.options import (
     AllowJobChange,
+    AuditShare,
     CheckpointEvery,
     FailureTimeout,
     Grace,
@@ -51,6 +52,7 @@ def join(
     checkpoint_every: CheckpointEvery = None,
     policy: PolicyNames = None,
     strategy: StrategyName = None,
+    audit: AuditShare = None,
     allow_job_change: AllowJobChange = False,
     grace_s: Grace = GRACE_S,
     failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
@@ -73,6 +75,7 @@ def join(
         checkpoint_every=checkpoint_every,
         policies=tuple(policy or ()),
         strategy=strategy,
+        audit=audit,
         allow_job_change=allow_job_change,
         grace_s=grace_s,
         tuning=Tuning.of_this_process(wanted=tuned),

@@ -46,6 +46,16 @@ MaxRestarts = Annotated[
         help=f"Elastic: how often a place gets a new worker, on average; {MAX_RESTARTS} for A:B.", show_default=False
     ),
 ]
+AuditShare = Annotated[
+    float | None,
+    typer.Option(
+        "--audit",
+        envvar="UNISONO_AUDIT",
+        min=0,
+        max=1,
+        help="The share of the work that another worker computes again, to find a processor that computes wrongly.",
+    ),
+]
 StrategyName = Annotated[
     str | None,
     typer.Option(

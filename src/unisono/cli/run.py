@@ -7,6 +7,7 @@ import typer
 
 from unisono.cli.options import (
     AllowJobChange,
+    AuditShare,
     CheckpointEvery,
     DryRun,
     FailureTimeout,
@@ -67,6 +68,7 @@ def run(
     faults: FaultScript = None,
     policy: PolicyNames = None,
     strategy: StrategyName = None,
+    audit: AuditShare = None,
     dry: DryRun = False,
 ) -> None:
     """Start workers that train together: unisono run -n 4 train.py --its-own flags.
@@ -75,7 +77,6 @@ def run(
     --coordinator, from other hosts, too.
     """
     wanted = Range.read(workers)
-    entrance = Entrance.read(coordinator, tls_cert, tls_key)
     fitting = wanted.within(usable_cores() // (threads or 1))
     room = here if here is not None or coordinator is None else fitting
     settings = LaunchSettings(
@@ -91,6 +92,7 @@ def run(
         warm_start=warm_start,
         policies=tuple(policy or ()),
         strategy=strategy,
+        audit=audit,
         extra_environment={} if faults is None else _rehearsal(faults),
     )
     elastic = ElasticSettings(
@@ -100,15 +102,19 @@ def run(
         max_restarts=MAX_RESTARTS if max_restarts is None else max_restarts,
         restart_on_error=restart_on_error,
         failure_timeout_s=failure_timeout_s,
-        entrance=entrance,
+        entrance=Entrance.read(coordinator, tls_cert, tls_key),
     )
     elastic.check()
     is_elastic = not wanted.is_fixed or max_restarts is not None or room is not None
     if dry:
-        show = elastic_dry_run if is_elastic else dry_run
-        typer.echo(show(settings, run_dir or RUNS / f"TIME-{settings.script.stem}"))
+        typer.echo(_shown(settings, is_elastic=is_elastic))
         return
     raise typer.Exit(start_elastic(elastic) if is_elastic else start(settings))
+
+
+def _shown(settings: LaunchSettings, *, is_elastic: bool) -> str:
+    show = elastic_dry_run if is_elastic else dry_run
+    return show(settings, settings.run_dir or RUNS / f"TIME-{settings.script.stem}")
 
 
 def _rehearsal(script: Path) -> dict[str, str]:

@@ -43,6 +43,7 @@ def _wishes(settings: ElasticSettings) -> list[str]:
         "--threads": launch.threads,
         "--checkpoint-every": launch.checkpoint_every,
         "--strategy": launch.strategy,
+        "--audit": launch.audit,
     }
     wishes = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     return [

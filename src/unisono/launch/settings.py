@@ -26,6 +26,7 @@ class LaunchSettings:
         checkpoint_every: steps between checkpoints, if the person sets them here.
         policies: by name, besides the script's; whether there are such, the workers find out.
         strategy: by which the workers synchronise, if the person sets it here.
+        audit: the share of the work that is computed twice, if the person sets it here.
         allow_job_change: a resumed job may differ from the one of the checkpoint.
         grace_s: seconds that workers may take to leave after the first Ctrl-C or SIGTERM.
         tuning: how the workers' memory allocator is set.
@@ -44,6 +45,7 @@ class LaunchSettings:
     checkpoint_every: int | None = None
     policies: tuple[str, ...] = ()
     strategy: str | None = None
+    audit: float | None = None
     allow_job_change: bool = False
     grace_s: float = GRACE_S
     tuning: Tuning = field(default_factory=Tuning)

@@ -13,6 +13,7 @@ class Stream(IntEnum):
     SAMPLE = 3  # random augmentation of one sample: (epoch, sample)
     ORDER = 4  # the order of samples in one epoch: (epoch,)
     EVALUATION = 5  # a model that draws at evaluation: (step, block)
+    AUDIT = 6  # which shards are computed again: (step, call, shard)
 
 
 def stream_seed(seed: int, stream: Stream, *key: int) -> int:

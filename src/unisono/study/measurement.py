@@ -31,6 +31,7 @@ DECIDING = (
     "SHARD_OPTIMIZER",
     "VERIFY_EVERY",
     "CHECKS",
+    "AUDIT",
     "MONITOR_EVERY",
     "CHECKPOINT_EVERY",
 )

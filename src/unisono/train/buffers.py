@@ -1,6 +1,7 @@
 """Buffers belong to shards too: each starts from the same ones, and the results are averaged."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +81,34 @@ class Buffers:
         """Keep what ``shard`` has made of the buffers."""
         single = self._tree.shards == 1
         self._results[shard] = [
-            (place.tensor if single else place.tensor.detach().clone()) if _written(place, base) else None
+            tensor if tensor is None or single else tensor.detach().clone() for tensor in self._made()
+        ]
+
+    def result(self, shard: int) -> Sequence[Tensor | None]:
+        """What a shard of this worker has made of each buffer; None of those that it has not written."""
+        return self._results.get(shard, [])
+
+    @contextmanager
+    @torch.no_grad()
+    def aside(self) -> Iterator[Callable[[], Sequence[Tensor | None]]]:
+        """Begin once more in here, and have everything as it is now afterwards.
+
+        Yields:
+            what tells what was made of each buffer in here.
+        """
+        now = [(place, place.tensor, place.tensor.clone()) for place in self._places]
+        self.rewind()
+        try:
+            with torch.enable_grad():
+                yield self._made
+        finally:
+            for place, tensor, value in now:
+                place.registry[place.key] = tensor
+                tensor.copy_(value)
+
+    def _made(self) -> list[Tensor | None]:
+        return [
+            place.tensor if _written(place, base) else None
             for place, base in zip(self._places, self._bases, strict=True)
         ]
 

@@ -19,6 +19,7 @@ from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import LossError, MemoryFault, ModelError, NondeterministicOperation, NonFiniteLoss
 from unisono.job import Job
 from unisono.membership.cores import usable_cores
+from unisono.plan.audits import Finding
 from unisono.plan.batches import Batch
 from unisono.plan.split import Split
 from unisono.plan.streams import Stream, stream_seed
@@ -26,6 +27,7 @@ from unisono.reduce.reducer import Reducer
 from unisono.reduce.reduction import REDUCTIONS
 from unisono.reduce.tally import Witness
 from unisono.reduce.transport import Transport
+from unisono.train.audit import Audit, ShardDigest
 from unisono.train.buffers import Buffers
 from unisono.train.control import Balance, ControlWord, Flags, ShardReport, StepReport, signature_of
 from unisono.train.gradients import Fusion, Gradients
@@ -80,6 +82,7 @@ class Call:
         optimizers: which of the optimizers the call updates with.
         clip: how the gradient is limited.
         first: the number of the batch's first shard, where the batch is a worker's own part of another one.
+        load: gets the batch of any shard, to audit it.
     """
 
     step: int
@@ -90,6 +93,7 @@ class Call:
     optimizers: tuple[Optimizer, ...]
     clip: Clip
     first: int = 0
+    load: Callable[[int], Any] | None = None
 
 
 @dataclass(slots=True)
@@ -102,6 +106,8 @@ class Attempt:
     flags: tuple[Flags, ...]
     seconds: dict[str, float]
     norms: GradientNorms | None = None
+    marks: dict[int, str] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
 
 
 CHECKS: dict[str, int | None] = {"some": 8 * 2**20, "all": None, "none": 0}
@@ -120,12 +126,14 @@ class Execution:
         shard_optimizer: the workers of a host share their parameters, and each updates a part of them.
         monitoring: which steps are watched, and how closely.
         checked_bytes: of gradients whose memory is checked in each step; None for all of them.
+        audit: the share of the shards that are computed again.
     """
 
     overlap: bool | None = None
     shard_optimizer: bool = False
     monitoring: Monitoring = field(default_factory=Monitoring)
     checked_bytes: int | None = CHECKS["some"]
+    audit: float = 0.0
 
     def overlaps(self, transport: Transport, threads: int) -> bool:
         """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
@@ -155,6 +163,7 @@ class StepEngine:
         scaled: changes the optimizers' learning rates for an update.
         decided: a digest of what policies decided before the step.
         computed: told when this worker's shards are computed, after so many seconds.
+        found: told what each audit came to.
         repeats: told before a step is computed again, since memory did not keep what was written to it.
         witness: is shown what was written to memory that is checked.
     """
@@ -183,9 +192,11 @@ class StepEngine:
         self.scaled: Scaled = nullcontext
         self.decided = 0
         self.computed: Callable[[float], None] = lambda seconds: None
+        self.found: Callable[[Finding], None] = lambda finding: None
         self.repeats: Callable[[int], None] = lambda step: None
         self.witness: Witness | None = None
         self._checked_bytes = execution.checked_bytes
+        self._audit = Audit(job.seed, execution.audit, workers)
         self._has_lost = False
         self._update: Update | ShardedUpdate = update or Update()
         if execution.shard_optimizer:
@@ -331,10 +342,10 @@ class StepEngine:
                 )
             if attempt.report.again:
                 attempt.gradients.stop_listening()
-            elif attempt.report.is_balanced:
-                return attempt
-            else:
+            elif not attempt.report.is_balanced:
                 self.repeats(call.step)
+            elif not any(finding.is_transient for finding in self._audited(call, attempt)):
+                return attempt
             self._buffers.rewind()
         raise MemoryFault(
             f"step {call.step}: {1 + MOST_REPEATS} times in a row partial sums were read that were not what had been "
@@ -348,7 +359,8 @@ class StepEngine:
         gradients.watch(call.step if self._monitoring.watches(call.step, call.number) else None)
         started = perf_counter()
         gradients.begin(call.step)
-        shards = [_Shard(number, len(call.batch.shard(number))) for number in self._mine]
+        drawn = self._audit.drawn(call.step, call.number, call.batch)
+        shards = [_Shard.of(call, number, is_audited=number in drawn) for number in self._mine]
         with generators_kept():
             for shard in shards:
                 self._compute(call, shard, gradients, shards)
@@ -368,14 +380,52 @@ class StepEngine:
             "exposed_communication": done - computed,
             "communication": reducing + done - reduced,
         }
-        return Attempt(gradients, totals, report, told, seconds)
+        marks = {
+            shard.number: shard.mark.finish(shard.report, self._buffers.result(shard.number))
+            for shard in shards
+            if shard.mark is not None
+        }
+        return Attempt(gradients, totals, report, told, seconds, marks=marks)
+
+    def _audited(self, call: Call, attempt: Attempt) -> tuple[Finding, ...]:
+        """Have drawn shards computed again, by others. Collective; what the attempt has made stays."""
+        drawn = self._audit.drawn(call.step, call.number, call.batch)
+        again = partial(self._again, call, attempt.gradients)
+        attempt.findings = self._audit.examine(call.step, drawn, attempt.marks, again)
+        for finding in attempt.findings:
+            self.found(finding)
+        return attempt.findings
+
+    def _again(self, call: Call, gradients: Gradients, number: int) -> str:
+        """Compute a shard, of whichever worker, beside the attempt."""
+        shard = _Shard.of(call, number, is_audited=True)
+        assert call.load is not None and shard.mark is not None, "what is audited can be loaded"  # noqa: PT018
+        held = [parameter.grad for parameter in self._prepared.parameters.values()]
+        with generators_kept(), self._buffers.aside() as made:
+            self._clear_gradients()
+            self._forward(call, shard, call.load(number))
+            if shard.report.weight:
+                self._go_backward(shard)
+            else:
+                self._clear_gradients()
+            for each, parameter in enumerate(gradients.parameters):
+                shard.mark.take(each, parameter.grad)
+            found = shard.mark.finish(shard.read(), made())
+        for parameter, gradient in zip(self._prepared.parameters.values(), held, strict=True):
+            parameter.grad = gradient
+        self._workers.tick()
+        return found
 
     def _compute(self, call: Call, shard: "_Shard", gradients: Gradients, shards: Sequence["_Shard"]) -> None:
         self._clear_gradients()
+        gradients.mark = shard.mark
         gradients.open(last=shard is shards[-1])
         try:
             if shard.samples:
-                self._forward(call, shard)
+                if shard is not shards[0]:  # the first one finds them as the step began
+                    self._buffers.rewind()
+                self._forward(call, shard, call.shards[shard.number - self._mine.start])
+                self._buffers.take(shard.number)
             if shard is shards[-1]:
                 gradients.send(partial(self._weigh, [each.report.weight for each in shards]))
             if shard.report.weight:
@@ -389,26 +439,27 @@ class StepEngine:
             where = f"step {call.step}, shard {call.first + shard.number}, rank {self.rank}"
             raise type(error)(f"{where}: {error}") from error
 
-    def _forward(self, call: Call, shard: "_Shard") -> None:
-        if shard.number != self._mine.start:  # the first one finds them as the step began
-            self._buffers.rewind()
+    def _forward(self, call: Call, shard: "_Shard", batch: Any) -> None:
         seed_generators(stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, call.first + shard.number))
         self._shard = shard.report
         try:
             with self._autocast(), _explained():
-                returned = call.loss_fn(self._prepared.model, call.shards[shard.number - self._mine.start])
+                returned = call.loss_fn(self._prepared.model, batch)
         finally:
             self._shard = None
         weighted = WeightedLoss.of(returned, shard.samples)
         shard.loss = weighted.loss
         # With one shard the weight cancels out, and without it the bits are those of the plain loop.
         shard.report.weight = 1.0 if call.batch.shards == 1 and weighted.weight else weighted.weight
-        self._buffers.take(shard.number)
 
     def _backward(self, shard: "_Shard", gradients: Gradients) -> None:
+        with gradients.listening():
+            self._go_backward(shard)
+
+    def _go_backward(self, shard: "_Shard") -> None:
         assert shard.loss is not None
         weight = shard.report.weight
-        with _explained(), gradients.listening():
+        with _explained():
             (shard.loss * weight if weight != 1.0 else shard.loss).backward()
         shard.loss = shard.loss.detach()
 
@@ -501,6 +552,12 @@ class _Shard:
     samples: int
     report: ShardReport = field(default_factory=ShardReport)
     loss: Tensor | None = None
+    mark: ShardDigest | None = None
+
+    @classmethod
+    def of(cls, call: Call, number: int, *, is_audited: bool) -> "_Shard":
+        """A shard that is about to be computed."""
+        return cls(number, len(call.batch.shard(number)), mark=ShardDigest() if is_audited else None)
 
     def read(self) -> ShardReport:
         """What it came to. Only here the loss is read, since that waits for a GPU."""

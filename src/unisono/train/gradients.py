@@ -16,6 +16,7 @@ from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import PartialSums, Row, views_of
 from unisono.reduce.reducer import Reducer, Weigh
 from unisono.reduce.tally import Tally, Witness
+from unisono.train.audit import ShardDigest, in_memory_order
 
 _numbers = itertools.count()
 
@@ -51,6 +52,7 @@ class Gradients:
     Attributes:
         is_watched: whether somebody wants to know each shard's squared norm.
         witness: is shown what was written to memory that is checked.
+        mark: takes the gradients of the shard that is computed, if that is audited.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], reducer: Reducer, fusion: Fusion, norms: SquaredNorms) -> None:
@@ -58,6 +60,7 @@ class Gradients:
         self.parameters: Sequence[Tensor] = tuple(parameters.values())
         self.came_twice = self.is_watched = False
         self.witness: Witness | None = None
+        self.mark: ShardDigest | None = None
         self._norms = norms
         self._reducer = reducer
         self._checked_bytes = fusion.checked_bytes
@@ -143,6 +146,7 @@ class Gradients:
         for number, parameter in enumerate(self.parameters):
             if self._single:
                 self._note(number, parameter.grad)
+                self._marked(number, parameter.grad)
             elif not self._arrived[number]:
                 self._take(number, parameter.grad)
         if not self._single:
@@ -244,7 +248,7 @@ class Gradients:
         """From now on these are kept, and not what was kept before in their place."""
         if (tally := self._tallies[number]) is not None and values is not None and not values.is_sparse:
             tally = self._tallies[number] = tally.part(0)
-            tally.keep(_flat(values), 0)
+            tally.keep(in_memory_order(values), 0)
 
     @torch.no_grad()
     def _arrive(self, number: int, parameter: Tensor) -> None:
@@ -261,6 +265,7 @@ class Gradients:
 
     def _take(self, number: int, gradient: Tensor | None) -> None:
         self._note(number, gradient)
+        self._marked(number, gradient)
         if self.is_watched:
             self._norms.take(number, gradient)
         self._arrived[number] = True
@@ -269,6 +274,10 @@ class Gradients:
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0 and self._sends:
             self._reducer.ready(bucket, self._sums.partials(bucket), self._tallies[bucket])
+
+    def _marked(self, number: int, gradient: Tensor | None) -> None:
+        if self.mark is not None:
+            self.mark.take(number, gradient)
 
     def _note(self, number: int, gradient: Tensor | None) -> None:
         if gradient is None:
@@ -307,10 +316,3 @@ class Gradients:
         count = max(1, transport.tree.most_kept(mine.start, mine.stop))
         flats = [] if self._single else transport.allocate(self._buckets, count)
         return PartialSums(transport.tree, mine, [Row.of(self._buckets, row) for row in flats])
-
-
-def _flat(gradient: Tensor) -> Tensor:
-    """Its elements in the order in which they lie in memory, if nothing lies in between."""
-    if torch.empty_like(gradient, device="meta").stride() == gradient.stride():
-        return gradient.as_strided((gradient.numel(),), (1,))
-    return gradient.reshape(-1)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import UnisonoWarning
 from unisono.job import SAMPLES_PER_SHARD, Job
+from unisono.plan.audits import Finding
 from unisono.train.control import StepReport
 from unisono.train.prepared import Prepared, batch_norm_in
 
@@ -67,6 +68,18 @@ class Notices:
         warnings.warn(
             f"step {step}: what was read of partial sums was not what had been written, which a fault of a host's "
             f"memory would explain; the step is computed again",
+            UnisonoWarning,
+            stacklevel=3,
+        )
+
+    def wrong_result(self, step: int, finding: Finding, host: str) -> None:
+        """A worker computed a shard otherwise than the others."""
+        about = {"step": step, "shard": finding.shard, "rank": finding.wrong, "host": host}
+        self._folder.journal("wrong result", **about, transient=finding.is_transient)
+        once = "once; the step is computed again" if finding.is_transient else "every time"
+        warnings.warn(
+            f"step {step}: rank {finding.wrong} on host {host} computed shard {finding.shard} otherwise than it "
+            f"should, {once}",
             UnisonoWarning,
             stacklevel=3,
         )

@@ -22,11 +22,12 @@ from torch.optim import Optimizer
 from unisono.adapt.setting import Setting
 from unisono.adapt.timings import Timings
 from unisono.checkpoint.store import Snapshot
-from unisono.data.shards import Collate, ShardSource, check_dataset
-from unisono.data.streams import seed_generators
-from unisono.errors import DataError, Dismissed, JobError, ModelError, PolicyError
+from unisono.data.shards import Collate, ShardSource, ShardsRequest, check_dataset
+from unisono.data.streams import generators_kept, seed_generators
+from unisono.errors import DataError, Dismissed, JobError, MemoryFault, ModelError, PolicyError
 from unisono.failpoints import failpoint
 from unisono.job import Job
+from unisono.plan.audits import Finding
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.streams import Stream, stream_seed
@@ -539,7 +540,9 @@ class Run:
     ) -> Change[Computed]:
         engine = self._require_engine()
         shards = [to_device(shard, self.device) for shard in step.shards]
-        call = Call(step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip)
+        call = Call(
+            step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip, load=partial(self._load, step)
+        )
         generation, mine = workers.generation, self._shards_of(step.batch.shards)
         if self._samples is not None:
             self._samples.computed(step.number, step.calls, generation.number, step.batch, mine)
@@ -583,6 +586,13 @@ class Run:
         self._pace.note(attempt.seconds["compute"], len(self._shards_of(self.job.shards)))
         if is_skipped and self.is_main:
             self._notices.skipped(step.number, attempt.report)
+
+    def _load(self, step: Step, shard: int) -> Any:
+        """The batch of any shard, whoever computes it."""
+        assert self._source is not None, "a step comes from a loop"
+        with generators_kept():
+            (found,) = self._source.load(ShardsRequest(step.epoch, (step.batch.shard(shard),)))
+        return to_device(found, self.device)
 
     def _figures(self, step: Step, attempt: Attempt) -> dict[str, Any]:
         """What is measured of a call, besides its loss."""
@@ -643,6 +653,20 @@ class Run:
         failpoint("healed")
         self._make_engine()
 
+    def _found(self, finding: Finding) -> None:
+        """An audit has come to something."""
+        if finding.wrong is None:
+            return
+        step, hosts = self._trained.progress.position.step, self._workers.gather_json(platform.node())
+        if self.is_main:
+            self._notices.wrong_result(step, finding, hosts[finding.wrong])
+        if finding.is_proof:
+            raise MemoryFault(
+                f"step {step}: rank {finding.wrong} on host {hosts[finding.wrong]} computed shard {finding.shard} "
+                f"otherwise than the others, every time: its processor or its memory is broken. Start the job again "
+                f"without that host"
+            )
+
     def _repeats(self, step: int) -> None:
         """A step is about to be computed again, since memory did not keep what was written to it."""
         if self.is_main:
@@ -699,7 +723,7 @@ class Run:
         if self._apart.rounds is None:
             self._engine = StepEngine(self.job, self._workers, prepared, self.device, self._around.execution)
             self._engine.scaled = self._adaptation.scaled
-            self._engine.repeats = self._repeats
+            self._engine.repeats, self._engine.found = self._repeats, self._found
 
     def _drop_engine(self) -> None:
         self._apart.drop()

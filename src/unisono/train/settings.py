@@ -61,6 +61,7 @@ class Settings:
     checkpoint_every: int | None = None
     verify_every: int | None = None
     checks: str | None = None
+    audit: float | None = None
     monitor_every: int | None = None
     stop_after: int | None = None
     stop_after_epochs: int | None = None
@@ -94,6 +95,7 @@ class Settings:
             checkpoint_every=_count(environ, "UNISONO_CHECKPOINT_EVERY"),
             verify_every=_count(environ, "UNISONO_VERIFY_EVERY"),
             checks=environ.get("UNISONO_CHECKS") or None,
+            audit=_share(environ, "UNISONO_AUDIT"),
             monitor_every=_count(environ, "UNISONO_MONITOR_EVERY"),
             stop_after=_count(environ, "UNISONO_STOP_AFTER"),
             stop_after_epochs=_count(environ, "UNISONO_STOP_AFTER_EPOCHS"),
@@ -128,6 +130,16 @@ def _count(environ: Mapping[str, str], name: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise JobError(f"{name}={text!r} in the environment: needs a whole number of at least 1")
     return int(text)
+
+
+def _share(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise JobError(f"{name}={text!r} in the environment: needs a share between 0 and 1") from None
 
 
 def _batch_scale(environ: Mapping[str, str]) -> BatchScale:

@@ -79,6 +79,7 @@ def init(
     failure_timeout_s: float = 300.0,
     verify_every: int | None = None,
     checks: Literal["some", "all", "none"] | None = None,
+    audit: float | None = None,
     balance: Literal["even", "speed"] = "even",
     monitor: int | Monitoring = 0,
     policies: Sequence[Policy] = (),
@@ -124,6 +125,8 @@ def init(
         checks: how much of the gradients' memory is checked in each step, from where a gradient is taken to the update:
             ``all``; ``some``, which is all of up to 8 MiB, and as much of larger ones, each part in turn; or ``none``.
             Decides no bit (default: ``some``).
+        audit: the share of the work that is computed again by another worker and compared bit for bit; a third one says
+            who is wrong. Decides no bit (default: 0).
         balance: ``speed`` gives slower workers fewer shards, in an elastic job. Decides no bit.
         monitor: steps from one whose gradients' noise is measured to the next; 0 for none. Decides no bit.
         policies: watch the training, and change batch, learning rate and workers while it runs.
@@ -152,26 +155,25 @@ def init(
     environment, wanted = recognise(os.environ), _folder(run_dir, settings, _number(settings))
     chosen = choose_device(device, environment.local_rank)
     adaptation = _adaptation(policies, settings, care, _terms(shard_optimizer, job, settings), job, strategy)
-    execution = _execution(overlap, checks, settings, adaptation, _monitoring(monitor, settings, adaptation))
+    execution = _execution(overlap, (checks, audit), settings, adaptation, _monitoring(monitor, settings, adaptation))
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
         membership = opened.enter_context(closing(_membership(job, environment, how, settings)))
         _require_strategy(adaptation, membership)
         acts = Acts(membership)
-        acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(adaptation))
+        acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(adaptation, execution))
         folder = opened.enter_context(closing(agreed_folder(acts, membership, wanted, job, settings)))
-        _note_batch(batch_size, job, settings, membership, folder)
         checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
         around = Surroundings(settings, folder, marks, acts, leave, execution, care, adaptation, opened.pop_all())
-    return _begun(Run(job, membership, chosen, checkpoints, around), environment)
+    return _begun(Run(job, membership, chosen, checkpoints, around), environment, batch_size)
 
 
-def _note_batch(said: int, job: Job, settings: Settings, membership: Membership, folder: RunFolder) -> None:
-    if settings.batch_size is not None and membership.workers.rank == 0:
-        about = {"variable": "UNISONO_BATCH_SIZE", "script": said, "batch_size": job.batch_size}
-        folder.journal("batch size set from outside", **about)
+def _note_batch(said: int, run: Run) -> None:
+    if run._around.settings.batch_size is not None and run.is_main:
+        about = {"variable": "UNISONO_BATCH_SIZE", "script": said, "batch_size": run.job.batch_size}
+        run._around.folder.journal("batch size set from outside", **about)
 
 
 def _membership(job: Job, environment: Environment, how: Connection, settings: Settings) -> Membership:
@@ -189,7 +191,8 @@ def _membership(job: Job, environment: Environment, how: Connection, settings: S
     return Fixed(form(generation, FixedMeeting(environment, how.timeout_s)))
 
 
-def _begun(run: Run, environment: Environment) -> Run:
+def _begun(run: Run, environment: Environment, said: int) -> Run:
+    _note_batch(said, run)
     run._around.opened.enter_context(closing(FailureNote(run)))
     _announce(run, environment)
     seed_generators(stream_seed(run.job.seed, Stream.SCRIPT, -1))
@@ -219,12 +222,24 @@ def _terms(shard_optimizer: bool | None, job: Job, settings: Settings) -> Terms:
 
 
 def _execution(
-    overlap: bool | None, checks: str | None, settings: Settings, adaptation: Adaptation, monitoring: Monitoring
+    overlap: bool | None,
+    checking: tuple[str | None, float | None],
+    settings: Settings,
+    adaptation: Adaptation,
+    monitoring: Monitoring,
 ) -> Execution:
-    chosen = checks or settings.checks or "some"
+    found = _checking(*checking, settings)
+    return Execution(_first(overlap, settings.overlap), adaptation.terms.splits_update, monitoring, *found)
+
+
+def _checking(checks: str | None, audit: float | None, settings: Settings) -> tuple[int | None, float]:
+    """How many bytes of gradients are checked in a step, and the share of the work that is audited."""
+    chosen, share = checks or settings.checks or "some", _first(audit, settings.audit, 0.0)
     if chosen not in CHECKS:
         raise JobError(f"checks={chosen!r}: use {', '.join(map(repr, CHECKS))}")
-    return Execution(_first(overlap, settings.overlap), adaptation.terms.splits_update, monitoring, CHECKS[chosen])
+    if share is None or not 0 <= share <= 1:
+        raise JobError(f"audit={share!r}: use a share between 0 and 1, such as 0.01")
+    return CHECKS[chosen], share
 
 
 def _require_strategy(adaptation: Adaptation, membership: Membership) -> None:
@@ -232,8 +247,10 @@ def _require_strategy(adaptation: Adaptation, membership: Membership) -> None:
     adaptation.terms.require(adaptation.strategy, workers)
 
 
-def _besides(adaptation: Adaptation) -> dict[str, Any]:
-    return {"script": script_digest(), "policies": adaptation.names, "strategy": str(adaptation.strategy)}
+def _besides(adaptation: Adaptation, execution: Execution) -> dict[str, Any]:
+    checking = {"checked bytes": execution.checked_bytes, "audit": execution.audit}
+    about = {"script": script_digest(), "policies": adaptation.names, "strategy": str(adaptation.strategy)}
+    return about | checking
 
 
 def _adaptation(
