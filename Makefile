@@ -5,12 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
+NEWEST := .venv-newest
+EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/test_elastic_training.py \
+	tests/unit/test_checkpoint_models.py tests/unit/test_checkpoint_optimizers.py tests/unit/test_order.py \
+	tests/unit/test_overlap.py tests/unit/test_sharded_update.py tests/unit/test_squared_norms.py tests/unit/test_tree.py
 
 # Where this is set (in container images), each of the suite's thousand processes would compile the package again. What is
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-checks bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies soak case-study format clean
+.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-checks bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale soak chaos newest-torch nightly case-study format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -80,6 +84,28 @@ bench-strategies: $(READY)  ## every synchronisation strategy: accuracy, traffic
 soak: $(READY)  ## half an hour of faults: memory, files and threads stay as they are, and so do the bits
 	@$(BIN)/python -m benchmarks soak $(OPTIONS)
 
+bench-stale: $(READY)  ## strategies while one worker is three times slower
+	@$(BIN)/python -m benchmarks strategies --slow $(OPTIONS)
+
+chaos: $(READY)  ## 200 faults on digits and 200 on char_lm: nobody can tell them from runs that were left alone
+	@rm -rf runs/chaos-digits runs/chaos-char_lm
+	@$(BIN)/unisono chaos examples/digits.py --faults 200 --run-dir runs/chaos-digits $(OPTIONS) -- --epochs 40
+	@$(BIN)/unisono chaos examples/char_lm.py --faults 200 --run-dir runs/chaos-char_lm $(OPTIONS)
+
+# What pip lacks is installed in the versions of constraints.txt: only torch, and what torch needs, is new.
+newest-torch:  ## the exactness matrix with the newest torch, in a venv of its own: 2 GB of disk, 6 with CUDA, and as much again for downloads
+	@rm -rf $(NEWEST)
+	@"$(PYTHON)" -m venv $(NEWEST)
+	@PIP_CONSTRAINT=/dev/null $(NEWEST)/bin/python -m pip install --quiet --upgrade torch
+	@$(NEWEST)/bin/python -m pip freeze | sed 's/==.*/==/; s/ @ .*/==/' > $(NEWEST)/new.txt
+	@grep -vif $(NEWEST)/new.txt constraints.txt > $(NEWEST)/constraints.txt
+	@PIP_CONSTRAINT=$(NEWEST)/constraints.txt $(NEWEST)/bin/python -m pip install --quiet -e '.[dev,examples]'
+	@$(NEWEST)/bin/python -c 'import torch; print("==> torch", torch.__version__)'
+	@$(NEWEST)/bin/python -m pytest -n 3 --dist loadgroup $(EXACTNESS) $(OPTIONS)
+
+nightly: $(BENCH_READY)  ## all that takes long, cheap things first, on through failures: most of a night; TARGETS="soak chaos" for some
+	@.ci/nightly $(TARGETS)
+
 bench-network: $(BENCH_READY)  ## how much of the communication is hidden over a slow network; needs root
 	@$(BIN)/python -m benchmarks network $(OPTIONS)
 
@@ -101,7 +127,7 @@ format: $(READY)  ## lay out the code and mend what ruff can mend
 
 clean:  ## remove .venv and all caches; what you trained stays
 	@echo "==> removing $(VENV) and the caches"
-	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf $(VENV) $(NEWEST) nightly .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is pinned in the very command that installs everything, or pip would fetch the newest build there is. As

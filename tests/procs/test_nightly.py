@@ -1,0 +1,51 @@
+"""What runs at night: all of it, whatever fails, and what failed is named in the end."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.procs
+
+ROOT = Path(__file__).parents[2]
+
+MAKE = """#!/bin/sh
+echo "making $1"
+echo "$1" >> {made}
+[ "$1" != check ] && [ "$1" != soak ]
+"""
+
+
+def nightly(folder: Path, *targets: str) -> subprocess.CompletedProcess[str]:
+    """With a make that fails in two targets."""
+    make = folder / "make"
+    make.write_text(MAKE.format(made=folder / "made.txt"))
+    make.chmod(0o755)
+    environ = {**os.environ, "MAKE": str(make), "NIGHTLY_LOGS": str(folder / "logs")}
+    command = [str(ROOT / ".ci" / "nightly"), *targets]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_failure_does_not_end_the_night_and_all_failures_are_named(tmp_path: Path) -> None:
+    done = nightly(tmp_path, "check", "bench", "soak", "chaos")
+    assert done.returncode == 1
+    assert (tmp_path / "made.txt").read_text().split() == ["check", "bench", "soak", "chaos"]
+    assert done.stderr == "nightly: 2 of 4 failed: check soak\n"
+    assert (tmp_path / "logs" / "soak.log").read_text() == "making soak\n"
+    assert "making check" in done.stdout
+
+
+def test_a_night_without_failures_is_a_good_one(tmp_path: Path) -> None:
+    done = nightly(tmp_path, "bench", "chaos")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_benchmark_that_can_be_made_is_made_at_night(tmp_path: Path) -> None:
+    nightly(tmp_path)
+    made = (tmp_path / "made.txt").read_text().split()
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    targets = {line.partition(":")[0] for line in lines if line.startswith("bench")}
+    assert targets <= set(made)
+    assert {"check", "test", "newest-torch", "soak", "chaos"} <= set(made)
+    assert made[0] == "check"
