@@ -11,22 +11,21 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from unisono import failpoints
 from unisono.errors import Dismissed, WorkerLost
 from unisono.membership.generation import Generation
 from unisono.plan.split import Split
 from unisono.plan.tree import Node
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
+from unisono.testing.failpoints import listening
 from unisono.train.membership import Arrival, Membership, Standing
 from unisono.train.workers import Workers
 
@@ -154,7 +153,7 @@ class World:
 
     def run(self, pool: ThreadPoolExecutor) -> World:
         """Until all workers have ended."""
-        with self._listening():
+        with listening(self.pass_point):
             self._start_over(pool)
             for _ in range(self._newcomers):
                 self._begin(pool, joins=True)
@@ -359,14 +358,6 @@ class World:
     @property
     def _next_victim(self) -> str:
         return self._blows[0].worker if self._blows else ""
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        before = failpoints.listen(self.pass_point)
-        try:
-            yield
-        finally:
-            failpoints.listen(before)
 
 
 class SimulatedMembership(Membership):

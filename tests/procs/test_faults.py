@@ -11,6 +11,7 @@ import pytest
 
 from unisono.launch.born import NURSERY
 from unisono.testing import Faults
+from unisono.testing.failpoints import RECOVERY
 
 pytestmark = [
     pytest.mark.procs,
@@ -83,6 +84,18 @@ def test_every_fault_that_a_job_survives_strikes_once_and_changes_no_bit(serial:
     assert len(training.journal("lost")) == 3  # two killed, one that stood still
     assert training.journal("coordinator restarted")
     assert training.journal("resized")
+
+
+def test_a_second_worker_may_die_at_each_point_of_the_recovery_from_the_first(serial: str, tmp_path: Path) -> None:
+    faults = Faults()
+    for number, point in enumerate(RECOVERY):
+        at_step = 3 + 7 * number
+        faults = faults.kill(rank=1, at_step=at_step, after_s=0.003).kill(rank=0, at_step=at_step).in_recovery(point)
+    training = Training(tmp_path / "job", "-n", "1:3", "--max-restarts", "20", faults=faults)
+    assert training.digest == serial
+    inside = [line["point"] for line in training.journal("fault") if "point" in line]
+    assert len(inside) >= len(RECOVERY) // 2  # a worker that is left alone has no recovery
+    assert set(inside) <= set(RECOVERY)
 
 
 def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(

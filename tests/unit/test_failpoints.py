@@ -7,7 +7,8 @@ import pytest
 
 import unisono
 from unisono import failpoints
-from unisono.failpoints import POINTS, failpoint, listen
+from unisono.failpoints import POINTS, failpoint
+from unisono.testing.failpoints import OF_SOME, RECOVERY, listening
 
 pytestmark = pytest.mark.unit
 
@@ -19,13 +20,14 @@ def test_every_point_in_the_code_is_listed_and_every_listed_one_is_in_the_code()
     assert {name for source in sources for name in PASSED.findall(source.read_text())} == set(POINTS)
 
 
-def test_who_listens_is_told_of_each_point_until_another_one_listens() -> None:
+def test_who_listens_is_told_of_each_point_until_it_is_over() -> None:
     heard: list[str] = []
-    assert listen(heard.append) is None
-    try:
+    with listening(heard.append):
         failpoint("act counted")
-    finally:
-        assert listen(None) == heard.append
     failpoint("act counted")
     assert heard == ["act counted"]
     assert failpoints._listener is None
+
+
+def test_faults_strike_at_points_that_there_are() -> None:
+    assert set(OF_SOME) < set(RECOVERY) < set(POINTS)

@@ -17,10 +17,12 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from unisono.errors import JobError
+from unisono.failpoints import failpoint
 from unisono.testing import Faults
 from unisono.testing.chaos import why_again
+from unisono.testing.failpoints import RECOVERY, listening
 from unisono.testing.fault import KINDS, Slow
-from unisono.testing.rehearsal import PLUGIN, Rehearsal
+from unisono.testing.rehearsal import PLUGIN, Rehearsal, is_in_recovery
 from unisono.testing.storm import SHARES, Storm
 from unisono.train.observers import Event
 from unisono.train.plugins import load_plugins
@@ -42,6 +44,10 @@ ALL = (
     .flip_bit(rank=1, at_step=14)
     .flip_bit(rank=1, at_step=14, place="gradient", bit=30)
     .wrong_result(rank=1, at_step=15)
+    .kill(rank=1, at_step=16)
+    .in_recovery("state taken")
+    .partition(rank=0, at_step=17, after_s=0.01)
+    .in_recovery()
 )
 
 
@@ -84,6 +90,12 @@ def test_a_script_does_not_change() -> None:
         ('kind = "slow"\nrank = 1\nfactor = inf\nat_step = 1', r"fault 2 \(slow\): factor = inf: needs to be a finite"),
         ('kind = "stop"\nrank = 1\nat_step = 1\nfor_s = 0', r"fault 2 \(stop\): for_s = 0: needs to be greater than 0"),
         ('kind = "resize"\nworkers = 0\nat_step = 1', r"fault 2 \(resize\): workers = 0: needs to be greater than or"),
+        (
+            'kind = "kill"\nrank = 0\nat_step = 1\npoint = "state taken"',
+            r"fault 2 \(kill\): point = 'state taken' is of a recovery: write during = \"recovery\", too",
+        ),
+        ('kind = "kill"\nrank = 0\nat_step = 1\nduring = "lunch"', r"fault 2 \(kill\): during = 'lunch': needs to be"),
+        ('kind = "slow"\nrank = 0\nfactor = 2\nat_step = 1\nduring = "recovery"', r"\(slow\): during is unknown: "),
     ],
 )
 def test_a_fault_that_makes_no_sense_is_refused_with_its_number_and_field(table: str, words: str) -> None:
@@ -132,6 +144,13 @@ def test_a_storm_has_as_many_faults_as_it_should_inside_of_the_job(
         assert set(script.counts) == set(SHARES)
 
 
+def test_some_faults_of_a_storm_strike_inside_of_a_recovery_and_most_do_not() -> None:
+    script = Storm(1, 200, 1000, 4).draw()
+    inside = [fault for fault in script.faults if is_in_recovery(fault)]
+    assert 20 < len(inside) < 80
+    assert {getattr(fault, "point", "") for fault in inside} == set(RECOVERY)
+
+
 def test_another_seed_draws_another_storm() -> None:
     assert Storm(1, 20, 100, 4).draw() != Storm(2, 20, 100, 4).draw()
 
@@ -167,6 +186,44 @@ def test_a_fault_strikes_before_its_step_and_never_again_in_its_folder(training:
     Rehearsal(faults).attach(training)  # as another worker of the same rank after a loss
     loop(training)
     assert struck(training) == [(2, 1), (1, 3)]
+
+
+def test_a_fault_of_a_recovery_waits_for_its_step_and_then_for_its_point(
+    training: unisono.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        "unisono.testing.rehearsal.strike", lambda fault, run: done.append((fault.kind, run._acts.step))
+    )
+    faults = Faults().kill(rank=0, at_step=2).in_recovery("generation formed").leave(rank=3, at_step=3).in_recovery()
+
+    def recover(step: Any) -> None:
+        failpoint("regroup begins")
+        failpoint("generation formed")
+
+    with listening(lambda point: None):  # who listens afterwards is who did before
+        Rehearsal(faults).attach(training)
+        loop(training, recover)
+    assert done == [("kill", 2), ("leave", 3)]
+    assert struck(training) == [(1, 2), (2, 3)]
+
+
+def test_a_fault_of_a_hand_over_strikes_whoever_gives_the_state_or_gets_it(
+    training: unisono.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr("unisono.testing.rehearsal.strike", lambda fault, run: done.append(fault.kind))
+    monkeypatch.setattr("unisono.testing.rehearsal._victim", lambda fault, workers: 1)  # and here is rank 0
+    faults = Faults().kill(rank=1, at_step=0).in_recovery("state taken").stop(rank=1, at_step=0).in_recovery()
+
+    def recover(step: Any) -> None:
+        failpoint("regroup begins")
+        failpoint("state taken")
+
+    with listening(lambda point: None):
+        Rehearsal(faults).attach(training)
+        loop(training, recover)
+    assert done == ["kill"]
 
 
 def test_a_flipped_bit_is_one_bit_of_the_weights(training: unisono.Run) -> None:

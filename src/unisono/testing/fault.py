@@ -1,8 +1,10 @@
 """One fault: what goes wrong, where, and before which step."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from unisono.testing.failpoints import Point
 
 Steps = Annotated[int, Field(ge=0)]
 Rank = Annotated[int, Field(ge=0)]
@@ -23,13 +25,23 @@ class _Fault(BaseModel):
 
 
 class _Delayed(_Fault):
-    """A fault that may strike in the middle of the step.
+    """A fault that may strike in the middle of the step, or of a recovery.
 
     Attributes:
-        after_s: seconds from the step's begin on.
+        after_s: seconds from the step's begin on, or from the point of the recovery.
+        during: ``recovery``: it waits until workers form the next generation, after a loss or to take others in.
+        point: at which of the recovery.
     """
 
     after_s: Seconds = 0.0
+    during: Literal["step", "recovery"] = "step"
+    point: Point = "regroup begins"
+
+    @model_validator(mode="after")
+    def _require_recovery(self) -> Self:
+        if self.during == "step" and "point" in self.model_fields_set:
+            raise ValueError(f'point = {self.point!r} is of a recovery: write during = "recovery", too')
+        return self
 
 
 class Kill(_Delayed):

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from unisono.errors import JobError
+from unisono.testing.failpoints import Point
 from unisono.testing.fault import (
     KINDS,
     Fault,
@@ -89,6 +90,12 @@ class Faults:
         """From a step on a worker computes one element of one gradient with a wrong bit."""
         return self._with(WrongResult, rank=rank, at_step=at_step)
 
+    def in_recovery(self, point: Point = "regroup begins") -> Faults:
+        """The newest fault waits for a recovery that begins when so many steps are committed, and strikes in it."""
+        newest = self.faults[-1].model_dump(exclude_defaults=True)
+        table = {**newest, "kind": self.faults[-1].kind, "during": "recovery", "point": point}
+        return Faults((*self.faults[:-1], _read(len(self.faults), table)))
+
     @classmethod
     def from_toml(cls, text: str, where: str = "the script of faults") -> Faults:
         """Read a script: one ``[[fault]]`` each.
@@ -165,12 +172,16 @@ def _trouble(kind: str, field: str, error: Mapping[str, Any]) -> str:
             return f"{field} is missing: write {field} = …"
         case "extra_forbidden":
             return f"{field} is unknown: {kind} has {', '.join(KINDS[kind].model_fields)}"
+        case "value_error":
+            return str(error["ctx"]["error"])
     words = error["msg"].removeprefix("Input ").removeprefix("should be ")
     return f"{field} = {error['input']!r}: needs to be {words}"
 
 
 def _table(fault: Fault) -> str:
     found = fault.model_dump(exclude_defaults=True)
-    when: dict[str, Any] = {name: found.pop(name) for name in ("at_step", "after_s") if name in found}
+    when: dict[str, Any] = {
+        name: found.pop(name) for name in ("at_step", "after_s", "during", "point") if name in found
+    }
     fields: dict[str, Any] = {"kind": fault.kind, **found, **when}
     return "".join(["[[fault]]\n", *(f"{name} = {json.dumps(value)}\n" for name, value in fields.items())])

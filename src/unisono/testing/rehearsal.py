@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import JobError
+from unisono.failpoints import listen
+from unisono.testing.failpoints import OF_SOME
 from unisono.testing.fault import Fault, Join, KillCoordinator, Partition, Resize, Slow
 from unisono.testing.faults import Faults
 from unisono.testing.strike import strike
@@ -22,6 +25,9 @@ SCRIPT = "UNISONO_FAULTS"
 
 FOLDER = "faults"
 """In the run folder: an empty file for each fault that has struck."""
+
+DUE = ".due"
+"""Behind the number of a fault: a file that says that the next recovery is the one it waits for."""
 
 
 def begin(run: Run) -> None:
@@ -43,7 +49,9 @@ class Rehearsal:
     """The faults that have yet to strike, in one worker."""
 
     def __init__(self, faults: Faults) -> None:
-        self._left = dict(enumerate(faults.faults, 1))
+        numbered = dict(enumerate(faults.faults, 1))
+        self._waiting = {number: fault for number, fault in numbered.items() if is_in_recovery(fault)}
+        self._left = {number: fault for number, fault in numbered.items() if number not in self._waiting}
         self._slow: list[tuple[float, float]] = []  # factor, and the first step that is not slow any more
 
     def attach(self, run: Run) -> None:
@@ -51,18 +59,35 @@ class Rehearsal:
         run.on("step_begins", self._step_begins)
         if any(isinstance(fault, Slow) for fault in self._left.values()):
             run.on("step_computed", self._step_computed)
+        if self._waiting:
+            listen(partial(self._passes, run))
 
     def _step_begins(self, run: Run, step: Step) -> None:
         due = {number: fault for number, fault in self._left.items() if fault.at_step <= step.number}
         for number, fault in due.items():
             marker = run.dir / FOLDER / str(number)
             if _victim(fault, run.world_size) == run.rank and _claim(marker):
-                self._strike(number, fault, run, step)
+                self._strike(number, fault, run, step.number)
             if marker.exists():
                 del self._left[number]
+        for number, fault in self._waiting.items():
+            if fault.at_step <= step.number:  # on whomever: whoever joins has begun no step
+                _claim(run.dir / FOLDER / f"{number}{DUE}")
 
-    def _strike(self, number: int, fault: Fault, run: Run, step: Step) -> None:
-        about: dict[str, Any] = {"number": number, "kind": fault.kind, "step": step.number, "rank": run.rank}
+    def _passes(self, run: Run, point: str) -> None:
+        """This worker passes a point in its code."""
+        here = {number: fault for number, fault in self._waiting.items() if getattr(fault, "point", "") == point}
+        for number, fault in here.items():
+            marker, workers = run.dir / FOLDER / str(number), run._membership.workers
+            is_victim = point in OF_SOME or _victim(fault, workers.world_size) == workers.rank
+            if is_victim and marker.with_name(f"{number}{DUE}").exists() and _claim(marker):
+                self._strike(number, fault, run, run._acts.step)
+            if marker.exists():
+                del self._waiting[number]
+
+    def _strike(self, number: int, fault: Fault, run: Run, step: int) -> None:
+        about: dict[str, Any] = {"number": number, "kind": fault.kind, "step": step, "rank": run.rank}
+        about |= {"point": getattr(fault, "point", "")} if is_in_recovery(fault) else {}
         about |= {"generation": run.generation, "worker": os.environ.get("UNISONO_WORKER"), "pid": os.getpid()}
         run._around.folder.journal("fault", **about)
         if isinstance(fault, Slow):
@@ -76,9 +101,14 @@ class Rehearsal:
                 time.sleep((factor - 1) * step.computed_s)
 
 
+def is_in_recovery(fault: Fault) -> bool:
+    """Whether a fault waits for a recovery."""
+    return getattr(fault, "during", "step") == "recovery"
+
+
 def _require_fixed(faults: Faults) -> None:
     for number, fault in enumerate(faults.faults, 1):
-        if isinstance(fault, Join | Resize | KillCoordinator | Partition):
+        if isinstance(fault, Join | Resize | KillCoordinator | Partition) or is_in_recovery(fault):
             raise JobError(f"fault {number} ({fault.kind}) needs an elastic job: unisono run -n A:B, or --max-restarts")
 
 

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from unisono.errors import JobError
+from unisono.testing.failpoints import RECOVERY
 from unisono.testing.faults import Faults
 
 SHARES = {
@@ -24,6 +25,9 @@ workers cannot tell which of them is right."""
 
 FOREVER = 8
 """One worker in so many that stand still does not go on."""
+
+RECOVERIES = 4
+"""One fault in so many strikes inside of a recovery from another one."""
 
 WITHIN_S = 0.1
 """Faults strike so long after a step's begin at most: in the middle of it, or of one that follows."""
@@ -63,6 +67,8 @@ class Storm:
             first, last = (self.steps * edge // self.faults for edge in (number, number + 1))
             at_step = max(1, min(draw.randint(first, max(first, last - 1)), self.steps - 1))
             script = self._add(script, kind, at_step, draw)
+            if kind != "slow" and draw.randrange(RECOVERIES) == 0:
+                script = script.in_recovery(draw.choice(RECOVERY))
         return script
 
     def _kinds(self, draw: random.Random) -> list[str]:
