@@ -39,7 +39,7 @@ def test_weights_that_differ_are_found(tmp_path: Path) -> None:
     script.write_text('[[fault]]\nkind = "resize"\nworkers = 1\nat_step = 1\n'
                       '[[fault]]\nkind = "flip_bit"\nrank = 0\nat_step = 20\n')  # fmt: skip
     options = ("-n", "1:2", "--script", str(script))
-    ended, report = chaos(tmp_path / "chaos", *options, PACE_S="0")
+    ended, report = chaos(tmp_path / "chaos", *options, PACE_S="0", UNISONO_VERIFY_EVERY="0")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "FAILED" in ended.stdout
     assert not report["passed"]

@@ -111,11 +111,23 @@ def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(
     assert training.journal("resumed")
 
 
-def test_a_flipped_bit_does_not_pass_for_right(tmp_path: Path) -> None:
-    faults = Faults().flip_bit(rank=1, at_step=20)
+@pytest.mark.parametrize("workers", ["1", "2", "3"])
+def test_a_flipped_bit_does_not_pass_for_right(workers: str, serial: str, tmp_path: Path) -> None:
+    # The update may round the first one away in its replica, after gradients were computed with it; never the second.
+    faults = Faults().flip_bit(rank=1, at_step=20, bit=0).flip_bit(rank=0, at_step=40, bit=23)
+    training = Training(tmp_path / "job", "-n", workers, faults=faults)
+    assert training.digest == serial
+    found = training.journal("healed", "rolled back")
+    assert [line["step"] for line in found] == [20, 40]
+    assert {line["event"] for line in found} == {"healed" if workers == "3" else "rolled back"}
+
+
+@pytest.mark.parametrize("place", ["buffers", "optimizer"])
+def test_a_flipped_bit_beside_the_weights_does_not_pass_for_right(place: Any, serial: str, tmp_path: Path) -> None:
+    faults = Faults().flip_bit(rank=1, at_step=20, place=place).flip_bit(rank=0, at_step=40, place=place, bit=23)
     training = Training(tmp_path / "job", "-n", "2", faults=faults)
-    assert training.ended.returncode == 1
-    assert "JobMismatch" in training.ended.stderr + training.ended.stdout
+    assert training.digest == serial
+    assert len(training.journal("rolled back")) == 2
 
 
 def test_a_script_that_makes_no_sense_starts_nothing(tmp_path: Path) -> None:

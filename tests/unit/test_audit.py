@@ -16,7 +16,7 @@ from unisono.errors import MemoryFault
 from unisono.job import Job
 from unisono.plan.audits import Finding, audited, auditors, judged
 from unisono.plan.batches import Batch
-from unisono.testing.strike import flip
+from unisono.testing.flip import flip
 from unisono.train.digest import digest
 from unisono.train.engine import Call, Clip, Execution, StepEngine
 from unisono.train.prepared import Prepared
@@ -130,7 +130,7 @@ def everybody(number: int, *about: Any, shards: int = SHARDS) -> list[Any]:
 
 def wrongly(gradient: Tensor) -> Tensor:
     found = gradient.clone()
-    flip(found, 0)
+    flip(found, 0, 0)
     return found
 
 

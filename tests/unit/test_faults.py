@@ -16,12 +16,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono.errors import JobError
+from unisono.errors import JobError, UnisonoWarning
 from unisono.failpoints import failpoint
 from unisono.testing import Faults
 from unisono.testing.chaos import why_again
 from unisono.testing.failpoints import RECOVERY, listening
 from unisono.testing.fault import KINDS, Slow
+from unisono.testing.flip import flip_in
 from unisono.testing.rehearsal import PLUGIN, Rehearsal, is_in_recovery
 from unisono.testing.storm import SHARES, Storm
 from unisono.train.observers import Event
@@ -184,7 +185,8 @@ def test_a_fault_strikes_before_its_step_and_never_again_in_its_folder(training:
     faults = Faults().flip_bit(rank=0, at_step=3).flip_bit(rank=5, at_step=1).flip_bit(rank=0, at_step=99)
     Rehearsal(faults).attach(training)
     Rehearsal(faults).attach(training)  # as another worker of the same rank after a loss
-    loop(training)
+    with pytest.warns(UnisonoWarning, match="goes back"):
+        loop(training)
     assert struck(training) == [(2, 1), (1, 3)]
 
 
@@ -228,13 +230,15 @@ def test_a_fault_of_a_hand_over_strikes_whoever_gives_the_state_or_gets_it(
 
 def test_a_flipped_bit_is_one_bit_of_the_weights(training: unisono.Run) -> None:
     model = nn.Linear(3, 1)
-    run, _ = training, training.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    before = model.weight.detach().clone()
-    Rehearsal(Faults().flip_bit(rank=0, at_step=2)).attach(run)
-    for step in run.steps(TensorDataset(torch.randn(40, 3))):
-        step.run(lambda model, batch: model(batch[0]).square().mean())
+    training.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    before, version = model.weight.detach().clone(), model.weight._version
+    for bit in (0, 23, 31):
+        flip_in(training, "weights", bit)
         changed = (model.weight.view(torch.int32) ^ before.view(torch.int32)).flatten().tolist()
-        assert [each.bit_count() for each in changed] == ([1, 0, 0] if step.number >= 2 else [0, 0, 0])
+        assert sorted(map(abs, changed)) == [0, 0, 1 << bit]
+        flip_in(training, "weights", bit)
+    assert torch.equal(model.weight, before)
+    assert model.weight._version == version  # nobody is told
 
 
 def test_a_slow_worker_takes_longer_for_as_many_steps_as_it_should(
@@ -260,7 +264,7 @@ def test_a_plugin_is_called_with_the_run_before_the_script_has_it(
     script.write_text(Faults().flip_bit(rank=0, at_step=2).to_toml())
     monkeypatch.setenv("UNISONO_PLUGINS", PLUGIN)
     monkeypatch.setenv("UNISONO_FAULTS", os.fspath(script))
-    with unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run") as run:
+    with unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run", verify_every=0) as run:
         loop(run)
         assert struck(run) == [(1, 2)]
 

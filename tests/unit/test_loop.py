@@ -53,6 +53,7 @@ class Run:
     shards: int = 2
     is_stopped: bool = False
     loaded: Requested | None = None
+    goes_back: tuple[int, Progress] | None = None
 
     def steps(self, loop: Loop) -> Generator[Step, None, None]:
         return loop.steps(self.progress, self._load, self._hooks())
@@ -69,13 +70,21 @@ class Run:
         def move(progress: Progress) -> None:
             self.progress = progress
 
+        def boundary(is_end: bool) -> Progress:
+            if not is_end:
+                self.events.append("boundary")
+            if self.goes_back is not None and self.progress.position.step == self.goes_back[0]:
+                self.progress, self.goes_back = self.goes_back[1], None
+            return self.progress
+
         return Hooks(
             shards=lambda: range(self.shards // 2, self.shards),
             compute=lambda *arguments: 0.0,
             move=move,
             begin=lambda step: self.events.append(f"begin {step.number}"),
             end=end,
-            boundary=lambda: self.events.append("boundary"),
+            enter=lambda: None,
+            boundary=boundary,
             is_whole=lambda: self.is_whole,
             shape=lambda: BatchShape(self.batch_size, self.shards),
             is_stopped=lambda: self.is_stopped,
@@ -103,6 +112,16 @@ def test_a_loop_through_all_epochs_ends_before_the_next_loop() -> None:
     assert run.progress == Progress(Position(step=6, samples=140), loop=1)
     assert run.loaded is not None
     assert run.loaded.closed
+
+
+@pytest.mark.parametrize("reached", [4, 6])
+def test_a_loop_yields_steps_again_after_the_run_has_gone_back(reached: int) -> None:
+    run = Run()
+    run.goes_back = reached, Progress(Position(step=2, samples=64, offset=64), 0, Reading(70, True, False))
+    seen = [(step.number, step.shards[0]) for step in run.steps(loop(epochs=2))]
+    numbers = [number for number, _ in seen]
+    assert numbers == [*range(reached), *range(2, 6)]
+    assert seen[-4:] == list(dict(seen).items())[2:]  # with the same samples
 
 
 def test_a_loop_that_the_run_has_behind_it_yields_nothing() -> None:

@@ -31,7 +31,7 @@ from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.tally import Tally, Witness, is_balanced, sum_of_words
 from unisono.reduce.transport import Solo, Transport
-from unisono.testing.strike import flip
+from unisono.testing.flip import flip
 from unisono.train.digest import digest
 from unisono.train.engine import CHECKS, Call, Clip, Execution, StepEngine
 from unisono.train.prepared import Prepared
@@ -50,7 +50,7 @@ STEPS, SHARDS = 3, 4
 def test_every_single_bit_changes_the_sum_of_words(numel: int, bit: int, place: int, dtype: str) -> None:
     values = torch.arange(numel + 3).to(getattr(torch, dtype))[3:]  # it begins in the middle of a word
     before = sum_of_words(values)
-    flip(values, bit, place % numel)
+    flip(values, place % numel, bit)
     assert sum_of_words(values) % 2**64 != before % 2**64
 
 
@@ -193,7 +193,7 @@ def test_what_is_written_is_balanced_by_what_is_read_and_one_bit_is_not(connect:
             row.copy_(torch.arange(bucket.numel) + node.start)
             tally.wrote(row, 0)
         if struck and transport.rank == 0:
-            flip(rows[0], 3, 700)
+            flip(rows[0], 700, 3)
         total = transport.reduce("b", rows, 4.0, tally).clone()
         kept = tally.has_kept()
         return (tally.balance, tally.copies), kept, total
@@ -224,7 +224,7 @@ class Flips:
             return
         self.seen += 1
         if self.seen == self.number or (self.always and self.seen >= self.number):
-            flip(values, self.bit, 1)
+            flip(values, 1, self.bit)
 
 
 def trained(

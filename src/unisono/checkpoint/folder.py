@@ -11,7 +11,7 @@ from typing import Any
 
 from unisono.checkpoint.hold import Hold, newest_term
 from unisono.errors import JobError, UnisonoWarning
-from unisono.jsonl import append_line, open_lines, to_json
+from unisono.jsonl import append_line, open_lines, read_lines, to_json
 
 
 class RunFolder:
@@ -116,6 +116,17 @@ class RunFolder:
                 os.close(descriptor)
         except OSError as error:
             _warn_unwritten(path, error)
+
+    def mended(self) -> dict[str, list[dict[str, Any]]]:
+        """What the journal says of faults of the memory: who was given the right state, when the run went back."""
+        events = read_lines(self.path / "journal.jsonl")
+        return {
+            name: [{key: one.get(key) for key in fields} for one in events if one.get("event") == event]
+            for name, event, fields in (
+                ("healed", "healed", ("step", "what", "ranks", "hosts")),
+                ("rolled_back", "rolled back", ("step", "to", "why")),
+            )
+        }
 
     def close(self) -> None:
         """Close what is open, and let other starts have the folder."""

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from unisono.checkpoint.codec import flatten, unflatten
+from unisono.checkpoint.quick_digest import flat_digest, tree_digest
 from unisono.checkpoint.tensors import copies, pieces, read_tensors
 from unisono.errors import CheckpointError, Unreadable
 from unisono.received import open_file, read_object
@@ -19,6 +20,11 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 PARTS = ("model", "optimizer", "state")
+DIGESTED = ("model", "optimizer")
+"""What an update changes."""
+
+Digests = dict[str, int]
+"""Quick digests, of 64 bits each, by part."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,14 @@ class Snapshot:
     model: dict[str, Any]
     optimizer: Any
     state: Any
+
+    def digests(self) -> Digests:
+        """Quick digests of what an update changes.
+
+        Raises:
+            CheckpointError: it holds something that cannot be kept; names it.
+        """
+        return {part: tree_digest(getattr(self, part)) for part in DIGESTED}
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,18 @@ class FrozenSnapshot:
             text[part], found = flatten(getattr(snapshot, part))
             tensors[part] = copies(found)
         return cls(snapshot.step, text, tensors)
+
+    def thawed(self) -> Snapshot:
+        """The snapshot again, with tensors of its own."""
+        parts = [
+            unflatten(self.text[part], {name: each.clone() for name, each in self.tensors[part].items()})
+            for part in PARTS
+        ]
+        return Snapshot(self.step, *parts)
+
+    def digests(self) -> Digests:
+        """As :meth:`Snapshot.digests` of the snapshot of which this is a copy: others, if the copy has changed."""
+        return {part: flat_digest(self.text[part], self.tensors[part]) for part in DIGESTED}
 
     def write(self, folder: Path) -> int:
         """Write everything into an empty folder, the manifest last.

@@ -128,18 +128,22 @@ class Partition(_Delayed):
     for_s: Seconds = 1.0
 
 
+FlippedPlace = Literal["weights", "buffers", "optimizer", "partial_sum", "gradient"]
+
+
 class FlipBit(_Fault):
     """One bit in the worker's memory is another one.
 
     Attributes:
-        place: ``weights``; ``partial_sum``, of the gradients of its shards, before it is read; ``gradient``, the mean
-            over the global batch, before the update reads it. Of the last two only what is checked is struck.
-        bit: which bit of the first element, from the lowest on; larger ones start over.
+        place: ``weights``, ``buffers`` or ``optimizer``: the largest number of the first tensor there.
+            ``partial_sum``, of the gradients of its shards, before it is read, or ``gradient``, the mean over the
+            global batch, before the update reads it: its first number, if it is checked.
+        bit: of that number, from the lowest on; larger ones start over.
     """
 
     kind: Literal["flip_bit"] = "flip_bit"
     rank: Rank
-    place: Literal["weights", "partial_sum", "gradient"] = "weights"
+    place: FlippedPlace = "weights"
     bit: Annotated[int, Field(ge=0)] = 0
 
 

@@ -17,6 +17,7 @@ from unisono.testing.fault import (
     KINDS,
     Fault,
     FlipBit,
+    FlippedPlace,
     Join,
     Kill,
     KillAgent,
@@ -82,8 +83,8 @@ class Faults:
         """A worker is cut off from the coordinator and from the other workers."""
         return self._with(Partition, rank=rank, at_step=at_step, for_s=for_s, after_s=after_s)
 
-    def flip_bit(self, *, rank: int, at_step: int, place: str = "weights", bit: int = 0) -> Faults:
-        """One bit in a worker's memory flips: in its ``weights``, in a ``partial_sum`` or in the mean ``gradient``."""
+    def flip_bit(self, *, rank: int, at_step: int, place: FlippedPlace = "weights", bit: int = 0) -> Faults:
+        """One bit in a worker's memory flips, of a number in that place, from its lowest bit on."""
         return self._with(FlipBit, rank=rank, at_step=at_step, place=place, bit=bit)
 
     def wrong_result(self, *, rank: int, at_step: int) -> Faults:

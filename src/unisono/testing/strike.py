@@ -151,8 +151,10 @@ def _possible(control: Control, more: int) -> int:
 
 
 def _flip_bit(fault: FlipBit, run: Run) -> None:
-    if fault.place == "weights":
-        flip(next(iter(run._require_prepared().parameters.values())).detach(), fault.bit)
+    from unisono.testing.flip import flip, flip_in
+
+    if fault.place in ("weights", "buffers", "optimizer"):
+        flip_in(run, fault.place, fault.bit)
         return
     has_struck = False
 
@@ -160,33 +162,17 @@ def _flip_bit(fault: FlipBit, run: Run) -> None:
         nonlocal has_struck
         if place == fault.place and not has_struck:
             has_struck = True
-            flip(values, fault.bit)
+            flip(values, 0, fault.bit)
 
     run._require_engine().witness = witness
 
 
 def _compute_wrongly(run: Run) -> None:
+    from unisono.testing.flip import flip
+
     def wrong(gradient: Tensor) -> Tensor:
         found = gradient.clone()
-        flip(found, 0)
+        flip(found, 0, 0)
         return found
 
     next(iter(run._require_prepared().parameters.values())).register_hook(wrong)
-
-
-def flip(tensor: Tensor, bit: int, element: int = 0) -> None:
-    """Flip a bit of an element in a tensor's memory; nobody is told.
-
-    Args:
-        tensor: any.
-        bit: from the lowest on; larger ones start over.
-        element: in the order of ``tensor.flatten()``.
-    """
-    import torch
-
-    place = torch.unravel_index(torch.tensor(element), tensor.shape)
-    with torch.no_grad():
-        whole = tensor.data[place].reshape(1).clone().view(torch.uint8)
-        byte, bit = divmod(bit % (8 * tensor.itemsize), 8)
-        whole[byte] ^= 1 << bit
-        tensor.data[place] = whole.view(tensor.dtype)[0]

@@ -54,6 +54,15 @@ class Buffers:
             for number in range(len(self._places))
         ]
 
+    def present(self) -> list[Tensor]:
+        """The buffers as they are now."""
+        return [place.tensor for place in self._places]
+
+    def begun(self) -> list[Tensor]:
+        """What shards begin with, since :meth:`begin`."""
+        pairs = zip(self._places, self._bases, strict=True)
+        return [base.value if _written(place, base) else place.tensor for place, base in pairs]
+
     @torch.no_grad()
     def begin(self) -> None:
         """Remember the buffers as they are now; only what was written since the last step is copied."""

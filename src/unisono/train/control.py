@@ -18,8 +18,9 @@ from unisono.reduce.tally import MODULUS, PRIME, is_balanced
 MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
-_FLAGS = 4
-_TOLD = _FLAGS + 1  # the digest of the weights
+_FLAGS = 5
+_DIGESTS = slice(_FLAGS, _FLAGS + 2)  # as bits: nothing computes with them
+_TOLD = _DIGESTS.stop
 _BALANCE = _TOLD + len(fields(Timings))
 _HEADER = _BALANCE + 2
 _FIXED = 4  # loss, weight, squared norm, which metrics
@@ -89,7 +90,9 @@ class Flags:
         regroup: it knows that a new generation is due.
         again: one of its gradients came in several parts, so its sums are not to be used.
         lost: an update of its own was computed from a gradient that memory had not kept.
-        digest: of the weights that it begins the step with, below 2**53; 0 if they are not to be compared.
+        flipped: a bit of what it alone looks at is another one than the update before has left.
+        digest: of the weights that its shards were computed with, of 64 bits; 0 if nobody looks.
+        own: of what it alone looks at, likewise.
         timings: that it measured.
         balance: of what it wrote and read of partial sums.
     """
@@ -98,7 +101,9 @@ class Flags:
     regroup: bool = False
     again: bool = False
     lost: bool = False
+    flipped: bool = False
     digest: int = 0
+    own: int = 0
     timings: Timings = field(default_factory=Timings)
     balance: Balance = field(default_factory=Balance)
 
@@ -126,7 +131,8 @@ class ControlWord:
             LossError: more metrics than a control word has room for.
         """
         numbers = np.zeros(_HEADER + self.split.widest * _ROW)
-        numbers[:_TOLD] = flags.leave, flags.regroup, flags.again, flags.lost, flags.digest
+        numbers[:_FLAGS] = flags.leave, flags.regroup, flags.again, flags.lost, flags.flipped
+        numbers.view(np.uint64)[_DIGESTS] = flags.digest, flags.own
         numbers[_TOLD:_BALANCE] = astuple(flags.timings)
         balance, copies = flags.balance
         numbers.view(np.uint64)[_BALANCE:_HEADER] = balance % MODULUS, copies % PRIME
@@ -155,15 +161,16 @@ class ControlWord:
         metrics = {
             name: _mean([(report.metrics.get(name, 0.0), report.weight) for report in shards], weight) for name in names
         }
-        leave, regroup, again, lost = (bool(numbers[:, flag].any()) for flag in range(_FLAGS))
+        leave, regroup, again, lost = (bool(numbers[:, flag].any()) for flag in range(4))
         kept = is_balanced(*zip(*_balances(numbers), strict=True))
         return StepReport(shards, loss, weight, metrics, tuple(used.tolist()), leave, regroup, again, lost, kept)
 
     def flags(self, words: torch.Tensor) -> tuple[Flags, ...]:
         """What each worker said, by rank."""
         numbers = self._numbers(words)
-        rows = numbers[:, :_BALANCE].tolist()
-        return tuple(_flags(row, balance) for row, balance in zip(rows, _balances(numbers), strict=True))
+        digests = numbers.view(np.uint64)[:, _DIGESTS].tolist()
+        rows = zip(numbers[:, :_BALANCE].tolist(), digests, _balances(numbers), strict=True)
+        return tuple(_flags(row, told, balance) for row, told, balance in rows)
 
     def has_silent_worker(self, words: torch.Tensor) -> bool:
         """Whether some worker had nothing but empty shards, or none, and so cannot know which metrics were logged."""
@@ -191,9 +198,10 @@ def _balances(numbers: _Words) -> list[Balance]:
     return [Balance(*row) for row in numbers.view(np.uint64)[:, _BALANCE:_HEADER].tolist()]
 
 
-def _flags(header: Sequence[float], balance: Balance) -> Flags:
-    leave, regroup, again, lost = (bool(flag) for flag in header[:_FLAGS])
-    return Flags(leave, regroup, again, lost, int(header[_FLAGS]), Timings(*header[_TOLD:]), balance)
+def _flags(header: Sequence[float], digests: Sequence[int], balance: Balance) -> Flags:
+    leave, regroup, again, lost, flipped = (bool(flag) for flag in header[:_FLAGS])
+    digest, own = digests
+    return Flags(leave, regroup, again, lost, flipped, digest, own, Timings(*header[_TOLD:]), balance)
 
 
 def _fill(row: _Words, report: ShardReport) -> None:

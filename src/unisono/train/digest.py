@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-WORD = 8
-"""Bytes."""
+from unisono.checkpoint.quick_digest import sum_of_words
 
 
 def digest(module: nn.Module) -> str:
@@ -33,7 +32,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
     It finds any single word that differs, at the speed of memory; it is no proof that all bits are equal.
     """
-    parts = (f"{name}:{tensor.dtype}{list(tensor.shape)}:{_sum_of_words(tensor)}\n" for name, tensor in tensors.items())
+    parts = (f"{name}:{tensor.dtype}{list(tensor.shape)}:{sum_of_words(tensor)}\n" for name, tensor in tensors.items())
     return hashlib.blake2b("".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -44,15 +43,6 @@ def tensor_digest(tensor: Tensor) -> str:
     # An empty or 0-dim tensor has no last dimension to view as bytes.
     values = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else b""
     return _sha256([header, values])
-
-
-def _sum_of_words(tensor: Tensor) -> int:
-    # Words of 64 bits, modulo 2^64: a sum that widens what it adds takes 13 times as long.
-    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if values.storage_offset() % WORD:
-        values = values.clone()
-    whole = values.numel() // WORD * WORD
-    return int(values[:whole].view(torch.int64).sum()) + int(values[whole:].sum(dtype=torch.int64))
 
 
 def _sha256(parts: Iterable[bytes | memoryview]) -> str:

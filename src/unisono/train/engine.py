@@ -16,7 +16,7 @@ from unisono.adapt.monitoring import Monitoring
 from unisono.adapt.norms import GradientNorms
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.data.streams import generators_kept, seed_generators
-from unisono.errors import LossError, MemoryFault, ModelError, NondeterministicOperation, NonFiniteLoss
+from unisono.errors import JobMismatch, LossError, MemoryFault, ModelError, NondeterministicOperation, NonFiniteLoss
 from unisono.job import Job
 from unisono.membership.cores import usable_cores
 from unisono.plan.audits import Finding
@@ -27,6 +27,7 @@ from unisono.reduce.reducer import Reducer
 from unisono.reduce.reduction import REDUCTIONS
 from unisono.reduce.tally import Witness
 from unisono.reduce.transport import Transport
+from unisono.train.at_rest import AtRest, Seen, kept_by
 from unisono.train.audit import Audit, ShardDigest
 from unisono.train.buffers import Buffers
 from unisono.train.control import Balance, ControlWord, Flags, ShardReport, StepReport, signature_of
@@ -127,6 +128,7 @@ class Execution:
         monitoring: which steps are watched, and how closely.
         checked_bytes: of gradients whose memory is checked in each step; None for all of them.
         audit: the share of the shards that are computed again.
+        looks: whether flipped bits in memory are looked for in every step.
     """
 
     overlap: bool | None = None
@@ -134,6 +136,7 @@ class Execution:
     monitoring: Monitoring = field(default_factory=Monitoring)
     checked_bytes: int | None = CHECKS["some"]
     audit: float = 0.0
+    looks: bool = False
 
     def overlaps(self, transport: Transport, threads: int) -> bool:
         """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
@@ -201,13 +204,15 @@ class StepEngine:
         self._update: Update | ShardedUpdate = update or Update()
         if execution.shard_optimizer:
             self._update = ShardedUpdate(prepared, workers.transport, self._bucket_bytes)
+        self._at_rest = self._looking() if execution.looks else None
 
-    def attempt(self, call: Call, flags: Callable[[], Flags] = Flags) -> Attempt:
+    def attempt(self, call: Call, flags: Callable[[Seen], Flags] = lambda seen: Flags()) -> Attempt:
         """Compute this worker's shards and reduce. Changes no weight: it can be done again.
 
         Args:
             call: what to compute.
-            flags: what this worker has to say when its shards are computed; they ride with the control word.
+            flags: what this worker has to say when its shards are computed, told what it then finds in its memory;
+                they ride with the control word.
 
         Raises:
             LossError, ModelError, NondeterministicOperation: the user's loss function or model; names the shard.
@@ -219,6 +224,8 @@ class StepEngine:
             self._resplit(split)
         self._update.begin()
         self._buffers.begin()
+        if self._at_rest is not None:
+            self._at_rest.begin()
         try:
             return self._whole_attempt(call, flags)
         except BaseException:
@@ -265,6 +272,8 @@ class StepEngine:
                 self._update.apply(call.optimizers)
             # Only now, when nobody reads it any more: so it was right whenever it was read.
             self._has_lost |= not any(map(may_change_gradients, call.optimizers)) and not gradients.has_kept()
+            if self._at_rest is not None:
+                self._at_rest.note()
             gradients.release(used)
             attempt.seconds["update"] = perf_counter() - started
 
@@ -301,6 +310,18 @@ class StepEngine:
         """
         self._update.require_whole()
 
+    def require_as_left(self) -> None:
+        """Refuse weights of which a bit has flipped since the last update, as far as one worker can tell.
+
+        Raises:
+            JobMismatch: says how to go on.
+        """
+        if self._at_rest is not None and self._at_rest.has_changed():
+            raise JobMismatch(
+                f"a bit in the memory of rank {self.rank} is not as the last update has left it: start the job again, "
+                f"it goes on from its newest verified checkpoint"
+            )
+
     def close(self) -> None:
         """Let go of the model's parameters and of the thread."""
         self._reducer.close()
@@ -322,6 +343,16 @@ class StepEngine:
     def _mine(self) -> range:
         return self._split.of(self._workers.rank)
 
+    def _looking(self) -> AtRest:
+        """What this worker looks at: a split update shares the weights, and each worker looks at its own part."""
+        prepared, update = self._prepared, self._update
+        if not isinstance(update, ShardedUpdate):
+            state, is_only = partial(kept_by, prepared.optimizers), self._workers.world_size == 1
+            return AtRest(prepared.weights(), self._buffers, state=state, is_only=is_only)
+        shared = set(map(id, prepared.parameters.values()))
+        weights = [weight for weight in prepared.weights() if id(weight) not in shared]
+        return AtRest(weights, self._buffers, update.parts, update.kept, is_only=True)
+
     def _resplit(self, split: Split) -> None:
         """Workers have other shards, or as many pieces of them: let go of all that was made for those before."""
         self._clear_gradients()
@@ -330,8 +361,10 @@ class StepEngine:
         self._gradients.clear()
         self._workers.transport.resplit(split)
         self._buffers = Buffers(self._prepared.buffers, self._split, self._workers.rank)
+        if self._at_rest is not None:
+            self._at_rest.buffers = self._buffers
 
-    def _whole_attempt(self, call: Call, flags: Callable[[], Flags]) -> Attempt:
+    def _whole_attempt(self, call: Call, flags: Callable[[Seen], Flags]) -> Attempt:
         """The first attempt that counts. All workers repeat the others alike."""
         for _ in range(1 + MOST_REPEATS):
             attempt = self._attempt(call, flags)
@@ -353,7 +386,7 @@ class StepEngine:
             f"updated. Test the memory of the hosts, and start the job again without the one that fails"
         )
 
-    def _attempt(self, call: Call, flags: Callable[[], Flags]) -> Attempt:
+    def _attempt(self, call: Call, flags: Callable[[Seen], Flags]) -> Attempt:
         gradients = self._gradients_of(call.optimizers)
         gradients.witness = self.witness
         gradients.watch(call.step if self._monitoring.watches(call.step, call.number) else None)
@@ -373,7 +406,8 @@ class StepEngine:
         computed = perf_counter()
         totals, reducing = gradients.totals()
         reduced = perf_counter()
-        report, told = self._exchange(gradients, [shard.read() for shard in shards], flags())
+        seen = Seen() if self._at_rest is None else self._at_rest.look()
+        report, told = self._exchange(gradients, [shard.read() for shard in shards], flags(seen))
         done = perf_counter()
         seconds = {
             "compute": computed - started,

@@ -27,7 +27,9 @@ class Hooks:
         move: the run stands here now.
         begin: a step's samples are loaded, and the loop's body comes next.
         end: the body is done, and the run stands here; or it was left, and nothing of the step counts (None).
-        boundary: between two steps, where every worker stands with the same state.
+        enter: the loop begins, before its first step.
+        boundary: between two steps, where every worker stands with the same state, or at the loop's end. Tells where
+            the run stands after it: usually where it did, but it may have gone back.
         is_whole: whether what the step computed counts: no call of ``step.run`` has failed, the run is open.
         shape: of the next global batch.
         is_stopped: whether the loop is to end at this boundary.
@@ -38,7 +40,8 @@ class Hooks:
     move: Callable[[Progress], None]
     begin: Callable[[Step], None]
     end: Callable[[Progress | None], None]
-    boundary: Callable[[], None]
+    enter: Callable[[], None]
+    boundary: Callable[[bool], Progress]
     is_whole: Callable[[], bool]
     shape: Callable[[], BatchShape]
     is_stopped: Callable[[], bool]
@@ -80,8 +83,16 @@ class Loop:
             return
         progress = self.entered(progress)
         hooks.move(progress)
+        hooks.enter()
         with closing(Supply(load, self.requests, lambda: (hooks.shards(), hooks.shape()))) as supply:
-            while (found := self._next(progress.position, hooks)) is not None:
+            while True:
+                found = self._next(progress.position, hooks)
+                if found is None:
+                    at_end, progress = progress, hooks.boundary(True)
+                    if progress == at_end:
+                        break
+                    supply.close()
+                    continue
                 position, batch = found
                 step = Step(position, batch, partial(supply.at, position), hooks.compute)
                 after = replace(progress, position=self.batches.after(position, batch))
@@ -92,8 +103,9 @@ class Loop:
                     self._left(step, progress, after, hooks)
                     raise
                 hooks.end(after)
-                progress = after
-                hooks.boundary()
+                progress = hooks.boundary(False)
+                if progress != after:
+                    supply.close()
         # A run that is cut short stays where it is, so that another one can go on.
         if not self._is_cut(progress.position):
             hooks.move(self.left(progress))

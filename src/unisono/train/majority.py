@@ -1,43 +1,50 @@
-"""Whether all workers hold the same weights, and which ones do not."""
+"""Whether all workers hold the same, and which ones do not."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
+from enum import Enum
 
-from torch import Tensor
-
-from unisono.errors import JobMismatch
-from unisono.train.digest import checksum
+from unisono.train.control import Flags
 from unisono.train.membership import Arrival
 
-_DIGITS = 12  # in hex: such a number travels as a float64 without being rounded
+
+class Verdict(Enum):
+    """What the workers' digests say together."""
+
+    RIGHT = "all hold the same"
+    HEALING = "most hold the same"
+    WRONG = "nobody can say who is right"
 
 
-def weights_digest(tensors: Mapping[str, Tensor]) -> int:
-    """A quick digest of a worker's weights, above 0 and below 2**49; see :func:`checksum`."""
-    return 1 + int(checksum(tensors)[:_DIGITS], 16)
+def judged(flags: Sequence[Flags]) -> Verdict:
+    """What workers hold, by what each said in a control word."""
+    if any(each.flipped for each in flags):
+        return Verdict.WRONG
+    return verdict([each.digest for each in flags])
 
 
-def healing(digests: Sequence[int], step: int) -> Arrival:
-    """Who gives whom the right weights, where some workers hold others than most do.
+def verdict(held: Sequence[Hashable]) -> Verdict:
+    """What workers hold, by rank."""
+    if len(set(held)) <= 1:
+        return Verdict.RIGHT
+    return Verdict.WRONG if healing(held) is None else Verdict.HEALING
+
+
+def healing(held: Sequence[Hashable]) -> Arrival | None:
+    """Who gives whom the right state, where some workers hold another one than most do.
 
     Args:
-        digests: of every worker's weights, by rank.
-        step: that they are about to compute.
+        held: digests, by rank.
 
-    Raises:
-        JobMismatch: no weights are held by more than half of the workers.
+    Returns:
+        nothing if no state is held by more than half of the workers.
     """
-    right, votes = Counter(digests).most_common(1)[0]
-    if 2 * votes <= len(digests):
-        held = ", ".join(f"rank {rank}: {digest:012x}" for rank, digest in enumerate(digests))
-        raise JobMismatch(
-            f"step {step}: the workers hold different weights ({held}), and no majority says which are right: a fault "
-            f"of a host's memory, or of Unisono's. Start the job again: it goes on from its last checkpoint. With 3 "
-            f"workers or more such a fault is healed"
-        )
+    right, votes = Counter(held).most_common(1)[0]
+    if 2 * votes <= len(held):
+        return None
     return Arrival(
-        source=digests.index(right),
-        acts=[int(digest == right) for digest in digests],
+        source=held.index(right),
+        acts=[int(one == right) for one in held],
         joiners=frozenset(),
         seconds={},
     )

@@ -51,12 +51,19 @@ class Notices:
                 stacklevel=3,
             )
 
-    def healed(self, step: int, ranks: Sequence[int], hosts: Sequence[str], source: int) -> None:
-        """Workers that held other weights than most have been given theirs."""
-        self._folder.journal("healed", step=step, ranks=list(ranks), hosts=list(hosts), source=source)
+    def healed(self, step: int, what: str, ranks: Sequence[int], hosts: Sequence[str]) -> None:
+        """Workers that held another state than most have been given theirs.
+
+        Args:
+            step: steps that were committed.
+            what: they held a wrong one of.
+            ranks: theirs.
+            hosts: theirs.
+        """
+        self._folder.journal("healed", step=step, what=what, ranks=list(ranks), hosts=list(hosts))
         listed = ", ".join(f"rank {rank} on host {host}" for rank, host in zip(ranks, hosts, strict=True))
         warnings.warn(
-            f"step {step}: {listed} held other weights than most workers, which a fault of its memory would "
+            f"step {step}: {listed} held another state ({what}) than most workers, which a fault of its memory would "
             f"explain; it has been given theirs",
             UnisonoWarning,
             stacklevel=3,
@@ -80,6 +87,22 @@ class Notices:
         warnings.warn(
             f"step {step}: rank {finding.wrong} on host {host} computed shard {finding.shard} otherwise than it "
             f"should, {once}",
+            UnisonoWarning,
+            stacklevel=3,
+        )
+
+    def rolled_back(self, reached: int, step: int, why: str) -> None:
+        """The run has gone back to an older state, and computes the steps after it again.
+
+        Args:
+            reached: steps that were committed before.
+            step: steps that are committed now.
+            why: for people.
+        """
+        self._folder.journal("rolled back", step=reached, to=step, why=why)
+        warnings.warn(
+            f"{why}: the run goes back to step {step}, where all workers held the same state, and computes the "
+            f"{reached - step} steps after it again",
             UnisonoWarning,
             stacklevel=3,
         )

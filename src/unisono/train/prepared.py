@@ -67,6 +67,11 @@ class Prepared:
         """All modules' parameters and buffers by name."""
         return tensors_by_name(self.modules)
 
+    def weights(self) -> list[Tensor]:
+        """All parameters, each once: the modules' own, also frozen ones, and what else the optimizers update."""
+        of_modules = (parameter for module in self.modules for parameter in module.parameters())
+        return list({id(each): each for each in [*of_modules, *self.parameters.values()]}.values())
+
     def check_unchanged(self) -> None:
         """Refuse a model whose parameters, buffers or modules were replaced since ``prepare``.
 

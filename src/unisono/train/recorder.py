@@ -38,6 +38,11 @@ class Recorder:
             if not any(line.get("step") == step and "loss" in line for line in lines[-SEARCHED:]):
                 self.write(self._newest)
 
+    def go_back(self) -> None:
+        """Steps are computed again: their lines are not to be written by whoever takes over."""
+        self._newest = None
+        self.next_step()
+
     def step_loaded(self) -> None:
         """The step's samples are here. Its clock has run since the step before was over."""
         self._loaded = self._ran = perf_counter()

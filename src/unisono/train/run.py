@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 
 from unisono.adapt.setting import Setting
 from unisono.adapt.timings import Timings
+from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
 from unisono.data.shards import Collate, ShardSource, ShardsRequest, check_dataset
 from unisono.data.streams import generators_kept, seed_generators
-from unisono.errors import DataError, Dismissed, JobError, MemoryFault, ModelError, PolicyError
+from unisono.errors import DataError, Dismissed, JobError, JobMismatch, MemoryFault, ModelError, PolicyError
 from unisono.failpoints import failpoint
 from unisono.job import Job
 from unisono.plan.audits import Finding
@@ -33,6 +34,7 @@ from unisono.plan.links import Links
 from unisono.plan.streams import Stream, stream_seed
 from unisono.train.acts import Change, Keeper
 from unisono.train.apart import Apart
+from unisono.train.at_rest import Seen
 from unisono.train.checkpoints import Checkpoints, require_same_job
 from unisono.train.control import Flags
 from unisono.train.device import to_device
@@ -40,8 +42,9 @@ from unisono.train.digest import digest_tensors
 from unisono.train.engine import Attempt, Call, Clip, LossFunction, StepEngine
 from unisono.train.evaluation import Evaluation, Metrics, Predict
 from unisono.train.feed import feed
+from unisono.train.integrity import Integrity
 from unisono.train.loop import Hooks, Loop
-from unisono.train.majority import healing, weights_digest
+from unisono.train.majority import Verdict
 from unisono.train.membership import Arrival, Membership
 from unisono.train.monitors import NAMES
 from unisono.train.notices import Notices
@@ -112,7 +115,8 @@ class Run:
         self._engine: StepEngine | None = None
         timeout_s = around.care.failure_timeout_s
         self._apart = Apart(job, device, self._trained, membership, around.acts, timeout_s)
-        self._acts.begins = self._come_together
+        self._integrity = Integrity(self._trained, around.care.verify_every, self._mend)
+        self._acts.begins = self._begins
         self._strategy = self._adaptation.strategy  # that engine or rounds were made for
         self._source: ShardSource | None = None
         self._loops = 0
@@ -121,7 +125,7 @@ class Run:
         self._step: Step | None = None
         self._computing = False  # from the call of step.run until its commit
         self._evaluating = False
-        self._leaving = self._comes_together = False
+        self._leaving = self._comes_together = self._goes_back = False
         self._regroups = False
         self._seconds: dict[str, float] = {}
         self._pace = Pace()
@@ -257,7 +261,8 @@ class Run:
         """The steps of a training loop, one per global batch.
 
         A run that resumes yields only what is left. Samples are shared out among workers by index, before they
-        are loaded.
+        are loaded. After a fault of the memory that cannot be healed, steps come again: from the newest state on that
+        is known to be right.
 
         Args:
             dataset: map-style, with a length.
@@ -389,7 +394,10 @@ class Run:
     # -- keeping ---------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> None:
-        """Write a checkpoint: at the end of the loop's body if a step is under way, else now."""
+        """Write a checkpoint: at the end of the loop's body if a step is under way, else now.
+
+        Every worker calls it: it is written when all hold the same state.
+        """
         self._checkpoints.requested = True
         if self._step is None:
             self._checkpoint_if_due()
@@ -429,8 +437,11 @@ class Run:
             live.close()  # a loop that was left, and whose steps somebody still holds
         if self._membership.joins:
             self._acts.await_end()
+        self._begins()
         if self._engine is not None:
             self._engine.require_whole()
+            if not self._integrity.script_writes:
+                self._engine.require_as_left()
         self._steering.end()
         weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))
         self._acts.agree("set of weights", {"sha256": weights})
@@ -468,6 +479,7 @@ class Run:
             "seconds": round(perf_counter() - self._started, 3),
             "exit_code": 0,
             "error": None,
+            **self._around.folder.mended(),
             **fields,
         }
 
@@ -504,6 +516,8 @@ class Run:
         prepared = self._require_prepared()
         if step is not self._step:
             raise JobError("this step is over: call step.run in the body of the loop that it came from")
+        if self._trained.is_doubted:  # the run goes back at the end of the body
+            return float(self.metrics.get("loss", math.nan))
         prepared.check_unchanged()
         self._computing = True
         optimizers = _chosen(prepared, optimizer)
@@ -514,6 +528,8 @@ class Run:
         loss, metrics, figures = self._acts.change(train)
         self._computing = False
         step.metrics |= metrics
+        if self._trained.is_doubted:
+            return float(loss)
         self._note(optimizers, loss, {**metrics, **figures})
         self._recorder.step_ran()
         return float(loss)
@@ -548,14 +564,15 @@ class Run:
             self._samples.computed(step.number, step.calls, generation.number, step.batch, mine)
         engine.computed, engine.decided = partial(self._computed, step, len(mine)), self._adaptation.digest
         try:
-            attempt = engine.attempt(call, partial(self._flags, self._weights_digest(step)))
+            attempt = engine.attempt(call, self._flags)
         except PolicyError:
             self._steering.refuse(step.number)
-        digests = [flags.digest for flags in attempt.flags]
-        if len(set(digests)) > 1:
+        place = step.number, step.calls
+        if (verdict := self._integrity.judge(place, attempt.flags)) is not Verdict.RIGHT:
             engine.discard()
-            self._heal(healing(digests, step.number), step.number)
-            return self._train(step, loss_fn, optimizers, clip, workers)
+            if verdict is Verdict.HEALING and self._integrity.settle_majority(workers, place):
+                return self._train(step, loss_fn, optimizers, clip, workers)
+            return Change(lambda: (float(self.metrics.get("loss", math.nan)), {}, {}))
         while self.is_main and workers.transport.measured:
             self._around.folder.journal("topology", **workers.transport.measured.pop(0))
         if self._trace is not None:
@@ -633,21 +650,15 @@ class Run:
         seconds += perf_counter() - begun
         self._stopwatch.shard_s = seconds / shards if shards else 0.0
 
-    def _weights_digest(self, step: Step) -> int:
-        every = self._around.care.verify_every
-        if every is None or self.world_size == 1 or step.calls or step.number % every:
-            return 0
-        return weights_digest(self._require_prepared().tensors())
-
-    def _heal(self, healing: Arrival, step: int) -> None:
-        """Some workers hold other weights than most: they get the right ones before the step is computed again."""
+    def _mend(self, workers: Workers, arrival: Arrival, what: str) -> None:
+        """Some workers hold another state than most: they get the right one."""
         failpoint("heal begins")
-        hosts = self._workers.gather_json(platform.node())
-        odd = sorted(healing.behind)
+        hosts = workers.gather_json(platform.node())
+        odd = sorted(arrival.behind)
         if self.is_main:
-            self._notices.healed(step, odd, [hosts[rank] for rank in odd], healing.source)
-        given = self._trained.give() if self.rank == healing.source else None
-        given = self._workers.broadcast(given, healing.source)
+            step = self._trained.progress.position.step
+            self._notices.healed(step, what, odd, [hosts[rank] for rank in odd])
+        given = workers.broadcast(self._trained.give() if self.rank == arrival.source else None, arrival.source)
         if self.rank in odd:
             self._take(given, joins=False)
         failpoint("healed")
@@ -672,10 +683,17 @@ class Run:
         if self.is_main:
             self._notices.repeated(step)
 
-    def _flags(self, digest: int) -> Flags:
+    def _flags(self, seen: Seen) -> Flags:
         # Asked for as late as can be: whoever wants in or out meanwhile need not wait for one step more.
         leaves = self._around.leave.requested and not self._membership.leave()
-        return Flags(leaves, self._membership.is_due, digest=digest, timings=self._stopwatch.timings)
+        return Flags(
+            leaves,
+            self._membership.is_due,
+            flipped=seen.has_flipped,
+            digest=seen.common,
+            own=seen.own,
+            timings=self._stopwatch.timings,
+        )
 
     @property
     def _newest_loop(self) -> Generator[Step, None, None] | None:
@@ -787,8 +805,9 @@ class Run:
             move=self._move,
             begin=self._begin,
             end=self._end,
+            enter=partial(self._enter_loop, joins=self._membership.joins),
             boundary=self._at_boundary,
-            is_whole=lambda: not (self._computing or self._closed),
+            is_whole=lambda: not (self._computing or self._closed or self._trained.is_doubted),
             shape=lambda: self._adaptation.shape,
             is_stopped=lambda: self._adaptation.stopped == number,
         )
@@ -820,7 +839,7 @@ class Run:
 
     def _end(self, after: Progress | None) -> None:
         step, self._step = self._step, None
-        if after is None or step is None:
+        if after is None or step is None or self._trained.is_doubted:
             return
         self._trained.progress = after
         self._acts.step = after.position.step
@@ -871,7 +890,7 @@ class Run:
         self._note_round(told)
 
     def _told(self) -> dict[str, Any]:
-        flags = self._flags(0)
+        flags = self._flags(Seen())
         return {"leave": flags.leave, "regroup": flags.regroup, "timings": astuple(flags.timings)}
 
     def _note_round(self, told: Sequence[Mapping[str, Any]]) -> None:
@@ -902,15 +921,83 @@ class Run:
             self._trained.monitors.links = Links.from_json(measured)
             self._line.values["links"] = measured
 
-    def _at_boundary(self) -> None:
-        """The loop's body is done, and every worker stands here; with the same state, unless a round is under way."""
-        if self._apart.is_open:
-            return
-        if self._leaving:
-            self._depart()
-        self._checkpoint_if_due()
-        if self._regroups:
+    def _begins(self) -> None:
+        """The script makes a collective call.
+
+        Raises:
+            JobMismatch: it has left the loop in which the run was about to go back to an older state.
+        """
+        doubt = self._trained.doubt
+        if doubt is not None and self._step is None and not self._goes_back:
+            raise JobMismatch(
+                f"{doubt.why}, and the script has left the loop before the steps since then could be computed again: "
+                f"start the job again, it goes on from its newest verified checkpoint"
+            )
+        self._come_together()
+
+    def _enter_loop(self, *, joins: bool) -> None:
+        """A loop begins. Whoever joins in the middle of it finds it compared."""
+        self._settle()
+        if not joins:
+            self._verify()
+        if self._trained.is_doubted:
+            self._go_back()
+
+    def _at_boundary(self, is_end: bool) -> Progress:
+        """The body is done, or the loop. Every worker stands here, and has the same state unless a round is open."""
+        step = self._trained.progress.position.step
+        if not self._trained.is_doubted and not self._apart.is_open:
+            if self._leaving and not is_end:
+                self._depart()
+            if is_end or self._regroups or self._integrity.due(step) or self._checkpoints.due(step):
+                self._verify()
+            if not is_end:
+                self._checkpoint_if_due()
+        if self._trained.is_doubted:
+            self._go_back()
+        if self._regroups and not is_end and not self._apart.is_open:
             self._acts.regroup(None, at_boundary=True)
+        return self._trained.progress
+
+    def _verify(self) -> Digests | None:
+        """Compare the whole state, and keep it if it is right.
+
+        Returns:
+            what all agree on; nothing if the state is doubted, or nothing is compared.
+        """
+        if not self._integrity.is_on:
+            return None
+        step, is_apart = self._trained.progress.position.step, self._apart.rounds is not None
+
+        def compare(workers: Workers) -> Change[Digests]:
+            found = self._integrity.compare(workers, step, weights_only=is_apart)
+            return Change(lambda: found)
+
+        digests = self._acts.change(compare)
+        found = None if self._trained.is_doubted else digests
+        if found is not None and not is_apart:
+            self._integrity.keep(step, found, self.rank)
+        return found
+
+    def _go_back(self) -> None:
+        """The state is doubted: go on from the newest one that was right."""
+        doubt, reached = self._trained.doubt, self._trained.progress.position.step
+        assert doubt is not None, "there is a reason"
+
+        def retrieve(workers: Workers) -> Change[None]:
+            return Change(partial(self._trained.go_back, self._integrity.retrieve(workers)))
+
+        self._goes_back = True
+        try:
+            self._acts.change(retrieve)
+            self._acts.together(lambda workers: self._make_engine())
+        finally:
+            self._goes_back = False
+        step = self._acts.step = self._trained.progress.position.step
+        self._recorder.go_back()
+        if self.is_main:
+            self._around.folder.metrics.truncate_after(step - 1)
+            self._notices.rolled_back(reached, step, doubt.why)
 
     def _dismiss(self, dismissed: Dismissed) -> NoReturn:
         """The others go on without this worker, or the job does later."""
@@ -956,7 +1043,7 @@ class Run:
         self._leave(Dismissed("asked to leave", preempted=True, code=PREEMPTED))
 
     def _checkpoint_if_due(self) -> None:
-        if self._checkpoints.due(self._trained.progress.position.step):
+        if self._checkpoints.due(self._trained.progress.position.step) and not self._trained.is_doubted:
             self._checkpoints.save(self._snapshot())
 
     def _snapshot(self) -> Snapshot:

@@ -35,7 +35,7 @@ class SampleLog:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._about: dict[str, Any] = {}
         self._order: Order | None = None
-        self._newest = (-1, 0, 0)
+        self._generation, self._computed = 0, set[tuple[int, int]]()
 
     def loop_begins(self, number: int, samples: int, per_epoch: int, order: Order) -> None:
         """A loop over a data set begins.
@@ -52,9 +52,11 @@ class SampleLog:
     def computed(self, step: int, call: int, generation: int, batch: Batch, shards: range) -> None:
         """This worker is about to compute these shards of a step."""
         assert self._order is not None, "a loop has begun"
-        if self._newest == (step, call, generation):  # again, since weights were mended; the others do it again as well
+        if generation != self._generation:
+            self._generation, self._computed = generation, set()
+        if (step, call) in self._computed:  # again, since weights were mended; the others do it again as well
             return
-        self._newest = step, call, generation
+        self._computed.add((step, call))
         used = {shard: self._order(batch.epoch, batch.shard(shard)).tolist() for shard in shards}
         line = {"computed": step, "call": call, "generation": generation, **self._about}
         self._write({**line, "epoch": batch.epoch, "cut": batch.shards, "shards": used})

@@ -93,7 +93,7 @@ class Settings:
             overlap=_switch(environ, "UNISONO_OVERLAP"),
             shard_optimizer=_switch(environ, "UNISONO_SHARD_OPTIMIZER"),
             checkpoint_every=_count(environ, "UNISONO_CHECKPOINT_EVERY"),
-            verify_every=_count(environ, "UNISONO_VERIFY_EVERY"),
+            verify_every=_count(environ, "UNISONO_VERIFY_EVERY", least=0),
             checks=environ.get("UNISONO_CHECKS") or None,
             audit=_share(environ, "UNISONO_AUDIT"),
             monitor_every=_count(environ, "UNISONO_MONITOR_EVERY"),
@@ -123,12 +123,12 @@ def _names(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in environ.get(name, "").split(",") if word.strip())
 
 
-def _count(environ: Mapping[str, str], name: str) -> int | None:
+def _count(environ: Mapping[str, str], name: str, least: int = 1) -> int | None:
     text = environ.get(name)
     if not text:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise JobError(f"{name}={text!r} in the environment: needs a whole number of at least 1")
+    if not text.isdecimal() or int(text) < least:
+        raise JobError(f"{name}={text!r} in the environment: needs a whole number of at least {least}")
     return int(text)
 
 

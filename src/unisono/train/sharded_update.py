@@ -12,6 +12,7 @@ from unisono.errors import JobError, WorkerLost
 from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import views_of
 from unisono.reduce.transport import Transport
+from unisono.train.at_rest import kept_by
 from unisono.train.prepared import Prepared
 from unisono.train.untouched import Untouched
 from unisono.train.update import READERS, may_change_gradients, tell_schedulers
@@ -39,7 +40,7 @@ class ShardedUpdate:
     def __init__(self, prepared: Prepared, transport: Transport, bucket_bytes: int) -> None:
         for optimizer in prepared.optimizers:
             _require_elementwise(optimizer)
-        self._transport = transport
+        self._transport, self._optimizers = transport, prepared.optimizers
         self._parameters = tuple(prepared.parameters.values())
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self._buckets = plan_buckets(self._parameters, bucket_bytes)
@@ -60,6 +61,15 @@ class ShardedUpdate:
     def bytes_shared(self) -> int:
         """What parameters and optimizer state take, once for all workers of this host."""
         return sum(flat.nbytes for shared in (self._weights, *self._states.values()) for flat in shared.flats)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """This worker's part of every parameter."""
+        return self._parts
+
+    def kept(self) -> list[Tensor]:
+        """This worker's part of what optimizers keep; all of it as long as it is not shared."""
+        return kept_by([self._inner.get(id(optimizer), optimizer) for optimizer in self._optimizers])
 
     def accept(self) -> None:
         """The weights are as they should be: from now on only :meth:`apply` may change them."""

@@ -120,8 +120,8 @@ def init(
         allow_job_change: resume although settings differ.
         failure_timeout_s: how long, in seconds, a worker may be silent, or come no further while others wait for it,
             before it is given up.
-        verify_every: steps between comparisons of all workers' weights, which must be the same: who holds others than
-            most gets theirs (default: 100; 0: never).
+        verify_every: steps between comparisons of all workers' whole state, of which a copy is kept to go back to. In
+            every step they compare their weights and buffers (default: 100; 0: neither).
         checks: how much of the gradients' memory is checked in each step, from where a gradient is taken to the update:
             ``all``; ``some``, which is all of up to 8 MiB, and as much of larger ones, each part in turn; or ``none``.
             Decides no bit (default: ``some``).
@@ -155,7 +155,7 @@ def init(
     environment, wanted = recognise(os.environ), _folder(run_dir, settings, _number(settings))
     chosen = choose_device(device, environment.local_rank)
     adaptation = _adaptation(policies, settings, care, _terms(shard_optimizer, job, settings), job, strategy)
-    execution = _execution(overlap, (checks, audit), settings, adaptation, _monitoring(monitor, settings, adaptation))
+    execution = _execution(overlap, (checks, audit), settings, adaptation, monitor, care)
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
@@ -226,10 +226,13 @@ def _execution(
     checking: tuple[str | None, float | None],
     settings: Settings,
     adaptation: Adaptation,
-    monitoring: Monitoring,
+    monitor: int | Monitoring,
+    care: Care,
 ) -> Execution:
+    monitoring = _monitoring(monitor, settings, adaptation)
     found = _checking(*checking, settings)
-    return Execution(_first(overlap, settings.overlap), adaptation.terms.splits_update, monitoring, *found)
+    looks = care.verify_every is not None
+    return Execution(_first(overlap, settings.overlap), adaptation.terms.splits_update, monitoring, *found, looks)
 
 
 def _checking(checks: str | None, audit: float | None, settings: Settings) -> tuple[int | None, float]:

@@ -58,7 +58,7 @@ class Supply:
         return next(self._loaded)
 
     def close(self) -> None:
-        """End what loads."""
+        """End what loads; whoever asks for a step again starts it anew."""
         if self._loaded is not None:
             self._loaded.close()
-            self._loaded = None
+        self._loaded = self._position = None

@@ -26,7 +26,7 @@ class Care:
 
     Attributes:
         failure_timeout_s: how long one may be silent.
-        verify_every: steps between comparisons of their weights; None for never.
+        verify_every: steps between comparisons of their whole state; None for none, and none of weights either.
         balances: whether shards are split by speed.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from unisono.checkpoint.store import Snapshot
@@ -14,6 +15,21 @@ from unisono.train.monitors import Monitors
 from unisono.train.prepared import Prepared
 from unisono.train.registered import Registered
 from unisono.train.state import Progress, capture, restore_kept, restore_models, restore_optimizers, restore_update
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Why the state is not to be gone on from.
+
+    Attributes:
+        step: the first whose result is not to be believed.
+        call: of ``step.run`` in it.
+        why: for people.
+    """
+
+    step: int
+    call: int
+    why: str
 
 
 class Trained:
@@ -29,6 +45,7 @@ class Trained:
         registered: objects of the script.
         monitors: what was measured in the steps so far.
         strategy: what the present strategy keeps from round to round: its text, and its state by name.
+        doubt: why the run has to go back to an older state; None as long as all is well.
         restored: what the script has yet to ask for of a state that models are restored from already.
     """
 
@@ -39,8 +56,14 @@ class Trained:
         self.registered = Registered()
         self.monitors = Monitors()
         self.strategy: tuple[str, dict[str, Any]] = "", {}
+        self.doubt: Doubt | None = None
         self.restored: Snapshot | None = None
         self._about = about
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether the run has to go back to an older state before it goes on."""
+        return self.doubt is not None
 
     def capture(self) -> Snapshot:
         """All of it, at a step boundary."""
@@ -50,6 +73,7 @@ class Trained:
             "monitors": self.monitors.state_dict(),
             "adaptation": self.adaptation.state_dict(),
             "strategy": list(self.strategy),
+            "doubt": None if self.doubt is None else asdict(self.doubt),
         }
         return capture(self.prepared, self.progress, self.registered, own)
 
@@ -61,6 +85,11 @@ class Trained:
         self.progress = Progress.from_tree(snapshot.state["progress"])
         self._recall(snapshot)
         self.adaptation.load_state_dict(snapshot.state["adaptation"])
+
+    def go_back(self, snapshot: Snapshot) -> None:
+        """Set an older state that is known to be right, all of it."""
+        self.resume_from(snapshot)
+        self.settle()
 
     def anticipate(self) -> None:
         """Restore what optimizers keep before :meth:`settle` does, for servers that go on with it.
@@ -101,7 +130,9 @@ class Trained:
         assert self.prepared is not None, "there is something to train"
         is_pending, *tree = given
         snapshot = Snapshot(*tree)
-        if joins or is_pending:
+        if snapshot.step < self.progress.position.step:
+            self.go_back(snapshot)
+        elif joins or is_pending:
             self.resume_from(snapshot)
         else:
             restore_update(self.prepared, snapshot)
@@ -111,3 +142,5 @@ class Trained:
         self.monitors.load_state_dict(snapshot.state["monitors"])
         name, state = snapshot.state["strategy"]
         self.strategy = name, dict(state)
+        doubt = snapshot.state.get("doubt")
+        self.doubt = None if doubt is None else Doubt(**doubt)

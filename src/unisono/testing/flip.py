@@ -1,0 +1,61 @@
+"""Flipped bits, as a fault of the memory makes them: nobody is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from unisono.errors import JobError
+from unisono.testing.fault import FlippedPlace
+from unisono.train.at_rest import kept_by
+
+if TYPE_CHECKING:
+    from unisono.train.run import Run
+
+
+def flip_in(run: Run, place: FlippedPlace, bit: int) -> None:
+    """Flip a bit of the largest number of the first tensor that there is in this worker's memory.
+
+    Raises:
+        JobError: there is none.
+    """
+    tensors = [tensor for tensor in tensors_in(run, place) if tensor.numel() > 1]
+    if not tensors:
+        raise JobError(f"flip_bit: this worker holds no {place}")
+    values = numbers_of(tensors[0])
+    flip(values, int(values.double().abs().nan_to_num().argmax()), bit)
+
+
+def tensors_in(run: Run, place: FlippedPlace) -> Sequence[Tensor]:
+    """What this worker holds there now."""
+    prepared = run._require_prepared()
+    match place:
+        case "weights":
+            return list(prepared.parameters.values())
+        case "buffers":
+            return [one.tensor for one in prepared.buffers]
+        case "optimizer":
+            return kept_by(prepared.optimizers)
+        case _:
+            raise JobError(f"flip_bit: {place} is nothing that a worker holds between two steps")
+
+
+def flip(tensor: Tensor, element: int, bit: int) -> None:
+    """Flip a bit, past everything that counts writes.
+
+    Args:
+        tensor: dense, on the CPU.
+        element: its number, in the order of memory.
+        bit: of the element, from the lowest on, modulo its width.
+    """
+    values = numbers_of(tensor)
+    bit %= 8 * values.itemsize
+    values.view(torch.uint8).numpy()[element * values.itemsize + bit // 8] ^= 1 << bit % 8
+
+
+def numbers_of(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in the order of memory, with a count of writes of its own."""
+    return tensor.data.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,255 @@
+"""Whether the state is right, and which one to go back to if it is not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from unisono.checkpoint.codec import flatten
+from unisono.checkpoint.quick_digest import MODULUS, combined, sum_of_words
+from unisono.checkpoint.snapshot import Digests, FrozenSnapshot, Snapshot
+from unisono.errors import CheckpointError, JobMismatch, UnisonoWarning
+from unisono.train.checkpoints import as_tree
+from unisono.train.control import Flags
+from unisono.train.majority import Verdict, healing, judged, verdict
+from unisono.train.membership import Arrival
+from unisono.train.trained import Doubt, Trained
+from unisono.train.workers import Workers
+
+KEEPERS = 2
+"""So many workers, those of the lowest ranks, keep a copy of the newest verified state."""
+
+Place = tuple[int, int]
+"""A step, and a call of ``step.run`` in it."""
+
+Mend = Callable[[Workers, Arrival, str], None]
+"""Gives the right state to those who lack it. Told what they held a wrong one of. Collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A state that all workers had alike.
+
+    Attributes:
+        step: steps that were committed.
+        digests: on which all agreed.
+        copy: on this worker; None on those that keep none.
+    """
+
+    step: int
+    digests: Digests
+    copy: FrozenSnapshot | None
+
+
+@dataclass(slots=True)
+class Trail:
+    """What weights were computed with since a verified state: a replay has to come by the same.
+
+    Attributes:
+        digests: on which all workers agreed, by place.
+        wrong: what was found where somebody was wrong: a fault does not come twice in the same way.
+    """
+
+    digests: dict[Place, int] = field(default_factory=dict)
+    wrong: dict[Place, tuple[int, ...]] = field(default_factory=dict)
+
+
+class Integrity:
+    """Compares what workers hold, keeps the newest state that is known to be right, and finds it again.
+
+    In every step workers compare the weights and buffers that they computed with, before anything is committed. Who
+    differs from most is given their state (``mend``), and the step is computed again. Where nobody can say who is
+    right, the state is *doubted* (:meth:`doubt`, ``trained.doubt``): nothing is computed any more until the next
+    boundary, where the run goes back to the kept state (:meth:`retrieve`) and computes the steps after it again. They
+    end in the same bits.
+
+    Args:
+        trained: what is compared and kept.
+        every: steps from one comparison of the whole state to the next; None for no comparisons at all.
+        mend: gives the right state to those who lack it.
+
+    Attributes:
+        script_writes: whether it was the script that had changed a bit: then nobody can tell such changes from faults.
+    """
+
+    def __init__(self, trained: Trained, every: int | None, mend: Mend) -> None:
+        self._trained, self._every, self._mend = trained, every, mend
+        self._kept: Kept | None = None
+        self._trail = Trail()
+        self._ignored: set[str] = set()  # registered objects that the script has another one of on each worker
+        self._before: dict[str, list[int]] = {}  # how they differed when the run went back last
+        self.script_writes = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is compared."""
+        return self._every is not None
+
+    def due(self, step: int) -> bool:
+        """Whether the whole state is to be compared after so many steps."""
+        return self._every is not None and step % self._every == 0
+
+    def judge(self, place: Place, flags: Sequence[Flags]) -> Verdict:
+        """What the workers' control words say of the weights that a call was computed with.
+
+        Raises:
+            JobMismatch: a replay came by other weights than the first time.
+        """
+        if not self.is_on:
+            return Verdict.RIGHT
+        found = judged([replace(each, flipped=False) for each in flags] if self.script_writes else flags)
+        whole = (flags[0].digest + sum(each.own for each in flags)) % MODULUS
+        if found is Verdict.RIGHT:
+            self._follow(place, whole)
+        elif found is Verdict.WRONG:
+            return self._wrong(place, flags)
+        return found
+
+    def doubt(self, place: Place, why: str) -> None:
+        """Have the run go back to the kept state at the next boundary. Every worker calls it in the same act.
+
+        Args:
+            place: the first call whose result is not to be believed; what went before was right.
+            why: for people.
+
+        """
+        self._trained.doubt = Doubt(*place, why)
+        self._trail.digests = {at: seen for at, seen in self._trail.digests.items() if at < place}
+
+    def compare(self, workers: Workers, step: int, *, weights_only: bool = False) -> Digests:
+        """Compare the whole state at a boundary. Collective; part of an act that changes the state.
+
+        Args:
+            workers: that hold it.
+            step: steps that are committed.
+            weights_only: where workers keep other things for themselves.
+
+        Returns:
+            the digests on which all agree; none if the state is doubted now.
+        """
+        snapshot = self._trained.capture()
+        digests = snapshot.digests()
+        compared = list(digests.values())[: 1 if weights_only else None]
+        told = workers.gather_json([compared, self._registered(snapshot), self._before])
+        held = [tuple(own) for own, _, _ in told]
+        found = verdict(held)
+        if found is Verdict.HEALING and (arrival := healing(held)) is not None:
+            self._mend(workers, arrival, "state")
+            return self._trained.capture().digests()
+        if found is Verdict.WRONG:
+            listed = ", ".join(
+                f"rank {rank}: {'/'.join(f'{one:016x}' for one in own)}" for rank, own in enumerate(held)
+            )
+            self.doubt((step, 0), f"after {step} steps the workers hold different states ({listed}){NO_MAJORITY}")
+            return {}
+        return {} if self._objects_differ(step, [(objects, before) for _, objects, before in told]) else digests
+
+    def settle_majority(self, workers: Workers, place: Place) -> bool:
+        """Most workers hold the same weights: give them, and what belongs to them, to the others. Collective.
+
+        Returns:
+            whether that was done; if not, the state is doubted, since those did not hold the same optimizer state.
+        """
+        own = self._trained.capture().digests()
+        held = [tuple(each) for each in workers.gather_json(list(own.values()))]
+        arrival = healing(held)
+        if arrival is None:
+            self.doubt(place, f"step {place[0]}: the workers hold different states{NO_MAJORITY}")
+            return False
+        self._mend(workers, arrival, "weights")
+        return True
+
+    def keep(self, step: int, digests: Digests, rank: int) -> None:
+        """All agree: from now on this is the state to go back to. No collective."""
+        try:
+            copy = FrozenSnapshot.of(self._trained.capture()) if rank < KEEPERS else None
+        except CheckpointError as error:
+            copy = None
+            self._warn(f"no state can be kept to go back to: {error}")
+        self._kept, self._trail = Kept(step, digests, copy), Trail()
+
+    def retrieve(self, workers: Workers) -> Snapshot:
+        """The kept state, on every worker. Collective.
+
+        Raises:
+            JobMismatch: there is none, or no copy is what was kept.
+        """
+        whole = (
+            self._kept is not None and self._kept.copy is not None and self._kept.copy.digests() == self._kept.digests
+        )
+        told = workers.gather_json(self._kept.step if whole and self._kept is not None else None)
+        newest = max((step for step in told if step is not None), default=None)
+        if newest is None:
+            why = "" if self._trained.doubt is None else f"{self._trained.doubt.why}, and "
+            raise JobMismatch(f"{why}no copy of a verified state is left: {START_AGAIN}")
+        source = told.index(newest)
+        mine = self._kept.copy.thawed() if workers.rank == source and self._kept and self._kept.copy else None
+        return Snapshot(*workers.broadcast(None if mine is None else as_tree(mine), source))
+
+    def _follow(self, place: Place, digest: int) -> None:
+        if self._kept is None:
+            return
+        before = self._trail.digests.setdefault(place, digest)
+        if before != digest:
+            raise JobMismatch(
+                f"step {place[0]} was computed again, after a fault, and came by other weights than the first time "
+                f"({digest:016x} instead of {before:016x}): the script changes something that is not restored, such as "
+                f"a scheduler that is not registered (run.register). {START_AGAIN}"
+            )
+
+    def _wrong(self, place: Place, flags: Sequence[Flags]) -> Verdict:
+        said = tuple(each.digest for each in flags) + tuple(each.own for each in flags)
+        flipped = [f"rank {rank}" for rank, each in enumerate(flags) if each.flipped]
+        is_again, self._trail.wrong[place] = self._trail.wrong.get(place) == said, said
+        if is_again and flipped:
+            self.script_writes = True
+            self._warn("the script changes single bits of the state by itself: flipped bits are looked for no more")
+            return self.judge(place, flags)
+        if is_again:
+            raise JobMismatch(
+                f"step {place[0]}: {_differ(flags)}, and did so again when the steps before were computed again: that "
+                f"is no flipped bit, but a script that changes weights on some workers only, or a fault of Unisono's"
+            )
+        why = f"a bit in the memory of {', '.join(flipped)} is not as the update before has left it"
+        self.doubt(place, f"step {place[0]}: {why if flipped else _differ(flags) + NO_MAJORITY}")
+        return Verdict.WRONG
+
+    def _warn(self, words: str) -> None:
+        warnings.warn(words, UnisonoWarning, stacklevel=4)
+
+    def _registered(self, snapshot: Snapshot) -> dict[str, int]:
+        """Digests of the tensors that registered objects keep. Other values may be one worker's own."""
+        found = {}
+        for name, state in snapshot.state["registered"].items():
+            tensors = flatten(state)[1]
+            if tensors and name not in self._ignored:
+                found[name] = combined([sum_of_words(tensors[each]) for each in sorted(tensors)])
+        return found
+
+    def _objects_differ(self, step: int, told: Sequence[tuple[dict[str, int], dict[str, list[int]]]]) -> bool:
+        """Registered objects may differ since the script wants it so: then they do again in the replay."""
+        names = [name for name in told[0][0] if all(name in theirs for theirs, _ in told)]
+        held = {name: [theirs[name] for theirs, _ in told] for name in names}
+        before = {place: seen for _, theirs in told for place, seen in theirs.items()}  # a joiner has seen nothing
+        differ = [name for name in names if len(set(held[name])) > 1]
+        again = [name for name in differ if before.get(f"{step} {name}") == held[name]]
+        for name in again:
+            self._ignored.add(name)
+            self._warn(f"the registered object {name!r} differs between workers: checkpoints keep that of rank 0")
+        new = [name for name in differ if name not in again]
+        if new:
+            self._before = {f"{step} {name}": held[name] for name in new}
+            self.doubt(
+                (step, 0), f"after {step} steps the workers hold different registered objects ({', '.join(new)})"
+            )
+        return bool(new)
+
+
+START_AGAIN = "start the job again, it goes on from its newest verified checkpoint"
+NO_MAJORITY = ", and no majority says which are right"
+
+
+def _differ(flags: Sequence[Flags]) -> str:
+    held = ", ".join(f"rank {rank}: {each.digest:016x}" for rank, each in enumerate(flags))
+    return f"the workers hold different weights ({held})"

@@ -1,0 +1,189 @@
+"""A bit that flips in a worker's memory ends in the right bits."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import unisono
+from unisono.errors import JobMismatch, UnisonoWarning
+from unisono.testing.fault import FlippedPlace
+from unisono.testing.flip import flip_in
+
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
+
+Start = Callable[..., unisono.Run]
+Disturb = Callable[[unisono.Run, str, int], None]
+
+EXPONENT, LOWEST = 23, 0
+"""A bit that no update rounds away, and one that it may."""
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(70, 6, generator=generator), torch.randint(0, 3, (70,), generator=generator))
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+
+
+def cross_entropy(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Average:
+    """Of the weights, over all steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def update(self, model: nn.Module) -> None:
+        for mine, theirs in zip(self.values, model.parameters(), strict=True):
+            mine.lerp_(theirs.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for mine, theirs in zip(self.values, state["values"], strict=True):
+            mine.copy_(theirs)
+
+
+class Once:
+    """Flips one bit, in the step and at the moment where it is to."""
+
+    def __init__(self, place: FlippedPlace, bit: int, moment: str, step: int) -> None:
+        self.place, self.bit, self.at = place, bit, (moment, step)
+        self.done = False
+
+    def __call__(self, run: unisono.Run, moment: str, step: int) -> None:
+        if (moment, step) == self.at and not self.done:
+            self.done = True
+            flip_in(run, self.place, self.bit)
+
+
+def never(run: unisono.Run, moment: str, step: int) -> None:
+    """Nothing happens."""
+
+
+def train(run: unisono.Run, disturb: Disturb = never, **looping: Any) -> tuple[str, list[Tensor]]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.prepare(model, optimizer)
+    scheduler = run.register("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5))
+    average = run.register("average", Average(model))
+    for step in run.steps(data(), epochs=4):
+        disturb(run, "begin", step.number)
+        step.run(cross_entropy)
+        disturb(run, "after", step.number)
+        scheduler.step()
+        average.update(model)
+    return run.finish(), average.values
+
+
+@pytest.mark.parametrize("place", ["weights", "buffers", "optimizer"])
+@pytest.mark.parametrize("bit", [EXPONENT, LOWEST])
+@pytest.mark.parametrize("moment", ["begin", "after"])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_flipped_bit_of_the_only_copy_is_found_and_the_steps_are_computed_again(
+    start: Start, tmp_path: Path, place: FlippedPlace, bit: int, moment: str, split: bool
+) -> None:
+    expected, averages = train(start(run_dir=tmp_path / "undisturbed"))
+    run = start(verify_every=3, shard_optimizer=split)
+    with pytest.warns(UnisonoWarning, match="goes back to step 3"):
+        digest, found = train(run, Once(place, bit, moment, 4))
+    assert digest == expected
+    assert all(map(torch.equal, found, averages))
+    result = json.loads((run.dir / "result.json").read_text())
+    assert [(one["step"], one["to"]) for one in result["rolled_back"]] == [(4 if moment == "begin" else 5, 3)]
+    assert result["healed"] == []
+    lines = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(12))
+
+
+def test_a_bit_that_flips_after_the_last_step_is_an_error(start: Start) -> None:
+    run = start()
+    model = net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps(data()):
+        step.run(cross_entropy)
+    flip_in(run, "weights", LOWEST)
+    with pytest.raises(JobMismatch, match="a bit in the memory of rank 0"):
+        run.finish()
+
+
+def test_a_script_may_change_weights_between_steps_in_any_way(start: Start, recwarn: pytest.WarningsRecorder) -> None:
+    run = start()
+    model = net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for step in run.steps(data(), epochs=2):
+        step.run(cross_entropy)
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+        with torch.no_grad():
+            next(model.parameters())[0, 0] = 0.5
+        next(model.buffers()).zero_()
+    run.finish()
+    assert not [warning for warning in recwarn if issubclass(warning.category, UnisonoWarning)]
+
+
+@pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
+def test_a_script_that_changes_a_single_bit_by_itself_is_believed_the_second_time(start: Start) -> None:
+    run = start()
+    model = net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen = []
+    for step in run.steps(data()):
+        seen.append(step.number)
+        step.run(cross_entropy)
+        flip_in(run, "weights", LOWEST)
+    run.finish()
+    assert seen == [0, 1, 0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
+def test_a_script_whose_replay_comes_by_other_weights_is_told_so(start: Start) -> None:
+    run = start()
+    model = net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    disturb, rates = Once("weights", EXPONENT, "begin", 4), [0.1]
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        return rates[-1] * cross_entropy(model, batch)
+
+    def loop() -> None:
+        for step in run.steps(data(), epochs=2):
+            disturb(run, "begin", step.number)
+            rates.append(rates[-1] * 0.9)  # known to nobody, as in a scheduler that is not registered
+            step.run(loss_fn)
+
+    with pytest.raises(JobMismatch, match=r"step \d was computed again, after a fault, and came by other weights"):
+        loop()
+
+
+def test_a_loop_that_is_left_before_the_run_could_go_back_is_an_error(start: Start) -> None:
+    run = start()
+    model = net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    disturb = Once("weights", EXPONENT, "begin", 1)
+    for step in run.steps(data()):
+        disturb(run, "begin", step.number)
+        step.run(cross_entropy)
+        if step.number == 1:
+            break
+    with pytest.raises(JobMismatch, match="the script has left the loop before"):
+        run.finish()
+
+
+def test_without_comparisons_nothing_is_kept(start: Start) -> None:
+    run = start(verify_every=0)
+    digest, _ = train(run, Once("weights", EXPONENT, "begin", 4))
+    assert digest
+    assert run._integrity._kept is None
