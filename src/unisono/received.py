@@ -42,6 +42,11 @@ def parse_object(data: bytes | bytearray | str) -> dict[str, Any]:
     return found
 
 
+def is_text(found: Any) -> bool:
+    """Whether this is an object whose values are all text."""
+    return isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
+
+
 def open_file(path: Path) -> BufferedReader:
     """Open a file for reading; anything else by that name (a pipe, a device) is not waited for.
 

@@ -1,15 +1,17 @@
 """The launcher's side of a nursery: a template that has loaded torch already when it is asked for."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from unisono.errors import Unreadable
 from unisono.launch.circumstances import circumstances
 from unisono.launch.wish import Wish, ignored_signals
+from unisono.received import parse_json
+from unisono.same_user import is_same_user
 
 NURSERY = "UNISONO_NURSERY"
 """The variable that tells launchers where a nursery listens: the path of a socket."""
@@ -81,7 +83,7 @@ async def born(environment: Mapping[str, str], log: Path) -> tuple[socket.socket
         wish = Wish(dict(environment), circumstances(environment), os.getcwd(), ignored_signals())  # noqa: PTH109 (as text)
         async with asyncio.timeout(PATIENCE_S):
             return channel, Born(await _ask(channel, environment[NURSERY], wish, log))
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, Unreadable) as error:
         channel.close()
         raise Unborn(f"the nursery at {environment[NURSERY]} does not answer: {error}") from error
     except BaseException:
@@ -94,9 +96,11 @@ async def _ask(channel: socket.socket, door: str, wish: Wish, log: Path) -> int:
     if Path(door).stat().st_uid != os.getuid():
         raise Unborn(f"{door} belongs to another user")
     await loop.sock_connect(channel, door)
+    if not is_same_user(channel):
+        raise Unborn(f"a process of another user answers at {door}")
     with log.open("ab") as output:
         socket.send_fds(channel, [wish.to_json()], [output.fileno()])
-    match json.loads(await loop.sock_recv(channel, LONGEST_ANSWER) or "{}"):
+    match parse_json(await loop.sock_recv(channel, LONGEST_ANSWER) or "{}"):
         case {"born": int(pid)}:
             return pid
         case {"refused": str(why)}:

@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Collection
@@ -23,16 +22,15 @@ from typing import Any
 
 from unisono.launch import worker  # isort: skip  (first, as in the template)
 
+from unisono.errors import Unreadable
 from unisono.launch import template
 from unisono.launch.circumstances import circumstances, environment_at_start
 from unisono.launch.wish import NEVER_IGNORED, Wish
+from unisono.same_user import is_same_user
 
 LONGEST_WISH = 2**20
 PATIENCE_S = 5.0
 """How long someone who has connected may take to say what is wished for. Wishes are sent at once."""
-
-CREDENTIALS = struct.Struct("3i")
-"""What the kernel says of who has connected: process, user and group."""
 
 
 class Nursery:
@@ -55,15 +53,14 @@ class Nursery:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here wants to know how they end
         while True:
             channel, _ = self._door.accept()
-            with suppress(OSError):  # whoever it was has hung up, or says nothing
+            with suppress(OSError, Unreadable):  # whoever it was has hung up, says nothing, or what is no wish
                 if self._answer(channel):
                     return channel
             channel.close()
 
     def _answer(self, channel: socket.socket) -> bool:
         """Fork, or say why not. True in the fork."""
-        user = CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[1]
-        if user != os.getuid():
+        if not is_same_user(channel):
             return False
         channel.settimeout(PATIENCE_S)
         data, descriptors, _, _ = socket.recv_fds(channel, LONGEST_WISH, 1)

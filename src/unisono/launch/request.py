@@ -4,6 +4,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from unisono.errors import Unreadable
+from unisono.received import is_text, parse_json
+
 FIRST_KEPT = 3
 """The number that a descriptor has in the worker, if one comes behind those of its output and its errors."""
 
@@ -28,6 +31,13 @@ class Request:
 
     @classmethod
     def from_json(cls, data: bytes) -> "Request":
-        """The inverse of ``to_json``."""
-        found = json.loads(data)
-        return cls(tuple(found["argv"]), found["variables"], found["cwd"])
+        """The inverse of ``to_json``.
+
+        Raises:
+            Unreadable: it is none.
+        """
+        match parse_json(data):
+            case {"argv": [*argv], "variables": variables, "cwd": str(cwd)} if is_text(variables):
+                if all(isinstance(each, str) for each in argv):
+                    return cls(tuple(argv), variables, cwd)
+        raise Unreadable("it is no request for a worker")

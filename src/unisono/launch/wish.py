@@ -5,6 +5,9 @@ import signal
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 
+from unisono.errors import Unreadable
+from unisono.received import is_text, parse_json
+
 OURS = "UNISONO_"
 """What such variables say is read when a worker begins, and not before."""
 
@@ -37,9 +40,16 @@ class Wish:
 
     @classmethod
     def from_json(cls, data: bytes) -> "Wish":
-        """The inverse of ``to_json``."""
-        found = json.loads(data)
-        return cls(found["environment"], found["circumstances"], found["cwd"], tuple(found["ignored"]))
+        """The inverse of ``to_json``.
+
+        Raises:
+            Unreadable: it is none.
+        """
+        match parse_json(data):
+            case {"environment": environment, "circumstances": about, "cwd": str(cwd), "ignored": [*ignored]}:
+                if is_text(environment) and is_text(about) and all(type(each) is int for each in ignored):
+                    return cls(environment, about, cwd, tuple(ignored))
+        raise Unreadable("it is no wish for a template")
 
     def with_variables(self, further: Mapping[str, str]) -> "Wish":
         """The same with more variables, unless it has them."""

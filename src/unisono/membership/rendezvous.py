@@ -13,6 +13,9 @@ from unisono.errors import LaunchError
 from unisono.membership.environment import Environment, Rendezvous
 from unisono.membership.generation import Generation
 
+LONGEST_NOTICE = 4096
+"""Characters of what a worker posts."""
+
 _stores: dict[tuple[str, int], dist.Store] = {}
 
 
@@ -76,11 +79,13 @@ class Noticeboard:
         """A value, as soon as somebody has posted it.
 
         Raises:
-            LaunchError: nobody did in time.
+            LaunchError: nobody did in time, or it is none.
         """
         try:
             self._store.wait([name], self._timeout)
-            return bytes.fromhex(self._store.get(name).decode())
+            return bytes.fromhex(self._store.get(name)[:LONGEST_NOTICE].decode("ascii"))
+        except ValueError as error:
+            raise LaunchError(f"somebody has posted what is no address of a worker as {name}: {error}") from error
         except RuntimeError as error:
             waited = self._timeout.total_seconds()
             raise LaunchError(f"another worker did not appear within {waited:g} s: {error}") from error

@@ -1,7 +1,7 @@
 """Sockets between the workers of one host: small messages, file descriptors, and the news that a peer is gone."""
 
-import os
 import platform
+import re
 import secrets
 import socket
 import struct
@@ -10,9 +10,12 @@ from contextlib import ExitStack, closing, suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from reprlib import repr as short
+from time import monotonic
 from typing import Protocol
 
 from unisono.errors import NoProgress, WorkerLost
+from unisono.same_user import is_same_user
 
 LARGEST_MESSAGE = 32 * 1024
 """Bytes that always fit into a socket's buffer, so that everybody may send before anybody receives."""
@@ -20,11 +23,14 @@ LARGEST_MESSAGE = 32 * 1024
 MOST_CALLERS = 1024
 """That may wait at a door."""
 
+HELLO_S = 5.0
+"""Seconds that whoever calls may take to say who it is: it is the first thing that it says."""
+
 _MARK = b"m"
 """Before every message: an empty one would look like the end of the connection."""
 
-_HELLO = struct.Struct("<i")
-_CREDENTIALS = struct.Struct("3i")
+_HELLO = struct.Struct("<ii16s")  # who calls, who is called, and the digest of what they meet for
+_FORM = re.compile(rb"\0unisono-(?:[0-9a-f]{16}-)?[0-9a-f]{32}")  # with what the addresses of one kernel have in common
 _TIME = struct.Struct("ll")  # a timeval
 
 
@@ -148,25 +154,32 @@ class Door:
         address: bytes = self._socket.getsockname()
         return address
 
-    def gather(self, rank: int, workers: int, lower: Iterable[bytes]) -> Peers:
-        """Connect with every other worker. Callers of another user are turned away.
+    def gather(self, rank: int, workers: int, lower: Iterable[bytes], meeting: str = "") -> Peers:
+        """Connect with every other worker. Processes of another user are neither heard nor called.
 
         Args:
             rank: of this worker on this host.
             workers: how many there are on this host.
             lower: the addresses of those of lower rank, in order: they are called. The others call.
+            meeting: what they meet for, so that nobody takes this user's other jobs for them.
 
         Raises:
-            WorkerLost: a peer is gone, or this door was closed meanwhile.
+            WorkerLost: a peer is gone, or somebody else is where it should be, or this door was closed meanwhile.
             NoProgress: a peer did not appear in time.
         """
+        about = sha256(meeting.encode()).digest()[:16]
         sockets: dict[int, socket.socket] = {}
         with ExitStack() as calls:
             for other, address in enumerate(lower):
-                sockets[other] = calls.enter_context(self._call(address, rank))
+                sockets[other] = calls.enter_context(self._call(address, _HELLO.pack(rank, other, about)))
+            until = monotonic() + self._timeout_s
             while len(sockets) < workers - 1:
-                other, caller = self._answer(rank)
-                sockets[other] = calls.enter_context(caller)
+                caller = calls.enter_context(self._next_caller(rank, until))
+                said = self._heard(caller, rank, about)
+                if said is not None and said in range(rank + 1, workers) and said not in sockets:
+                    sockets[said] = caller
+                else:
+                    caller.close()
             calls.pop_all()
         return Peers(rank, sockets)
 
@@ -176,41 +189,63 @@ class Door:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _call(self, address: bytes, rank: int) -> socket.socket:
+    def _call(self, address: bytes, hello: bytes) -> socket.socket:
+        rank, other, _ = _HELLO.unpack(hello)
+        if not _is_door(address):
+            raise WorkerLost(
+                f"rank {rank} of this host is told to find rank {other} where no worker is: {short(address)}"
+            )
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             limit(caller, self._timeout_s)
             caller.connect(address)
-            caller.send(_HELLO.pack(rank))
+            if not is_same_user(caller):
+                raise PermissionError(f"a process of another user answers in place of rank {other}")
+            caller.send(hello)
         except OSError as error:
             caller.close()
             raise WorkerLost(f"rank {rank} of this host found another one gone: {error}. See its log") from error
         return caller
 
-    def _answer(self, rank: int) -> tuple[int, socket.socket]:
-        while True:
-            try:
-                caller, _ = self._socket.accept()
-            except TimeoutError as error:
-                raise NoProgress(
-                    f"rank {rank} of host {platform.node()} waited in vain for the others to call"
-                ) from error
-            except OSError as error:
-                raise WorkerLost(f"rank {rank} of this host stopped waiting for the others: {error}") from error
+    def _next_caller(self, rank: int, until: float) -> socket.socket:
+        try:
+            # Whoever is turned away does not make the wait for the others longer.
+            self._socket.settimeout(max(0.001, until - monotonic()))
+            caller, _ = self._socket.accept()
+        except TimeoutError as error:
+            raise NoProgress(f"rank {rank} of host {platform.node()} waited in vain for the others to call") from error
+        except OSError as error:
+            raise WorkerLost(f"rank {rank} of this host stopped waiting for the others: {error}") from error
+        return caller
+
+    def _heard(self, caller: socket.socket, rank: int, about: bytes) -> int | None:
+        """The rank of a caller; None for one that does not belong here."""
+        try:
+            limit(caller, min(self._timeout_s, HELLO_S))
+            said = caller.recv(_HELLO.size) if is_same_user(caller) else b""
             limit(caller, self._timeout_s)
-            _, user, _ = _CREDENTIALS.unpack(
-                caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
-            said = caller.recv(_HELLO.size) if user == os.getuid() else b""
-            if len(said) == _HELLO.size:
-                return _HELLO.unpack(said)[0], caller
-            caller.close()
+        except OSError:  # it says nothing, or has hung up
+            return None
+        who, whom, what = _HELLO.unpack(said) if len(said) == _HELLO.size else (None, None, b"")
+        return who if (whom, what) == (rank, about) else None
+
+
+def address_from(text: str) -> bytes:
+    """The address of a door, as it was told in hex; empty, and so within nobody's call, if that is none."""
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
 
 
 def is_within_call(ours: bytes, theirs: bytes) -> bool:
     """Whether doors with these addresses are on one host, whatever the hosts are called."""
     length = len(_common()) + 1
     return ours[:length] == theirs[:length]
+
+
+def _is_door(address: bytes) -> bool:
+    return _FORM.fullmatch(address) is not None and is_within_call(f"\0{_common()}".encode(), address)
 
 
 @cache
@@ -224,7 +259,7 @@ def _common() -> str:
     return f"unisono-{sha256(f'{kernel} {network}'.encode()).hexdigest()[:16]}-"
 
 
-def meet(rank: int, workers: int, board: "Board", timeout_s: float) -> Peers:
+def meet(rank: int, workers: int, board: "Board", timeout_s: float, meeting: str = "") -> Peers:
     """Connect every worker of this host with every other.
 
     Args:
@@ -232,14 +267,15 @@ def meet(rank: int, workers: int, board: "Board", timeout_s: float) -> Peers:
         workers: how many there are.
         board: where they post the addresses of their doors.
         timeout_s: how long to wait for a peer, now and in every exchange.
+        meeting: as of :meth:`Door.gather`.
 
     Raises:
-        WorkerLost: a peer is gone.
+        WorkerLost: a peer is gone, or somebody else is where it should be.
         NoProgress: a peer did not appear in time.
     """
     with closing(Door(timeout_s)) as door:
         board.post(f"peer/{rank}", door.address)
-        return door.gather(rank, workers, (board.read(f"peer/{other}") for other in range(rank)))
+        return door.gather(rank, workers, (board.read(f"peer/{other}") for other in range(rank)), meeting)
 
 
 class Board(Protocol):

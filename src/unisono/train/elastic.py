@@ -42,7 +42,7 @@ from unisono.membership.messages import (
 from unisono.membership.store import CoordinatorStore
 from unisono.membership.token import read_token
 from unisono.plan.split import Split
-from unisono.reduce.peers import Door, Peers, is_within_call
+from unisono.reduce.peers import Door, Peers, address_from, is_within_call
 from unisono.reduce.transport import Solo
 from unisono.train.heartbeat import Heartbeat
 from unisono.train.meeting import Meeting
@@ -389,14 +389,15 @@ class MintedMeeting(Meeting):
 
     def peers(self) -> Peers:
         """At the doors whose addresses came with the roster."""
-        lower = (bytes.fromhex(seat.address) for seat in self._here[: self._place])
-        return self._door.gather(self._place, len(self._here), lower)
+        lower = (address_from(seat.address) for seat in self._here[: self._place])
+        meeting = f"generation {self._generation} of {' '.join(seat.worker for seat in self._here)}"
+        return self._door.gather(self._place, len(self._here), lower, meeting)
 
 
 def _on_the_host_of(mine: Seat, roster: Sequence[Seat]) -> list[Seat]:
     # Hosts may have one name, for instance containers of one image: the addresses of their doors tell.
-    here = bytes.fromhex(mine.address)
-    return [seat for seat in roster if seat.host == mine.host and is_within_call(here, bytes.fromhex(seat.address))]
+    here = address_from(mine.address)
+    return [seat for seat in roster if seat.host == mine.host and is_within_call(here, address_from(seat.address))]
 
 
 WATCH_S = 30.0

@@ -51,4 +51,5 @@ class FixedMeeting(Meeting):
         """They post where they can be called."""
         here = self.environment
         board = Noticeboard(dist.PrefixStore(f"host/{here.rank - here.local_rank}", self.store()), self._timeout_s)
-        return meet(here.local_rank, here.local_world_size, board, self._timeout_s)
+        meeting = f"{self._scope} at port {here.rendezvous.port if here.rendezvous is not None else 0}"
+        return meet(here.local_rank, here.local_world_size, board, self._timeout_s, meeting)
