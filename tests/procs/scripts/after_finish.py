@@ -1,0 +1,30 @@
+"""A short training, and lines after its end in which the worker of a rank does not get to the last.
+
+Arguments: the rank, and ``kill`` or ``raise``.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import unisono
+
+run = unisono.init(batch_size=8, shards=4, seed=1)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.prepare(model, optimizer)
+data = torch.utils.data.TensorDataset(torch.arange(64.0).reshape(16, 4) / 64)
+for step in run.steps(data, epochs=2):
+    step.run(lambda model, batch: model(batch[0]).square().mean())
+rank, folder = run.rank, run.dir
+run.finish()
+
+if rank == int(sys.argv[1]):
+    if sys.argv[2] == "raise":
+        raise ValueError("no such bucket")
+    os.kill(os.getpid(), signal.SIGKILL)
+Path(folder, f"exported-{rank}").touch()

@@ -1,0 +1,56 @@
+"""What the script does after `run.finish`, and who is missed there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outcomes import train
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(120), pytest.mark.usefixtures("warm")]
+
+SCRIPT = Path(__file__).parent / "scripts" / "after_finish.py"
+ELASTIC, FIXED = ("-n", "2", "--max-restarts", "1"), ("-n", "2")
+
+
+def ended(folder: Path, options: tuple[str, ...], victim: int, how: str) -> tuple[int, str, dict[str, Any]]:
+    done = train(folder, *options, script=SCRIPT, arguments=(str(victim), how))
+    return done.returncode, done.stdout + done.stderr, json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "victim", "how", "code"),
+    [
+        (ELASTIC, 1, "kill", 0),
+        (ELASTIC, 0, "kill", 137),
+        (ELASTIC, 1, "raise", 1),
+        (FIXED, 1, "kill", 137),
+        (FIXED, 0, "raise", 1),
+    ],
+)
+def test_exit_code_result_and_words_agree_about_the_lines_after_finish(
+    options: tuple[str, ...], victim: int, how: str, code: int, tmp_path: Path
+) -> None:
+    found, said, result = ended(tmp_path / "run", options, victim, how)
+    assert (found, result["exit_code"]) == (code, code), said
+    assert len(result["weights_sha256"]) == 64
+    complete = f"training was complete by then: weights sha256 {result['weights_sha256']}"
+    assert (complete in said) == (code != 0)
+    assert (result["error"] is None) == (code == 0)
+    if code:
+        assert complete in result["error"]["message"]
+    else:
+        assert "was killed by SIGKILL" in said
+        assert "and it is not missed" in said
+        assert (tmp_path / "run" / "exported-0").exists()
+
+
+def test_started_again_a_job_whose_last_lines_were_cut_short_only_runs_those(tmp_path: Path) -> None:
+    options = (*ELASTIC, "--checkpoint-every", "2")
+    assert ended(tmp_path / "run", options, 0, "kill")[0] == 137
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    code, said, result = ended(tmp_path / "run", options, -1, "kill")
+    assert (code, result["exit_code"], result["steps"]) == (0, 0, 4), said
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert (tmp_path / "run" / "exported-0").exists()
