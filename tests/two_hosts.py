@@ -1,5 +1,7 @@
 """Two hosts of our own on this machine: namespaces with a name and a network of their own, and a cable between them."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import subprocess
@@ -9,6 +11,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 TOOLS = ("ip", "unshare", "nsenter", "hostname")
+
+
+NOWHERE = "9"
+"""A routing table by which packets get lost."""
 
 
 class NoHosts(Exception):
@@ -37,6 +43,19 @@ class Host:
     def cable(self, state: str) -> None:
         """Pull the cable out (``down``), or put it back (``up``). Nobody is told: what is sent is lost."""
         _do([*self.enter, "ip", "link", "set", self.name, state])
+
+    def reach_only(self, other: Host, port: int) -> None:
+        """From now on, what is sent to other TCP ports of that host is lost on the way, as behind a firewall."""
+        to = ["to", other.address, "ipproto", "tcp"]
+        _do([*self.enter, "ip", "route", "add", other.address, "dev", "lo", "table", NOWHERE])
+        _do([*self.enter, "ip", "rule", "add", "pref", "100", *to, "dport", str(port), "lookup", "main"])
+        _do([*self.enter, "ip", "rule", "add", "pref", "101", *to, "lookup", NOWHERE])
+
+    def reach_all(self) -> None:
+        """All ports again."""
+        _do([*self.enter, "ip", "route", "flush", "table", NOWHERE])
+        for preference in ("100", "101"):
+            _do([*self.enter, "ip", "rule", "del", "pref", preference])
 
 
 @contextmanager

@@ -32,13 +32,18 @@ from unisono.membership.messages import (
     End,
     FromAgent,
     JobOver,
+    LeftOut,
+    Probe,
+    Probed,
     Refused,
     Start,
+    Target,
     ToAgent,
     Welcome,
     WorkerEnded,
     from_agent,
 )
+from unisono.membership.probe import Answering, probe
 
 pytestmark = pytest.mark.procs
 
@@ -185,6 +190,26 @@ def with_host(test: Callable[[Host], Coroutine[Any, Any, None]]) -> Test:
 DONE = JobOver(digest="abc", main="w1", finished=("w1", "w2"))
 FAILED = JobOver(reason="w1 on host a: it ended with code 1")
 PREEMPTED = JobOver(preempted=True, reason="all were asked to leave")
+
+
+@with_host
+async def test_an_agent_answers_probes_and_probes_others_and_its_terminal_says_that_it_is_left_out(host: Host) -> None:
+    hello = await host.begin("")
+    mine = Target(agent=hello.agent, host="here", address=hello.probes)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await probe([mine], TOKEN, PATIENCE_S, back=mine) == {hello.agent: ""}
+    other = Answering("other", TOKEN)
+    await other.listen("127.0.0.1")
+    target = Target(agent="other", host="there", address=other.address)
+    await host.office.say(Probe(targets=(target,)))
+    assert await host.office.hears(Probed) == Probed(reached=("other",))
+    await other.close()
+    await host.office.say(Probe(targets=(target,)))
+    (unreached,) = (await host.office.hears(Probed)).unreached
+    assert unreached.agent == "other"
+    await host.office.say(LeftOut(reason="here does not reach there"))
+    await host.end(DONE)
+    assert "this host takes no part for now: here does not reach there" in host.err.getvalue()
 
 
 @with_host

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,16 @@ class Job:
         self.until(lambda: len(self.trains_on()) == 2, "a generation of both hosts")
         number = self.a.journal("minted")[-1]["generation"]
         self.until(lambda: any(line["generation"] >= number for line in self.a.metrics), "a step of both hosts")
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """What host b sends to host a is lost, but for what it sends to the coordinator."""
+        (port,) = re.findall(r"https://[0-9.]+:([0-9]+)", self.a.text)
+        self.b.host.reach_only(self.a.host, int(port))
+        try:
+            yield
+        finally:
+            self.b.host.reach_all()
 
     def hosts_of(self, workers: list[str]) -> set[str]:
         asked = self.a.journal("asked for")
@@ -250,6 +260,43 @@ def test_the_main_worker_may_be_on_a_host_that_shares_no_files(job: Job, serial:
     assert job.b.result["weights_sha256"] == serial["weights_sha256"]
     assert (job.b.run_dir / "job.json").read_text() == (job.a.run_dir / "job.json").read_text()
     assert list((job.b.run_dir / "checkpoints").glob("step-*"))
+
+
+def test_a_host_that_reaches_the_coordinator_but_not_the_workers_is_told_so_and_the_job_never_stops(
+    job: Job, serial: dict[str, Any]
+) -> None:
+    job.run("-n", "1:2", "--here", "1", **LONG)
+    job.until(lambda: job.trains_on() == {job.a.host.name}, "a generation of the first host")
+    with job.cut():
+        joined = job.join("-n", "1", **LONG)
+        job.until(lambda: "takes no part for now" in job.b.text, "a word at the other host")
+        shown = job.a.ask("status", "--run-dir", "run").stdout
+        assert job.end() == serial["weights_sha256"], job.text
+        assert joined.wait(PATIENCE_S) == 0, job.text
+    said = f"{job.b.host.name} does not reach {job.a.host.name} at {job.a.host.address}:"
+    assert said in job.b.text
+    assert "GLOO_SOCKET_IFNAME" in job.b.text
+    assert f"room for 1, left out: {said}" in shown
+    assert len(job.a.journal("minted")) == 1, job.text
+    assert [one["host"] for one in job.a.journal("asked for")] == [job.a.host.name]
+
+
+def test_hosts_that_lose_each_other_go_on_as_one_of_them_and_together_again_later(
+    job: Job, serial: dict[str, Any]
+) -> None:
+    slowly = {**LONG, "PACE_S": "0.5"}
+    job.run("-n", "1:3", "--here", "1", **slowly)
+    joined = job.join("-n", "2", **slowly)
+    job.together()
+    with job.cut():
+        os.kill(job.workers_on(job.b.host)[0], signal.SIGKILL)
+        job.until(lambda: job.trains_on() == {job.a.host.name}, "a generation without the other host")
+    assert "does not reach host" in job.a.journal("excluded")[0]["why"]
+    assert job.a.journal("not formed")
+    job.until(lambda: len(job.trains_on()) == 2, "both hosts again")
+    assert job.end() == serial["weights_sha256"], job.text
+    assert joined.wait(PATIENCE_S) == 0, job.text
+    assert job.a.steps == list(range(serial["steps"]))
 
 
 def test_nobody_takes_part_or_looks_on_who_is_not_let_in(job: Job) -> None:

@@ -52,7 +52,8 @@ STATUS: dict[str, Any] = {
             "samples_per_s": 0.0,
         }
     ],
-    "agents": [{"agent": "agent-1", "host": "a", "workers": 8, "connected": True, "leaving": False}],
+    "agents": [{"agent": "agent-1", "host": "a", "workers": 8, "connected": True, "leaving": False, "left_out": ""}],
+    "excluded": [],
     "over": None,
 }
 
@@ -160,6 +161,15 @@ def test_options_may_stand_between_the_url_and_the_script(tmp_path: Path, capsys
     assert "the token of the job cannot be read" in capsys.readouterr().err
     assert unisono("join", "-n", "2", str(tmp_path / "train.py")) == 2
     assert "which job?" in capsys.readouterr().err
+
+
+def test_the_status_says_who_was_left_out_and_why() -> None:
+    left_out = {**STATUS["agents"][0], "left_out": "a does not reach b at b:7: nobody answers"}
+    found = {**STATUS, "agents": [left_out], "excluded": [{"worker": "w3", "host": "c", "why": "it did not form"}]}
+    assert table(found).splitlines()[-2:] == [
+        "agent-1 on a: room for 8, left out: a does not reach b at b:7: nobody answers",
+        "w3 on c was excluded: it did not form",
+    ]
 
 
 def test_the_status_has_a_line_for_each_worker_and_agent() -> None:

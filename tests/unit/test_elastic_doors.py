@@ -1,7 +1,8 @@
 """An elastic worker between two generations: what is heard late of the one before closes no door of the next."""
 
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from unisono.membership.messages import (
     Seat,
     StoreReply,
     StoreRequest,
+    Target,
     ToWorker,
+    Unreached,
     Welcome,
     WorkerHello,
 )
@@ -25,6 +28,7 @@ from unisono.reduce.transport import Solo
 from unisono.train.elastic import Elastic
 from unisono.train.meeting import Meeting
 from unisono.train.membership import Arrival, Standing
+from unisono.train.probing import Probing, Tell
 from unisono.train.workers import Workers
 
 pytestmark = pytest.mark.unit
@@ -40,6 +44,7 @@ class Line:
         self.generation = 0
         self.addresses: list[str] = []
         self.arrived = threading.Event()
+        self.unreached: tuple[Unreached, ...] = ()
         self.requests: list[StoreRequest] = []
         self.answered = threading.Event()
         self.kept: list[Any] = []
@@ -50,11 +55,14 @@ class Line:
             self.mint(1)
         elif isinstance(message, Arrived):
             self.addresses.append(message.address)
+            self.unreached = message.unreached
             self.arrived.set()
 
-    def mint(self, generation: int) -> None:
-        seat = Seat(worker="w1", host="h", address=self.addresses[-1])
-        self.hear(Minted(generation=generation, roster=(seat,), bounds=(0, 4), source=0))
+    def mint(self, generation: int, probes: str = "") -> None:
+        mine = Seat(worker="w1", host="h", address=self.addresses[-1], agent="a")
+        others = (Seat(worker="w2", host="i", address="00", agent="b", probes=probes),) if probes else ()
+        bounds = (0, 2, 4) if others else (0, 4)
+        self.hear(Minted(generation=generation, roster=(mine, *others), bounds=bounds, source=0))
 
     def request(self, request: StoreRequest) -> StoreReply:
         self.requests.append(request)
@@ -72,6 +80,7 @@ class Host:
 
     def __init__(self) -> None:
         self.forms: Callable[[Meeting], None] = lambda meeting: None
+        self.patience_s = 0.1
 
         def call(hear: Callable[[ToWorker], None]) -> Any:
             self.line = Line(hear)
@@ -82,7 +91,10 @@ class Host:
             self.forms(meeting)
             return Workers(generation, Solo(4))
 
-        self.elastic = Elastic(call, WorkerHello(worker="w1", host="h", pid=1, shards=4), form, PATIENCE_S)
+        def probe(targets: Sequence[Target], tell: Tell) -> Probing:
+            return Probing(targets, "t" * 43, self.patience_s, tell)
+
+        self.elastic = Elastic(call, WorkerHello(worker="w1", host="h", pid=1, shards=4), form, PATIENCE_S, probe)
 
     def regroup(self) -> tuple[threading.Thread, list[Any]]:
         found: list[Any] = []
@@ -105,6 +117,35 @@ def host() -> Iterator[Host]:
     made = Host()
     yield made
     made.elastic.close()
+
+
+def test_whoever_does_not_reach_a_host_of_its_generation_stops_waiting_for_it_and_says_so(host: Host) -> None:
+    host.forms = lambda meeting: meeting._door.gather(0, 2, ())  # type: ignore[attr-defined]
+    thread, found = host.regroup()
+    host.line.mint(2, probes="127.0.0.1:1")
+    thread.join(PATIENCE_S / 2)
+    assert isinstance(found[0], WorkerLost)
+    assert "out of reach (b: " in str(found[0])
+    thread, found = host.regroup()
+    assert [each.agent for each in host.line.unreached] == ["b"]
+    host.forms = lambda meeting: None
+    host.line.mint(3)
+    thread.join(PATIENCE_S)
+    assert isinstance(found[0], Arrival)
+    thread, found = host.regroup()
+    assert host.line.unreached == ()
+    host.line.mint(4)
+    thread.join(PATIENCE_S)
+
+
+def test_probes_end_as_soon_as_a_generation_has_formed(host: Host) -> None:
+    host.patience_s = 10 * PATIENCE_S
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        thread, found = host.regroup()
+        host.line.mint(2, probes=f"127.0.0.1:{silent.getsockname()[1]}")
+        thread.join(PATIENCE_S)
+    assert isinstance(found[0], Arrival)
+    assert not [each for each in threading.enumerate() if each.name == "unisono-probe"]
 
 
 def test_a_loss_that_is_heard_of_late_leaves_the_door_to_the_next_generation_open(host: Host) -> None:

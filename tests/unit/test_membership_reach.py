@@ -198,13 +198,14 @@ def test_an_agent_that_says_nothing_about_a_probe_is_left_out_in_the_end() -> No
 
 def test_where_members_do_not_reach_each_other_the_fewest_go_with_their_reason() -> None:
     job = at_work(("a", 1), ("b", 2), ("c", 2))
+    job.stop("w1").stop("w2").stop("w3").stop("w4").stop("w5")
     job.stop("w1", "b", "c").stop("w2", "a").stop("w3").stop("w4").stop("w5")
     assert job.roster == ["w2", "w3", "w4", "w5"]
     assert job.heard(Removed) == ["w1"]
     (excluded,) = [note.fields for note in job.notes if note.event == "excluded"]
     assert (excluded["worker"], excluded["host"], excluded["rank"]) == ("w1", "h", 0)
     assert "host-a does not reach host-b at b:7: timed out" in excluded["why"]
-    assert job.journal[-3:] == ["excluded", "left", "minted"]
+    assert job.journal[-4:] == ["not formed", "excluded", "left", "minted"]
 
 
 @pytest.mark.parametrize("ahead", ["w1", "w2"])
@@ -213,6 +214,14 @@ def test_of_two_halves_the_one_stays_whose_state_is_the_newest(ahead: str) -> No
     job.stop("w1", acts=5 + (ahead == "w1")).stop("w2", acts=5 + (ahead == "w2"))
     job.stop("w1", "b", acts=6).stop("w2", acts=6)
     assert job.roster == [ahead]
+
+
+def test_of_equal_halves_the_source_stays_whoever_is_on_the_way_elsewhere() -> None:
+    job = at_work(("a", 1), ("b", 2), max_restarts=9)
+    job.end("w3", agent="b").connect("w4")
+    job.stop("w1", "b").stop("w2", "a")
+    assert job.roster == ["w1"]
+    assert job.heard(Removed) == ["w2"]
 
 
 def test_whoever_holds_the_weights_stays_against_any_number_of_joiners() -> None:

@@ -39,7 +39,8 @@ def table(found: Mapping[str, Any]) -> str:
     rows = [("worker", "rank", "host", "phase", "step", "samples/s"), *map(_row, (*found["members"], *found["others"]))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([line(found), *(aligned if len(rows) > 1 else []), *map(_agent, found["agents"])])
+    excluded = [f"{one['worker']} on {one['host']} was excluded: {one['why']}" for one in found["excluded"]]
+    return "\n".join([line(found), *(aligned if len(rows) > 1 else []), *map(_agent, found["agents"]), *excluded])
 
 
 def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
@@ -59,4 +60,5 @@ def _phases(worker: Mapping[str, Any]) -> Iterator[str]:
 
 def _agent(agent: Mapping[str, Any]) -> str:
     notes = (", leaving" if agent["leaving"] else "") + ("" if agent["connected"] else ", not connected")
+    notes += f", left out: {agent['left_out']}" if agent["left_out"] else ""
     return f"{agent['agent']} on {agent['host']}: room for {agent['workers']}{notes}"

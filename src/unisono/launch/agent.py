@@ -28,6 +28,7 @@ from unisono.launch.invitation import invitation
 from unisono.launch.local import KILL_S, SECOND_TERM_S
 from unisono.launch.outcome import COMPLETE, Outcome, WorkerExit, describe
 from unisono.launch.output import WorkerOutput
+from unisono.launch.probes import Probes
 from unisono.launch.result import End, conclude
 from unisono.launch.starter import Process, Starter, Surroundings
 from unisono.launch.struck import with_faults
@@ -38,6 +39,8 @@ from unisono.membership.messages import (
     AgentLeaving,
     FromAgent,
     JobOver,
+    LeftOut,
+    Probe,
     Start,
     ToAgent,
     Welcome,
@@ -144,6 +147,7 @@ class Agent:
         self._bug: BaseException | None = None
         self._line: CoordinatorLine | None = None
         self._starter: Starter
+        self._probes: Probes
         self._guard: Guard
         self._coordinator: CoordinatorProcess | None = None
 
@@ -173,6 +177,8 @@ class Agent:
         self._starter = Starter(around, self._say)
         opened.push_async_callback(self._end_workers)
         await self._starter.open()
+        self._probes = Probes(self._id, _host(), address, self._settings.failure_timeout_s, self._tell)
+        opened.push_async_callback(self._probes.close)
         self._line = CoordinatorLine(address, self._greeting, self._hear, self._settings.failure_timeout_s)
         tasks.append(asyncio.create_task(self._line.keep()))
         await self._until_finished(tasks)
@@ -220,14 +226,16 @@ class Agent:
 
     # -- what the coordinator says
 
-    def _greeting(self) -> list[FromAgent]:
+    async def _greeting(self, local_address: str) -> list[FromAgent]:
         """Who this is, and what a coordinator that was gone may not have heard."""
+        await self._probes.listen(local_address)
         told_again = self._ended[-MOST_TOLD_AGAIN:]
         hello = AgentHello(
             agent=self._id,
             host=_host(),
             workers=self._settings.launch.workers,
             running=(*self._workers, *(ended.worker for ended in told_again)),
+            probes=self._probes.address,
         )
         return [hello, *told_again, *([AgentLeaving()] if self._interrupted is not None else [])]
 
@@ -244,6 +252,10 @@ class Agent:
                 for name in names:
                     if (worker := self._workers.get(name)) is not None:
                         self._end(worker, how)
+            case Probe(targets=targets):
+                self._probes.probe(targets)
+            case LeftOut(reason=reason):
+                self._say(f"this host takes no part for now: {reason}" if reason else "this host can take part again")
             case JobOver():
                 self._job_over(message)
 

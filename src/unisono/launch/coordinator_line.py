@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from time import monotonic
 
@@ -31,7 +31,8 @@ class CoordinatorLine:
 
     Args:
         address: of the coordinator.
-        greeting: what is said first on each connection: a hello, and what the coordinator may not have heard.
+        greeting: what is said first on each connection, from an address of this host: a hello, and what the coordinator
+            may not have heard.
         hear: called with each message, but a refusal.
         patience_s: how long it may be gone.
     """
@@ -39,7 +40,7 @@ class CoordinatorLine:
     def __init__(
         self,
         address: Address,
-        greeting: Callable[[], Sequence[FromAgent]],
+        greeting: Callable[[str], Awaitable[Sequence[FromAgent]]],
         hear: Callable[[ToAgent], None],
         patience_s: float,
     ) -> None:
@@ -95,7 +96,7 @@ class CoordinatorLine:
     async def _converse(self, connection: ClientConnection) -> None:
         """Talk until the connection ends, however it does."""
         self._outgoing = asyncio.Queue()
-        for greeting in self._greeting():
+        for greeting in await self._greeting(connection.local_address[0]):
             self._outgoing.put_nowait(greeting)
         sending = asyncio.create_task(self._send(connection, self._outgoing))
         try:

@@ -1,15 +1,14 @@
 """How the workers of a generation find each other and form a process group."""
 
 import os
-import socket
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from unisono.errors import LaunchError
+from unisono.membership.data_address import data_address
 from unisono.membership.environment import Environment, Rendezvous
 from unisono.membership.generation import Generation
 
@@ -139,12 +138,7 @@ def own_address(store: dist.Store) -> str:
     """Where workers of other hosts reach this one: as :func:`form_group` has it."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if getattr(store, "host", None) in ("127.0.0.1", "localhost", "::1"):
-        return "127.0.0.1"
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    known = psutil.net_if_addrs().get(interface, [])
-    given = [address.address for address in known if address.family == socket.AF_INET]
-    return given[0] if given else getattr(store, "interface", "") or socket.gethostbyname(socket.gethostname())
+    return data_address(getattr(store, "host", None) or "", getattr(store, "interface", ""))
 
 
 def backend_for(device: torch.device, environment: Environment) -> str:

@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
@@ -35,10 +35,13 @@ from unisono.membership.messages import (
     Resize,
     Seat,
     StoreRequest,
+    Target,
     ToWorker,
+    Unreached,
     Welcome,
     WorkerHello,
 )
+from unisono.membership.probe import PATIENCE_S
 from unisono.membership.store import CoordinatorStore
 from unisono.membership.token import read_token
 from unisono.plan.split import Split
@@ -47,6 +50,7 @@ from unisono.reduce.transport import Solo
 from unisono.train.heartbeat import Heartbeat
 from unisono.train.meeting import Meeting
 from unisono.train.membership import Arrival, Membership, Standing
+from unisono.train.probing import Probing, Tell, other_hosts
 from unisono.train.published import packed, unpacked
 from unisono.train.publisher import Publisher
 from unisono.train.settings import Coordination
@@ -61,6 +65,9 @@ Form = Callable[[Generation, Meeting], Workers]
 Call = Callable[[Callable[[ToWorker], None]], Line]
 """Opens the connection to the coordinator, whose messages go to the argument."""
 
+Probe = Callable[[Sequence[Target], Tell], Probing]
+"""Probes hosts until it is closed."""
+
 
 class Elastic(Membership):
     """Follows the coordinator from one generation to the next.
@@ -74,6 +81,7 @@ class Elastic(Membership):
         hello: who this worker is.
         form: connects the workers of a generation.
         timeout_s: how long to wait for other workers and for the coordinator.
+        probe: finds out which hosts of a generation are not reached; None if nobody needs to know.
 
     Raises:
         LaunchError: the coordinator refuses this worker, or cannot be reached.
@@ -81,8 +89,10 @@ class Elastic(Membership):
 
     is_elastic = True
 
-    def __init__(self, call: Call, hello: WorkerHello, form: Form, timeout_s: float) -> None:
-        self._hello, self._form, self._timeout_s = hello, form, timeout_s
+    def __init__(
+        self, call: Call, hello: WorkerHello, form: Form, timeout_s: float, probe: Probe | None = None
+    ) -> None:
+        self._hello, self._form, self._timeout_s, self._probe = hello, form, timeout_s, probe
         self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         self._end: _End | None = None
         self._generation = Generation(0, 0, Split.even(hello.shards, 1))
@@ -93,6 +103,7 @@ class Elastic(Membership):
         self._standing, self._rate = Standing(0), 0.0
         self._heart = Heartbeat()
         self._forming: Future[Workers] = Future()
+        self._unreached: tuple[Unreached, ...] = ()
         self._closed = threading.Event()
         self._door = Door(timeout_s)
         self._line = call(self._hear)
@@ -137,6 +148,7 @@ class Elastic(Membership):
                 at_boundary=standing.at_boundary,
                 step=standing.step,
                 address=self._door.address.hex(),
+                unreached=self._unreached,
             )
         )
         return self._form_next(self._await(Minted, wanted=self._is_next), begun)
@@ -146,7 +158,9 @@ class Elastic(Membership):
         begun = perf_counter()
         self._open_door()
         # In a generation already: it was taken in, and lost the others before it had their state.
-        self._line.send(Ready(loop=loop, address=self._door.address.hex(), generation=self._generation.number))
+        left = self._generation.number
+        address, unreached = self._door.address.hex(), self._unreached
+        self._line.send(Ready(loop=loop, address=address, generation=left, unreached=unreached))
         over = f"loop/{loop}"
         self._watch(over)
 
@@ -258,8 +272,10 @@ class Elastic(Membership):
         self._line.generation = minted.generation
         self._hang_up_if_lost()
         meeting = MintedMeeting(minted, rank, self._door, self._store)
+        self._unreached = ()
         try:
-            self._workers = self._met(meeting)
+            with self._probing(minted, rank):
+                self._workers = self._met(meeting)
         except LaunchError as error:  # somebody was lost before all had met
             raise WorkerLost(f"generation {minted.generation} did not form: {error}") from error
         self._door.close()
@@ -285,6 +301,17 @@ class Elastic(Membership):
 
         threading.Thread(target=connect, name="unisono-connect", daemon=True).start()
         return forming.result()
+
+    def _probing(self, minted: Minted, rank: int) -> AbstractContextManager[object]:
+        """Wake whoever waits for hosts that this one does not reach: the transport itself would wait much longer."""
+        targets = other_hosts(minted, rank)
+        return closing(self._probe(targets, self._not_reached)) if self._probe and targets else nullcontext()
+
+    def _not_reached(self, unreached: tuple[Unreached, ...]) -> None:
+        self._unreached = unreached
+        words = "; ".join(f"{each.agent}: {each.why}" for each in unreached)
+        with suppress(InvalidStateError):
+            self._forming.set_exception(WorkerLost(f"hosts of the generation are out of reach ({words})"))
 
     def _is_next(self, minted: Minted) -> bool:
         return minted.generation > self._generation.number  # a coordinator that came back may repeat itself
@@ -352,7 +379,10 @@ def elastic(where: Coordination, job: Job, host: str, form: Form, timeout_s: flo
     def call(hear: Callable[[ToWorker], None]) -> Line:
         return Line.open(where.url, token, hello, hear, timeout_s, where.certificate)
 
-    return Elastic(call, hello, form, timeout_s)
+    def probe(targets: Sequence[Target], tell: Tell) -> Probing:
+        return Probing(targets, token, min(PATIENCE_S, timeout_s), tell)
+
+    return Elastic(call, hello, form, timeout_s, probe)
 
 
 def arrival_in(minted: Minted, seconds: Mapping[str, float]) -> Arrival:

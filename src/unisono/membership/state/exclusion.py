@@ -23,13 +23,16 @@ def exclude_unconnected(change: Change, minted: Minted, holders: Sequence[Worker
         who is excluded.
     """
     out = [member for member in change.state.members if change.state.agents[member.agent].left_out]
-    for worker in out:
-        change.exclude(worker, change.state.agents[worker.agent].left_out)
     if _has_formed(change.state, minted, holders):
         change.set(unformed=0)
     elif _is_whole(change.state, minted):
         change.note("not formed", generation=minted.generation, workers=[seat.worker for seat in minted.roster])
         out += [] if out else _suspects(change, minted)
+    for worker in out:
+        agent = change.state.agents[worker.agent]
+        if not agent.left_out:
+            change.put_agent(agent, given_up=agent.given_up + 1)
+        change.exclude(worker, agent.left_out or _why(minted))
     return frozenset(worker.id for worker in out)
 
 
@@ -46,23 +49,15 @@ def _is_whole(state: State, minted: Minted) -> bool:
 
 
 def _suspects(change: Change, minted: Minted) -> list[Worker]:
-    """Exclude the joiners, or if there are none the member that came last, unless it is the first time."""
+    """The joiners, or if there are none the member that came last; nobody the first time."""
     workers = [change.state.workers[seat.worker] for seat in minted.roster]
     joiners = [worker for worker, seat in zip(workers, minted.roster, strict=True) if seat.joins]
     if joiners:
         counted = [change.put(joiner, unformed=joiner.unformed + 1) for joiner in joiners]
-        out = [joiner for joiner in counted if joiner.unformed >= MOST_UNFORMED]
-    else:
-        change.set(unformed=change.state.unformed + 1)
-        del workers[minted.source]
-        out = [max(workers, key=lambda worker: int(worker.id.removeprefix("w")))]
-        out = out if change.state.unformed >= MOST_UNFORMED else []
-    for worker in out:
-        agent = change.state.agents[worker.agent]
-        change.put_agent(agent, given_up=agent.given_up + 1)
-        change.exclude(worker, _why(minted))
-        change.set(unformed=0)
-    return out
+        return [joiner for joiner in counted if joiner.unformed >= MOST_UNFORMED]
+    change.set(unformed=(change.state.unformed + 1) % MOST_UNFORMED)
+    del workers[minted.source]
+    return [] if change.state.unformed else [max(workers, key=lambda worker: int(worker.id.removeprefix("w")))]
 
 
 def _why(minted: Minted) -> str:

@@ -41,10 +41,10 @@ def doubt(change: Change, agent: str) -> None:
 
 def probed(change: Change, agent: Agent, found: Probed) -> None:
     """What an agent has found out about those that it was asked to probe."""
-    asked = set(agent.probing)
-    for other in asked.intersection(found.reached):
-        _learn(change, agent.id, other, "")
-    unreached = [each for each in found.unreached if each.agent in asked]
+    for other in found.reached:
+        if other in agent.probing and other in change.state.agents:
+            _learn(change, agent.id, other, "")
+    unreached = [each for each in found.unreached if each.agent in agent.probing]
     _not_reached(change, agent, unreached, is_tried=False)
     answered = {*found.reached, *(each.agent for each in unreached)}
     agent = change.state.agents[agent.id]
@@ -190,19 +190,20 @@ def _reason(state: State, agent: Agent, gaps: Sequence[Link], out: frozenset[str
 def _weights(state: State) -> dict[str, int]:
     """What it costs to go on without the workers of each agent.
 
-    Whoever holds the weights counts most, then who is on the way, then the room; before the first generation the room
-    comes first. Among equals, the source's host stays, and then those that came first.
+    Whoever holds the weights counts most; among equals the source's host stays, then the one with more workers on the
+    way, with more room, and that came first. Before the first generation the room counts most.
     """
     source = "" if state.minted is None else state.minted.roster[state.minted.source].agent
     names = sorted(state.agents, key=lambda name: name != source)
     holding, working = _counted(state)
     weights = {}
     for place, name in enumerate(names):
-        counts = [holding.get(name, 0), working.get(name, 0), state.agents[name].room]
-        first, second, third = counts if state.minted is not None else reversed(counts)
+        counts = [holding.get(name, 0), int(name == source), working.get(name, 0), state.agents[name].room]
+        weight = 0
+        for count in counts if state.minted is not None else counts[::-1]:
+            weight = (weight << 20) + count
         # A bit of its own for each agent, so that no two sets weigh the same: the higher, the sooner it came.
-        bit = 1 << (len(names) - 1 - place)
-        weights[name] = (((first << 40) + (second << 20) + third) << len(names)) + bit
+        weights[name] = (weight << len(names)) + (1 << (len(names) - 1 - place))
     return weights
 
 
