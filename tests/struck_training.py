@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from one_at_a_time import Blow, SimulatedMembership, World
 from unisono.checkpoint.codec import unflatten
-from unisono.checkpoint.snapshot import FrozenSnapshot, Snapshot
+from unisono.checkpoint.snapshot import Digests, FrozenSnapshot, Snapshot
 from unisono.plan.batches import Position
 from unisono.plan.tree import Node
 from unisono.train.acts import Acts, Change, Keeper
@@ -37,7 +37,7 @@ class Memory:
     def __init__(self) -> None:
         self.kept: list[tuple[int, Any]] = []
 
-    def save(self, snapshot: Snapshot) -> None:
+    def save(self, snapshot: Snapshot, verified: Digests | None = None) -> None:
         self.kept.append((snapshot.step, FrozenSnapshot.of(snapshot)))
 
     def newest(self) -> Snapshot | None:

@@ -67,6 +67,32 @@ def names(store: CheckpointStore) -> list[str]:
 # --- what is written
 
 
+def test_a_copy_that_is_not_what_all_workers_held_gets_no_name(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(snapshot(1), snapshot(1).digests())
+    store.save(snapshot(2), snapshot(2, value=0.5).digests())
+    with pytest.warns(UnisonoWarning, match="checkpoint of step 2 could not be written: .* a bit has flipped"):
+        store.close()
+    assert store.steps() == [1]
+
+
+def test_a_checkpoint_whose_contents_are_not_what_all_workers_held_is_passed_over(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        store.save(snapshot(step), snapshot(step).digests())
+    store.close()
+    path = tmp_path / "step-00000002" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["digests"]["model"] = "0" * 16
+    manifest.pop("sha256")
+    manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(manifest))
+    with pytest.warns(UnisonoWarning, match="goes on from step 1, since .* its model is not what all workers held"):
+        found = store.newest()
+    assert found is not None
+    assert found.step == 1
+
+
 def test_a_snapshot_comes_back_to_the_last_bit(store: CheckpointStore) -> None:
     saved(store, 5)
     found = store.newest()

@@ -90,22 +90,45 @@ def train(run: unisono.Run, disturb: Disturb = never, **looping: Any) -> tuple[s
 
 @pytest.mark.parametrize("place", ["weights", "buffers", "optimizer"])
 @pytest.mark.parametrize("bit", [EXPONENT, LOWEST])
-@pytest.mark.parametrize("moment", ["begin", "after"])
+@pytest.mark.parametrize(("moment", "number"), [("begin", 4), ("after", 4), ("after", 5)])
 @pytest.mark.parametrize("split", [False, True])
 def test_a_flipped_bit_of_the_only_copy_is_found_and_the_steps_are_computed_again(
-    start: Start, tmp_path: Path, place: FlippedPlace, bit: int, moment: str, split: bool
+    start: Start, tmp_path: Path, place: FlippedPlace, bit: int, moment: str, number: int, split: bool
 ) -> None:
     expected, averages = train(start(run_dir=tmp_path / "undisturbed"))
     run = start(verify_every=3, shard_optimizer=split)
     with pytest.warns(UnisonoWarning, match="goes back to step 3"):
-        digest, found = train(run, Once(place, bit, moment, 4))
+        digest, found = train(run, Once(place, bit, moment, number))
     assert digest == expected
     assert all(map(torch.equal, found, averages))
     result = json.loads((run.dir / "result.json").read_text())
-    assert [(one["step"], one["to"]) for one in result["rolled_back"]] == [(4 if moment == "begin" else 5, 3)]
+    assert [(one["step"], one["to"]) for one in result["rolled_back"]] == [(number + (moment == "after"), 3)]
     assert result["healed"] == []
     lines = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(12))
+
+
+def test_checkpoints_say_that_all_workers_held_what_is_in_them(start: Start) -> None:
+    run = start(checkpoint_every=5)
+    digest, _ = train(run)
+    manifests = sorted((run.dir / "checkpoints").glob("step-*/manifest.json"))
+    assert [json.loads(each.read_text())["verified"] for each in manifests] == [True] * 3
+    again = start(checkpoint_every=5)
+    assert train(again)[0] == digest
+
+
+def test_a_checkpoint_is_written_of_the_right_state_even_if_a_bit_flips_just_before(
+    start: Start, tmp_path: Path
+) -> None:
+    expected, _ = train(start(run_dir=tmp_path / "undisturbed", checkpoint_every=6))
+    run = start(checkpoint_every=6, keep=9)
+    with pytest.warns(UnisonoWarning, match="goes back to step 0"):
+        assert train(run, Once("weights", LOWEST, "after", 5))[0] == expected
+    checkpoints = [
+        unisono.load(net(), folder / "checkpoints" / "step-00000006").state_dict()
+        for folder in (run.dir, tmp_path / "undisturbed")
+    ]
+    assert all(torch.equal(checkpoints[0][name], checkpoints[1][name]) for name in checkpoints[0])
 
 
 def test_a_bit_that_flips_after_the_last_step_is_an_error(start: Start) -> None:

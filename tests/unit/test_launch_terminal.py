@@ -72,6 +72,18 @@ def test_the_report_of_a_success_is_empty(tmp_path: Path) -> None:
     assert report(outcome(WorkerExit(0, 0, 1.0)), RunFolder(tmp_path)) == ""
 
 
+def test_faults_that_were_mended_are_told_at_the_end(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.journal("healed", step=3, what="weights", ranks=[1], hosts=["a"])
+    folder.journal("rolled back", step=9, to=5, why="a bit")
+    folder.journal("rolled back", step=12, to=10, why="a bit")
+    text = report(outcome(WorkerExit(0, 0, 1.0)), folder)
+    assert "1 healed, 2 rolled back" in text
+    failed = report(outcome(WorkerExit(0, 1, 1.0, FAILURE)), folder)
+    assert failed.startswith(text)
+    assert failed != text
+
+
 def test_the_report_ends_with_the_traceback_of_the_cause(tmp_path: Path) -> None:
     text = report(outcome(WorkerExit(0, -15, 2.0, told_at=1.5), WorkerExit(1, 1, 1.1, FAILURE)), RunFolder(tmp_path))
     assert text.startswith("unisono: rank 1 on host a failed (exit code 1, log ")
@@ -116,6 +128,8 @@ def test_the_launcher_writes_the_result_that_no_worker_wrote(tmp_path: Path) -> 
         "seconds": 1.5,
         "exit_code": 137,
         "error": {"message": "killed"},
+        "healed": [],
+        "rolled_back": [],
     }
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 

@@ -60,14 +60,16 @@ class FrozenSnapshot:
         step: how many steps were committed.
         text: what becomes ``state.json``.
         tensors: of each part, by name.
+        verified: digests on which all workers agreed before it was copied; None if they were not compared.
     """
 
     step: int
     text: dict[str, Any]
     tensors: dict[str, dict[str, Tensor]]
+    verified: Digests | None = None
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> "FrozenSnapshot":
+    def of(cls, snapshot: Snapshot, verified: Digests | None = None) -> "FrozenSnapshot":
         """Copy a snapshot.
 
         Raises:
@@ -78,7 +80,16 @@ class FrozenSnapshot:
         for part in PARTS:
             text[part], found = flatten(getattr(snapshot, part))
             tensors[part] = copies(found)
-        return cls(snapshot.step, text, tensors)
+        return cls(snapshot.step, text, tensors, verified)
+
+    def require_verified(self) -> None:
+        """Refuse a copy that is not what all workers held.
+
+        Raises:
+            CheckpointError: a bit of it has changed.
+        """
+        if self.verified is not None and self.digests() != self.verified:
+            raise CheckpointError("its copy in memory is not what all workers held: a bit has flipped")
 
     def thawed(self) -> Snapshot:
         """The snapshot again, with tensors of its own."""
@@ -106,6 +117,9 @@ class FrozenSnapshot:
         }
         files[STATE] = _write(folder / STATE, [json.dumps(self.text, allow_nan=False).encode()])
         manifest: dict[str, Any] = {"format": FORMAT, "step": self.step, "files": files}
+        manifest["verified"] = self.verified is not None
+        if self.verified is not None:
+            manifest["digests"] = {part: f"{digest:016x}" for part, digest in self.verified.items()}
         manifest["sha256"] = _own_digest(manifest)
         last = _write(folder / MANIFEST, [json.dumps(manifest, indent=2).encode()])
         sync_folder(folder)
@@ -119,7 +133,9 @@ def read_snapshot(path: Path) -> Snapshot:
         CheckpointError: a file is missing, cut off or changed; names it.
     """
     text = _read_text(path, PARTS)
-    return Snapshot(text["step"], *(_read_part(path, part, text) for part in PARTS))
+    found = Snapshot(text["step"], *(_read_part(path, part, text) for part in PARTS))
+    _require_digests(path, {part: getattr(found, part) for part in DIGESTED})
+    return found
 
 
 def read_model(path: Path) -> dict[str, Any]:
@@ -129,6 +145,7 @@ def read_model(path: Path) -> dict[str, Any]:
         CheckpointError: a file is missing, cut off or changed; names it.
     """
     found: dict[str, Any] = _read_part(path, "model", _read_text(path, ["model"]))
+    _require_digests(path, {"model": found})
     return found
 
 
@@ -191,6 +208,16 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
     if own != digest:
         raise CheckpointError(f"{path / MANIFEST} has another sha256 than it says of itself: its contents changed")
     return listed
+
+
+def _require_digests(path: Path, parts: Mapping[str, Any]) -> None:
+    """Refuse what was read if it is not what all workers held when it was written."""
+    told = read_object(path / MANIFEST).get("digests")
+    if told is None:
+        return
+    for part, tree in parts.items():
+        if not isinstance(told, dict) or told.get(part) != f"{tree_digest(tree):016x}":
+            raise CheckpointError(f"{path}: its {part} is not what all workers held when it was written")
 
 
 def _own_digest(manifest: Mapping[str, Any]) -> str:

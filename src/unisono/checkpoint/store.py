@@ -16,7 +16,15 @@ from typing import Any, TypeVar
 import psutil
 
 from unisono.checkpoint.origin import origin
-from unisono.checkpoint.snapshot import MANIFEST, FrozenSnapshot, Snapshot, read_model, read_snapshot, sync_folder
+from unisono.checkpoint.snapshot import (
+    MANIFEST,
+    Digests,
+    FrozenSnapshot,
+    Snapshot,
+    read_model,
+    read_snapshot,
+    sync_folder,
+)
 from unisono.errors import CheckpointError, UnisonoWarning
 
 __all__ = ["CheckpointStore", "Snapshot", "load_weights"]
@@ -55,8 +63,13 @@ class CheckpointStore:
         """The steps there are checkpoints of, whole or not, oldest first."""
         return sorted({step for step, _ in _checkpoints(self._folder)})
 
-    def save(self, snapshot: Snapshot) -> None:
+    def save(self, snapshot: Snapshot, verified: Digests | None = None) -> None:
         """Copy a snapshot now and write it in the background.
+
+        Args:
+            snapshot: of the state.
+            verified: digests of it on which all workers have agreed. What was written gets its name only if they are
+                still those of the copy.
 
         One is written at a time: the next waits for it, so there is never more than one copy of the state. If it
         cannot be written (a full disk, say), a warning says so at the next call of a method here; the checkpoints
@@ -69,7 +82,7 @@ class CheckpointStore:
         begun = perf_counter()
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="unisono-checkpoint")
-        self._pending = self._writer.submit(self._write, FrozenSnapshot.of(snapshot), begun)
+        self._pending = self._writer.submit(self._write, FrozenSnapshot.of(snapshot, verified), begun)
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written; warn of what went wrong."""
@@ -102,14 +115,15 @@ class CheckpointStore:
         """Write one, and remove what is too old; returns what went wrong, in words."""
         try:
             written = self._place(frozen)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             self._tell("checkpoint failed", step=frozen.step, error=str(error))
             return (
                 f"the checkpoint of step {frozen.step} could not be written: {error}. Training goes on, and the "
                 f"checkpoints before it are as they were; make room, or lower keep="
             )
         self.seconds = perf_counter() - begun
-        self._tell("checkpoint", step=frozen.step, bytes=written, seconds=round(self.seconds, 6))
+        about = {} if frozen.verified is None else {"verified": True}
+        self._tell("checkpoint", step=frozen.step, bytes=written, seconds=round(self.seconds, 6), **about)
         return self._remove_older(frozen.step)
 
     def _place(self, frozen: FrozenSnapshot) -> int:
@@ -118,6 +132,7 @@ class CheckpointStore:
         try:
             temporary.mkdir(parents=True)
             written = frozen.write(temporary)
+            frozen.require_verified()
             if target.exists():
                 # One of the two is under a name that is looked at, whenever this process ends.
                 self._discard(spare)

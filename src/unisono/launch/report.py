@@ -11,7 +11,23 @@ TAIL_BYTES = 16 * 1024
 
 
 def report(outcome: Outcome, folder: RunFolder) -> str:
-    """What to print when a job has ended: nothing after a success, the cause's traceback last after a failure."""
+    """What to print when a job has ended: what was mended, and after a failure the cause's traceback last."""
+    return mended(folder) + _failure(outcome, folder)
+
+
+def mended(folder: RunFolder) -> str:
+    """A line about faults of the memory that were found in the life of a run folder; nothing if there were none."""
+    found = folder.mended()
+    healed, rolled_back = len(found["healed"]), len(found["rolled_back"])
+    if not healed + rolled_back:
+        return ""
+    return (
+        f"unisono: faults of the memory were found and mended: {healed} healed, {rolled_back} rolled back; "
+        f"{folder.path / 'result.json'} lists them\n"
+    )
+
+
+def _failure(outcome: Outcome, folder: RunFolder) -> str:
     if outcome.exit_code == 0:
         return ""
     cause = outcome.cause

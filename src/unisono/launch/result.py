@@ -72,7 +72,7 @@ class End:
         written = _read(folder)
         if written.get("exit_code") == self.exit_code and self.error is None:
             return
-        whole = {**UNKNOWN, "world_size": self.workers, "seconds": round(self.seconds, 3), **written}
+        whole = {**UNKNOWN, "world_size": self.workers, "seconds": round(self.seconds, 3), **folder.mended(), **written}
         whole["weights_sha256"] = whole["weights_sha256"] or self.digest or None
         folder.write_result({**whole, "exit_code": self.exit_code, "error": self.error})
 

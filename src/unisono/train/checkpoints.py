@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import CheckpointStore, Snapshot
 from unisono.errors import JobMismatch
 from unisono.failpoints import failpoint
@@ -42,8 +43,13 @@ class Checkpoints:
         """Whether one is to be written now that ``step`` steps are committed."""
         return self.requested or (self.every is not None and step > 0 and step % self.every == 0)
 
-    def save(self, snapshot: Snapshot, *, wait: bool = False) -> bool:
+    def save(self, snapshot: Snapshot, verified: Digests | None = None, *, wait: bool = False) -> bool:
         """Write one, in the background unless ``wait``.
+
+        Args:
+            snapshot: the state.
+            verified: digests of it on which all workers have agreed, if they have compared it.
+            wait: until it is on disk.
 
         Returns:
             whether it is on disk, as far as this worker knows.
@@ -52,7 +58,7 @@ class Checkpoints:
         if self.store is None:
             return True
         failpoint("checkpoint captured")
-        self.store.save(snapshot)
+        self.store.save(snapshot, verified)
         failpoint("checkpoint kept")
         if wait:
             self.store.wait()

@@ -16,7 +16,7 @@ from unisono.adapt.monitoring import Monitoring
 from unisono.adapt.norms import GradientNorms
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.data.streams import generators_kept, seed_generators
-from unisono.errors import JobMismatch, LossError, MemoryFault, ModelError, NondeterministicOperation, NonFiniteLoss
+from unisono.errors import LossError, MemoryFault, ModelError, NondeterministicOperation, NonFiniteLoss
 from unisono.job import Job
 from unisono.membership.cores import usable_cores
 from unisono.plan.audits import Finding
@@ -310,17 +310,10 @@ class StepEngine:
         """
         self._update.require_whole()
 
-    def require_as_left(self) -> None:
-        """Refuse weights of which a bit has flipped since the last update, as far as one worker can tell.
-
-        Raises:
-            JobMismatch: says how to go on.
-        """
-        if self._at_rest is not None and self._at_rest.has_changed():
-            raise JobMismatch(
-                f"a bit in the memory of rank {self.rank} is not as the last update has left it: start the job again, "
-                f"it goes on from its newest verified checkpoint"
-            )
+    @property
+    def has_flipped(self) -> bool:
+        """Whether a bit is not as the last update has left it, where this worker has the only copy."""
+        return self._at_rest is not None and self._at_rest.has_changed()
 
     def close(self) -> None:
         """Let go of the model's parameters and of the thread."""

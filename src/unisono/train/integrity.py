@@ -68,13 +68,16 @@ class Integrity:
         trained: what is compared and kept.
         every: steps from one comparison of the whole state to the next; None for no comparisons at all.
         mend: gives the right state to those who lack it.
+        has_flipped: whether a bit of this worker's memory is not as its newest update has left it, where it can tell.
 
     Attributes:
         script_writes: whether it was the script that had changed a bit: then nobody can tell such changes from faults.
     """
 
-    def __init__(self, trained: Trained, every: int | None, mend: Mend) -> None:
-        self._trained, self._every, self._mend = trained, every, mend
+    def __init__(
+        self, trained: Trained, every: int | None, mend: Mend, has_flipped: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._trained, self._every, self._mend, self._has_flipped = trained, every, mend, has_flipped
         self._kept: Kept | None = None
         self._trail = Trail()
         self._ignored: set[str] = set()  # registered objects that the script has another one of on each worker
@@ -131,8 +134,12 @@ class Integrity:
         snapshot = self._trained.capture()
         digests = snapshot.digests()
         compared = list(digests.values())[: 1 if weights_only else None]
-        told = workers.gather_json([compared, self._registered(snapshot), self._before])
-        held = [tuple(own) for own, _, _ in told]
+        flipped = self._has_flipped() and not self.script_writes
+        told = workers.gather_json([compared, self._registered(snapshot), self._before, flipped])
+        if struck := [f"rank {rank}" for rank, (*_, is_so) in enumerate(told) if is_so]:
+            self.doubt((step, 0), f"after {step} steps {_unlike(struck)}")
+            return {}
+        held = [tuple(own) for own, *_ in told]
         found = verdict(held)
         if found is Verdict.HEALING and (arrival := healing(held)) is not None:
             self._mend(workers, arrival, "state")
@@ -143,7 +150,7 @@ class Integrity:
             )
             self.doubt((step, 0), f"after {step} steps the workers hold different states ({listed}){NO_MAJORITY}")
             return {}
-        return {} if self._objects_differ(step, [(objects, before) for _, objects, before in told]) else digests
+        return {} if self._objects_differ(step, [(objects, before) for _, objects, before, _ in told]) else digests
 
     def settle_majority(self, workers: Workers, place: Place) -> bool:
         """Most workers hold the same weights: give them, and what belongs to them, to the others. Collective.
@@ -211,8 +218,7 @@ class Integrity:
                 f"step {place[0]}: {_differ(flags)}, and did so again when the steps before were computed again: that "
                 f"is no flipped bit, but a script that changes weights on some workers only, or a fault of Unisono's"
             )
-        why = f"a bit in the memory of {', '.join(flipped)} is not as the update before has left it"
-        self.doubt(place, f"step {place[0]}: {why if flipped else _differ(flags) + NO_MAJORITY}")
+        self.doubt(place, f"step {place[0]}: {_unlike(flipped) if flipped else _differ(flags) + NO_MAJORITY}")
         return Verdict.WRONG
 
     def _warn(self, words: str) -> None:
@@ -248,6 +254,10 @@ class Integrity:
 
 START_AGAIN = "start the job again, it goes on from its newest verified checkpoint"
 NO_MAJORITY = ", and no majority says which are right"
+
+
+def _unlike(struck: Sequence[str]) -> str:
+    return f"a bit in the memory of {', '.join(struck)} is not as the update before has left it"
 
 
 def _differ(flags: Sequence[Flags]) -> str:

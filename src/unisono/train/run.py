@@ -115,7 +115,7 @@ class Run:
         self._engine: StepEngine | None = None
         timeout_s = around.care.failure_timeout_s
         self._apart = Apart(job, device, self._trained, membership, around.acts, timeout_s)
-        self._integrity = Integrity(self._trained, around.care.verify_every, self._mend)
+        self._integrity = Integrity(self._trained, around.care.verify_every, self._mend, self._has_flipped)
         self._acts.begins = self._begins
         self._strategy = self._adaptation.strategy  # that engine or rounds were made for
         self._source: ShardSource | None = None
@@ -400,7 +400,7 @@ class Run:
         """
         self._checkpoints.requested = True
         if self._step is None:
-            self._checkpoint_if_due()
+            self._checkpoint_if_due(self._require_right())
 
     def resize(self, workers: int) -> None:
         """Ask for another number of workers, from one of the next steps on.
@@ -440,21 +440,20 @@ class Run:
         self._begins()
         if self._engine is not None:
             self._engine.require_whole()
-            if not self._integrity.script_writes:
-                self._engine.require_as_left()
         self._steering.end()
+        verified = self._require_right()
         weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))
         self._acts.agree("set of weights", {"sha256": weights})
         # What follows on any worker may read what the main worker wrote: if that one is lost in it, the next one does.
-        self._acts.together(partial(self._conclude, weights))
+        self._acts.together(partial(self._conclude, weights, verified))
         self._membership.finished(weights)
         self.print(f"weights sha256 {weights}")
         self.close()
         return weights
 
-    def _conclude(self, weights: str, workers: Workers) -> None:
+    def _conclude(self, weights: str, verified: Digests | None, workers: Workers) -> None:
         if self._checkpoints.in_use:
-            self._checkpoints.save(self._snapshot())
+            self._checkpoints.save(self._snapshot(), verified)
         self._checkpoints.close()
         about: dict[str, Any] = {"workers": workers.gather_json(peak_memory(self.device))}
         if self._around.settings.study:
@@ -937,27 +936,38 @@ class Run:
 
     def _enter_loop(self, *, joins: bool) -> None:
         """A loop begins. Whoever joins in the middle of it finds it compared."""
-        self._settle()
         if not joins:
-            self._verify()
-        if self._trained.is_doubted:
-            self._go_back()
+            self._require_right()
 
     def _at_boundary(self, is_end: bool) -> Progress:
         """The body is done, or the loop. Every worker stands here, and has the same state unless a round is open."""
         step = self._trained.progress.position.step
         if not self._trained.is_doubted and not self._apart.is_open:
-            if self._leaving and not is_end:
-                self._depart()
-            if is_end or self._regroups or self._integrity.due(step) or self._checkpoints.due(step):
-                self._verify()
+            is_due = self._leaving or self._regroups or self._integrity.due(step) or self._checkpoints.due(step)
+            verified = self._verify() if is_due or is_end else None
+            if self._leaving and not is_end and not self._trained.is_doubted:
+                self._depart(verified)
             if not is_end:
-                self._checkpoint_if_due()
+                self._checkpoint_if_due(verified)
         if self._trained.is_doubted:
             self._go_back()
         if self._regroups and not is_end and not self._apart.is_open:
             self._acts.regroup(None, at_boundary=True)
         return self._trained.progress
+
+    def _require_right(self) -> Digests | None:
+        """Compare the whole state outside of steps, where nothing can be computed again.
+
+        Raises:
+            JobMismatch: the workers hold different states, and nobody can say who is right.
+        """
+        verified = self._verify()
+        if (doubt := self._trained.doubt) is not None:
+            raise JobMismatch(f"{doubt.why}: start the job again, it goes on from its newest verified checkpoint")
+        return verified
+
+    def _has_flipped(self) -> bool:
+        return self._engine is not None and self._engine.has_flipped
 
     def _verify(self) -> Digests | None:
         """Compare the whole state, and keep it if it is right.
@@ -965,6 +975,7 @@ class Run:
         Returns:
             what all agree on; nothing if the state is doubted, or nothing is compared.
         """
+        self._settle()
         if not self._integrity.is_on:
             return None
         step, is_apart = self._trained.progress.position.step, self._apart.rounds is not None
@@ -1023,9 +1034,9 @@ class Run:
             self._recorder.take_over()
             self._checkpoints.begin_writing()
 
-    def _depart(self) -> NoReturn:
+    def _depart(self, verified: Digests | None = None) -> NoReturn:
         step = self._trained.progress.position.step
-        written = self._checkpoints.save(self._snapshot(), wait=True)
+        written = self._checkpoints.save(self._snapshot(), verified, wait=True)
         if self.is_main:
             self._around.folder.journal("preempted", step=step)
             self._around.folder.write_result(
@@ -1042,9 +1053,9 @@ class Run:
         self.print(f"unisono: asked to leave: {kept} in {self.dir}; start the job again to go on")
         self._leave(Dismissed("asked to leave", preempted=True, code=PREEMPTED))
 
-    def _checkpoint_if_due(self) -> None:
+    def _checkpoint_if_due(self, verified: Digests | None) -> None:
         if self._checkpoints.due(self._trained.progress.position.step) and not self._trained.is_doubted:
-            self._checkpoints.save(self._snapshot())
+            self._checkpoints.save(self._snapshot(), verified)
 
     def _snapshot(self) -> Snapshot:
         self._settle()
