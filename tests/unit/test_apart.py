@@ -129,7 +129,7 @@ def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more(monkeypat
         for step in range(3):
             mine.begin()
             if step == 1:  # an evaluation
-                mine.end(step, {})
+                mine.end(step, {})()
             mine.step_ends(step, ends_round=False)
         synchroniser: Any = mine.synchroniser
         return [one.args[0] for one in synchroniser.step_ends.call_args_list]

@@ -265,7 +265,7 @@ def test_workers_that_take_turns_end_as_the_serial_run_does_with_the_optimizers_
                     assert one.claim(step) is None
                 workers.barrier()
                 if step + 1 in rounds:
-                    one.settle(after_loss=False)
+                    one.settle(after_loss=False)()
             return one._prepared
         finally:
             one.close()
@@ -320,7 +320,7 @@ def test_whatever_hyperparameter_the_script_changes_the_servers_go_by_it(name: s
                     one._pull()
                     push(one, gradients(step, one.replica.weights))
                 workers.barrier()
-            one.settle(after_loss=False)
+            one.settle(after_loss=False)()
             return weights_of(one._prepared)
         finally:
             one.close()
@@ -469,7 +469,8 @@ class Loss:
             one = AsynchronousServer(Ground(workers, known._prepared, PATIENCE_S, seed=0), self.how)
             try:
                 one.follow(known)
-                one.settle(after_loss=True)
+                one.settle(after_loss=True)()
+                one.resume()
                 work(one)
                 one._pull()
                 workers.barrier()
@@ -505,7 +506,8 @@ def test_whoever_was_given_anothers_state_serves_nothing_until_all_have_agreed()
         try:
             if workers.rank == 0:
                 one.follow(known)
-            one.settle(after_loss=True)
+            one.settle(after_loss=True)()
+            one.resume()
             one._pull()
             workers.barrier()
             return one.replica.copies()
@@ -545,7 +547,9 @@ def test_what_one_has_taken_of_a_server_that_is_lost_then_is_newer_than_older_co
                 workers.barrier = lost  # type: ignore[method-assign]
             one.follows = after_loss
             with suppress(WorkerLost):
-                one.settle(after_loss=after_loss)
+                one.settle(after_loss=after_loss)()
+                if after_loss:
+                    one.resume()
             together.wait(PATIENCE_S)
         finally:
             one.close()
@@ -558,7 +562,8 @@ def test_what_one_has_taken_of_a_server_that_is_lost_then_is_newer_than_older_co
         one = AsynchronousServer(Ground(workers, known._prepared, PATIENCE_S, seed=0), strategy())
         try:
             one.follow(known)
-            one.settle(after_loss=True)
+            one.settle(after_loss=True)()
+            one.resume()
             one._pull()
             workers.barrier()
             return one.replica.copies()

@@ -18,6 +18,7 @@ from unisono.train.central_averaging import CentralAveraging
 from unisono.train.local_updates import LocalUpdates, OuterUpdates
 from unisono.train.prepared import Prepared
 from unisono.train.synchroniser import Ground, Synchroniser
+from unisono.train.values import set_all
 from unisono.train.workers import Workers
 
 pytestmark = pytest.mark.unit
@@ -91,7 +92,7 @@ def trained(number: int, how: Strategy, steps: int, rounds: Sequence[int]) -> li
             one.apply(known.optimizers)
             one.step_ends(step, ends_round=step in rounds)
             if step in rounds:
-                one.settle(after_loss=False)
+                one.settle(after_loss=False)()
             found.append(in_float64(weights_of(known)))
         one.close()
         return found
@@ -143,7 +144,7 @@ def test_a_round_that_ends_again_without_a_step_in_between_moves_no_weight() -> 
         one.step_ends(0, ends_round=True)
         found = []
         for _ in range(2):
-            one.settle(after_loss=False)
+            one.settle(after_loss=False)()
             found.append(one.replica.copies())
         return found
 
@@ -194,7 +195,7 @@ def test_weights_that_the_script_has_loaded_between_rounds_are_those_that_traini
         one.round_begins()
         one.step_begins()
         one.step_ends(0, ends_round=True)
-        one.settle(after_loss=False)
+        one.settle(after_loss=False)()
         return weights_of(known)
 
     for found in side_by_side(2, work):
@@ -215,7 +216,7 @@ def test_what_goes_on_from_round_to_round_goes_on_in_the_next_generation(how: St
             one.apply(known.optimizers)
             one.step_ends(step, ends_round=step % 2 == 1)
             if step % 2 == 1:
-                one.settle(after_loss=False)
+                one.settle(after_loss=False)()
                 if again:
                     state = {name: [each.clone() for each in kept] for name, kept in one.state_dict().items()}
                     one = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
@@ -263,7 +264,7 @@ def test_after_a_loss_the_others_go_on_from_one_model_with_what_they_have_done(h
         known, mine = before[(0, 2)[workers.rank]]
         one = kind(Ground(workers, mine, PATIENCE_S, seed=0), how)
         one.follow(known)
-        one.settle(after_loss=True)
+        one.settle(after_loss=True)()
         return weights_of(mine)
 
     first, second = side_by_side(2, follow)
@@ -290,7 +291,7 @@ def test_whoever_was_given_anothers_state_in_the_middle_of_a_round_has_what_all_
         again = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
         if workers.rank != 2:
             again.follow(one)
-        again.settle(after_loss=True)
+        again.settle(after_loss=True)()
         return again.replica.copies(), again.state_dict()
 
     found = side_by_side(3, work)
@@ -319,7 +320,7 @@ def settled(number: int, make: Make, updates: Sequence[int]) -> list[Prepared]:
         norm.running_mean.fill_(float(workers.rank))  # type: ignore[operator, union-attr]
         norm.running_var.fill_(float(workers.rank**2))  # type: ignore[operator, union-attr]
         norm.num_batches_tracked.fill_(7 + workers.rank)  # type: ignore[operator, union-attr]
-        one.settle(after_loss=False)
+        one.settle(after_loss=False)()
         return known
 
     return side_by_side(number, work)
@@ -344,7 +345,7 @@ def averaged(weights: Sequence[float]) -> list[float]:
         norm.running_var.fill_(1.0 if weights[workers.rank] else torch.inf)
         norm.num_batches_tracked.fill_(7 + workers.rank)
         replica = LocalUpdates(Ground(workers, known, PATIENCE_S, seed=0), LocalSGD()).replica
-        replica.average_buffers(weights[workers.rank])
+        set_all(replica.average_buffers(weights[workers.rank]))
         return [float(norm.running_mean[0]), float(norm.running_var[0]), int(norm.num_batches_tracked)]
 
     found = side_by_side(len(weights), work)
@@ -464,3 +465,26 @@ def test_means_of_many_tensors_of_all_shapes_are_the_same_on_all_workers(dtype: 
             torch.testing.assert_close(mine.double(), total / 3, rtol=loose, atol=loose)
             torch.testing.assert_close(summed.double(), total, rtol=loose, atol=loose)
         assert all(map(torch.equal, few, means[:2]))
+
+
+@pytest.mark.parametrize("how", [LocalSGD(every=2), DiLoCo(every=2), ModelAveraging()], ids=str)
+def test_a_round_in_whose_last_collective_a_worker_is_lost_has_changed_nothing(how: Strategy) -> None:
+    def lost() -> None:
+        raise WorkerLost("in the last collective of the round")
+
+    def work(workers: Workers) -> tuple[list[Tensor], list[Tensor]]:
+        known = prepared()
+        one = KINDS[type(how)](Ground(workers, known, PATIENCE_S, seed=0), how)
+        one.step_begins()
+        for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, 0), strict=True):
+            parameter.grad = gradient
+        one.apply(known.optimizers)
+        one.step_ends(0, ends_round=True)
+        before = one.replica.copies()
+        one.replica.average_states = lost  # type: ignore[method-assign,assignment]
+        with pytest.raises(WorkerLost):
+            one.settle(after_loss=False)
+        return before, one.replica.copies()
+
+    for before, after in side_by_side(2, work):
+        assert all(map(torch.equal, before, after))

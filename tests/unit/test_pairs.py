@@ -128,7 +128,7 @@ def test_all_go_on_from_the_mean_of_the_replicas_when_they_come_together() -> No
         pairs = pairs_of(workers)
         try:
             before = flat(pairs._live)
-            pairs.settle(after_loss=False)
+            pairs.settle(after_loss=False)()
             return before, flat(pairs._live), flat(pairs.replica.weights), flat(pairs._live)
         finally:
             pairs.close()
@@ -145,7 +145,7 @@ def test_weights_that_the_script_changes_between_steps_are_refused() -> None:
     def work(workers: Workers) -> None:
         pairs = pairs_of(workers)
         try:
-            pairs.settle(after_loss=False)
+            pairs.settle(after_loss=False)()
             pairs.step_begins()
             with torch.no_grad():
                 pairs.replica.weights[0].add_(1.0)
@@ -166,14 +166,15 @@ def test_nobody_is_asked_for_a_replica_of_before_when_all_have_come_together() -
         try:
             together = pairs.replica.average_states
 
-            def dawdling() -> None:
-                together()
+            def dawdling() -> Callable[[], None]:
+                found = together()
                 if workers.rank == ANSWERS:  # it is not back yet, and the other one goes on
                     assert exchanged.wait(PATIENCE_S)
+                return found
 
             pairs.replica.average_states = dawdling  # type: ignore[method-assign]
             before = flat(pairs._live)
-            pairs.settle(after_loss=False)
+            pairs.settle(after_loss=False)()
             if workers.rank == ASKS:
                 with torch.no_grad():
                     pairs._live[0].add_(8.0)  # an update
@@ -307,7 +308,7 @@ def settled(survivors: Sequence[Pairs], work: Callable[[Pairs], None] = lambda p
         try:
             pairs.follow(before)
             work(pairs)
-            pairs.settle(after_loss=True)
+            pairs.settle(after_loss=True)()
         except Death:
             workers.abort()
         finally:

@@ -142,9 +142,10 @@ class Apart:
 
         def end(workers: Workers) -> Change[list[dict[str, Any]]]:
             assert self._rounds is not None, "the strategy stays as long as a round is open"
-            rounds, everybody = self._rounds, self._rounds.end(step, told())
+            rounds, ended = self._rounds, self._rounds.end(step, told())
 
             def make() -> list[dict[str, Any]]:
+                everybody = ended()
                 self._trained.strategy = str(rounds.strategy), rounds.synchroniser.state_dict()
                 return everybody
 

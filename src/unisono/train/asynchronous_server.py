@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from unisono.train.replica import set_states, states_of
 from unisono.train.shared_work import SharedWork
 from unisono.train.synchroniser import Ground, Synchroniser
 from unisono.train.update import tell_schedulers
+from unisono.train.values import set_all
 
 
 class AsynchronousServer(SharedWork):
@@ -51,17 +52,25 @@ class AsynchronousServer(SharedWork):
         assert isinstance(before, AsynchronousServer)
         self._central, self._seen = before._central, before._seen
 
-    def settle(self, *, after_loss: bool) -> None:
+    def settle(self, *, after_loss: bool) -> Callable[[], None]:
         """All updates that have arrived are everybody's."""
         self._serves = self.follows or not after_loss  # what is new here, nobody has ever pushed to
-        super().settle(after_loss=after_loss)
-        self._serves = True
-        if after_loss:
-            # Newer than any before: who is not through with this when the next worker is lost takes it from who is.
-            version = max(self._seen) + 1
-            self._central = CentralWeights(self._strategy, self._prepared, self._held.get(self.rank, []), version)
-            self._seen = [version] * len(self._parameters)
-            self.workers.barrier()  # nobody is asked for weights before it has them
+        agreed = super().settle(after_loss=after_loss)
+
+        def make() -> None:
+            agreed()
+            self._serves = True
+            if after_loss:
+                # Newer than any before: who is not through with this when the next worker is lost takes it from who is.
+                version = max(self._seen) + 1
+                self._central = CentralWeights(self._strategy, self._prepared, self._held.get(self.rank, []), version)
+                self._seen = [version] * len(self._parameters)
+
+        return make
+
+    def resume(self) -> None:
+        """Nobody is asked for weights before it has them."""
+        self.workers.barrier()
 
     def step_begins(self) -> None:
         """Servers make its update, whoever computes it."""
@@ -118,7 +127,7 @@ class AsynchronousServer(SharedWork):
         return self._central.push(rank, letter)
 
     @torch.no_grad()
-    def _agree(self) -> None:
+    def _agreed(self) -> Callable[[], None]:
         """Each parameter comes from whoever has its newest version: its server, or who has seen it, if that is lost."""
         serving = self._central.numbers if self._serves else ()
         told = self.workers.gather_json([serving, self._central.version, self._seen])
@@ -131,10 +140,15 @@ class AsynchronousServer(SharedWork):
             sources.setdefault((-rank, is_server), []).append(number)
             versions.append(version)
         shared = [self._shared(*source, numbers) for source, numbers in sources.items()]
-        self.replica.average_buffers(self._updates)
-        for numbers, found in zip(sources.values(), shared, strict=True):
-            self._take(numbers, *found)
-        self._seen = versions
+        buffers = self.replica.average_buffers(self._updates)
+
+        def make() -> None:
+            set_all(buffers)
+            for numbers, found in zip(sources.values(), shared, strict=True):
+                self._take(numbers, *found)
+            self._seen = versions
+
+        return make
 
     def _shared(self, source: int, is_server: bool, numbers: Sequence[int]) -> Any:
         """Weights and what optimizers keep of some parameters, as one worker serves or has seen them. Collective."""
@@ -146,6 +160,7 @@ class AsynchronousServer(SharedWork):
         states = [states_of(optimizer, mine) for optimizer in optimizers]
         return self.workers.broadcast([[weight.detach() for weight in mine], states], source)
 
+    @torch.no_grad()
     def _take(self, numbers: Sequence[int], weights: Sequence[Tensor], states: Sequence[Any]) -> None:
         for number, weight in zip(numbers, weights, strict=True):
             self.replica.weights[number].copy_(weight)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from unisono.sync.model_averaging import ModelAveraging
 from unisono.train.synchroniser import Ground, Synchroniser
+from unisono.train.values import set_all
 
 
 class CentralAveraging(Synchroniser):
@@ -55,7 +56,7 @@ class CentralAveraging(Synchroniser):
             weight.sub_(correction)
         self._apart = []
 
-    def settle(self, *, after_loss: bool) -> None:
+    def settle(self, *, after_loss: bool) -> Callable[[], None]:
         """A last correction, all the way: the central model becomes the mean, and what replicas have learned is in it.
 
         Without, the update after the newest correction would be in no model any more when replicas become the central
@@ -64,10 +65,15 @@ class CentralAveraging(Synchroniser):
         if after_loss:
             self._previous = self.common(self._previous)
         central = [mean.clone() for mean in self.replica.mean()]
-        self.replica.average_buffers()
-        self.replica.average_states()
-        self.replica.load(central)
-        self._central, self._apart = central, []
+        buffers, states = self.replica.average_buffers(), self.replica.average_states()
+
+        def make() -> None:
+            set_all(buffers)
+            states()
+            self.replica.load(central)
+            self._central, self._apart = central, []
+
+        return make
 
     def state_dict(self) -> dict[str, Any]:
         """Where the central model was before."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from unisono.sync.local_sgd import DiLoCo, LocalSGD
 from unisono.train.synchroniser import Ground, Synchroniser
+from unisono.train.values import set_all
 
 
 class LocalUpdates(Synchroniser):
@@ -26,16 +28,23 @@ class LocalUpdates(Synchroniser):
     def step_ends(self, step: int, *, ends_round: bool) -> None:
         """Average, if this is the time."""
         if (step + 1) % self._strategy.every == 0 and not ends_round:
-            self._synchronise()
+            self._synchronised()()
 
-    def settle(self, *, after_loss: bool) -> None:
+    def settle(self, *, after_loss: bool) -> Callable[[], None]:
         """The mean of everything."""
-        self._synchronise()
-        self.replica.average_buffers()
-        self.replica.average_states()
+        weights = self._synchronised()
+        buffers, states = self.replica.average_buffers(), self.replica.average_states()
 
-    def _synchronise(self) -> None:
-        self.replica.load(self.replica.mean())
+        def make() -> None:
+            weights()
+            set_all(buffers)
+            states()
+
+        return make
+
+    def _synchronised(self) -> Callable[[], None]:
+        """Work out the weights that all are to have. Collective. Returns what sets them, here."""
+        return partial(self.replica.load, [mean.clone() for mean in self.replica.mean()])
 
 
 class OuterUpdates(LocalUpdates):
@@ -63,11 +72,11 @@ class OuterUpdates(LocalUpdates):
         """Begin where all are, which may be where the script has put them."""
         self._start = self.replica.copies()
 
-    def settle(self, *, after_loss: bool) -> None:
+    def settle(self, *, after_loss: bool) -> Callable[[], None]:
         """An outer update, too."""
         if after_loss:  # one of them may have made an outer update that others have not
             self._start, self._velocity = self.common(self._start), self.common(self._velocity)
-        super().settle(after_loss=after_loss)
+        return super().settle(after_loss=after_loss)
 
     def step_ends(self, step: int, *, ends_round: bool) -> None:
         """Count, and make the outer update, if this is the time."""
@@ -83,13 +92,18 @@ class OuterUpdates(LocalUpdates):
         for mine, kept in zip(self._velocity, state["velocity"], strict=True):
             mine.copy_(kept)
 
-    def _synchronise(self) -> None:
+    def _synchronised(self) -> Callable[[], None]:
         is_due = any(self.workers.gather_json(self._steps))
         mean = self.replica.mean()
+        moved, velocity = self._start, self._velocity
         if is_due:  # without a step in between nothing has changed, and momentum alone must not move the weights
             velocity = [each.clone() for each in self._velocity]
             pairs = zip(self._start, mean, velocity, strict=True)
             moved = [self._outer.update(start, each, speed) for start, each, speed in pairs]
-            self.replica.load(moved)
-            self._start, self._velocity = moved, velocity
-        self._steps = 0
+
+        def make() -> None:
+            if is_due:
+                self.replica.load(moved)
+            self._start, self._velocity, self._steps = moved, velocity, 0
+
+        return make

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from unisono.sync.pair_averaging import average
 from unisono.train.shared_work import SharedWork
 from unisono.train.synchroniser import Ground, Synchroniser
 from unisono.train.update import tell_schedulers
+from unisono.train.values import set_all
 
 
 @dataclass
@@ -107,13 +108,19 @@ class Pairs(SharedWork):
         self._exchanges += 1
         return _Exchange(number, change)
 
-    def _agree(self) -> None:
+    def _agreed(self) -> Callable[[], None]:
         self._take_back()
         means = [mean.clone() for mean in self.averaging.mean(self._live)]
-        self.replica.load(means)
         self._live = means  # before anybody can go on, and ask for them
-        self.replica.average_buffers(self._updates)
-        self.replica.average_states()
+        buffers, states = self.replica.average_buffers(self._updates), self.replica.average_states()
+        weights = [mean.clone() for mean in means]
+
+        def make() -> None:
+            self.replica.load(weights)
+            set_all(buffers)
+            states()
+
+        return make
 
     @torch.no_grad()
     def _take_back(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from unisono.reduce.averaging import Averaging
 from unisono.train.prepared import Prepared
 from unisono.train.sharded_update import SCALARS
+from unisono.train.values import Values, set_all
 from unisono.train.workers import Workers
 
 
@@ -44,8 +45,10 @@ class Replica:
         return self._averaging.mean(self.weights)
 
     @torch.no_grad()
-    def average_buffers(self, weight: float = 1.0) -> None:
-        """Buffers of floating-point numbers become the mean of all workers', others those of the heaviest. Collective.
+    def average_buffers(self, weight: float = 1.0) -> Values:
+        """What buffers are to be: of floating-point numbers the mean of all workers', others those of the heaviest.
+
+        Collective; sets nothing.
 
         Args:
             weight: of this worker in the mean; where nobody has any, all count alike.
@@ -58,43 +61,53 @@ class Replica:
         # A buffer may hold infinities, of which nothing must be left where it does not count.
         parts = [buffer * own if own else torch.zeros_like(buffer) for buffer in floats]
         means = [mean.clone() for mean in self._averaging.mean(parts, divisor=total)]
-        whole = [buffer.clone() for buffer in buffers if not buffer.is_floating_point()]
-        for value in whole:
+        whole = [(buffer, buffer.clone()) for buffer in buffers if not buffer.is_floating_point()]
+        for _, value in whole:
             self._workers.transport.broadcast(value, weights.index(max(weights)))
-        for buffer, mean in zip(floats, means, strict=True):
-            buffer.copy_(mean)
-        for buffer, value in zip((one for one in buffers if not one.is_floating_point()), whole, strict=True):
-            buffer.copy_(value)
+        return [*zip(floats, means, strict=True), *whole]
 
     @torch.no_grad()
-    def average_states(self) -> None:
-        """What optimizers keep becomes the mean of all workers': moments are linear. Collective.
+    def average_states(self) -> Callable[[], None]:
+        """What optimizers are to keep: the mean of all workers', since moments are linear. Collective.
 
         Counts, and whatever else has no mean, become those of the one worker that has made the most updates. Where a
         worker has made no update yet, all take what the one with the most has.
+
+        Returns:
+            what sets it, here.
         """
         states = [_State.of(optimizer) for optimizer in self._prepared.optimizers]
         told = self._workers.gather_json([[state.layout for state in states], [state.updates for state in states]])
         if any(layout != told[0][0] for layout, _ in told):
             fullest = max(range(len(told)), key=lambda rank: (sum(map(len, told[rank][0])), -rank))
-            self._follow(fullest)
-            return
-        means = self._averaging.mean([moment for state in states for moment in state.moments])
-        found = iter(mean.clone() for mean in means)
+            return self._follow(fullest)
+        moments = [moment for state in states for moment in state.moments]
+        means = [mean.clone() for mean in self._averaging.mean(moments)]
+        others: list[tuple[_State, Sequence[Any]]] = []
         for number, state in enumerate(states):
-            for moment in state.moments:
-                moment.copy_(next(found))
             if state.others:
                 oldest = max(range(len(told)), key=lambda rank: (told[rank][1][number], -rank))
-                state.take(self._workers.broadcast(state.told() if self._workers.rank == oldest else None, oldest))
+                own = state.told() if self._workers.rank == oldest else None
+                others.append((state, self._workers.broadcast(own, oldest)))
 
-    def _follow(self, source: int) -> None:
+        def make() -> None:
+            set_all(list(zip(moments, means, strict=True)))
+            for state, values in others:
+                state.take(values)
+
+        return make
+
+    def _follow(self, source: int) -> Callable[[], None]:
         mine = self._workers.rank == source
         ours = [states_of(optimizer, _owned(optimizer)) for optimizer in self._prepared.optimizers]
         theirs = self._workers.broadcast(ours if mine else None, source)
-        for optimizer, states in zip(self._prepared.optimizers, theirs, strict=True):
-            if not mine:
-                set_states(optimizer, _owned(optimizer), states)
+
+        def make() -> None:
+            for optimizer, states in zip(self._prepared.optimizers, theirs, strict=True):
+                if not mine:
+                    set_states(optimizer, _owned(optimizer), states)
+
+        return make
 
 
 def states_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
@@ -163,6 +176,7 @@ class _State:
         values = [state[name] for state, name in self.others]
         return [value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for value in values]
 
+    @torch.no_grad()
     def take(self, told: Sequence[Any]) -> None:
         """Set what has no mean."""
         for (state, name), value in zip(self.others, told, strict=True):

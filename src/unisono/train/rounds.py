@@ -163,15 +163,15 @@ class Rounds:
                 self.synchroniser.step_ends(step, ends_round=ends_round)
             self.exchanged = step
 
-    def end(self, step: int, told: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """All come together. Collective.
+    def end(self, step: int, told: Mapping[str, Any]) -> Callable[[], list[dict[str, Any]]]:
+        """Work out what all come to when they come together. Collective; weights stay as they are.
 
         Args:
             step: after which this worker stands.
             told: JSON values by name that this worker has to say.
 
         Returns:
-            what every worker says, by rank, with its figures of the round.
+            what ends the round here: sets weights, and returns what every worker says, by rank, with its figures.
 
         Raises:
             JobError: workers stand at different steps.
@@ -184,11 +184,16 @@ class Rounds:
                 f"each has a loss of its own, so leave loops by something that is the same on all, such as "
                 f"run.evaluate or run.all_reduce"
             )
-        self.synchroniser.settle(after_loss=False)
+        settled = self.synchroniser.settle(after_loss=False)
         everybody = self._workers.gather_json({**told, **self._figures()})
-        self.is_open = False
-        self.tally = Tally()
-        return everybody
+
+        def make() -> list[dict[str, Any]]:
+            settled()
+            self.is_open = False
+            self.tally = Tally()
+            return everybody
+
+        return make
 
     def log(self, name: str, value: float) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
@@ -225,7 +230,8 @@ class Rounds:
         if before is not None:
             self.synchroniser.follow(before.synchroniser)
             self.tally = before.tally
-        self.synchroniser.settle(after_loss=True)
+        self.synchroniser.settle(after_loss=True)()
+        self.synchroniser.resume()
 
     def _engine_for(self, shards: int) -> StepEngine:
         if shards not in self._engines:

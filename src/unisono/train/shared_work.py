@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from unisono.reduce.courier import Courier
@@ -77,12 +77,17 @@ class SharedWork(Synchroniser):
         """Wait until others have taken all of a step. So nobody waits for a whole round of theirs where it ends."""
         self._ask_one(OFFICE, Letter({"ask": "taken", "step": step}))
 
-    def settle(self, *, after_loss: bool) -> None:
+    def settle(self, *, after_loss: bool) -> Callable[[], None]:
         """All go on behind the newest ticket that any of them has had."""
         if after_loss:
             self._ticket = self._tickets.next = max(self.workers.gather_json(self._ticket))
-        self._agree()
-        self._untouched.accept()
+        agreed = self._agreed()
+
+        def make() -> None:
+            agreed()
+            self._untouched.accept()
+
+        return make
 
     def close(self) -> None:
         """Hang up on the others."""
@@ -92,8 +97,8 @@ class SharedWork(Synchroniser):
             self._courier = None
 
     @abstractmethod
-    def _agree(self) -> None:
-        """Make the central model everybody's. Collective."""
+    def _agreed(self) -> Callable[[], None]:
+        """Work out the central model. Collective. Returns what sets it, here."""
 
     @abstractmethod
     def _answered(self, rank: int, letter: Letter) -> Letter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,14 +76,20 @@ class Synchroniser(Update):
         """All updates of a step are made; :meth:`settle` comes next if the round ends."""
 
     @abstractmethod
-    def settle(self, *, after_loss: bool) -> None:
-        """Make the strategy's central model everybody's, with buffers and what optimizers keep. Collective.
+    def settle(self, *, after_loss: bool) -> Callable[[], None]:
+        """Work out the strategy's central model, with buffers and what optimizers keep. Collective; sets nothing of it.
 
         If a worker is lost in it, it is done again with those who are left, of whom some may be through.
 
         Args:
             after_loss: whether workers may be at different steps, and one update or exchange apart.
+
+        Returns:
+            what sets it, here.
         """
+
+    def resume(self) -> None:
+        """After a loss the central model is set here: go on when it is everywhere. Collective."""
 
     def common(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The mean of what those have who follow: before a loss all had it alike, or one exchange apart. Collective.
