@@ -305,6 +305,16 @@ def no_code_from_text(house: House) -> Iterator[Breach]:
                 yield Breach(source.path, line, "code from text", f"calls {name}")
 
 
+def json_in_one_place(house: House) -> Iterator[Breach]:
+    """JSON that arrives is parsed where its limits are: nothing but our own error comes of it."""
+    for source, node in _walk(house):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="json"), attr="load" | "loads" as name)):
+                if source.module != f"{house.name}.received":
+                    words = f"json.{name}: use parse_json, parse_object or read_object of {house.name}.received"
+                    yield Breach(source.path, node.lineno, "json", words)
+
+
 def naming(house: House) -> Iterator[Breach]:
     """A module is called by its noun, and nothing is a manager."""
     for source in house:
@@ -330,5 +340,6 @@ RULES: tuple[Callable[[House], Iterator[Breach]], ...] = (
     no_pickle,
     no_shell,
     no_code_from_text,
+    json_in_one_place,
     naming,
 )

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from unisono.received import parse_json
+
 
 def open_lines(path: Path) -> int:
     """A descriptor to append to a file with; the file is made if it is not there.
@@ -67,7 +69,7 @@ def _lines(path: Path) -> list[bytes]:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     with suppress(ValueError):
-        value = json.loads(line) if line.endswith(b"\n") else None
+        value = parse_json(line) if line.endswith(b"\n") else None
         if isinstance(value, dict):
             return value
     return None

@@ -282,6 +282,15 @@ def test_code_from_text_is_found_and_a_models_eval_is_not(house: Build, name: st
     ]
 
 
+@pytest.mark.parametrize("name", ["load", "loads"])
+def test_json_that_arrives_is_parsed_in_one_place(house: Build, name: str) -> None:
+    text = f"import json\njson.{name}(data)\njson.dumps(data)"
+
+    assert found(house_rules.json_in_one_place, house(job=text, received=text)) == [
+        f"job.py:2: json: json.{name}: use parse_json, parse_object or read_object of unisono.received"
+    ]
+
+
 @pytest.mark.parametrize("name", ["utils", "plan.utils", "train.helpers", "data.misc.reader"])
 def test_a_file_is_called_by_its_noun(house: Build, name: str) -> None:
     rooms = house(**{name: "", **({f"{name.rpartition('.')[0]}.__init__": ""} if "." in name else {})})

@@ -1,6 +1,5 @@
 """The run folder: what a run leaves behind for people and programs to read."""
 
-import json
 import os
 import threading
 import warnings
@@ -10,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.hold import Hold, newest_term
-from unisono.errors import JobError, UnisonoWarning
+from unisono.errors import JobError, UnisonoWarning, Unreadable
 from unisono.jsonl import append_line, open_lines, read_lines, to_json
+from unisono.received import parse_json, read_object
 
 
 class RunFolder:
@@ -164,7 +164,7 @@ class MetricsFile:
             return []
         kept = [line for line in self._path.read_bytes().splitlines() if _belongs(line, step)]
         _replace(self._path, b"".join(line + b"\n" for line in kept))
-        return [json.loads(line) for line in kept]
+        return [parse_json(line) for line in kept]
 
     def close(self) -> None:
         """Close the file; writing opens it again."""
@@ -211,14 +211,11 @@ def _no_folder(base: Path, error: OSError) -> JobError:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        return read_object(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, Unreadable) as error:
         raise JobError(f"{path} cannot be read: {error}; restore it, or use another run folder") from error
-    if not isinstance(found, dict):
-        raise JobError(f"{path} holds no JSON object; restore it, or use another run folder")
-    return found
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -236,7 +233,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 def _belongs(line: bytes, step: int) -> bool:
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError:
         return False
     if not isinstance(found, dict):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import JobError
+from unisono.received import parse_json
 
 LOCK = "lock"
 """In the run folder: who holds it, or has held it last."""
@@ -98,8 +99,8 @@ def who_holds(folder: Path) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(_LONGEST))
-    except (OSError, ValueError, RecursionError):
+            found = parse_json(file.read(_LONGEST))
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -1,6 +1,5 @@
 """Where the coordinator of a job is, and which job is meant."""
 
-import json
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from unisono.launch.certificate import certificate_file
 from unisono.launch.result import RUNS
 from unisono.membership.token import read_token, token_file
 from unisono.membership.trust import context_for, is_private
+from unisono.received import read_object
 
 WHERE = "coordinator.json"
 """In the run folder: where the coordinator listens, as long as there is one."""
@@ -119,7 +119,7 @@ def address_of(run_dir: Path, certificate: Path | None = None, token: Path | Non
     """
     path = run_dir / WHERE
     try:
-        url = json.loads(path.read_bytes())["url"]
+        url = read_object(path)["url"]
     except FileNotFoundError:
         raise JobError(f"no elastic job runs in {run_dir} (there is no {path.name} in it)") from None
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from unisono.errors import JobError, LaunchError
+from unisono.errors import JobError, LaunchError, Unreadable
 from unisono.launch.address import Address, distrusted
+from unisono.received import parse_object
 
 PATIENCE_S = 10.0
+
+LARGEST_ANSWER = 2**26
+"""Bytes: the status of thousands of workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class Control:
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             answer = connection.getresponse()
-            status, text = answer.status, answer.read()
+            status, text = answer.status, answer.read(LARGEST_ANSWER)
         except ssl.SSLCertVerificationError as error:
             raise distrusted(self.address, error) from error
         except (OSError, http.client.HTTPException) as error:
@@ -73,11 +77,9 @@ class Control:
 
 def _understood(status: int, text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise LaunchError(f"the coordinator gave an answer ({status}) that is no JSON object")
+        found = parse_object(text)
+    except Unreadable as error:
+        raise LaunchError(f"the coordinator gave an answer ({status}) that is no JSON object") from error
     if status >= 400:
         raise JobError(str(found.get("error", f"the coordinator refuses ({status})")))
     return found

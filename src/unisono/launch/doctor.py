@@ -1,6 +1,5 @@
 """Looking at this machine: each probe gives one section of facts, and says why when it cannot."""
 
-import json
 import os
 import platform
 import re
@@ -26,6 +25,7 @@ from unisono.launch.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning, assignments
 from unisono.membership.cgroup import read_limits
 from unisono.membership.environment import recognise
+from unisono.received import parse_object
 
 Probe = Callable[[], Facts]
 
@@ -160,7 +160,7 @@ def torch() -> Facts:
     command = [sys.executable, "-m", "unisono.launch.torch_facts"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=LOADING_TORCH_S, check=False)
     if found.returncode == 0:
-        return dict(json.loads(found.stdout.splitlines()[-1]))
+        return parse_object(found.stdout.splitlines()[-1])
     said = found.stderr.strip().splitlines()
     raise RuntimeError(f"{_ended(found.returncode)}: {said[-1] if said else 'it said nothing'}")
 

@@ -1,16 +1,17 @@
 """What a worker leaves behind when its script ends with an exception."""
 
-import json
 import os
 import socket
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from unisono.checkpoint.folder import RunFolder, write_json
-from unisono.errors import Dismissed, LaunchError, WorkerLost
+from unisono.errors import Dismissed, LaunchError, Unreadable, WorkerLost
 from unisono.launch.name import WorkerName, called
+from unisono.received import read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,11 @@ class Failure:
         """
         path = folder.error_of(rank)
         try:
-            return cls(**json.loads(path.read_text()))
+            found = cls(**read_object(path))
+            wrong = [each.name for each in fields(cls) if not isinstance(getattr(found, each.name), _kind(each.type))]
+            if wrong:
+                raise Unreadable(f"it says of {', '.join(wrong)} what was never written")
+            return found
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
@@ -85,6 +90,10 @@ class Failure:
 def dismissal_in(error: BaseException) -> Dismissed | None:
     """The dismissal that ended a script, if this exception only follows from it; None if there was none."""
     return next((link for link in _chain(error) if isinstance(link, Dismissed)), None)
+
+
+def _kind(annotation: Any) -> Any:
+    return (int, float) if annotation is float else annotation
 
 
 def _type_name(kind: type[BaseException]) -> str:

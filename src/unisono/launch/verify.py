@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning
+from unisono.received import parse_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def _read(path: Path, *, whole: bool) -> Moments:
         return ()
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     # A worker that was ended may have left half a line.
-    return moments_of(json.loads(line) for line in lines if whole or line.endswith("\n"))
+    return moments_of(parse_object(line) for line in lines if whole or line.endswith("\n"))
 
 
 def _require_steps(request: Request, runs: Sequence[TracedRun]) -> None:

@@ -1,7 +1,6 @@
 """The launcher's side of the template: workers that begin at once, instead of loading torch first."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from unisono.launch.born import NURSERY, Unborn, born
 from unisono.launch.request import Request
+from unisono.received import parse_object
 
 LONGEST_ANSWER = 64 * 1024
 
@@ -149,7 +149,7 @@ class WarmStart:
         except ConnectionError:
             data = b""
         if data:
-            self._understand(json.loads(data))
+            self._understand(parse_object(data))
         else:
             self._hang_up("the template has ended")
 

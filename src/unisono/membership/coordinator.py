@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from unisono.errors import JobError, Unreadable
 from unisono.membership import state as machine
@@ -40,6 +40,8 @@ LEDGER = "coordinator.jsonl"
 """In the run folder: from it the coordinator starts again."""
 
 _STATE: TypeAdapter[machine.State] = TypeAdapter(machine.State)
+_NOW: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(allow_inf_nan=False)])
+_LINES: TypeAdapter[list[dict[str, Any]]] = TypeAdapter(list[dict[str, Any]])
 
 
 class Peer(Protocol):
@@ -226,10 +228,11 @@ class Coordinator:
             return
         try:
             self.state = _STATE.validate_json(json.dumps(newest["state"]))
-        except ValidationError as error:
+            self._stood_at = _NOW.validate_python(newest.get("now"))
+            lines = _LINES.validate_python(newest.get("journal", []))
+        except (ValidationError, RecursionError) as error:
             raise JobError("another version of Unisono wrote it; remove it to begin anew") from error
-        self._stood_at = float(newest["now"])
-        self._journal.complete(newest.get("journal", ()))
+        self._journal.complete(lines)
         self.handle(machine.Restarted())
 
 

@@ -5,6 +5,7 @@ import binascii
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,16 +113,18 @@ class KeyValue:
 
     def restore(self, entry: Entry) -> None:
         """Make a change again that an earlier store told of. Entries of other kinds are passed over."""
-        if "forgotten" in entry:
-            below = entry["forgotten"]
+        if isinstance(below := entry.get("forgotten", ""), int | None):
             self._oldest = max(self._oldest, below or 0)
             for key in [key for key in self._values if below is None or self._is_over(key)]:
                 self._put(key, None)
-        if "key" in entry:
-            value = entry["value"]
-            self._put(entry["key"], None if value is None else base64.b64decode(value))
-        if "answered" in entry:
-            self._remember(entry["worker"], entry["id"], entry["answered"])
+        match entry:
+            case {"key": str(key), "value": None}:
+                self._put(key, None)
+            case {"key": str(key), "value": str(value)}:
+                with suppress(_Refused):  # a damaged line is left out
+                    self._put(key, _decode(value))
+            case {"answered": str(answer), "worker": str(worker), "id": int(number)}:
+                self._remember(worker, number, answer)
 
     # -- one request
 

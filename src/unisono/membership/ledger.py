@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import JobError, UnisonoWarning
+from unisono.received import parse_json
 
 SMALL = 2**20  # bytes
 
@@ -51,7 +52,7 @@ class Ledger:
         """The entries in order. Lines that were cut off, or are damaged, are left out."""
         for line in self._path.read_bytes().splitlines():
             try:
-                entry = json.loads(line)
+                entry = parse_json(line)
             except ValueError:
                 continue
             if isinstance(entry, dict):

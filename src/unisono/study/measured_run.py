@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -12,6 +11,7 @@ from typing import Any
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
+from unisono.received import parse_json
 from unisono.study.record import Record
 from unisono.study.step_times import StepTimes, step_times
 
@@ -181,7 +181,7 @@ def plain_run(log: Path) -> MeasuredRun:
 def _epoch_lines(log: Path) -> Iterator[dict[str, Any]]:
     for number, text in enumerate(log.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
-            line = json.loads(text[text.find("{") :])  # a progress bar may stand before it
+            line = parse_json(text[text.find("{") :])  # a progress bar may stand before it
         except ValueError:
             continue
         if not isinstance(line, dict) or not {"epoch", "seconds", "samples"} <= line.keys():

@@ -14,6 +14,7 @@ from typing import Any
 from unisono.checkpoint.folder import RunFolder, write_json
 from unisono.errors import JobError
 from unisono.job import differences
+from unisono.received import parse_object, read_object
 from unisono.study.batch_curve import FAILED_NAME
 from unisono.study.batch_curve import NAME as BATCHES_NAME
 from unisono.study.cells import PlannedCell
@@ -64,8 +65,7 @@ class StudyFolder:
     def kept(self, cell: PlannedCell) -> dict[str, Any] | None:
         """What was kept about a run that is over; None if it is yet to be measured."""
         with suppress(OSError, ValueError):
-            found = json.loads((self._place(cell) / ABOUT_NAME).read_bytes())
-            return found if isinstance(found, dict) else None
+            return read_object(self._place(cell) / ABOUT_NAME)
         return None
 
     def run_of(self, cell: PlannedCell) -> Path:
@@ -129,13 +129,13 @@ class StudyFolder:
     def _agree(self, settings: Mapping[str, Any]) -> None:
         path = self.path / SETTINGS_NAME
         try:
-            theirs = json.loads(path.read_bytes())
+            theirs = read_object(path)
         except FileNotFoundError:
             write_json(path, settings)
             return
         except (OSError, ValueError) as error:
             raise JobError(f"{path} cannot be read: {error}; use another folder with --out") from error
-        ours = json.loads(json.dumps(settings))
+        ours = parse_object(json.dumps(settings))
         if changed := differences(ours, theirs):
             raise JobError(
                 f"{self.path} holds figures of another study (here: this one, there: the folder's): "

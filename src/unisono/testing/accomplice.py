@@ -6,12 +6,13 @@ process whose number the JSON file names, as often as another one comes, while t
 ready.
 """
 
-import json
 import os
 import signal
 import sys
 import time
 from contextlib import suppress
+
+from unisono.received import parse_object
 
 PAUSE_S = 0.02
 LINGER_S = 1.0
@@ -45,10 +46,10 @@ def named_in(path: str) -> int | None:
     """The process that the file names, if it still is what the file says."""
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 (starts faster)
-            pid = int(json.load(file)["pid"])
+            pid = int(parse_object(file.read())["pid"])
         with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
             return pid if b"unisono.membership.server" in file.read() else None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -27,6 +27,7 @@ from unisono.launch.control import Control
 from unisono.launch.outcome import FIRST_SIGNAL, PREEMPTED
 from unisono.launch.report import last_lines
 from unisono.launch.script import Script
+from unisono.received import read_object
 from unisono.testing.faults import Faults, count
 from unisono.testing.samples import Samples, problems
 from unisono.testing.storm import Storm
@@ -351,14 +352,13 @@ def _status(folder: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        return read_object(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _shards(folder: Path) -> int:
-    return int(json.loads((folder / "job.json").read_bytes())["shards"])
+    return int(read_object(folder / "job.json")["shards"])
 
 
 def _output(folder: Path) -> Path:

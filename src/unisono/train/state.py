@@ -2,7 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass, field
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -53,9 +55,18 @@ class Progress:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> "Progress":
-        """The inverse of :meth:`as_tree`."""
-        reading = None if tree["reading"] is None else Reading(**tree["reading"])
-        return cls(Position(**tree["position"]), tree["loop"], reading)
+        """The inverse of :meth:`as_tree`.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        match tree:
+            case {"position": dict(position), "loop": int(loop), "reading": reading}:
+                with suppress(TypeError):  # other names
+                    at = Position(**position)
+                    if all(isinstance(number, int) and number >= 0 for number in (loop, *astuple(at))):
+                        return cls(at, loop, None if reading is None else Reading(**reading))
+        raise CheckpointError(f"{short(tree)} does not say where a run stands")
 
 
 def capture(prepared: Prepared, progress: Progress, registered: Mapping[str, Any], own: Mapping[str, Any]) -> Snapshot:
