@@ -144,6 +144,7 @@ def test_it_is_probed_again_and_takes_part_as_soon_as_it_can() -> None:
 def test_hosts_of_members_are_not_probed_and_a_late_answer_disturbs_no_members() -> None:
     job = at_work(("a", 1), ("b", 1))
     assert job.state.links == ()
+    assert job.probed() == {}
     job.fails("b", "a").train(2 * TIMEOUT_S)
     assert job.state.links == ()
     assert not job.state.agents["b"].left_out
@@ -186,6 +187,22 @@ def test_an_agent_that_connects_again_is_asked_again() -> None:
     job.happen(Disconnected(agent="b")).happen(Restarted())
     job.come("a", running=("w1",)).connect("w1", generation=1)
     assert job.come("b").probed() == {"b": ["a"]}
+
+
+def test_a_host_with_another_address_is_probed_again_at_once() -> None:
+    job = with_stranger().fails("b", "a")
+    moved = AgentHello(agent="b", host="host-b", workers=1, probes="elsewhere:7")
+    job.agent(moved, "b")
+    assert job.probed() == {"b": ["a"]}
+    assert not job.state.agents["b"].left_out
+
+
+def test_a_host_is_probed_again_also_while_no_worker_is_waited_for() -> None:
+    job = Network(smallest=2).come("a", 1)
+    job.ready("w1")
+    job.come("b", 1).fails("b", "a").wait(1.5 * TIMEOUT_S)
+    assert job.probed() == {"b": ["a"]}
+    assert job.reaches("b", "a").heard(Start) == ["b"]
 
 
 def test_an_agent_that_says_nothing_about_a_probe_is_left_out_in_the_end() -> None:
@@ -260,8 +277,36 @@ def test_a_generation_that_nobody_forms_twice_counts_against_its_joiners() -> No
     assert job.roster == ["w1", "w2"]
     assert [note.fields["generation"] for note in job.notes if note.event == "not formed"] == [2, 4]
     assert [one.worker for one in job.state.excluded] == ["w3"]
-    assert job.end("w3", code=0, agent="b").work("w1", "w2").heard(Start) == []
-    assert job.happen(Resized(3)).reaches("b", "a").heard(Start) == ["b"]
+    job.end("w3", code=0, agent="b").work("w1", "w2").reaches("b", "a")
+    assert not job.state.agents["b"].untried
+    assert job.train(5 * TIMEOUT_S).heard(Start) == []
+    assert job.happen(Resized(3)).heard(Start) == ["b"]
+
+
+def test_a_joiner_is_believed_that_says_which_host_it_did_not_reach() -> None:
+    job = at_work(("a", 1))
+    job.come("b").reaches("b", "a").join("w2").stop("w1")
+    job.stop("w1").hear("w2", Ready(loop=0, generation=2, unreached=(Unreached(agent="a", why="refused"),)))
+    assert job.roster == ["w1"]
+    assert job.state.agents["b"].left_out == "host-b does not reach host-a at a:7: refused"
+
+
+def test_the_source_stays_though_it_came_last() -> None:
+    job = at_work(("a", 2))
+    job.stop("w1", acts=5).stop("w2", acts=6)
+    assert job.state.minted is not None
+    assert job.state.minted.source == 1
+    job.stop("w1", acts=5).stop("w2", acts=6)
+    job.stop("w1", acts=5).stop("w2", acts=6)
+    assert job.roster == ["w2"]
+
+
+def test_only_generations_in_a_row_count_against_members() -> None:
+    job = at_work(("a", 2))
+    job.stop("w1").stop("w2")
+    for _ in range(3):
+        job.stop("w1").stop("w2").work("w1", "w2").stop("w1").stop("w2")
+    assert job.roster == ["w1", "w2"]
 
 
 def test_members_of_which_no_generation_forms_go_one_by_one_the_newest_first() -> None:

@@ -138,7 +138,7 @@ def _hear(change: Change, name: str, message: FromWorker) -> None:
         case Ready() if worker.phase in ("preparing", "ready"):
             _ready(change, worker, message)
         case Ready() if worker.phase == "working" and message.generation == change.state.generation:
-            not_reached(change, worker, message.unreached)
+            not_reached(change, change.state.agents[worker.agent], message.unreached)
             _ready(change, worker, message)
             change.break_up(worker)
         case Arrived() if worker.phase == "working" and message.generation == change.state.generation:
@@ -167,7 +167,7 @@ def _ready(change: Change, worker: Worker, message: Ready) -> None:
 
 
 def _arrived(change: Change, worker: Worker, message: Arrived) -> None:
-    not_reached(change, worker, message.unreached)
+    not_reached(change, change.state.agents[worker.agent], message.unreached)
     change.put(worker, phase="arrived", arrived=message)
     if change.state.arrival is None:
         change.set(arrival=change.now)

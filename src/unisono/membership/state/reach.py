@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from unisono.membership.messages import LeftOut, Probe, Probed, Target, Unreached
 from unisono.membership.state.change import Change, short
 from unisono.membership.state.cover import lightest_cover
-from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, Link, State, Worker
+from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, Link, State
 
 FRESH_S = 5.0
 """How long a probe is believed before members are stopped for a host, in seconds."""
@@ -27,16 +27,14 @@ def keep_in_reach(change: Change) -> None:
     unknown = _probe(change)
     _leave_out(change)
     for agent in change.state.agents.values():
-        untried = any(not change.state.agents[other].left_out for other in unknown.get(agent.id, ()))
-        if agent.untried != untried:
-            change.put_agent(agent, untried=untried)
+        if agent.untried != (agent.id in unknown):
+            change.put_agent(agent, untried=agent.id in unknown)
 
 
 def doubt(change: Change, agent: str) -> None:
     """Have a host probed again before members stop for it: its connections may have changed since."""
-    if agent not in _at_work(change.state):
-        stale = [link for link in change.state.links if agent in (link.one, link.other) and not link.why]
-        _drop(change, [link for link in stale if link.at < change.now - FRESH_S])
+    known = [link for link in change.state.links if agent in (link.one, link.other) and not link.why]
+    _drop(change, [link for link in known if link.at < change.now - FRESH_S])
 
 
 def probed(change: Change, agent: Agent, found: Probed) -> None:
@@ -45,21 +43,25 @@ def probed(change: Change, agent: Agent, found: Probed) -> None:
         if other in agent.probing and other in change.state.agents:
             _learn(change, agent.id, other, "")
     unreached = [each for each in found.unreached if each.agent in agent.probing]
-    _not_reached(change, agent, unreached, is_tried=False)
+    not_reached(change, agent, unreached)
     answered = {*found.reached, *(each.agent for each in unreached)}
     agent = change.state.agents[agent.id]
     change.put_agent(agent, probing=tuple(other for other in agent.probing if other not in answered))
 
 
-def not_reached(change: Change, worker: Worker, unreached: Sequence[Unreached]) -> None:
-    """A member could not connect to these hosts, and its generation did not form."""
-    _not_reached(change, change.state.agents[worker.agent], unreached, is_tried=True)
+def not_reached(change: Change, agent: Agent, unreached: Sequence[Unreached]) -> None:
+    """An agent, or a worker of it while its generation formed, did not reach these hosts."""
+    for each in unreached:
+        other = change.state.agents.get(each.agent)
+        if other is not None and other is not agent:
+            where = f" at {other.probes}" if other.probes else ""
+            _learn(change, agent.id, other.id, short(f"{agent.host} does not reach {other.host}{where}: {each.why}"))
 
 
 def gave_no_answer(change: Change, agent: Agent) -> None:
     """An agent was asked to probe others, and says nothing about them."""
     silent = [Unreached(agent=other, why="its agent has not said whether it does") for other in agent.probing]
-    _not_reached(change, agent, silent, is_tried=False)
+    not_reached(change, agent, silent)
     change.put_agent(change.state.agents[agent.id], probing=())
 
 
@@ -69,17 +71,6 @@ def forget_agent(change: Change, agent: str) -> None:
 
 
 # -- links
-
-
-def _not_reached(change: Change, agent: Agent, unreached: Sequence[Unreached], *, is_tried: bool) -> None:
-    """Only members that try know better than that members are connected."""
-    at_work = _at_work(change.state)
-    for each in unreached:
-        other = change.state.agents.get(each.agent)
-        if other is None or other is agent or (not is_tried and {agent.id, other.id} <= at_work):
-            continue
-        where = f" at {other.probes}" if other.probes else ""
-        _learn(change, agent.id, other.id, short(f"{agent.host} does not reach {other.host}{where}: {each.why}"))
 
 
 def _learn(change: Change, one: str, other: str, why: str) -> None:
@@ -124,22 +115,22 @@ def _forget(change: Change) -> None:
 # -- probes
 
 
-def _probe(change: Change) -> dict[str, set[str]]:
+def _probe(change: Change) -> set[str]:
     """Have pairs of hosts probed, each by the agent that came later.
 
     Returns:
-        of each agent, those with workers that it does not know to reach.
+        the agents of which it is not known whether they reach all others that have workers.
     """
     state, known = change.state, _links(change.state)
     with_workers = {worker.agent for worker in state.workers.values() if worker.phase in (*CANDIDATE, *MEMBER)}
-    unknown: dict[str, set[str]] = {}
+    unknown: set[str] = set()
     wanted: dict[str, list[Agent]] = {}
     for earlier, later in _uncertain(state):
         link = known.get(frozenset((earlier.id, later.id)))
         if link is None:
             for one, other in ((earlier, later), (later, earlier)):
                 if other.id in with_workers:
-                    unknown.setdefault(one.id, set()).add(other.id)
+                    unknown.add(one.id)
         is_due = link is None or (link.why and link.at + state.settings.failure_timeout_s <= change.now)
         if is_due and earlier.id not in later.probing and earlier.signs.connected and later.signs.connected:
             wanted.setdefault(later.id, []).append(earlier)

@@ -66,7 +66,6 @@ def _regroup(change: Change) -> None:
         return
     excluded = exclude_unconnected(change, minted, holders)
     members = tuple(member for member in members if member.id not in excluded)
-    holders = [member for member in holders if member.id not in excluded]
     size = change.state.size
     staying = [member for member in members if not member.leaving][:size] if steady else []
     if not any(member in holders for member in staying):
