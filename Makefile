@@ -14,7 +14,7 @@ EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/te
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-checks bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale soak chaos newest-torch nightly case-study format clean
+.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-checks bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -40,6 +40,9 @@ check: $(READY)  ## format, lint, types, layers, unit tests: before every commit
 	@$(BIN)/mypy
 	@echo "==> layers and unit tests"
 	@$(BIN)/python -m pytest -m unit -n auto
+
+mutants: $(READY)  ## make mistakes in the membership and the hand-over, one by one: a test has to find each; half an hour
+	@PYTHONPATH=tests $(BIN)/python -m mutants $(OPTIONS)
 
 # OPTIONS goes to each of them: make bench OPTIONS="--model mlp --rounds 9"; OPTIONS=--help lists them all.
 bench: $(BENCH_READY)  ## a training step beside the plain loop, DDP, Fabric, Accelerate: a quarter of an hour

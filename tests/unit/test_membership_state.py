@@ -128,6 +128,22 @@ def test_there_are_never_more_workers_than_shards() -> None:
     assert job.roster == ["w1", "w2", "w3"]
 
 
+def test_a_worker_of_a_generation_that_nobody_has_minted_is_refused() -> None:
+    job = training(2).connect("w1", generation=2)
+    assert job.heard(Refused) == job.hung_up == ["w1"]
+    assert training(2).connect("w1", generation=1).heard(Refused) == []
+
+
+def test_a_worker_that_was_given_up_is_told_so_whatever_it_says() -> None:
+    job = training(2).happen(Disconnected(worker="w2"))
+    for _ in range(6):
+        job.hear("w1", Progress(acts=1, step=1)).wait(2.0)
+    assert job.state.workers["w2"].phase == "lost"
+    for message in (Progress(acts=1, step=1), Leaving(), Ready()):
+        assert job.hear("w2", message).heard(Refused) == job.hung_up == ["w2"]
+    assert job.connect("w2", generation=1).heard(Refused) == job.hung_up == ["w2"]
+
+
 def test_a_worker_with_another_number_of_shards_is_refused() -> None:
     job = Job().enlist(2).connect("w1").connect("w2", shards=4)
     assert job.heard(Refused) == job.hung_up == ["w2"]
@@ -164,6 +180,12 @@ def test_a_new_generation_is_due_once_a_joiner_is_ready() -> None:
 def test_joiners_come_in_the_order_in_which_they_became_ready() -> None:
     job = training(2).enlist(4).ready("w4", "w3", loop=0).arrive("w1", "w2")
     assert job.roster == ["w1", "w2", "w4", "w3"]
+
+
+def test_nobody_joins_while_one_member_is_an_act_ahead() -> None:
+    job = with_joiner().arrive("w1", acts=5).arrive("w2", acts=6)
+    assert job.roster == ["w1", "w2"]
+    assert job.minted().source == 1
 
 
 def test_nobody_joins_away_from_a_boundary_and_the_next_boundary_is_due_at_once() -> None:
@@ -517,6 +539,13 @@ def test_a_worker_that_has_become_ready_ends_the_waiting() -> None:
     assert job.end("w4").told[-1] == ("a", Start(workers=("w5",)))
 
 
+def test_whoever_leaves_on_notice_and_is_lost_on_the_way_has_departed_once() -> None:
+    job = training(3).hear("w3", Leaving())
+    assert job.state.departures == 1
+    assert job.end("w3").arrive("w1", "w2").minted().departures == 1
+    assert job.end("w2").arrive("w1").minted().departures == 2
+
+
 def test_without_restarts_the_survivors_go_on_and_the_last_loss_ends_the_job() -> None:
     job = training(2, largest=2).end("w2")
     assert job.heard(Start) == []
@@ -788,6 +817,20 @@ def test_whoever_does_not_come_back_to_a_restarted_coordinator_is_lost() -> None
     for _ in range(5):
         job.hear("w1", Progress(acts=1, step=1)).hear("w2", Progress(acts=1, step=1)).wait(2.0)
     assert job.heard(Lost) == ["w1", "w2"]
+
+
+def test_whoever_had_arrived_and_does_not_come_back_to_a_restarted_coordinator_is_lost() -> None:
+    job = training(2).arrive("w1").happen(Restarted()).enlist(2, running=("w1", "w2"))
+    assert job.connect("w2", generation=1).arrive("w2").heard(Minted) == []
+    job.wait(10.1)
+    assert job.roster == ["w2"]
+
+
+def test_after_a_restart_of_the_coordinator_whoever_has_yet_to_arrive_has_the_whole_timeout_again() -> None:
+    job = training(2).arrive("w1").wait(9.0)
+    job.happen(Restarted()).enlist(2, running=("w1", "w2")).connect("w1", "w2", generation=1)
+    assert job.wait(9.0).heard(End) == []
+    assert job.wait(1.1).heard(End) == ["a"]
 
 
 def test_a_coordinator_that_was_held_up_blames_nobody() -> None:

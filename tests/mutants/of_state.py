@@ -1,0 +1,342 @@
+"""Mistakes in the state machine."""
+
+from mutants.mutant import Mutant
+
+RULES = "membership/state/rules.py"
+HEARING = "membership/state/hearing.py"
+CHANGE = "membership/state/change.py"
+DEADLINE = "membership/state/deadline.py"
+ARRIVAL = "membership/state/arrival.py"
+BALANCE = "membership/state/balance.py"
+EXCLUSION = "membership/state/exclusion.py"
+REACH = "membership/state/reach.py"
+
+MUTANTS = (
+    # -- generations
+    Mutant(
+        "the store keeps the keys of all generations",
+        RULES,
+        "    change.actions.append(Forget(number))\n",
+        "",
+    ),
+    Mutant(
+        "a job that starts over keeps the published values of before",
+        RULES,
+        "    change.actions.append(Forget())\n",
+        "",
+    ),
+    Mutant(
+        "a generation gets the number of the one before",
+        RULES,
+        "change.state, change.state.generation + 1\n",
+        "change.state, max(1, change.state.generation)\n",
+    ),
+    Mutant(
+        "joiners are let in where members do not stand at one boundary",
+        RULES,
+        "joiners = joiners[: max(0, size - len(staying))] if steady else []",
+        "joiners = joiners[: max(0, size - len(staying))]",
+    ),
+    Mutant(
+        "joiners are let in that wait at another loop",
+        RULES,
+        "for worker in _ready(change.state) if worker.loop == loop and not worker.leaving]",
+        "for worker in _ready(change.state) if not worker.leaving]",
+    ),
+    Mutant(
+        "members that leave go in the middle of a step",
+        ARRIVAL,
+        "len(places) == 1 and all(arrival(member).at_boundary for member in holders)",
+        "len(places) == 1",
+    ),
+    Mutant(
+        "members count as standing at one boundary although one is an act ahead",
+        ARRIVAL,
+        "places = {(arrival(member).acts, arrival(member).loop) for member in holders}",
+        "places = {arrival(member).loop for member in holders}",
+    ),
+    Mutant(
+        "the state of the generation comes from the member that is the furthest behind",
+        ARRIVAL,
+        "    return max(ranks, key=lambda",
+        "    return min(ranks, key=lambda",
+    ),
+    Mutant(
+        "a joiner that has not yet received the state counts as one that has it",
+        ARRIVAL,
+        "return not seat.joins or max(1, minted.roster[minted.source].acts) <= arrival(member).acts",
+        "return True",
+    ),
+    Mutant(
+        "the next generation is minted before all members have arrived",
+        RULES,
+        'if minted is None or any(member.phase != "arrived" or not member.signs.connected for member in members):',
+        'if minted is None or all(member.phase != "arrived" or not member.signs.connected for member in members):',
+    ),
+    Mutant(
+        "a generation is minted with a member that has no connection",
+        RULES,
+        'any(member.phase != "arrived" or not member.signs.connected for member in members)',
+        'any(member.phase != "arrived" for member in members)',
+    ),
+    Mutant(
+        "the only ones that hold the weights leave before somebody else has them",
+        RULES,
+        "    if not any(member in holders for member in staying):\n",
+        "    if not staying:\n",
+    ),
+    Mutant(
+        "the first generation does not wait for those that were asked for",
+        RULES,
+        "if len(ready) >= needed and len(ready) == len(state.candidates):",
+        "if len(ready) >= needed:",
+    ),
+    Mutant(
+        "the first generation is minted with fewer workers than are needed",
+        RULES,
+        "if len(ready) >= needed and len(ready) == len(state.candidates):",
+        "if ready and len(ready) == len(state.candidates):",
+    ),
+    Mutant(
+        "there are more members than were asked for",
+        RULES,
+        "staying = [member for member in members if not member.leaving][:size] if steady else []",
+        "staying = [member for member in members if not member.leaving] if steady else []",
+    ),
+    Mutant(
+        "members stop again and again for a joiner that waits at a later loop",
+        RULES,
+        "return joiner.loop > state.loop and joiner.turn > state.turns_seen",
+        "return joiner.loop > state.loop",
+    ),
+    Mutant(
+        "workers of the life before are told nothing and wait for ever",
+        RULES,
+        '            change.remove(worker, "all others are lost, and the job starts over")\n',
+        "            pass\n",
+    ),
+    # -- messages
+    Mutant(
+        "an arrival in an earlier generation counts in this one",
+        HEARING,
+        'case Arrived() if worker.phase == "working" and message.generation == change.state.generation:',
+        'case Arrived() if worker.phase == "working":',
+    ),
+    Mutant(
+        "a worker may be in the generation after the newest",
+        HEARING,
+        "if hello.generation > state.generation:",
+        "if hello.generation > state.generation + 1:",
+    ),
+    Mutant(
+        "a member that missed its generation over a broken connection is not told of it",
+        HEARING,
+        "    if generation < minted.generation:\n",
+        "    if generation + 1 < minted.generation:\n",
+    ),
+    Mutant(
+        "a member that missed a loss over a broken connection is not told of it",
+        HEARING,
+        "    if change.state.broken:\n",
+        "    if change.state.broken and False:\n",
+    ),
+    Mutant(
+        "members wait for one that has left the work in the middle of it",
+        HEARING,
+        "        change.wake_members()  # they may wait for it, and it comes no more\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "members wait for one that has left before it had formed the generation",
+        HEARING,
+        "    if not message.at_boundary or worker.id not in change.state.formed:\n",
+        "    if not message.at_boundary:\n",
+    ),
+    Mutant(
+        "a joiner that has lost the others leaves its generation, and nobody is told",
+        HEARING,
+        "            _ready(change, worker, message)\n            change.break_up(worker)\n",
+        "            _ready(change, worker, message)\n",
+    ),
+    Mutant(
+        "a worker that was given up is served when it comes back",
+        HEARING,
+        '    if worker.phase == "lost":\n',
+        '    if worker.phase == "lost" and False:\n',
+    ),
+    Mutant(
+        "a worker that was given up goes on talking, and is not told so",
+        HEARING,
+        '    if worker is None or worker.phase == "lost":\n        reason',
+        "    if worker is None:\n        reason",
+    ),
+    Mutant(
+        "a replacement that was meant for a rank of an earlier generation hits another worker",
+        HEARING,
+        "    if message.generation != change.state.generation:\n        return  # the worker",
+        "    if False:\n        return  # the worker",
+    ),
+    Mutant(
+        "a joiner that cannot join ends the job",
+        HEARING,
+        "if is_error and not is_joiner and not change",
+        "if is_error and not change",
+    ),
+    Mutant(
+        "a worker of an agent that was told to start it, and did not, is awaited for ever",
+        HEARING,
+        "        if worker.id not in hello.running:\n            _ended_unseen(change, worker)\n",
+        "        pass\n",
+    ),
+    # -- restarts of the coordinator
+    Mutant(
+        "workers count as connected to a coordinator that has just started",
+        HEARING,
+        "workers={worker.id: replace(worker, signs=signs) for",
+        "workers={worker.id: replace(worker, signs=replace(signs, connected=worker.signs.connected)) for",
+    ),
+    Mutant(
+        "a coordinator that was killed before it forgot values never forgets them",
+        HEARING,
+        "    change.actions.append(Forget() if state.minted is None else Forget(state.generation))"
+        "  # perhaps it came to nothing\n",
+        "",
+    ),
+    Mutant(
+        "members are lost at once when the coordinator starts again on another clock",
+        HEARING,
+        "        arrival=None if state.arrival is None else change.now,\n",
+        "",
+    ),
+    # -- losses
+    Mutant(
+        "lost workers are replaced without end",
+        CHANGE,
+        "self.set(restarts=self.state.restarts + 1)",
+        "self.set(restarts=self.state.restarts)",
+    ),
+    Mutant(
+        "one worker more is replaced than may be",
+        CHANGE,
+        "if self.state.restarts < settings.max_restarts * settings.largest:",
+        "if self.state.restarts <= settings.max_restarts * settings.largest:",
+    ),
+    Mutant(
+        "losses are not counted as departures, by which policies go",
+        CHANGE,
+        "            self.set(departures=self.state.departures + 1)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a worker that leaves on notice and is then lost counts as two departures",
+        CHANGE,
+        "        if not worker.leaving:  # else it has been counted\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "members are not told of a loss",
+        CHANGE,
+        "                self.tell(member, Lost(generation=self.state.generation, workers=(worker.id,)))\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "members are not told that a generation is due",
+        CHANGE,
+        "                self.tell(member, RegroupDue(generation=self.state.generation))\n",
+        "                pass\n",
+    ),
+    # -- time
+    Mutant(
+        "signs of life do not renew a member's deadline",
+        HEARING,
+        "    worker = change.put(worker, signs=replace(worker.signs, at=change.now))\n",
+        "",
+    ),
+    Mutant(
+        "a member that goes on giving signs of life need never arrive",
+        DEADLINE,
+        "return min(signs.at, signs.at if state.arrival is None else state.arrival) + timeout_s",
+        "return signs.at + timeout_s",
+    ),
+    Mutant(
+        "those who are ready wait for ever for one that never comes, as they give signs of life",
+        DEADLINE,
+        "waiting = [other.signs.since for other in",
+        "waiting = [other.signs.at for other in",
+    ),
+    Mutant(
+        "a coordinator that was held up takes everybody for lost",
+        DEADLINE,
+        "    if gap <= state.settings.failure_timeout_s / 2:\n",
+        "    if True:\n",
+    ),
+    Mutant(
+        "a broken connection is a sign of life",
+        HEARING,
+        "return replace(signs, connected=False, at=max(signs.at, change.now - half))",
+        "return replace(signs, connected=False, at=change.now)",
+    ),
+    Mutant(
+        "a main thread that hangs in a collective call is never given up",
+        DEADLINE,
+        'return pulse.doing == "call" or any(',
+        "return any(",
+    ),
+    # -- who comes and goes
+    Mutant(
+        "members are compared for balance with shares that were those of a lost one",
+        BALANCE,
+        "if minted is None or state.now < state.minted_at + SETTLED_S or len(members) < len(minted.roster):",
+        "if minted is None or state.now < state.minted_at + SETTLED_S:",
+    ),
+    Mutant(
+        "the longest ready candidate is dismissed instead of the newest",
+        RULES,
+        "for worker in change.state.candidates[::-1][:surplus]:",
+        "for worker in change.state.candidates[:surplus]:",
+    ),
+    Mutant(
+        "a worker that cannot be replaced for want of restarts is replaced",
+        RULES,
+        "missing = state.size - state.unreplaced - len(state.staying)",
+        "missing = state.size - len(state.staying)",
+    ),
+    Mutant(
+        "a joiner without the weights is told to write them",
+        RULES,
+        "preempted=member in holders)",
+        "preempted=True)",
+    ),
+    Mutant(
+        "a job is over for its agents while workers still write their checkpoint",
+        RULES,
+        "    if everybody and not state.workers:\n",
+        "    if everybody:\n",
+    ),
+    # -- who reaches whom
+    Mutant(
+        "hosts that cannot be reached stay in",
+        REACH,
+        "    _leave_out(change)\n    for agent",
+        "    for agent",
+    ),
+    Mutant(
+        "the same workers fail to form a generation again and again",
+        EXCLUSION,
+        "        out += [] if out else _suspects(change, minted)\n",
+        "        pass\n",
+    ),
+    # -- the end
+    Mutant(
+        "workers may finish with different weights",
+        RULES,
+        "    if len({worker.digest for worker in finished}) > 1:\n",
+        "    if len({worker.digest for worker in finished}) > 2:\n",
+    ),
+    Mutant(
+        "the job is done while members are still on the way",
+        RULES,
+        "    if not finished or change.state.members:\n",
+        "    if not finished:\n",
+    ),
+)

@@ -1,0 +1,176 @@
+"""Mistakes in the acts, in what is handed over, and in a worker's membership."""
+
+from mutants.mutant import ACTS, Mutant
+
+ACTS_FILE = "train/acts.py"
+MAJORITY = "train/majority.py"
+WORKERS = "train/workers.py"
+ELASTIC = "train/elastic.py"
+MEMBERSHIP = "train/membership.py"
+
+DOORS = ("tests/unit/test_elastic_doors.py", *ACTS)
+
+MUTANTS = (
+    Mutant(
+        "an act is counted before its state is there",
+        ACTS_FILE,
+        "        self._value = make()\n        self.done, self._changed = done, changed\n",
+        "        self.done, self._changed = done, changed\n        self._value = make()\n",
+        ACTS,
+    ),
+    Mutant(
+        "a state is handed over without its count",
+        ACTS_FILE,
+        "        self._commit(done, take, changed=changed)\n",
+        "        self._commit(self.done, take, changed=changed)\n",
+        ACTS,
+    ),
+    Mutant(
+        "a count is handed over without its state",
+        ACTS_FILE,
+        "            if changed or joins:\n                self.keeper.take(given, joins)\n",
+        "",
+        ACTS,
+    ),
+    Mutant(
+        "only joiners get the state, so that a member that is behind keeps its old one",
+        ACTS_FILE,
+        "            if changed or joins:\n",
+        "            if joins:\n",
+        ACTS,
+    ),
+    Mutant(
+        "a joiner gets no state when the newest act has changed none",
+        ACTS_FILE,
+        "            is_lacking = self._changed or arrival.joiners\n",
+        "            is_lacking = self._changed\n",
+        ACTS,
+    ),
+    Mutant(
+        "who is behind does not learn whether the newest act has changed the state",
+        ACTS_FILE,
+        "told = [self.done, self._changed, self._value, self",
+        "told = [self.done, False, self._value, self",
+        ACTS,
+    ),
+    Mutant(
+        "who is behind keeps the value of its own act before",
+        ACTS_FILE,
+        "            return value\n\n        self._commit(done, take",
+        "            return self._value\n\n        self._commit(done, take",
+        ACTS,
+    ),
+    Mutant(
+        "an act that a worker was lost in is left out",
+        ACTS_FILE,
+        "                self.regroup(lost)\n            else:\n                failpoint(",
+        "                self.regroup(lost)\n                break\n            else:\n                failpoint(",
+        ACTS,
+    ),
+    Mutant(
+        "an act is not counted",
+        ACTS_FILE,
+        "self._commit(number + 1, change.make, changed=changes)",
+        "self._commit(number, change.make, changed=changes)",
+        ACTS,
+    ),
+    Mutant(
+        "steps count as acts that change nothing",
+        ACTS_FILE,
+        "self._commit(number + 1, change.make, changed=changes)",
+        "self._commit(number + 1, change.make, changed=False)",
+        ACTS,
+    ),
+    Mutant(
+        "a joiner publishes what it has read",
+        ACTS_FILE,
+        "        if not self._membership.joins:  # what it skips, it has heard of from the others\n",
+        "        if True:\n",
+        ACTS,
+    ),
+    Mutant(
+        "a member that takes an act from the others does not number it, so that joiners read the wrong values",
+        ACTS_FILE,
+        "            self._membership.joins = False\n        else:\n            self._tell_joiners()\n",
+        "            self._membership.joins = False\n",
+        ACTS,
+    ),
+    Mutant(
+        "a joiner that loses the others when it has their state throws it away, and its count stays",
+        ACTS_FILE,
+        "                if not self._membership.joins:  # it has the state, and is a member like the others\n"
+        "                    self.regroup(lost)\n",
+        "                self._membership.joins = True\n",
+        ACTS,
+    ),
+    Mutant(
+        "a worker arrives with a count that is one too high",
+        ACTS_FILE,
+        "        return Standing(self.done, self._loop, self.step)\n",
+        "        return Standing(self.done + 1, self._loop, self.step)\n",
+        ACTS,
+    ),
+    Mutant(
+        "a worker that loses another one while it regroups gives up",
+        ACTS_FILE,
+        "                if isinstance(error, JobEnded) or not self._membership.is_elastic:\n",
+        "                if True:\n",
+        ACTS,
+    ),
+    Mutant(
+        "only joiners count as behind",
+        MEMBERSHIP,
+        "        return frozenset(late) | self.joiners\n",
+        "        return self.joiners\n",
+        ACTS,
+    ),
+    Mutant(
+        "joiners do not count as behind",
+        MEMBERSHIP,
+        "        return frozenset(late) | self.joiners\n",
+        "        return frozenset(late)\n",
+        ACTS,
+    ),
+    Mutant(
+        "the source of a generation counts as one that is behind",
+        MEMBERSHIP,
+        "if acts < self.acts[self.source]}",
+        "if acts <= self.acts[self.source]}",
+        ACTS,
+    ),
+    Mutant(
+        "a state that was handed over is used though it is not the one that was sent",
+        WORKERS,
+        "        if _seal(skeleton, received) != seal:\n",
+        "        if False:\n",
+        ("tests/unit/test_workers.py",),
+    ),
+    Mutant(
+        "who has come second in a vote gives its weights to the others",
+        MAJORITY,
+        "Counter(held).most_common(1)[0]",
+        "Counter(held).most_common(2)[-1]",
+        ("tests/unit/test_majority.py",),
+    ),
+    Mutant(
+        "half of the workers are a majority",
+        MAJORITY,
+        "    if 2 * votes <= len(held):\n",
+        "    if 2 * votes < len(held):\n",
+        ("tests/unit/test_majority.py",),
+    ),
+    Mutant(
+        "a worker hangs up on a generation that it has left already, and with it on the next",
+        ELASTIC,
+        "            if self._lost >= self._generation.number > self._left:\n",
+        "            if self._lost >= self._generation.number:\n",
+        DOORS,
+    ),
+    Mutant(
+        "the state of the next generation is taken from its first rank",
+        ELASTIC,
+        "        source=minted.source,\n",
+        "        source=0,\n",
+        ACTS,
+    ),
+)

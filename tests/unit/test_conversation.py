@@ -1,0 +1,111 @@
+"""What a worker says on one connection after the other."""
+
+import pytest
+
+from unisono.membership.conversation import MOST_UNSENT, Conversation
+from unisono.membership.messages import (
+    Arrived,
+    Formed,
+    FromWorker,
+    JobOver,
+    Leaving,
+    Progress,
+    Ready,
+    StoreReply,
+    StoreRequest,
+    WorkerHello,
+)
+
+pytestmark = pytest.mark.unit
+
+HELLO = WorkerHello(worker="w1", host="here", pid=1, shards=4)
+ARRIVED = Arrived(generation=1, acts=5, loop=0, at_boundary=True, step=5)
+
+
+def said(conversation: Conversation) -> list[FromWorker]:
+    """All that goes out now."""
+    found = []
+    while (message := conversation.next) is not None:
+        conversation.sent(message)
+        found.append(message)
+    return found
+
+
+def connected() -> Conversation:
+    conversation = Conversation(HELLO)
+    conversation.begin()
+    assert said(conversation) == [HELLO]
+    return conversation
+
+
+def again(conversation: Conversation) -> list[FromWorker]:
+    """What is said first on a new connection."""
+    conversation.break_off()
+    conversation.begin()
+    return said(conversation)
+
+
+def test_what_still_matters_is_said_again_on_a_new_connection() -> None:
+    conversation = connected()
+    for message in (ARRIVED, Leaving(), Progress(acts=1, step=1), Formed(generation=1)):
+        conversation.say(message)
+    said(conversation)
+    assert again(conversation) == [HELLO, ARRIVED, Leaving()]
+
+
+def test_the_newest_of_each_kind_is_said_again() -> None:
+    conversation = connected()
+    conversation.say(Ready(loop=0))
+    conversation.say(Ready(loop=1))
+    assert again(conversation) == [HELLO, Ready(loop=1)]
+
+
+def test_what_belonged_to_an_earlier_generation_is_not_said_again() -> None:
+    conversation = connected()
+    for message in (Ready(), ARRIVED, Leaving()):
+        conversation.say(message)
+    conversation.enter(2)
+    assert again(conversation) == [HELLO.model_copy(update={"generation": 2}), Leaving()]
+    assert conversation.generation == 2
+
+
+def test_a_question_is_asked_again_until_it_is_answered() -> None:
+    conversation = connected()
+    question = StoreRequest(id=0, operation="get", keys=("run/a",))
+    number, answer = conversation.ask(question)
+    asked = question.model_copy(update={"id": number})
+    assert said(conversation) == [asked]
+    assert again(conversation) == [HELLO, asked]
+    assert conversation.heard(StoreReply(id=number, value="YQ==")) is answer
+    assert again(conversation) == [HELLO]
+    assert conversation.heard(StoreReply(id=number)) is None
+
+
+def test_a_question_that_nobody_waits_for_is_not_asked_again() -> None:
+    conversation = connected()
+    number, _ = conversation.ask(StoreRequest(id=0, operation="get", keys=("run/a",)))
+    assert conversation.give_up(number)
+    assert not conversation.give_up(number)
+    assert again(conversation) == [HELLO]
+
+
+def test_without_a_connection_signs_of_life_are_left_out_and_few_messages_are_kept() -> None:
+    conversation = Conversation(HELLO)
+    conversation.say(Progress(acts=1, step=1))
+    for number in range(2 * MOST_UNSENT):
+        conversation.say(Formed(generation=number))
+    conversation.begin()
+    first, *others = said(conversation)
+    assert first == HELLO
+    assert others == [Formed(generation=number) for number in range(MOST_UNSENT, 2 * MOST_UNSENT)]
+
+
+def test_nothing_is_said_after_the_job_is_over() -> None:
+    conversation = connected()
+    _, answer = conversation.ask(StoreRequest(id=0, operation="get", keys=("run/a",)))
+    said(conversation)
+    conversation.heard(JobOver(digest="00"))
+    assert conversation.is_over
+    conversation.say(Leaving())
+    assert said(conversation) == []
+    assert conversation.end() == [answer]
