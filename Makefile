@@ -69,7 +69,7 @@ bench-disturbed: $(READY)  ## a worker or a connection becomes slow: what polici
 bench-monitor: $(READY)  ## what it costs to measure the gradients' noise in every step
 	@$(BIN)/python -m benchmarks monitor $(OPTIONS)
 
-bench-checks: $(READY)  ## what it costs to check the gradients' memory; --all: all of it; --audit: results
+bench-checks: $(READY)  ## what it costs to check the gradients' memory; --all: all of it; --audit: results; --state: weights and the rest
 	@$(BIN)/python -m benchmarks checks $(OPTIONS)
 
 bench-sampling: $(READY)  ## what reading only some blocks of the gradients does to the figures

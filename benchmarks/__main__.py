@@ -290,12 +290,13 @@ def checks_command(
     turns: Turns = None,
     everything: Annotated[bool, typer.Option("--all", help="check all of large gradients, too")] = False,
     audit: Annotated[bool, typer.Option("--audit", help="instead: compute a hundredth of the work twice")] = False,
+    state: Annotated[bool, typer.Option("--state", help="instead: weights and all that goes with them")] = False,
     seed: Seed = 0,
     quick: Quick = False,
     output: Output = RESULTS,
 ) -> None:
-    """What it costs to check the gradients' memory in every step, or results: beside a job that does not."""
-    pair = "audit" if audit else "checks-all" if everything else "checks"
+    """What it costs to check gradients, results or the state in every step: beside a job that does not."""
+    pair = "state" if state else "audit" if audit else "checks-all" if everything else "checks"
     choice = _side_by_side(pair, model, workers, step_ms, quick=quick)
     _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
 

@@ -38,6 +38,7 @@ PAIRS = {
     "elastic": {"fixed": Kind(), "elastic": Kind(("--max-restarts", "3"))},
     "monitor": {"alone": Kind(), "watched": Kind(variables={"UNISONO_MONITOR_EVERY": "1"})},
     "monitor-all": {"alone": Kind(), "all read": Kind(variables={"BENCHMARK_ONE_IN": "1"})},
+    "state": {"nothing": Kind(variables={"UNISONO_VERIFY_EVERY": "0"}), "compared": Kind()},
     "checks": {"none": Kind(variables={"UNISONO_CHECKS": "none"}), "some": Kind(variables={"UNISONO_CHECKS": "some"})},
     "checks-all": {
         "none": Kind(variables={"UNISONO_CHECKS": "none"}),
