@@ -15,6 +15,7 @@
     ├── CheckpointError                a checkpoint that is damaged, missing or belongs elsewhere
     ├── Unreadable (ValueError)        bytes of a file, a socket or a store that are no value which is known there
     ├── LaunchError                    workers that could not be started
+    ├── Superseded                     a worker that was cut off, and whose job goes on without it: it writes no more
     └── WorkerLost                     another worker is gone: a consequence, never the cause
         ├── NoProgress                 another worker gave no sign for as long as the run's failure_timeout_s
         └── JobEnded                   the job has ended while this worker was at work: says why
@@ -85,6 +86,10 @@ class Unreadable(UnisonoError, ValueError):
 
 class LaunchError(UnisonoError):
     """Workers that could not be started."""
+
+
+class Superseded(UnisonoError):
+    """The job goes on without this worker, in another generation or start: it must not write into the run folder."""
 
 
 class WorkerLost(UnisonoError):

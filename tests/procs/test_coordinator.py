@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed
@@ -117,7 +118,7 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     made.listening.close()
 
 
-def open_line(coordinator: Coordinator, worker: str, told: "SimpleQueue[ToWorker]", **options: Path) -> Line:
+def open_line(coordinator: Coordinator, worker: str, told: "SimpleQueue[ToWorker]", **options: Any) -> Line:
     hello = WorkerHello(worker=worker, host="here", pid=1, shards=1)
     return Line.open(coordinator.url, coordinator.token, hello, told.put, PATIENCE_S, **options)
 

@@ -64,3 +64,27 @@ def test_a_worker_that_is_lost_meanwhile_is_waited_for_until_the_coordinator_is_
     assert time.monotonic() - begun < 30
     assert training.end() == serial.end()
     assert training.steps == serial.steps
+
+
+def test_whoever_hears_nothing_of_the_coordinator_for_half_the_timeout_writes_only_when_it_is_back(
+    serial: Trained, started: list[Training], tmp_path: Path
+) -> None:
+    options = ("-n", "2", "--max-restarts", "1", "--failure-timeout-s", "12", "--checkpoint-every", "1")
+    started.append(Training(tmp_path / "run", *options, PACE_S="0.1"))
+    training = started[0]
+    training.until_step(1)
+    coordinator = training.coordinator
+    os.kill(coordinator, signal.SIGSTOP)  # its connections stay open, as those of a host do that is cut off
+    try:
+        words = "so the job may go on without this worker: no checkpoint, no result and no metrics are written"
+        training.until_so(lambda: words in training.output.read_text(), "silence")
+        written = training.steps
+        training.until_so(lambda: "no checkpoint of step" in training.output.read_text(), "a step without a checkpoint")
+        assert training.steps == written
+    finally:
+        os.kill(coordinator, signal.SIGCONT)
+    assert training.end() == serial.end()
+    assert training.steps == serial.steps
+    assert not training.journal("lost")
+    kept = {line["step"] for line in training.journal("checkpoint")}
+    assert set(range(1, max(written) + 1)) <= kept < set(range(1, len(serial.steps) + 1))

@@ -11,10 +11,12 @@ from unisono.errors import LaunchError, WorkerLost
 from unisono.membership.generation import Generation
 from unisono.membership.messages import (
     Arrived,
+    JobOver,
     Lost,
     Message,
     Minted,
     Ready,
+    Refused,
     Seat,
     StoreReply,
     StoreRequest,
@@ -46,6 +48,7 @@ class Line:
         self.arrived = threading.Event()
         self.unreached: tuple[Unreached, ...] = ()
         self.requests: list[StoreRequest] = []
+        self.silent_s = 0.0
         self.answered = threading.Event()
         self.kept: list[Any] = []
 
@@ -94,7 +97,8 @@ class Host:
         def probe(targets: Sequence[Target], tell: Tell) -> Probing:
             return Probing(targets, "t" * 43, self.patience_s, tell)
 
-        self.elastic = Elastic(call, WorkerHello(worker="w1", host="h", pid=1, shards=4), form, PATIENCE_S, probe)
+        hello = WorkerHello(worker="w1", host="h", pid=1, shards=4)
+        self.elastic = Elastic(call, hello, form, PATIENCE_S, probe, PATIENCE_S / 2)
 
     def regroup(self) -> tuple[threading.Thread, list[Any]]:
         found: list[Any] = []
@@ -156,6 +160,22 @@ def test_a_loss_that_is_heard_of_late_leaves_the_door_to_the_next_generation_ope
     host.line.mint(2)
     thread.join(PATIENCE_S)
     assert isinstance(found[0], Arrival)
+
+
+def test_whoever_hears_nothing_of_the_coordinator_for_too_long_is_away_unless_it_was_told_that_all_is_over(
+    host: Host,
+) -> None:
+    host.line.silent_s = 9.9
+    assert host.elastic.away() == ""
+    host.line.silent_s = 10.1
+    assert host.elastic.away() == "no word from the coordinator for 10.1 s, so the job may go on without this worker"
+    host.line.hear(JobOver(digest="d"))
+    assert host.elastic.away() == ""
+
+
+def test_whoever_is_turned_away_is_away(host: Host) -> None:
+    host.line.hear(Refused(reason="w1 was given up"))
+    assert host.elastic.away() == "the coordinator turns this worker away: w1 was given up"
 
 
 def test_what_is_published_is_told_again_until_the_coordinator_answers(

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -406,6 +407,29 @@ def test_after_a_farewell_a_line_does_not_come_back(
     with pytest.raises(LaunchError, match="has ended"):
         line.request(StoreRequest(id=0, operation="check", keys=("run/n",)))
     line.send(Ready())  # to nobody
+
+
+def test_a_line_hears_of_a_coordinator_that_has_nothing_to_say_and_not_of_one_that_is_gone(
+    coordinator: FakeCoordinator,
+) -> None:
+    hello = WorkerHello(worker="w1", host="here", pid=1, shards=4)
+    line = Line.open(coordinator.url, "secret", hello, print, PATIENCE_S, look_s=0.01)
+    try:
+        for _ in range(5):
+            before = line._heard_at
+            awaited(lambda before=before: line._heard_at > before)  # type: ignore[misc]
+        coordinator.stop()
+        awaited(lambda: line.silent_s > 0.3)
+    finally:
+        line.close()
+        coordinator.start()
+
+
+def awaited(is_so: Callable[[], bool]) -> None:
+    deadline = monotonic() + PATIENCE_S
+    while not is_so():
+        assert monotonic() < deadline
+        threading.Event().wait(0.002)
 
 
 def test_what_was_sent_is_said_before_a_line_closes(coordinator: FakeCoordinator, connect: Open) -> None:

@@ -3,13 +3,14 @@
 import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.hold import Hold, newest_term
-from unisono.errors import JobError, UnisonoWarning, Unreadable
+from unisono.checkpoint.hold import Hold, newest_term, who_holds
+from unisono.checkpoint.writer import Writer
+from unisono.errors import JobError, LaunchError, Superseded, UnisonoWarning, Unreadable
 from unisono.jsonl import append_line, open_lines, read_lines, to_json
 from unisono.received import parse_json, read_object
 
@@ -28,7 +29,23 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         self.metrics = MetricsFile(self.path / "metrics.jsonl")
+        self.writer: Writer | None = None
         self._hold: Hold | None = None
+
+    def written_by(self, writer: Writer) -> None:
+        """From now on a worker writes here as long as it has the right to."""
+        self.writer = writer
+        self.metrics.obstacle = writer.obstacle
+
+    def ready(self, timeout_s: float) -> None:
+        """Wait until results can be written.
+
+        Raises:
+            LaunchError: they cannot for so long; says why.
+            Superseded: the job goes on without this worker.
+        """
+        if self.writer is not None and (why := self.writer.wait(timeout_s)):
+            raise LaunchError(f"{why}: {self.path} has no result of this worker")
 
     @property
     def term(self) -> int:
@@ -96,8 +113,18 @@ class RunFolder:
         return _read(self.path / "result.json")
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Say how the run ended."""
+        """Say how the run ended; unless another start or generation writes here, or may be writing.
+
+        Raises:
+            Superseded: another one does.
+        """
         path = self.path / "result.json"
+        if self._hold is not None and newest_term(self.path) > self._hold.term:
+            raise Superseded(f"{path} is another start's: {who_holds(self.path)}")
+        if self.writer is not None:
+            if self.writer.obstacle():
+                return
+            result = {**result, **self.writer.about}
         try:
             write_json(path, result)
         except OSError as error:
@@ -105,6 +132,8 @@ class RunFolder:
 
     def journal(self, event: str, **fields: Any) -> None:
         """Append an event with the time it happened. A line is written at once and whole."""
+        if self.writer is not None and self.writer.is_superseded:
+            return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         path = self.path / "journal.jsonl"
         try:
@@ -137,19 +166,34 @@ class RunFolder:
 
 
 class MetricsFile:
-    """A file of JSON lines, each written at once: a worker that is killed takes none with it."""
+    """A file of JSON lines, each written at once: a worker that is killed takes none with it.
+
+    Attributes:
+        obstacle: why nothing may be written now. Lines wait until it may.
+    """
 
     def __init__(self, path: Path) -> None:
+        self.obstacle: Callable[[], str] = lambda: ""
         self._path = path
         self._descriptor: int | None = None
+        self._waiting: list[dict[str, Any]] = []
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line. NaN and infinities, which JSON does not have, become null."""
+        """Append a line. NaN and infinities, which JSON does not have, become null.
+
+        Raises:
+            Superseded: the job goes on without this worker.
+        """
+        self._waiting.append(dict(line))
+        if self.obstacle():
+            return
+        waiting, self._waiting = self._waiting, []
         try:
             if self._descriptor is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._descriptor = open_lines(self._path)
-            append_line(self._descriptor, line)
+            for each in waiting:
+                append_line(self._descriptor, each)
         except OSError as error:
             _warn_unwritten(self._path, error)
 
@@ -158,7 +202,11 @@ class MetricsFile:
 
         Returns:
             the lines that stay.
+
+        Raises:
+            Superseded: the job goes on without this worker.
         """
+        self.obstacle()
         self.close()
         if not self._path.exists():
             return []

@@ -19,6 +19,7 @@ from unisono.received import open_file, read_object
 FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
+NOBODY: Mapping[str, int] = {}
 PARTS = ("model", "optimizer", "state")
 DIGESTED = ("model", "optimizer")
 """What an update changes."""
@@ -103,8 +104,12 @@ class FrozenSnapshot:
         """As :meth:`Snapshot.digests` of the snapshot of which this is a copy: others, if the copy has changed."""
         return {part: flat_digest(self.text[part], self.tensors[part]) for part in DIGESTED}
 
-    def write(self, folder: Path) -> int:
+    def write(self, folder: Path, written_by: Mapping[str, int] = NOBODY) -> int:
         """Write everything into an empty folder, the manifest last.
+
+        Args:
+            folder: that is there.
+            written_by: whose turn it was: for the manifest.
 
         Returns:
             the number of bytes.
@@ -116,7 +121,7 @@ class FrozenSnapshot:
             f"{part}.safetensors": _write(folder / f"{part}.safetensors", pieces(self.tensors[part])) for part in PARTS
         }
         files[STATE] = _write(folder / STATE, [json.dumps(self.text, allow_nan=False).encode()])
-        manifest: dict[str, Any] = {"format": FORMAT, "step": self.step, "files": files}
+        manifest: dict[str, Any] = {"format": FORMAT, "step": self.step, **written_by, "files": files}
         manifest["verified"] = self.verified is not None
         if self.verified is not None:
             manifest["digests"] = {part: f"{digest:016x}" for part, digest in self.verified.items()}

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -25,7 +25,8 @@ from unisono.checkpoint.snapshot import (
     read_snapshot,
     sync_folder,
 )
-from unisono.errors import CheckpointError, UnisonoWarning
+from unisono.checkpoint.writer import Writer
+from unisono.errors import CheckpointError, Superseded, UnisonoWarning
 
 __all__ = ["CheckpointStore", "Snapshot", "load_weights"]
 
@@ -45,14 +46,22 @@ class CheckpointStore:
         folder: where they are.
         keep: how many stay; older ones are removed.
         on_event: told what happened, for the journal; also from the thread that writes.
+        writer: whether this worker may write here; None if nobody else does.
 
     Attributes:
         seconds: that the newest one took, from :meth:`save` until it was on disk; 0 before the first.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 3, on_event: Callable[..., None] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 3,
+        on_event: Callable[..., None] | None = None,
+        writer: Writer | None = None,
+    ) -> None:
         self._folder = Path(folder).absolute()
-        self._keep = keep
+        self._keep, self._rights = keep, writer
         self._tell = on_event or (lambda event, **fields: None)
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[str | None] | None = None
@@ -77,8 +86,13 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: the state holds something that cannot be kept; names it.
+            Superseded: the job goes on without this worker.
         """
         self.wait()
+        if self._rights is not None and (why := self._rights.obstacle()):
+            self._tell("checkpoint failed", step=snapshot.step, error=why)
+            warnings.warn(f"no checkpoint of step {snapshot.step} is written: {why}", UnisonoWarning, stacklevel=3)
+            return
         begun = perf_counter()
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="unisono-checkpoint")
@@ -115,6 +129,8 @@ class CheckpointStore:
         """Write one, and remove what is too old; returns what went wrong, in words."""
         try:
             written = self._place(frozen)
+        except Superseded as error:
+            return f"the checkpoint of step {frozen.step} was not written: {error}"
         except (OSError, CheckpointError) as error:
             self._tell("checkpoint failed", step=frozen.step, error=str(error))
             return (
@@ -131,13 +147,14 @@ class CheckpointStore:
         spare = target.with_name(f"{target.name}.old")
         try:
             temporary.mkdir(parents=True)
-            written = frozen.write(temporary)
+            written = frozen.write(temporary, {} if self._rights is None else self._rights.about)
             frozen.require_verified()
-            if target.exists():
-                # One of the two is under a name that is looked at, whenever this process ends.
-                self._discard(spare)
-                target.rename(spare)
-            temporary.rename(target)
+            with self._placing():
+                if target.exists():
+                    # One of the two is under a name that is looked at, whenever this process ends.
+                    self._discard(spare)
+                    target.rename(spare)
+                temporary.rename(target)
             sync_folder(self._folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -162,6 +179,9 @@ class CheckpointStore:
             temporary = self._temporary()
             path.rename(temporary)
             _remove(temporary)
+
+    def _placing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._rights is None else self._rights.placing()
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"

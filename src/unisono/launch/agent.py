@@ -128,7 +128,10 @@ class Agent:
     def __init__(
         self, settings: ElasticSettings, folder: RunFolder, terminal: Terminal, joined: Joined | None = None
     ) -> None:
-        told = {"UNISONO_TERM": str(folder.term or "")}
+        told = {
+            "UNISONO_TERM": str(folder.term or ""),
+            "UNISONO_FAILURE_TIMEOUT_S": str(settings.failure_timeout_s),
+        }
         self._settings = replace(settings, launch=settings.launch.told(told))
         self._folder, self._terminal, self._joined = folder, terminal, joined
         self._id = f"agent-{secrets.token_hex(8)}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.folder import RunFolder, new_run_folder
-from unisono.errors import JobError
+from unisono.errors import JobError, Superseded
 from unisono.launch.outcome import Outcome
 from unisono.launch.terminal import Terminal
 
@@ -87,7 +87,7 @@ def conclude(folder: RunFolder, end: End, terminal: Terminal) -> None:
     """Write a job's end into its run folder; if that cannot be done, say so."""
     try:
         end.write(folder)
-    except OSError as error:
+    except (OSError, Superseded) as error:
         terminal.say(f"{folder.path / 'result.json'} could not be written: {error}")
 
 

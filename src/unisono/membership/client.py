@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 
 from pydantic import ValidationError
 from websockets.asyncio.client import ClientConnection
@@ -60,10 +61,12 @@ class Line:
         on_message: Callable[[ToWorker], None],
         certificates: Path | None = None,
         ping_s: float = PING_S,
+        look_s: float = PING_S,
     ) -> None:
         self.url = url
         self.local_address = ""
-        self._ping_s = ping_s
+        self._ping_s, self._look_s = ping_s, look_s
+        self._heard_at = monotonic()
         self.kept: list[object] = []
         self._token = token
         self._tls = context_for(url, certificates)
@@ -90,6 +93,7 @@ class Line:
         on_message: Callable[[ToWorker], None],
         timeout_s: float,
         certificates: Path | None = None,
+        look_s: float = PING_S,
     ) -> "Line":
         """Connect and say hello.
 
@@ -102,18 +106,24 @@ class Line:
             timeout_s: how long to try to connect, in seconds.
             certificates: whom to trust, PEM, as :func:`~unisono.membership.trust.context_for` says; None for those that
                 this host trusts.
+            look_s: seconds between two looks at whether the coordinator is still there.
 
         Raises:
             LaunchError: there is no coordinator that takes this token, or the token would be readable on the way.
         """
         if not is_private(url):
             raise LaunchError(f"{url}: a coordinator on another host is reached over https, since the token goes there")
-        line = cls(url, token, hello, on_message, certificates, min(PING_S, timeout_s / 4))
+        line = cls(url, token, hello, on_message, certificates, min(PING_S, timeout_s / 4), look_s)
         line._thread.start()
         if not line._opened.wait(timeout_s) or not line._was_connected:
             line.close()
             raise LaunchError(f"the coordinator at {url} could not be reached within {timeout_s:g} s: {line._trouble}")
         return line
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the coordinator was heard of last, at most so many more than lie between two looks."""
+        return monotonic() - self._heard_at
 
     @property
     def generation(self) -> int:
@@ -231,6 +241,7 @@ class Line:
             self._socket = socket
             self._begin()
             sending = asyncio.create_task(self._send_all(socket))
+            looking = asyncio.create_task(self._look(socket))
             try:
                 async for text in socket:
                     self._hear(text)
@@ -240,13 +251,21 @@ class Line:
                 with self._lock:
                     self._conversation.break_off()
                 sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)
+                looking.cancel()
+                await asyncio.gather(sending, looking, return_exceptions=True)
 
     def _begin(self) -> None:
         with self._lock:
             self._conversation.begin()
             self._was_connected = True
         self._opened.set()
+
+    async def _look(self, socket: ClientConnection) -> None:
+        """Hear of the coordinator again and again, also when it has nothing to say."""
+        while True:
+            await (await socket.ping())
+            self._heard_at = monotonic()
+            await asyncio.sleep(self._look_s)
 
     async def _send_all(self, socket: ClientConnection) -> None:
         try:
@@ -264,7 +283,7 @@ class Line:
             await socket.close()
 
     def _hear(self, text: str | bytes) -> None:
-        self._pause_s = FIRST_PAUSE_S
+        self._pause_s, self._heard_at = FIRST_PAUSE_S, monotonic()
         try:
             self._take(to_worker.validate_json(text))
         except ValidationError as error:

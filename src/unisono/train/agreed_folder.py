@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from unisono.checkpoint.folder import RunFolder, new_run_folder
+from unisono.checkpoint.writer import Turn, Writer
 from unisono.errors import JobError
 from unisono.job import Job
 from unisono.train.acts import Acts
@@ -30,14 +31,15 @@ def agreed_folder(acts: Acts, membership: Membership, wanted: Path | None, job: 
     opening = _Opening(wanted, job, settings)
     try:
         shared = acts.together(opening)
-        if wanted is None or not membership.is_elastic:
-            return opening.folder or RunFolder(shared)
-        folder = opening.folder or RunFolder(wanted)
+        own = Path(shared) if wanted is None or not membership.is_elastic else wanted
+        folder = opening.folder or RunFolder(own)
         if str(folder.path) != shared:  # the main worker may be one of this host some time
             _keep_job(folder, job, settings)
     except BaseException:
         opening.close()
         raise
+    term = settings.term if settings.term and _is_held_by_launcher(folder.path, settings) else folder.term
+    folder.written_by(Writer(folder.path, lambda: Turn(term, membership.workers.generation.number), membership.away))
     return folder
 
 

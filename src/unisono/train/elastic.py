@@ -1,5 +1,6 @@
 """A membership that changes while the job trains: workers come, go and die, and the others go on."""
 
+import math
 import os
 import queue
 import threading
@@ -56,6 +57,9 @@ from unisono.train.publisher import Publisher
 from unisono.train.settings import Coordination
 from unisono.train.workers import Workers
 
+LOOKS = 4
+"""At the coordinator, in the time after which no word from it is too long."""
+
 BEAT_S = 1.0
 """Between two signs of life."""
 
@@ -82,6 +86,7 @@ class Elastic(Membership):
         form: connects the workers of a generation.
         timeout_s: how long to wait for other workers and for the coordinator.
         probe: finds out which hosts of a generation are not reached; None if nobody needs to know.
+        silence_s: after so long without the coordinator the job may soon go on without this worker.
 
     Raises:
         LaunchError: the coordinator refuses this worker, or cannot be reached.
@@ -90,9 +95,17 @@ class Elastic(Membership):
     is_elastic = True
 
     def __init__(
-        self, call: Call, hello: WorkerHello, form: Form, timeout_s: float, probe: Probe | None = None
+        self,
+        call: Call,
+        hello: WorkerHello,
+        form: Form,
+        timeout_s: float,
+        probe: Probe | None = None,
+        silence_s: float = math.inf,
     ) -> None:
-        self._hello, self._form, self._timeout_s, self._probe = hello, form, timeout_s, probe
+        self._hello, self._form, self._timeout_s = hello, form, timeout_s
+        self._probe, self._silence_s = probe, silence_s
+        self._farewell: _End | None = None
         self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         self._end: _End | None = None
         self._generation = Generation(0, 0, Split.even(hello.shards, 1))
@@ -213,6 +226,15 @@ class Elastic(Membership):
         self._line.cut(seconds)
         super().cut_off(seconds)
 
+    def away(self) -> str:
+        """Because it hears nothing of the coordinator, which gives it up after twice that time, or is turned away."""
+        if self._farewell is not None:
+            refused = isinstance(self._farewell, Refused)
+            return f"the coordinator turns this worker away: {self._farewell.reason}" if refused else ""
+        if (silent_s := self._line.silent_s) <= self._silence_s:
+            return ""
+        return f"no word from the coordinator for {silent_s:.1f} s, so the job may go on without this worker"
+
     def close(self) -> None:
         """Hang up on everybody."""
         self._closed.set()
@@ -232,6 +254,7 @@ class Elastic(Membership):
         elif isinstance(message, Welcome | Minted):
             self._news.put(message)
         elif isinstance(message, Removed | Refused | JobOver):
+            self._farewell = message
             self._news.put(message)
             self._lost = self._generation.number
             self._hang_up_if_lost()
@@ -366,7 +389,7 @@ class Elastic(Membership):
             )
 
 
-def elastic(where: Coordination, job: Job, host: str, form: Form, timeout_s: float) -> Elastic:
+def elastic(where: Coordination, job: Job, host: str, form: Form, timeout_s: float, silence_s: float) -> Elastic:
     """The membership of a worker whose job has a coordinator.
 
     Raises:
@@ -377,12 +400,12 @@ def elastic(where: Coordination, job: Job, host: str, form: Form, timeout_s: flo
     hello = WorkerHello(worker=where.worker, host=host, pid=os.getpid(), shards=job.shards)
 
     def call(hear: Callable[[ToWorker], None]) -> Line:
-        return Line.open(where.url, token, hello, hear, timeout_s, where.certificate)
+        return Line.open(where.url, token, hello, hear, timeout_s, where.certificate, silence_s / LOOKS)
 
     def probe(targets: Sequence[Target], tell: Tell) -> Probing:
         return Probing(targets, token, min(PATIENCE_S, timeout_s), tell)
 
-    return Elastic(call, hello, form, timeout_s, probe)
+    return Elastic(call, hello, form, timeout_s, probe, silence_s)
 
 
 def arrival_in(minted: Minted, seconds: Mapping[str, float]) -> Arrival:

@@ -152,6 +152,10 @@ class Membership(ABC):
             Dismissed: this worker is not needed, or the job is done.
         """
 
+    def away(self) -> str:
+        """Why the job may go on without this worker, in words; empty as long as it cannot. From any thread."""
+        return ""
+
     def cut_off(self, seconds: float) -> None:
         """Lose the others, and the coordinator for so many seconds: a rehearsal of what networks do.
 

@@ -7,7 +7,7 @@ import math
 import platform
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
@@ -25,7 +25,7 @@ from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
 from unisono.data.shards import Collate, ShardSource, ShardsRequest, check_dataset
 from unisono.data.streams import generators_kept, seed_generators
-from unisono.errors import DataError, Dismissed, JobError, JobMismatch, MemoryFault, ModelError, PolicyError
+from unisono.errors import DataError, Dismissed, JobError, JobMismatch, MemoryFault, ModelError, PolicyError, Superseded
 from unisono.failpoints import failpoint
 from unisono.job import Job
 from unisono.plan.audits import Finding
@@ -452,6 +452,8 @@ class Run:
         return weights
 
     def _conclude(self, weights: str, verified: Digests | None, workers: Workers) -> None:
+        if self.is_main:
+            self._around.folder.ready(self._around.care.failure_timeout_s)
         if self._checkpoints.in_use:
             self._checkpoints.save(self._snapshot(), verified)
         self._checkpoints.close()
@@ -484,7 +486,8 @@ class Run:
 
     def write_failure(self, error: Mapping[str, Any]) -> None:
         """Leave a ``result.json`` that says what went wrong, on whichever worker it began."""
-        self._around.folder.write_result(self.result(exit_code=1, error=dict(error)))
+        with suppress(Superseded):  # the job goes on elsewhere
+            self._around.folder.write_result(self.result(exit_code=1, error=dict(error)))
 
     def close(self) -> None:
         """Let go of connections, files and torch's switches. ``finish`` does it; not collective."""

@@ -1,6 +1,8 @@
 """What the launcher tells a worker through the environment, read once."""
 
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -73,6 +75,7 @@ class Settings:
     study: bool = False
     batch_size: int | None = None
     term: int | None = None
+    failure_timeout_s: float | None = None
     batch_scale: BatchScale = field(default_factory=BatchScale)
 
     @classmethod
@@ -107,6 +110,7 @@ class Settings:
             study=_switch(environ, "UNISONO_STUDY") is True,
             batch_size=_count(environ, "UNISONO_BATCH_SIZE"),
             term=_count(environ, "UNISONO_TERM"),
+            failure_timeout_s=_seconds(environ, "UNISONO_FAILURE_TIMEOUT_S"),
             batch_scale=_batch_scale(environ),
         )
 
@@ -140,6 +144,15 @@ def _share(environ: Mapping[str, str], name: str) -> float | None:
         return float(text)
     except ValueError:
         raise JobError(f"{name}={text!r} in the environment: needs a share between 0 and 1") from None
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+    if not (text := environ.get(name)):
+        return None
+    with suppress(ValueError):
+        if 0 < (found := float(text)) < math.inf:
+            return found
+    raise JobError(f"{name}={text!r} in the environment: needs a number of seconds above 0")
 
 
 def _batch_scale(environ: Mapping[str, str]) -> BatchScale:

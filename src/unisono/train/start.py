@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -178,6 +179,8 @@ def _note_batch(said: int, run: Run) -> None:
 
 def _membership(job: Job, environment: Environment, how: Connection, settings: Settings) -> Membership:
     if settings.coordinator is not None:
+        told_s = settings.failure_timeout_s or math.inf
+        silence_s = min(how.timeout_s, told_s) / 2
         # Who hangs is found by the coordinator. That workers wait for each other in vain is for when it does not.
         how = replace(how, timeout_s=BACKSTOP * how.timeout_s)
 
@@ -185,7 +188,7 @@ def _membership(job: Job, environment: Environment, how: Connection, settings: S
         return connect(job, generation, meeting, how)
 
     if settings.coordinator is not None:
-        return elastic(settings.coordinator, job, environment.host, form, how.timeout_s)
+        return elastic(settings.coordinator, job, environment.host, form, how.timeout_s, silence_s)
     job.require_workers(environment.world_size)
     generation = Generation(1, environment.rank, Split.even(job.shards, environment.world_size))
     return Fixed(form(generation, FixedMeeting(environment, how.timeout_s)))
@@ -291,7 +294,10 @@ def _folder(argument: str | Path | None, settings: Settings, number: int) -> Pat
 
 
 def _checkpoints(folder: RunFolder, keep: int, every: int | None) -> Checkpoints:
-    return Checkpoints(partial(CheckpointStore, folder.checkpoints, keep=keep, on_event=folder.journal), every=every)
+    return Checkpoints(
+        partial(CheckpointStore, folder.checkpoints, keep=keep, on_event=folder.journal, writer=folder.writer),
+        every=every,
+    )
 
 
 def _checkpoint_every(argument: int | None, keep: int, settings: Settings) -> int | None:

@@ -1,0 +1,181 @@
+"""Who writes into a run folder: a worker of the newest start and the newest generation, and nobody before it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import Superseded, UnisonoWarning, Unreadable
+from unisono.received import parse_json
+
+WRITER = "writer.json"
+"""In the run folder: who writes there."""
+
+LOOK_S = 0.05
+PLACING_S = 2.0
+"""How long something may be in the middle of being put in place: a process that does so may have been stopped."""
+
+_LONGEST = 4096
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Turn:
+    """When it is a worker's turn to write: the later goes before the earlier.
+
+    Attributes:
+        term: the start of the job in this run folder.
+        generation: of the workers.
+    """
+
+    term: int
+    generation: int
+
+
+class Writer:
+    """One worker's right to write into a run folder.
+
+    A host that is cut off trains on for a while, and the job may meanwhile go on elsewhere from its newest checkpoint.
+    Whoever writes there first puts its turn into the folder, and an earlier one that comes back finds it. Before that,
+    whoever has heard nothing from the coordinator for too long writes nothing.
+
+    Args:
+        folder: the run folder.
+        turn: of this worker, now.
+        away: why the job may go on without this worker; empty if it cannot.
+
+    Attributes:
+        is_superseded: whether it has been found that others write there.
+    """
+
+    def __init__(self, folder: Path, turn: Callable[[], Turn], away: Callable[[], str] = lambda: "") -> None:
+        self._path, self._turn, self._away = folder / WRITER, turn, away
+        self._seen: tuple[Turn, tuple[int, int, int]] | None = None  # what is in the file, as this worker wrote it
+        self._is_away = False
+        self.is_superseded = False
+
+    @property
+    def about(self) -> dict[str, int]:
+        """The present turn, as it is written into what is written."""
+        return asdict(self._turn())
+
+    def obstacle(self) -> str:
+        """Why nothing may be written now; empty if it may.
+
+        Raises:
+            Superseded: others write there, now and later.
+        """
+        why = self._away()
+        if why and not self._is_away:
+            warnings.warn(
+                f"{why}: no checkpoint, no result and no metrics are written until it is heard of again",
+                UnisonoWarning,
+                stacklevel=3,
+            )
+        self._is_away = bool(why)
+        turn = self._turn()
+        if self._seen is None or self._seen != (turn, self._mark()):
+            with suppress(OSError):  # then nothing else can be written either, which is said elsewhere
+                self._claim(turn, writes=not why)
+        return why
+
+    def wait(self, timeout_s: float) -> str:
+        """Wait until something may be written; returns why it still may not.
+
+        Raises:
+            Superseded: others write there, now and later.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (why := self.obstacle()) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        return why
+
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        """What is put in place in this block is put there before any later start of the job writes.
+
+        A member that leaves may finish a checkpoint while the others go on: its bits are those that theirs would have.
+
+        Raises:
+            Superseded: one does already.
+        """
+        with self._opened() as descriptor:
+            with suppress(OSError):  # not every network file system has locks
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            theirs, who = _read(descriptor)
+            if theirs.term > self._turn().term:
+                raise self._superseded(theirs, who)
+            yield
+
+    def _claim(self, mine: Turn, *, writes: bool) -> None:
+        with self._opened() as descriptor:
+            _lock(descriptor)
+            theirs, who = _read(descriptor)
+            if theirs > mine:
+                raise self._superseded(theirs, who)
+            if not writes:
+                return
+            if theirs < mine:
+                about = {**asdict(mine), "host": socket.gethostname(), "pid": os.getpid()}
+                text = json.dumps(about).encode() + b"\n"
+                os.pwrite(descriptor, text, 0)
+                os.ftruncate(descriptor, len(text))
+            self._seen = mine, self._mark()
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _mark(self) -> tuple[int, int, int]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return 0, 0, 0
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def _superseded(self, theirs: Turn, who: str) -> Superseded:
+        self.is_superseded, mine = True, self._turn()
+        return Superseded(
+            f"{self._path.parent} is written by {who} now, in generation {theirs.generation} of start {theirs.term} of "
+            f"the job; this worker, of generation {mine.generation} of start {mine.term}, was cut off from it, and "
+            f"writes there no more"
+        )
+
+
+def _lock(descriptor: int) -> None:
+    """Against those that place something just now, unless they take for ever, or there are no locks here."""
+    deadline = time.monotonic() + PLACING_S
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOOK_S)
+        except OSError:
+            return
+        else:
+            return
+
+
+def _read(descriptor: int) -> tuple[Turn, str]:
+    """Whose turn it was last, and who it was."""
+    try:
+        found: Any = parse_json(os.pread(descriptor, _LONGEST, 0))
+    except Unreadable:
+        found = None
+    match found:
+        case {"term": int(term), "generation": int(generation), "host": host, "pid": pid}:
+            return Turn(term, generation), f"process {str(pid)[:20]} on host {str(host)[:100]}"
+    return Turn(0, 0), "nobody"
