@@ -284,7 +284,7 @@ def test_a_host_that_reaches_the_coordinator_but_not_the_workers_is_told_so_and_
 def test_hosts_that_lose_each_other_go_on_as_one_of_them_and_together_again_later(
     job: Job, serial: dict[str, Any]
 ) -> None:
-    slowly = {**LONG, "PACE_S": "0.5"}
+    slowly = {**LONG, "PACE_S": "0.1"}
     job.run("-n", "1:3", "--here", "1", **slowly)
     joined = job.join("-n", "2", **slowly)
     job.together()

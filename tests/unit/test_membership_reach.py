@@ -21,7 +21,7 @@ from unisono.membership.messages import (
     Start,
     Unreached,
 )
-from unisono.membership.state import Disconnected, Resized, Restarted, status
+from unisono.membership.state import Disconnected, Resized, Restarted, next_deadline, status
 
 pytestmark = pytest.mark.unit
 
@@ -200,7 +200,11 @@ def test_a_host_with_another_address_is_probed_again_at_once() -> None:
 def test_a_host_is_probed_again_also_while_no_worker_is_waited_for() -> None:
     job = Network(smallest=2).come("a", 1)
     job.ready("w1")
-    job.come("b", 1).fails("b", "a").wait(1.5 * TIMEOUT_S)
+    job.come("b", 1).fails("b", "a")
+    deadline = next_deadline(job.state)
+    assert deadline is not None
+    assert deadline <= job.now + TIMEOUT_S
+    job.wait(1.5 * TIMEOUT_S)
     assert job.probed() == {"b": ["a"]}
     assert job.reaches("b", "a").heard(Start) == ["b"]
 
