@@ -14,7 +14,7 @@ EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/te
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-checks bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
+.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-checks flips bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -71,6 +71,9 @@ bench-monitor: $(READY)  ## what it costs to measure the gradients' noise in eve
 
 bench-checks: $(READY)  ## what it costs to check the gradients' memory; --all: all of it; --audit: results; --state: weights and the rest
 	@$(BIN)/python -m benchmarks checks $(OPTIONS)
+
+flips: $(READY)  ## 300 bits that flip at drawn places and moments: none may end in other weights
+	@$(BIN)/python -m benchmarks flips $(OPTIONS)
 
 bench-sampling: $(READY)  ## what reading only some blocks of the gradients does to the figures
 	@$(BIN)/python -m benchmarks sampling $(OPTIONS)

@@ -14,6 +14,7 @@ from benchmarks import (
     adaptive,
     allreduce,
     disturbed,
+    flips,
     growth,
     network,
     pairs,
@@ -299,6 +300,17 @@ def checks_command(
     pair = "state" if state else "audit" if audit else "checks-all" if everything else "checks"
     choice = _side_by_side(pair, model, workers, step_ms, quick=quick)
     _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
+
+
+@app.command("flips")
+def flips_command(
+    number: Annotated[int, typer.Option("--flips", "-n", min=1, help="how many")] = 300,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """Bits that flip at drawn places and moments of small trainings: none may end in other weights."""
+    _publish(flips.run(flips.Choice(40 if quick else number, seed)), output)
 
 
 @app.command("sampling")

@@ -130,6 +130,19 @@ def test_a_flipped_bit_beside_the_weights_does_not_pass_for_right(place: Any, se
     assert len(training.journal("rolled back")) == 2
 
 
+def test_a_worker_that_computes_wrongly_is_named_and_replaced_and_leaves_no_trace(serial: str, tmp_path: Path) -> None:
+    faults = Faults().wrong_result(rank=1, at_step=20, bit=22)
+    training = Training(tmp_path / "job", "-n", "1:3", "--max-restarts", "9", "--audit", "0.1", faults=faults)
+    assert training.digest == serial
+    named = training.journal("wrong result")
+    assert {(line["rank"], line["transient"]) for line in named} == {(1, False)}
+    assert training.journal("replaced")
+    assert training.journal("rolled back")
+    found = json.loads((training.run_dir / "result.json").read_text())
+    assert [one["rank"] for one in found["wrong_results"]] == [1] * len(named)
+    assert "computed wrongly" in training.ended.stdout + training.ended.stderr
+
+
 def test_a_script_that_makes_no_sense_starts_nothing(tmp_path: Path) -> None:
     script = tmp_path / "faults.toml"
     script.write_text('[[fault]]\nkind = "kill"\nrank = -1\nat_step = 0\n')

@@ -154,6 +154,7 @@ class RunFolder:
             for name, event, fields in (
                 ("healed", "healed", ("step", "what", "ranks", "hosts")),
                 ("rolled_back", "rolled back", ("step", "to", "why")),
+                ("wrong_results", "wrong result", ("step", "shard", "rank", "host", "transient")),
             )
         }
 

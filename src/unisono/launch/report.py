@@ -16,12 +16,14 @@ def report(outcome: Outcome, folder: RunFolder) -> str:
 
 
 def mended(folder: RunFolder) -> str:
-    """A line about faults of the memory that were found in the life of a run folder; nothing if there were none."""
+    """Lines about faults of memory and processors in the life of a run folder; nothing if there were none."""
     found = folder.mended()
     healed, rolled_back = len(found["healed"]), len(found["rolled_back"])
+    wrong = {f"rank {one['rank']} on host {one['host']}": None for one in found["wrong_results"]}
+    named = f"unisono: {', '.join(wrong)} computed wrongly, as an audit found\n" if wrong else ""
     if not healed + rolled_back:
-        return ""
-    return (
+        return named
+    return named + (
         f"unisono: faults of the memory were found and mended: {healed} healed, {rolled_back} rolled back; "
         f"{folder.path / 'result.json'} lists them\n"
     )

@@ -148,10 +148,15 @@ class FlipBit(_Fault):
 
 
 class WrongResult(_Fault):
-    """From this step on the worker's processor computes one element of one gradient with a wrong lowest bit."""
+    """From this step on the worker's processor computes one element of one gradient with a wrong bit.
+
+    Attributes:
+        bit: which one, from the lowest on; larger ones start over.
+    """
 
     kind: Literal["wrong_result"] = "wrong_result"
     rank: Rank
+    bit: Annotated[int, Field(ge=0)] = 0
 
 
 Fault = Kill | Stop | Slow | Join | Leave | Resize | KillCoordinator | KillAgent | Partition | FlipBit | WrongResult

@@ -87,9 +87,9 @@ class Faults:
         """One bit in a worker's memory flips, of a number in that place, from its lowest bit on."""
         return self._with(FlipBit, rank=rank, at_step=at_step, place=place, bit=bit)
 
-    def wrong_result(self, *, rank: int, at_step: int) -> Faults:
+    def wrong_result(self, *, rank: int, at_step: int, bit: int = 0) -> Faults:
         """From a step on a worker computes one element of one gradient with a wrong bit."""
-        return self._with(WrongResult, rank=rank, at_step=at_step)
+        return self._with(WrongResult, rank=rank, at_step=at_step, bit=bit)
 
     def in_recovery(self, point: Point = "regroup begins") -> Faults:
         """The newest fault waits for a recovery that begins when so many steps are committed, and strikes in it."""

@@ -54,7 +54,7 @@ def strike(fault: Fault, run: Run) -> None:
         _flip_bit(fault, run)
         return
     if isinstance(fault, WrongResult):
-        _compute_wrongly(run)
+        _compute_wrongly(fault, run)
         return
     if fault.after_s or isinstance(fault, Join | Resize):  # those wait for an answer
         threading.Thread(target=_later, args=(fault, run), name="unisono-fault", daemon=True).start()
@@ -167,12 +167,12 @@ def _flip_bit(fault: FlipBit, run: Run) -> None:
     run._require_engine().witness = witness
 
 
-def _compute_wrongly(run: Run) -> None:
+def _compute_wrongly(fault: WrongResult, run: Run) -> None:
     from unisono.testing.flip import flip
 
     def wrong(gradient: Tensor) -> Tensor:
         found = gradient.clone()
-        flip(found, 0, 0)
+        flip(found, 0, fault.bit)
         return found
 
     next(iter(run._require_prepared().parameters.values())).register_hook(wrong)

@@ -62,6 +62,11 @@ class AtRest:
         self._written: list[tuple[int, int]] = []
         self._unwritten: list[bool] = []
 
+    def first(self) -> None:
+        """A step begins, perhaps the first: what is there now stays until the step is computed."""
+        if self._left is None:
+            self.note()
+
     def begin(self) -> None:
         """A step is about to be computed."""
         if not self._is_only:

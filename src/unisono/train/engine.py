@@ -288,10 +288,10 @@ class StepEngine:
         gradients.keep()
         return norm
 
-    @property
-    def has_lost(self) -> bool:
-        """Whether an update was computed from a gradient that memory had not kept."""
-        return self._has_lost
+    def step_begins(self) -> None:
+        """A step begins: from now on only updates and the script change the state."""
+        if self._at_rest is not None:
+            self._at_rest.first()
 
     @property
     def bytes_shared(self) -> int:
@@ -314,6 +314,11 @@ class StepEngine:
     def has_flipped(self) -> bool:
         """Whether a bit is not as the last update has left it, where this worker has the only copy."""
         return self._at_rest is not None and self._at_rest.has_changed()
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether an update was made from a gradient that memory had not kept."""
+        return self._has_lost
 
     def close(self) -> None:
         """Let go of the model's parameters and of the thread."""
@@ -362,10 +367,7 @@ class StepEngine:
         for _ in range(1 + MOST_REPEATS):
             attempt = self._attempt(call, flags)
             if attempt.report.lost:
-                raise MemoryFault(
-                    f"step {call.step}: an update before it was computed from a gradient that memory had not kept, so "
-                    f"the weights are wrong. Start the job again: it goes on from its last checkpoint"
-                )
+                return attempt
             if attempt.report.again:
                 attempt.gradients.stop_listening()
             elif not attempt.report.is_balanced:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from unisono.checkpoint.codec import flatten
 from unisono.checkpoint.quick_digest import MODULUS, combined, sum_of_words
 from unisono.checkpoint.snapshot import Digests, FrozenSnapshot, Snapshot
-from unisono.errors import CheckpointError, JobMismatch, UnisonoWarning
+from unisono.errors import CheckpointError, JobMismatch, MemoryFault, UnisonoWarning
 from unisono.train.checkpoints import as_tree
 from unisono.train.control import Flags
 from unisono.train.majority import Verdict, healing, judged, verdict
 from unisono.train.membership import Arrival
 from unisono.train.trained import Doubt, Trained
 from unisono.train.workers import Workers
+
+MOST_RETURNS = 3
+"""To one state, for what one worker finds in its own memory."""
 
 KEEPERS = 2
 """So many workers, those of the lowest ranks, keep a copy of the newest verified state."""
@@ -69,16 +72,27 @@ class Integrity:
         every: steps from one comparison of the whole state to the next; None for no comparisons at all.
         mend: gives the right state to those who lack it.
         has_flipped: whether a bit of this worker's memory is not as its newest update has left it, where it can tell.
+        audits: whether a state counts as right only when every worker was audited after it.
 
     Attributes:
         script_writes: whether it was the script that had changed a bit: then nobody can tell such changes from faults.
     """
 
     def __init__(
-        self, trained: Trained, every: int | None, mend: Mend, has_flipped: Callable[[], bool] = lambda: False
+        self,
+        trained: Trained,
+        every: int | None,
+        mend: Mend,
+        has_flipped: Callable[[], bool] = lambda: False,
+        *,
+        audits: bool = False,
     ) -> None:
         self._trained, self._every, self._mend, self._has_flipped = trained, every, mend, has_flipped
         self._kept: Kept | None = None
+        self._audits = audits
+        self._waits: Kept | None = None  # for audits of all workers
+        self._cleared: set[int] = set()
+        self._returns = 0
         self._trail = Trail()
         self._ignored: set[str] = set()  # registered objects that the script has another one of on each worker
         self._before: dict[str, list[int]] = {}  # how they differed when the run went back last
@@ -98,7 +112,12 @@ class Integrity:
 
         Raises:
             JobMismatch: a replay came by other weights than the first time.
+            MemoryFault: the weights are wrong, and there is no state to go back to; or that again and again.
         """
+        if lost := [f"rank {rank}" for rank, each in enumerate(flags) if each.lost]:
+            why = f"{', '.join(lost)} made an update from a gradient that memory had not kept"
+            self._give_way(place, f"step {place[0]}: {why}")
+            return Verdict.WRONG
         if not self.is_on:
             return Verdict.RIGHT
         found = judged([replace(each, flipped=False) for each in flags] if self.script_writes else flags)
@@ -120,6 +139,33 @@ class Integrity:
         self._trained.doubt = Doubt(*place, why)
         self._trail.digests = {at: seen for at, seen in self._trail.digests.items() if at < place}
 
+    def convict(self, why: str) -> None:
+        """A worker has computed wrongly, nobody knows since when: go back to a state that audits have confirmed.
+
+        Args:
+            why: for people.
+
+        Raises:
+            MemoryFault: there is none.
+        """
+        self._trail = Trail()
+        self._give_way((0, 0), why)
+
+    def clear(self, ranks: Iterable[int], computing: Collection[int]) -> None:
+        """These workers have computed right, so what they did before was right, too.
+
+        Args:
+            ranks: of them.
+            computing: all that compute.
+        """
+        self._cleared |= set(ranks)
+        if self._waits is not None and self._cleared >= set(computing):
+            self._take_as_right(self._waits)
+
+    def regroup(self) -> None:
+        """Ranks mean other workers from now on."""
+        self._cleared.clear()
+
     def compare(self, workers: Workers, step: int, *, weights_only: bool = False) -> Digests:
         """Compare the whole state at a boundary. Collective; part of an act that changes the state.
 
@@ -134,10 +180,9 @@ class Integrity:
         snapshot = self._trained.capture()
         digests = snapshot.digests()
         compared = list(digests.values())[: 1 if weights_only else None]
-        flipped = self._has_flipped() and not self.script_writes
-        told = workers.gather_json([compared, self._registered(snapshot), self._before, flipped])
+        told = workers.gather_json([compared, self._registered(snapshot), self._before, self._has_flipped()])
         if struck := [f"rank {rank}" for rank, (*_, is_so) in enumerate(told) if is_so]:
-            self.doubt((step, 0), f"after {step} steps {_unlike(struck)}")
+            self._give_way((step, 0), f"after {step} steps {_unlike(struck)}")
             return {}
         held = [tuple(own) for own, *_ in told]
         found = verdict(held)
@@ -174,7 +219,24 @@ class Integrity:
         except CheckpointError as error:
             copy = None
             self._warn(f"no state can be kept to go back to: {error}")
-        self._kept, self._trail = Kept(step, digests, copy), Trail()
+        found = Kept(step, digests, copy)
+        if self._audits and self._kept is not None:
+            if self._waits is None:
+                self._waits, self._cleared = found, set()
+        else:
+            self._take_as_right(found)
+
+    def _take_as_right(self, kept: Kept) -> None:
+        self._kept, self._waits, self._returns = kept, None, 0
+        since = (kept.step, 0)
+        self._trail = Trail({place: seen for place, seen in self._trail.digests.items() if place >= since})
+
+    def _give_way(self, place: Place, why: str) -> None:
+        """Doubt the state, unless there is none to go back to, or that has not helped."""
+        self._waits, self._returns = None, self._returns + 1
+        if self._kept is None or not self.is_on or self._returns > MOST_RETURNS:
+            raise MemoryFault(f"{why}, so the weights are wrong: {START_AGAIN}")
+        self.doubt(place, why)
 
     def retrieve(self, workers: Workers) -> Snapshot:
         """The kept state, on every worker. Collective.

@@ -115,7 +115,10 @@ class Run:
         self._engine: StepEngine | None = None
         timeout_s = around.care.failure_timeout_s
         self._apart = Apart(job, device, self._trained, membership, around.acts, timeout_s)
-        self._integrity = Integrity(self._trained, around.care.verify_every, self._mend, self._has_flipped)
+        audits = around.execution.audit > 0
+        self._integrity = Integrity(
+            self._trained, around.care.verify_every, self._mend, self._has_flipped, audits=audits
+        )
         self._acts.begins = self._begins
         self._strategy = self._adaptation.strategy  # that engine or rounds were made for
         self._source: ShardSource | None = None
@@ -440,6 +443,11 @@ class Run:
         self._begins()
         if self._engine is not None:
             self._engine.require_whole()
+            if self._engine.has_lost and not self._integrity.is_on:
+                raise MemoryFault(
+                    f"rank {self.rank} made an update from a gradient that memory had not kept, so the weights are "
+                    f"wrong: start the job again, it goes on from its last checkpoint"
+                )
         self._steering.end()
         verified = self._require_right()
         weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))
@@ -570,6 +578,9 @@ class Run:
         except PolicyError:
             self._steering.refuse(step.number)
         place = step.number, step.calls
+        if self._trained.is_doubted:
+            engine.discard()
+            return Change(lambda: (float(self.metrics.get("loss", math.nan)), {}, {}))
         if (verdict := self._integrity.judge(place, attempt.flags)) is not Verdict.RIGHT:
             engine.discard()
             if verdict is Verdict.HEALING and self._integrity.settle_majority(workers, place):
@@ -667,18 +678,28 @@ class Run:
         self._make_engine()
 
     def _found(self, finding: Finding) -> None:
-        """An audit has come to something."""
+        """An audit has come to something. On all workers, in one act."""
+        workers, step = self._workers, self._trained.progress.position.step
+        self._integrity.clear(finding.right, [rank for rank in range(workers.world_size) if self._computes(rank)])
         if finding.wrong is None:
             return
-        step, hosts = self._trained.progress.position.step, self._workers.gather_json(platform.node())
+        host = workers.gather_json(platform.node())[finding.wrong]
         if self.is_main:
-            self._notices.wrong_result(step, finding, hosts[finding.wrong])
-        if finding.is_proof:
-            raise MemoryFault(
-                f"step {step}: rank {finding.wrong} on host {hosts[finding.wrong]} computed shard {finding.shard} "
-                f"otherwise than the others, every time: its processor or its memory is broken. Start the job again "
-                f"without that host"
-            )
+            self._notices.wrong_result(step, finding, host)
+        if not finding.is_proof:
+            return
+        why = (
+            f"step {step}: rank {finding.wrong} on host {host} computed shard {finding.shard} otherwise than the "
+            f"others, every time, so its processor or its memory is broken"
+        )
+        if not self._membership.is_elastic:
+            raise MemoryFault(f"{why}. Start the job again without that host, from its last checkpoint")
+        self._integrity.convict(why)
+        self._membership.replace(workers.generation.number, finding.wrong)
+        self._regroups = True
+
+    def _computes(self, rank: int) -> bool:
+        return rank not in self._workers.transport.split.servers
 
     def _repeats(self, step: int) -> None:
         """A step is about to be computed again, since memory did not keep what was written to it."""
@@ -837,6 +858,8 @@ class Run:
         self._recorder.step_loaded()
         seed_generators(stream_seed(self.job.seed, Stream.SCRIPT, step.number))
         self._line.begin(step, adapts=not self._adaptation.is_empty)
+        if self._engine is not None:
+            self._engine.step_begins()
         self._observers.tell("step_begins", self, step)
 
     def _end(self, after: Progress | None) -> None:
@@ -952,9 +975,9 @@ class Run:
                 self._depart(verified)
             if not is_end:
                 self._checkpoint_if_due(verified)
-        if self._trained.is_doubted:
+        if is_back := self._trained.is_doubted:
             self._go_back()
-        if self._regroups and not is_end and not self._apart.is_open:
+        if self._regroups and (is_back or not is_end) and not self._apart.is_open:
             self._acts.regroup(None, at_boundary=True)
         return self._trained.progress
 
@@ -970,7 +993,9 @@ class Run:
         return verified
 
     def _has_flipped(self) -> bool:
-        return self._engine is not None and self._engine.has_flipped
+        if self._engine is None:
+            return False
+        return self._engine.has_lost or (not self._integrity.script_writes and self._engine.has_flipped)
 
     def _verify(self) -> Digests | None:
         """Compare the whole state, and keep it if it is right.
@@ -1032,6 +1057,7 @@ class Run:
     def _renew(self) -> None:
         """A new generation, in which everybody has the same state."""
         self._regroups = False
+        self._integrity.regroup()
         self._make_engine()
         if self.is_main:
             self._recorder.take_over()

@@ -1,0 +1,237 @@
+"""Whole runs of several workers as threads of one process, over real transports: for rehearsals by the hundred."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.checkpoint.store import CheckpointStore
+from unisono.errors import Dismissed, WorkerLost
+from unisono.job import Job
+from unisono.membership.generation import Generation
+from unisono.plan.split import Split
+from unisono.reduce.peers import meet
+from unisono.reduce.shared_memory import SharedMemoryTransport
+from unisono.reduce.transport import Solo, Transport
+from unisono.train.acts import Acts
+from unisono.train.adaptation import Adaptation
+from unisono.train.checkpoints import Checkpoints
+from unisono.train.engine import Execution
+from unisono.train.membership import Arrival, Membership, Standing
+from unisono.train.run import Run
+from unisono.train.settings import Settings
+from unisono.train.signals import LeaveRequest
+from unisono.train.surroundings import Care, Surroundings
+from unisono.train.terms import Terms
+from unisono.train.workers import Workers
+
+PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trade:
+    """What a crew trains, and how.
+
+    Attributes:
+        job: that is trained. Nothing in it may draw random numbers: the generators belong to the whole process.
+        workers: how many.
+        folder: of the run.
+        execution: how steps are carried out.
+        verify_every: steps between comparisons of the whole state.
+        checkpoint_every: steps between checkpoints; None for none.
+        stop_after: steps of the job after which it is cut short; None to go on to its end.
+        is_elastic: whether the others go on without a worker that is to be replaced.
+    """
+
+    job: Job
+    workers: int
+    folder: Path
+    execution: Execution = field(default_factory=Execution)
+    verify_every: int = 100
+    checkpoint_every: int | None = None
+    stop_after: int | None = None
+    is_elastic: bool = False
+
+
+class Crew:
+    """Where the workers of a crew find each other, and who of them is to leave."""
+
+    def __init__(self, names: Sequence[int]) -> None:
+        self.leaving: set[int] = set()
+        self._rosters = [list(names)]
+        self._stores = [dist.HashStore()]
+        self._lock = threading.Lock()
+
+    def roster(self, generation: int) -> Sequence[int]:
+        """Who is in a generation, by rank; the newest is made when it is asked for first."""
+        with self._lock:
+            while len(self._rosters) < generation:
+                self._rosters.append([name for name in self._rosters[-1] if name not in self.leaving])
+                self._stores.append(dist.HashStore())
+            return self._rosters[generation - 1]
+
+    def post(self, generation: int, name: str, value: bytes) -> None:
+        """Make a value known."""
+        self._stores[generation - 1].set(name, value.hex())
+
+    def read(self, generation: int, name: str) -> bytes:
+        """A value, once it is known."""
+        return bytes.fromhex(self._stores[generation - 1].get(name).decode())
+
+
+@dataclass(frozen=True, slots=True)
+class _Board:
+    crew: Crew
+    generation: int
+
+    def post(self, name: str, value: bytes) -> None:
+        self.crew.post(self.generation, name, value)
+
+    def read(self, name: str) -> bytes:
+        return self.crew.read(self.generation, name)
+
+
+class CrewMembership(Membership):
+    """One thread's place in the crew. Nobody is lost in it, and nobody joins."""
+
+    def __init__(self, crew: Crew, name: int, trade: Trade) -> None:
+        self.is_elastic = trade.is_elastic
+        self._crew, self._name, self._shards = crew, name, trade.job.shards
+        self._workers = self._formed(1)
+
+    @property
+    def workers(self) -> Workers:
+        """Those of the present generation."""
+        return self._workers
+
+    @property
+    def is_due(self) -> bool:
+        """Whether somebody is to leave."""
+        return bool(self._crew.leaving & set(self._crew.roster(self._workers.generation.number)))
+
+    def leave(self) -> bool:
+        """Nobody asks."""
+        return False
+
+    def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
+        """Part, and meet again without those who leave."""
+        if lost is not None:
+            raise lost
+        number = self._workers.generation.number
+        self._workers.barrier()  # whoever is asked to leave is known to all that come here
+        self._workers.close()
+        if self._name in self._crew.leaving:
+            raise Dismissed("it is replaced")
+        self._workers = self._formed(number + 1)
+        return Arrival(0, [standing.acts] * self._workers.world_size, frozenset(), {})
+
+    def formed(self, seconds: Mapping[str, float]) -> None:
+        """Nobody asks."""
+
+    def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None:
+        """Nobody asks."""
+
+    def resize(self, workers: int) -> None:
+        """Nobody comes."""
+
+    def replace(self, generation: int, rank: int) -> None:
+        """It leaves at the next boundary, and nobody comes instead."""
+        self._crew.leaving.add(self._crew.roster(generation)[rank])
+
+    def finished(self, digest: str) -> None:
+        """Nobody asks."""
+
+    def publish(self, name: str, value: Any) -> None:
+        """Nobody joins."""
+
+    def published(self, name: str) -> Any:
+        """Nobody joins."""
+        raise NotImplementedError
+
+    def enter(self, loop: int) -> Arrival | None:
+        """Nobody joins."""
+        raise NotImplementedError
+
+    def await_end(self) -> NoReturn:
+        """Nobody joins."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._workers.close()
+
+    def _formed(self, number: int) -> Workers:
+        roster = self._crew.roster(number)
+        rank, split = roster.index(self._name), Split.even(self._shards, len(roster))
+        transport: Transport = Solo(self._shards)
+        if len(roster) > 1:
+            peers = meet(rank, len(roster), _Board(self._crew, number), PATIENCE_S)
+            transport = SharedMemoryTransport(peers, rank, split)
+        return Workers(Generation(number, rank, split), transport)
+
+
+def train(trade: Trade, script: Callable[[Run], Any]) -> list[Any]:
+    """Run a script on each worker of a crew.
+
+    Args:
+        trade: what is trained.
+        script: gets the run, and trains with it.
+
+    Returns:
+        what it returned, by name of the worker; None for one that was dismissed.
+
+    Raises:
+        Exception: the first that a script ended with, other than the loss of another worker.
+    """
+    crew, causes = Crew(range(trade.workers)), list[BaseException]()
+
+    def worker(name: int) -> Any:
+        torch.set_num_threads(trade.job.threads)
+        with ExitStack() as opened:
+            membership = CrewMembership(crew, name, trade)
+            opened.callback(membership.close)
+            try:
+                return script(opened.enter_context(_run(trade, membership)))
+            except Dismissed:
+                return None
+            except BaseException as error:
+                if not isinstance(error, WorkerLost):
+                    causes.append(error)
+                membership.workers.abort()
+                raise
+
+    with ThreadPoolExecutor(trade.workers) as pool:
+        futures = [pool.submit(worker, name) for name in range(trade.workers)]
+    if causes:
+        raise causes[0]
+    return [future.result() for future in futures]
+
+
+def _run(trade: Trade, membership: Membership) -> Run:
+    folder, acts = RunFolder(trade.folder), Acts(membership)
+    terms = Terms(trade.job.reduction, trade.execution.shard_optimizer)
+    adaptation = Adaptation((), trade.job.batch_size, trade.job.shards, terms=terms)
+    around = Surroundings(
+        settings=Settings(stop_after=trade.stop_after),
+        folder=folder,
+        fingerprint={"job": "of a crew"},
+        acts=acts,
+        leave=LeaveRequest(),
+        execution=trade.execution,
+        care=Care.of(PATIENCE_S, trade.verify_every, "even"),
+        adaptation=adaptation,
+        opened=ExitStack(),
+    )
+    around.opened.callback(folder.close)
+    checkpoints = Checkpoints(lambda: CheckpointStore(folder.checkpoints, keep=9), every=trade.checkpoint_every)
+    around.opened.callback(checkpoints.close)
+    return Run(trade.job, membership, torch.device("cpu"), checkpoints, around)

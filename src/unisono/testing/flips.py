@@ -1,0 +1,302 @@
+"""A campaign of flipped bits: at drawn places and moments of small trainings. None may end in other weights."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import random
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from unisono.data.streams import generators_kept
+from unisono.errors import UnisonoError, UnisonoWarning
+from unisono.job import Job
+from unisono.testing.crew import Trade, train
+from unisono.testing.flip import flip, tensors_in
+from unisono.train.engine import Execution
+from unisono.train.numerics import apply_numerics
+from unisono.train.run import Run
+from unisono.train.step import Step
+
+SHARDS, BATCH, STEPS = 4, 32, 9
+CHECKPOINT_EVERY = 3
+PLACES = ("partial_sum", "gradient", "weights", "buffers", "optimizer", "checkpoint")
+MOMENTS = ("step_begins", "step_computed", "step_ends")
+MOST_WRITES = 12
+"""Of a partial sum or a gradient in a step, of which one is struck: models here have more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """One flipped bit, and the training that it strikes.
+
+    Attributes:
+        model: ``digits`` or ``char_lm``.
+        workers: how many.
+        splits_update: whether the workers share their parameters.
+        is_elastic: whether workers may be replaced.
+        place: what is struck.
+        rank: on which worker.
+        step: in which step.
+        moment: in which part of it; for partial sums and gradients the number of the write after which it strikes.
+        draw: decides tensor, element and bit.
+        verify_every: of the training.
+    """
+
+    model: str
+    workers: int
+    splits_update: bool
+    is_elastic: bool
+    place: str
+    rank: int
+    step: int
+    moment: int
+    draw: int
+    verify_every: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a flip.
+
+    Attributes:
+        flip: that struck.
+        verdict: ``right``: the weights of the undisturbed training; ``error``; ``missed``: nothing was there to strike;
+            or ``wrong``.
+        words: of the error.
+    """
+
+    flip: Flip
+    verdict: str
+    words: str = ""
+
+
+def drawn(seed: int, count: int) -> list[Flip]:
+    """So many flips, the same for the same seed."""
+    draw = random.Random(seed)  # noqa: S311  nothing secret
+    return [_drawn(draw) for _ in range(count)]
+
+
+def _drawn(draw: random.Random) -> Flip:
+    workers, splits = draw.randint(1, 3), draw.random() < 1 / 3
+    model, place = draw.choice(("digits", "char_lm")), draw.choice(PLACES)
+    if place == "buffers":
+        model = "digits"  # the other has none
+    return Flip(
+        model=model,
+        workers=workers,
+        splits_update=splits,
+        is_elastic=not splits and draw.random() < 1 / 2,
+        place=place,
+        rank=draw.randrange(workers),
+        step=draw.randrange(STEPS),
+        moment=draw.randrange(MOST_WRITES),
+        draw=draw.getrandbits(60),
+        verify_every=draw.choice((2, 100)),
+    )
+
+
+def campaign(flips: Sequence[Flip], told: Callable[[Result], None] = lambda result: None) -> list[Result]:
+    """Strike one training with each, and compare with the undisturbed ones."""
+    found = []
+    with _quiet(), generators_kept(), tempfile.TemporaryDirectory(prefix="unisono-flips-") as folder:
+        serial = {model: _digest(_trade(model, Path(folder) / f"serial-{model}"), model) for model in MODELS}
+        for number, one in enumerate(flips):
+            found.append(struck(one, serial[one.model], Path(folder) / str(number)))
+            told(found[-1])
+    return found
+
+
+def counts(results: Sequence[Result]) -> Mapping[tuple[str, str], int]:
+    """How many flips there were, by place and verdict."""
+    return Counter((result.flip.place, result.verdict) for result in results)
+
+
+def struck(one: Flip, serial: str, folder: Path) -> Result:
+    """Strike a training, and say what came of it."""
+    base = _trade(one.model, folder)
+    execution = replace(base.execution, shard_optimizer=one.splits_update)
+    trade = replace(
+        base,
+        workers=one.workers,
+        execution=execution,
+        verify_every=one.verify_every,
+        is_elastic=one.is_elastic,
+        checkpoint_every=CHECKPOINT_EVERY if one.place == "checkpoint" else None,
+    )
+    striker = _Striker(one)
+    try:
+        if one.place == "checkpoint":
+            _digest(replace(trade, stop_after=max(one.step, CHECKPOINT_EVERY)), one.model)
+            striker.strike_file(folder)
+        found = _digest(trade, one.model, striker)
+    except UnisonoError as error:
+        return Result(one, "error" if striker.done else "wrong", f"{type(error).__name__}: {error}")
+    if found != serial:
+        return Result(one, "wrong", f"the weights are {found[:8]}… instead of {serial[:8]}…")
+    return Result(one, "right" if striker.done else "missed")
+
+
+class _Striker:
+    """Flips one bit of one worker, once."""
+
+    def __init__(self, one: Flip) -> None:
+        self.done = False
+        self._flip, self._draw, self._writes = one, random.Random(one.draw), 0  # noqa: S311  nothing secret
+
+    def attach(self, run: Run) -> None:
+        """Listen to the run of the worker that is to be struck."""
+        if run.rank != self._flip.rank or self._flip.place == "checkpoint":
+            return
+        if self._flip.place in ("partial_sum", "gradient"):
+            run.on("step_begins", self._arm)
+        else:
+            run.on(MOMENTS[self._flip.moment % len(MOMENTS)], self._strike)  # type: ignore[arg-type]
+
+    def strike_file(self, folder: Path) -> None:
+        """Flip a bit of a file of the newest checkpoint."""
+        newest = max((folder / "checkpoints").glob("step-*"))
+        path = self._draw.choice(sorted(path for path in newest.iterdir() if path.stat().st_size))
+        data = bytearray(path.read_bytes())
+        data[self._draw.randrange(len(data))] ^= 1 << self._draw.randrange(8)
+        path.write_bytes(data)
+        self.done = True
+
+    def _strike(self, run: Run, step: Step) -> None:
+        if self.done or step.number < self._flip.step:
+            return
+        tensors = [one for one in tensors_in(run, self._flip.place) if one.numel()]  # type: ignore[arg-type]
+        if tensors:
+            self._hit(self._draw.choice(tensors))
+
+    def _arm(self, run: Run, step: Step) -> None:
+        if not self.done and step.number >= self._flip.step:
+            self._writes = 0
+            run._require_engine().witness = self._witness
+
+    def _witness(self, place: str, values: Tensor) -> None:
+        if self.done or place != self._flip.place:
+            return
+        self._writes += 1
+        if place == "gradient" or self._writes > self._flip.moment:
+            self._hit(values)
+
+    def _hit(self, tensor: Tensor) -> None:
+        self.done = True
+        flip(tensor, self._draw.randrange(tensor.numel()), self._draw.randrange(8 * tensor.itemsize))
+
+
+# -- what is trained
+
+
+def _digest(trade: Trade, model: str, striker: _Striker | None = None) -> str:
+    digests = {one for one in train(trade, partial(_script, model, striker)) if one is not None}
+    return digests.pop() if len(digests) == 1 else "different on each worker"
+
+
+def _script(model: str, striker: _Striker | None, run: Run) -> str:
+    make, data, loss_fn = MODELS[model]
+    net = make()
+    net.load_state_dict(_initial(model))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    run.prepare(net, optimizer)
+    if striker is not None:
+        striker.attach(run)
+    for step in run.steps(data(), epochs=1):
+        step.run(loss_fn)
+    return run.finish()
+
+
+def _trade(model: str, folder: Path) -> Trade:
+    return Trade(Job.create(batch_size=BATCH, shards=SHARDS), 1, folder, Execution(overlap=False, looks=True))
+
+
+@cache
+def _initial(model: str) -> Mapping[str, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MODELS[model][0]().state_dict()
+
+
+def _conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(8 * 4 * 4, 10),
+    )  # fmt: skip
+
+
+@cache
+def _digits() -> Dataset[Any]:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    images = torch.tensor(found.images[: BATCH * STEPS], dtype=torch.float32).unsqueeze(1) / 16
+    return TensorDataset(images, torch.tensor(found.target[: BATCH * STEPS]))
+
+
+class _Bytes(nn.Module):
+    """Reads bytes, and says which comes next."""
+
+    def __init__(self, width: int = 16, context: int = 24) -> None:
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(128, width), nn.Embedding(context, width)
+        self.mixed, self.inner, self.outer = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
+        self.head = nn.Linear(width, 128)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """(samples, context) → (samples, context, 128)."""
+        seen = self.mixed(self.bytes(text) + self.places.weight)
+        seen = seen + F.scaled_dot_product_attention(seen, seen, seen, is_causal=True)
+        found: Tensor = self.head(seen + self.outer(F.gelu(self.inner(seen))))
+        return found
+
+
+@cache
+def _text() -> Dataset[Any]:
+    letters = torch.tensor(list(inspect.getsource(inspect.getmodule(_text) or inspect).encode("ascii", "replace")))
+    count = BATCH * STEPS
+    starts = torch.arange(count) * ((len(letters) - 25) // count)
+    rows = torch.stack([letters[start : start + 25] for start in starts.tolist()])
+    return TensorDataset(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+
+def _digits_loss(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def _text_loss(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Dataset[Any]], Callable[[Any, Any], Tensor]]] = {
+    "digits": (_conv_net, _digits, _digits_loss),
+    "char_lm": (_Bytes, _text, _text_loss),
+}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What is found is warned of by every training; and torch is set up for all of them at once."""
+    before = apply_numerics(Job.create(batch_size=BATCH, shards=SHARDS), torch.device("cpu"))
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore", UnisonoWarning)
+            yield
+    finally:
+        before.apply()
