@@ -1,6 +1,6 @@
 """Mistakes in the state machine."""
 
-from mutants.mutant import Mutant
+from mutants.mutant import STATE, Mutant
 
 RULES = "membership/state/rules.py"
 HEARING = "membership/state/hearing.py"
@@ -284,10 +284,10 @@ MUTANTS = (
     ),
     # -- who comes and goes
     Mutant(
-        "members are compared for balance with shares that were those of a lost one",
+        "members stop again for a better split before they know how fast they are with this one",
         BALANCE,
         "if minted is None or state.now < state.minted_at + SETTLED_S or len(members) < len(minted.roster):",
-        "if minted is None or state.now < state.minted_at + SETTLED_S:",
+        "if minted is None or len(members) < len(minted.roster):",
     ),
     Mutant(
         "the longest ready candidate is dismissed instead of the newest",
@@ -319,6 +319,7 @@ MUTANTS = (
         REACH,
         "    _leave_out(change)\n    for agent",
         "    for agent",
+        ("tests/unit/test_membership_reach.py", *STATE),
     ),
     Mutant(
         "the same workers fail to form a generation again and again",
