@@ -132,7 +132,7 @@ def test_a_flipped_bit_beside_the_weights_does_not_pass_for_right(place: Any, se
 
 def test_a_worker_that_computes_wrongly_is_named_and_replaced_and_leaves_no_trace(serial: str, tmp_path: Path) -> None:
     faults = Faults().wrong_result(rank=1, at_step=20, bit=22)
-    training = Training(tmp_path / "job", "-n", "1:3", "--max-restarts", "9", "--audit", "0.1", faults=faults)
+    training = Training(tmp_path / "job", "-n", "3", "--max-restarts", "9", "--audit", "0.1", faults=faults)
     assert training.digest == serial
     named = training.journal("wrong result")
     assert {(line["rank"], line["transient"]) for line in named} == {(1, False)}
