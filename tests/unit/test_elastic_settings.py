@@ -172,6 +172,7 @@ def test_the_digest_is_known_here_though_the_main_worker_wrote_it_elsewhere(tmp_
         "samples": None,
         "world_size": 3,
         "seconds": 1.0,
+        **folder.mended(),
         "exit_code": 0,
         "error": None,
     }
