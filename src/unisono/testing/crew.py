@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
-from unisono.errors import Dismissed, WorkerLost
+from unisono.errors import Dismissed, JobEnded, WorkerLost
 from unisono.job import Job
 from unisono.membership.generation import Generation
 from unisono.plan.split import Split
@@ -124,10 +124,13 @@ class CrewMembership(Membership):
 
     def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
         """Part, and meet again without those who leave."""
-        if lost is not None:
-            raise lost
+        if lost is not None:  # its script has ended with an error: nobody comes back, whoever asks how often
+            raise JobEnded(str(lost)) from lost
         number = self._workers.generation.number
-        self._workers.barrier()  # whoever is asked to leave is known to all that come here
+        try:
+            self._workers.barrier()  # whoever is asked to leave is known to all that come here
+        except WorkerLost as error:
+            raise JobEnded(str(error)) from error
         self._workers.close()
         if self._name in self._crew.leaving:
             raise Dismissed("it is replaced")
