@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import unisono
+from unisono.checkpoint.store import CheckpointStore
 from unisono.errors import JobError, UnisonoWarning
 from unisono.failpoints import failpoint
 from unisono.testing import Faults
@@ -44,6 +45,7 @@ ALL = (
     .partition(rank=1, at_step=13, for_s=0.2)
     .flip_bit(rank=1, at_step=14)
     .flip_bit(rank=1, at_step=14, place="gradient", bit=30)
+    .flip_bit(rank=1, at_step=14, place="checkpoint", bit=2**20)
     .wrong_result(rank=1, at_step=15)
     .kill(rank=1, at_step=16)
     .in_recovery("state taken")
@@ -239,6 +241,27 @@ def test_a_flipped_bit_is_one_bit_of_the_weights(training: unisono.Run) -> None:
         flip_in(training, "weights", bit)
     assert torch.equal(model.weight, before)
     assert model.weight._version == version  # nobody is told
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_found_when_it_is_read_and_the_one_before_it_is_used(
+    one_worker: None, tmp_path: Path
+) -> None:
+    with unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run", checkpoint_every=2) as run:
+        Rehearsal(Faults().flip_bit(rank=0, at_step=4, place="checkpoint", bit=12_345)).attach(run)
+        loop(run)
+    assert struck(run) == [(1, 4)]
+    store = CheckpointStore(run.dir / "checkpoints")
+    assert store.steps() == [2, 4]
+    with pytest.warns(UnisonoWarning, match="goes on from step 2, since .*model.safetensors"):
+        found = store.newest()
+    assert found is not None
+    assert found.step == 2
+
+
+def test_a_checkpoint_that_is_to_be_struck_and_is_not_there_is_an_error(training: unisono.Run) -> None:
+    Rehearsal(Faults().flip_bit(rank=0, at_step=1, place="checkpoint")).attach(training)
+    with pytest.raises(JobError, match="there is no checkpoint yet: give checkpoint_every"):
+        loop(training)
 
 
 def test_a_slow_worker_takes_longer_for_as_many_steps_as_it_should(

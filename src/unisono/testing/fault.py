@@ -128,17 +128,18 @@ class Partition(_Delayed):
     for_s: Seconds = 1.0
 
 
-FlippedPlace = Literal["weights", "buffers", "optimizer", "partial_sum", "gradient"]
+FlippedPlace = Literal["weights", "buffers", "optimizer", "partial_sum", "gradient", "checkpoint"]
 
 
 class FlipBit(_Fault):
-    """One bit in the worker's memory is another one.
+    """One bit in the worker's memory, or of a checkpoint on its disk, is another one.
 
     Attributes:
         place: ``weights``, ``buffers`` or ``optimizer``: the largest number of the first tensor there.
             ``partial_sum``, of the gradients of its shards, before it is read, or ``gradient``, the mean over the
-            global batch, before the update reads it: its first number, if it is checked.
-        bit: of that number, from the lowest on; larger ones start over.
+            global batch, before the update reads it: its first number, if it is checked. ``checkpoint``: the weights'
+            file of the newest one in the run folder.
+        bit: of that number, from the lowest on, or of that file, from its begin on; larger ones start over.
     """
 
     kind: Literal["flip_bit"] = "flip_bit"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,28 @@ def flip_in(run: Run, place: FlippedPlace, bit: int) -> None:
         raise JobError(f"flip_bit: this worker holds no {place}")
     values = numbers_of(tensors[0])
     flip(values, int(values.double().abs().nan_to_num().argmax()), bit)
+
+
+def flip_in_checkpoint(run: Run, bit: int) -> None:
+    """Flip a bit of the weights' file of the newest checkpoint in the run folder.
+
+    Raises:
+        JobError: there is none.
+    """
+    if run._checkpoints.store is not None:
+        run._checkpoints.store.wait()  # for the one that is being written
+    newest = max(run._around.folder.checkpoints.glob("step-*[0-9]/model.safetensors"), default=None)
+    if newest is None:
+        raise JobError("flip_bit: there is no checkpoint yet: give checkpoint_every, or strike at a later step")
+    flip_in_file(newest, bit)
+
+
+def flip_in_file(path: Path, bit: int) -> None:
+    """Flip a bit of a file that is not empty, from its begin on, modulo its length."""
+    data = bytearray(path.read_bytes())
+    bit %= 8 * len(data)
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
 
 
 def tensors_in(run: Run, place: FlippedPlace) -> Sequence[Tensor]:

@@ -24,7 +24,7 @@ from unisono.data.streams import generators_kept
 from unisono.errors import UnisonoError, UnisonoWarning
 from unisono.job import Job
 from unisono.testing.crew import Trade, train
-from unisono.testing.flip import flip, tensors_in
+from unisono.testing.flip import flip, flip_in_file, tensors_in
 from unisono.train.engine import Execution
 from unisono.train.numerics import apply_numerics
 from unisono.train.run import Run
@@ -169,9 +169,7 @@ class _Striker:
         """Flip a bit of a file of the newest checkpoint."""
         newest = max((folder / "checkpoints").glob("step-*"))
         path = self._draw.choice(sorted(path for path in newest.iterdir() if path.stat().st_size))
-        data = bytearray(path.read_bytes())
-        data[self._draw.randrange(len(data))] ^= 1 << self._draw.randrange(8)
-        path.write_bytes(data)
+        flip_in_file(path, self._draw.randrange(8 * path.stat().st_size))
         self.done = True
 
     def _strike(self, run: Run, step: Step) -> None:

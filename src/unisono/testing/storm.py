@@ -20,8 +20,8 @@ SHARES = {
     "kill_coordinator": 3,
     "kill_agent": 3,
 }
-"""How often each kind is drawn, in parts of a hundred. A flipped bit is left out: not every job survives it, since two
-workers cannot tell which of them is right."""
+"""How often each kind is drawn, in parts of a hundred. What memory and processors do wrong is left out: a job may
+rightly end with an error by it, as after its last step. ``unisono.testing.flips`` strikes with that."""
 
 FOREVER = 8
 """One worker in so many that stand still does not go on."""

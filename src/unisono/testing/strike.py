@@ -151,8 +151,11 @@ def _possible(control: Control, more: int) -> int:
 
 
 def _flip_bit(fault: FlipBit, run: Run) -> None:
-    from unisono.testing.flip import flip, flip_in
+    from unisono.testing.flip import flip, flip_in, flip_in_checkpoint
 
+    if fault.place == "checkpoint":
+        flip_in_checkpoint(run, fault.bit)
+        return
     if fault.place in ("weights", "buffers", "optimizer"):
         flip_in(run, fault.place, fault.bit)
         return
