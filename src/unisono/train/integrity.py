@@ -73,6 +73,7 @@ class Integrity:
         mend: gives the right state to those who lack it.
         has_flipped: whether a bit of this worker's memory is not as its newest update has left it, where it can tell.
         audits: whether a state counts as right only when every worker was audited after it.
+        shares: whether workers share one copy: where they read it differently, it has changed in between.
 
     Attributes:
         script_writes: whether it was the script that had changed a bit: then nobody can tell such changes from faults.
@@ -86,10 +87,11 @@ class Integrity:
         has_flipped: Callable[[], bool] = lambda: False,
         *,
         audits: bool = False,
+        shares: bool = False,
     ) -> None:
         self._trained, self._every, self._mend, self._has_flipped = trained, every, mend, has_flipped
         self._kept: Kept | None = None
-        self._audits = audits
+        self._audits, self._shares = audits, shares
         self._waits: Kept | None = None  # for audits of all workers
         self._cleared: set[int] = set()
         self._returns = 0
@@ -186,10 +188,10 @@ class Integrity:
             return {}
         held = [tuple(own) for own, *_ in told]
         found = verdict(held)
-        if found is Verdict.HEALING and (arrival := healing(held)) is not None:
+        if found is Verdict.HEALING and not self._shares and (arrival := healing(held)) is not None:
             self._mend(workers, arrival, "state")
             return self._trained.capture().digests()
-        if found is Verdict.WRONG:
+        if found is not Verdict.RIGHT:
             listed = ", ".join(
                 f"rank {rank}: {'/'.join(f'{one:016x}' for one in own)}" for rank, own in enumerate(held)
             )

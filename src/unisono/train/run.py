@@ -117,7 +117,12 @@ class Run:
         self._apart = Apart(job, device, self._trained, membership, around.acts, timeout_s)
         audits = around.execution.audit > 0
         self._integrity = Integrity(
-            self._trained, around.care.verify_every, self._mend, self._has_flipped, audits=audits
+            self._trained,
+            around.care.verify_every,
+            self._mend,
+            self._has_flipped,
+            audits=audits,
+            shares=around.execution.shard_optimizer,
         )
         self._acts.begins = self._begins
         self._strategy = self._adaptation.strategy  # that engine or rounds were made for

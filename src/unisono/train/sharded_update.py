@@ -1,6 +1,6 @@
 """The update split between the workers of one host: they share their parameters, and each updates a part of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,7 @@ class ShardedUpdate:
         self._states: dict[tuple[str, torch.dtype], _Shared] = {}
         self._inner: dict[int, Optimizer] = {}
         self._torn = False
+        self.made: Callable[[], None] = lambda: None
         self._weights = _Shared.allocated(self._buckets, transport)
         for parameter, view in zip(self._parameters, self._weights.views, strict=True):
             parameter.data = view.copy_(parameter.detach())
@@ -101,6 +102,8 @@ class ShardedUpdate:
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
         """Update this worker's part, and wait until all have updated theirs. Collective.
 
+        Before that ``made`` is told: as soon as the others go on, this worker's part may be read, or struck by a fault.
+
         Raises:
             WorkerLost: another worker is gone, and with it its part of the update.
         """
@@ -109,6 +112,7 @@ class ShardedUpdate:
             if id(optimizer) not in self._inner:
                 self._inner[id(optimizer)] = self._made(optimizer)
             self._update(optimizer, self._inner[id(optimizer)])
+        self.made()
         self._transport.all_gather(torch.zeros(1, dtype=torch.uint8))
         self._torn = False
         self.accept()
