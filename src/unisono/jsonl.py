@@ -19,7 +19,7 @@ def open_lines(path: Path) -> int:
     Raises:
         OSError: it cannot be opened.
     """
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
 
 
 def append_line(descriptor: int, value: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import unisono
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.hold import Hold
+from unisono.checkpoint.writer import Turn, Writer
 from unisono.errors import JobError
 from unisono.launch.result import open_folder
 
@@ -124,6 +125,32 @@ def test_a_damaged_lock_is_no_obstacle_and_its_words_are_not_believed(tmp_path: 
         (tmp_path / "lock").write_text(text)
         with pytest.raises(JobError, match="is in use"):
             Hold(tmp_path)
+
+
+def test_a_folder_whose_lock_was_removed_is_gone_on_in(tmp_path: Path) -> None:
+    for generation in (6, 1):
+        folder = open_folder(tmp_path, "train")
+        turn = Turn(folder.term, generation)
+        folder.written_by(Writer(tmp_path, lambda turn=turn: turn))  # type: ignore[misc]
+        folder.metrics.write({"step": generation})
+        folder.close()
+        (tmp_path / "lock").unlink()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert RunFolder(tmp_path).term == 2
+
+
+def test_a_folder_of_a_group_can_be_gone_on_in_by_all_of_it(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        folder = open_folder(tmp_path / "run", "train")
+        folder.written_by(Writer(folder.path, lambda: Turn(folder.term, 1)))
+        folder.metrics.write({"step": 0})
+        folder.journal("started")
+        folder.close()
+    finally:
+        os.umask(before)
+    names = ("lock", "writer.json", "metrics.jsonl", "journal.jsonl")
+    assert {oct((folder.path / name).stat().st_mode & 0o777) for name in names} == {"0o664"}
 
 
 def test_a_lock_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:

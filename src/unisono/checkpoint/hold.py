@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint.writer import WRITER
 from unisono.errors import JobError
 from unisono.received import parse_json
 
@@ -46,7 +47,7 @@ class Hold:
         for mine in [hold for hold in _open if hold.folder == folder]:
             mine.release()
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(folder / LOCK, flags, 0o644)
+        self._descriptor = os.open(folder / LOCK, flags, 0o666)  # what the umask leaves: a group may share it
         self._end = weakref.finalize(self, os.close, self._descriptor)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,9 +85,12 @@ class Hold:
 
 
 def newest_term(folder: Path) -> int:
-    """The term of the newest start in a run folder; 0 before the first."""
-    found = _read(folder / LOCK).get("term")
-    return found if isinstance(found, int) and found > 0 else 0
+    """The term of the newest start in a run folder; 0 before the first.
+
+    Somebody may have removed the lock, or copied the folder without it: whoever writes there has noted its term, too.
+    """
+    found = (_read(folder / name).get("term") for name in (LOCK, WRITER))
+    return max(0, *(term if isinstance(term, int) else 0 for term in found))
 
 
 def who_holds(folder: Path) -> str:
