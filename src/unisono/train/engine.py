@@ -33,6 +33,7 @@ from unisono.train.buffers import Buffers
 from unisono.train.control import Balance, ControlWord, Flags, ShardReport, StepReport, signature_of
 from unisono.train.gradients import Fusion, Gradients
 from unisono.train.loss import WeightedLoss
+from unisono.train.majority import Verdict, judged
 from unisono.train.prepared import Prepared
 from unisono.train.sharded_update import ShardedUpdate
 from unisono.train.total_weight import require_agreement, total_weight
@@ -368,8 +369,8 @@ class StepEngine:
         """The first attempt that counts. All workers repeat the others alike."""
         for _ in range(1 + MOST_REPEATS):
             attempt = self._attempt(call, flags)
-            if attempt.report.lost:
-                return attempt
+            if attempt.report.lost or judged(attempt.flags) is not Verdict.RIGHT:
+                return attempt  # whoever computes with wrong weights is no worse a processor for that
             if attempt.report.again:
                 attempt.gradients.stop_listening()
             elif not attempt.report.is_balanced:
