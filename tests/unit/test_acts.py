@@ -7,7 +7,9 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
+from unisono.membership.messages import Minted, Seat
 from unisono.train.acts import Acts, Change, Keeper
+from unisono.train.elastic import arrival_in
 from unisono.train.membership import Arrival, Membership, Standing
 from unisono.train.workers import Workers
 
@@ -148,6 +150,40 @@ def test_a_state_that_the_newest_act_has_not_changed_is_not_handed_over() -> Non
     acts.keeper = Keeper(take=lambda given, joins: taken.append(given))
     assert acts.together(Act(losses=1)) == "theirs"
     assert taken == []
+
+
+def test_a_joiner_is_given_the_state_though_the_newest_act_has_changed_none() -> None:
+    acts = Acts(FakeMembership(coming=[together_again(1, 0, joiners=frozenset([1]))]))
+    given: list[str] = []
+    acts.keeper = Keeper(give=lambda: given.append("state"))
+    acts.together(Act(losses=0))
+    acts.together(Act(losses=1))
+    assert given == ["state"]
+
+
+def test_an_act_that_was_taken_from_the_others_has_its_number_among_those_that_joiners_read() -> None:
+    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, False, "theirs", None])])
+    acts = Acts(membership)
+    acts.together(Act(losses=9))
+    acts.together(Act(losses=0))
+    assert membership.known == {"act/0/0": "theirs", "act/0/1": "call 1"}
+
+
+def test_a_joiner_publishes_nothing_of_what_it_skips() -> None:
+    membership = FakeMembership(joins=True)
+    assert not Acts(membership).enter(0)
+    assert membership.known == {}
+
+
+def test_a_minted_generation_says_who_gives_what_to_whom() -> None:
+    seats = (
+        Seat(worker="w1", host="h", acts=4),
+        Seat(worker="w2", host="h", acts=5),
+        Seat(worker="w3", host="h", joins=True),
+    )
+    arrival = arrival_in(Minted(generation=2, roster=seats, bounds=(0, 1, 2, 3), source=1), {})
+    assert (arrival.source, arrival.behind) == (1, frozenset((0, 2)))
+    assert Arrival(0, [0, 0], frozenset([1]), {}).behind == {1}, "a joiner is behind though nothing is done yet"
 
 
 def test_whoever_has_come_furthest_gives_its_result_and_keeps_its_own() -> None:
