@@ -75,7 +75,8 @@ class Training:
         self.checkpoints = Checkpoints(lambda: memory)  # type: ignore[arg-type,return-value]
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.acts.keeper = Keeper(give=self.trained.give, take=self.take, renew=self.renew)
+        go_on = self.trained.go_on
+        self.acts.keeper = Keeper(give=self.trained.give, take=self.take, renew=self.renew, go_on=go_on)
         self.losses: dict[int, float] = {}
         self.regroups = False
         with torch.no_grad():
@@ -87,6 +88,8 @@ class Training:
         if not self.membership.joins and self.membership.workers.rank == 0:
             self.checkpoints.begin_writing()
         self.acts.change(self.first_weights)
+        if not self.membership.joins:
+            self.set_up()
         if self.acts.enter(0):
             self.loop()
             self.acts.leave(0)
@@ -95,8 +98,15 @@ class Training:
         self.acts.agree("weights", {"sha256": self.digest()})
         return self.digest()
 
+    def set_up(self) -> None:
+        """What a script does after ``run.prepare``: it has a checkpoint written, and sets another learning rate."""
+        self.trained.settle()
+        self.optimizer.param_groups[0]["lr"] = 0.05
+        self.acts.agree("data set", {"samples": 3})
+
     def loop(self) -> None:
         self.trained.settle()
+        self.trained.go_on()
         while (step := self.trained.progress.position.step) < STEPS:
             self.losses[step] = self.acts.change(self.one_step)
             self.trained.progress = replace(self.trained.progress, position=Position(step=step + 1))
@@ -160,9 +170,11 @@ class Training:
         return f"{digest_tensors(tensors)} {self.trained.monitors.seconds}"
 
 
-def train(pool: ThreadPoolExecutor, workers: int, joiners: int = 0, *blows: Blow) -> Outcome:
-    """Run a job to its end."""
-    memory, found = Memory(), {}
+def train(
+    pool: ThreadPoolExecutor, workers: int, joiners: int = 0, *blows: Blow, memory: Memory | None = None
+) -> Outcome:
+    """Run a job to its end, from the newest checkpoint in a memory on, if there is one."""
+    memory, found = memory or Memory(), {}
     losses: dict[str, dict[int, float]] = {}
 
     def script(membership: SimulatedMembership) -> None:

@@ -2,18 +2,24 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 import hostile
+from unisono.adapt.ada_scale import AdaScale
+from unisono.adapt.norms import GradientNorms
+from unisono.adapt.setting import Setting
+from unisono.adapt.timings import Timings
 from unisono.checkpoint.folder import MetricsFile, RunFolder
 from unisono.checkpoint.hold import newest_term, who_holds
-from unisono.errors import UnisonoError, Unreadable
+from unisono.checkpoint.store import Snapshot
+from unisono.errors import CheckpointError, UnisonoError, Unreadable
 from unisono.jsonl import read_lines
 from unisono.launch.address import WHERE, address_of
 from unisono.launch.failure import Failure
@@ -22,7 +28,10 @@ from unisono.launch.wish import Wish
 from unisono.membership.keyvalue import KeyValue
 from unisono.membership.ledger import Ledger
 from unisono.received import LARGEST_JSON, parse_json, parse_object, read_object
+from unisono.train.adaptation import Adaptation
+from unisono.train.prepared import Prepared
 from unisono.train.state import Progress
+from unisono.train.trained import Doubt, Trained
 
 pytestmark = pytest.mark.unit
 
@@ -126,6 +135,62 @@ def test_where_a_run_stands_is_numbers_or_an_error(seed: int) -> None:
         except UnisonoError:
             continue
         assert found.position.step >= 0
+
+
+class Counter:
+    """An object of a script."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {"a": 1}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"names": dict(self.names)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.names = {str(name): int(number) for name, number in state["names"].items()}
+
+
+def a_run() -> Trained:
+    """Something of every part that is kept besides the model."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    trained = Trained({"fingerprint": {"a": 1}}, Adaptation((AdaScale(),), 8, 8))
+    trained.prepared = Prepared.of(model, [optimizer])
+    trained.registered.add("counter", Counter())
+    trained.monitors.see(1, GradientNorms((2.0, 3.0), (1, 1), 1.5), [0.5, 0.25])
+    trained.monitors.time(Setting(), [Timings(0.1, 0.2)])
+    trained.doubt = Doubt(1, 0, "a bit")
+    return trained
+
+
+@pytest.mark.parametrize("seed", SEEDS[:10])
+@pytest.mark.parametrize("part", ["model", "optimizer", "state"])
+def test_a_part_of_a_snapshot_that_cannot_be_restored_is_named(part: str, seed: int) -> None:
+    trained = a_run()
+    parts = {name: getattr(trained.capture(), name) for name in ("model", "optimizer", "state")}
+    for number in range(CASES["requests"]):
+        chance = Random(f"restored {part} {seed} {number}")
+        other = {**parts, part: hostile.changed(chance, parts[part])}
+        try:
+            trained.progress = Progress()
+            trained.resume_from(Snapshot(3, other["model"], other["optimizer"], other["state"]))
+            trained.settle()
+        except CheckpointError as error:
+            named = "step 3" in str(error) or "where a run stands" in str(error)
+            assert named, error  # noqa: PT017
+        except UnisonoError:
+            continue
+
+
+@pytest.mark.parametrize("name", ["monitors", "adaptation", "registered", "strategy", "transient", "progress"])
+def test_a_snapshot_without_one_of_its_parts_is_refused(name: str) -> None:
+    trained = a_run()
+    found = trained.capture()
+    del found.state[name]
+    with pytest.raises(CheckpointError, match=name):
+        trained.go_back(found)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,12 @@ import pytest
 import torch
 
 from one_at_a_time import Blow
-from struck_training import Outcome, train
+from struck_training import Memory, Outcome, train
+from unisono.plan.batches import Position
 from unisono.train.acts import Acts
+from unisono.train.adaptation import Adaptation
+from unisono.train.prepared import Prepared
+from unisono.train.trained import Trained
 
 pytestmark = pytest.mark.unit
 
@@ -145,3 +149,40 @@ def test_a_count_that_follows_its_state_only_after_collectives_is_found(
     monkeypatch.setattr(Acts, "_take_over", take_over)
     found = failures(pool, serial, (3, 0), pairs_of_blows(pool, (3, 0)))
     assert any("ends with" in each for each in found), found
+
+
+def test_one_worker_may_die_at_any_point_of_a_run_that_resumes(pool: ThreadPoolExecutor) -> None:
+    first = Memory()
+    train(pool, 1, memory=first)
+
+    def resumed(workers: int, *blows: Blow) -> Outcome:
+        memory = Memory()
+        memory.kept = first.kept[:1]
+        return train(pool, workers, 0, *blows, memory=memory)
+
+    serial, whole = resumed(1), resumed(3)
+    assert not wrong(whole, serial)
+    blows = [blow for blow in blows_on(whole) if blow.point < whole.world.points[blow.worker].index("act counted") + 6]
+    tried = random.Random(0).sample(blows, min(len(blows), 2 * BLOWS))
+    troubles = {blow: wrong(resumed(3, blow), serial) for blow in tried}
+    assert {blow: trouble for blow, trouble in troubles.items() if trouble} == {}
+
+
+def test_a_checkpoint_is_handed_on_as_it_was_until_all_have_restored_it() -> None:
+    x, y = (Trained({}, Adaptation((), 8, 8)) for _ in range(2))
+    for one in (x, y):
+        model = torch.nn.Linear(2, 1)
+        one.prepared = Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    x.progress, x.adaptation.rate = replace(x.progress, position=Position(step=7)), 2.0
+    x.go_back(x.capture())
+    x.restored = x.capture()
+    x.settle()
+    assert x.prepared is not None
+    assert y.prepared is not None
+    x.prepared.optimizers[0].param_groups[0]["lr"] = 0.05
+    y.take(x.give(), joins=False)
+    assert (y.progress, y.adaptation.rate) == (x.progress, 2.0)
+    assert y.settle()
+    assert y.prepared.optimizers[0].param_groups[0]["lr"] == 0.1
+    x.go_on()
+    assert not x.give()[0]

@@ -44,12 +44,14 @@ class Keeper:
         give: the whole state, as a tree that can be broadcast.
         take: set the state that another worker has given; told whether this one joins. Neither collective nor I/O.
         renew: make what computes in the new generation. Collective.
+        go_on: a collective call is complete, so that all have completed the one before.
     """
 
     leave: Callable[[], None] = _nothing
     give: Callable[[], Any] = _nothing
     take: Callable[[Any, bool], None] = lambda given, joins: None
     renew: Callable[[], None] = _nothing
+    go_on: Callable[[], None] = _nothing
 
 
 class Acts:
@@ -217,6 +219,7 @@ class Acts:
                 failpoint("act worked out")
                 self._commit(number + 1, change.make, changed=changes)
                 failpoint("act counted")
+                self.keeper.go_on()
                 change.then()
                 self._tell_joiners()
         found: R = self._value

@@ -5,6 +5,7 @@ from typing import Any
 
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import CheckpointError, JobError
+from unisono.train.restoring import kept, restoring
 
 
 class Registered(dict[str, Any]):
@@ -26,9 +27,11 @@ class Registered(dict[str, Any]):
         """Set every object to its state in a checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint was written with other objects; names them.
+            CheckpointError: the checkpoint was written with other objects, or one does not take its state; names them.
         """
-        states: Mapping[str, Any] = snapshot.state["registered"]
+        states: Mapping[str, Any] = kept(snapshot, "registered")
+        if not isinstance(states, dict):
+            raise CheckpointError(f"the checkpoint of step {snapshot.step} has no states of registered objects by name")
         missing = [name for name in states if name not in self]
         unknown = [name for name in self if name not in states]
         if missing or unknown:
@@ -37,4 +40,5 @@ class Registered(dict[str, Any]):
                 f"only in the checkpoint {missing or 'none'}, only in the script {unknown or 'none'}"
             )
         for name, state in states.items():
-            self[name].load_state_dict(state)
+            with restoring(snapshot, f"state of the {type(self[name]).__name__} that is registered as {name!r}"):
+                self[name].load_state_dict(state)

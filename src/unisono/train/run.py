@@ -54,6 +54,7 @@ from unisono.train.peak_memory import peak_memory
 from unisono.train.prepared import Prepared, refuse_unset_memory, tensors_by_name
 from unisono.train.recorder import Recorder
 from unisono.train.reduction_probe import reduction_probe
+from unisono.train.restoring import kept, restoring
 from unisono.train.sample_log import SampleLog
 from unisono.train.serving import serve
 from unisono.train.sharing import shared_weights
@@ -110,7 +111,7 @@ class Run:
         self._adaptation = around.adaptation
         about = {"job": job.model_dump(mode="json"), "fingerprint": around.fingerprint}
         self._trained = Trained(about, self._adaptation)
-        self._acts.keeper = Keeper(self._drop_engine, self._trained.give, self._take, self._renew)
+        self._acts.keeper = Keeper(self._drop_engine, self._trained.give, self._take, self._renew, self._trained.go_on)
         self._steering = Steering(job, self._trained, membership, checkpoints, self._recorder, around)
         self._engine: StepEngine | None = None
         timeout_s = around.care.failure_timeout_s
@@ -783,7 +784,8 @@ class Run:
         found = self._checkpoints.newest(workers) if resumes else None
         if found is not None:
             where = f"the checkpoint of step {found.step} in {self.dir}"
-            theirs = found.state["about"]["fingerprint"]
+            with restoring(found, "fingerprint of its job"):
+                theirs = dict(kept(found, "about")["fingerprint"])
             require_same_job(self._around.fingerprint, theirs, where, allow=self._around.settings.allow_job_change)
 
         def make() -> None:
@@ -859,6 +861,7 @@ class Run:
 
     def _begin(self, step: Step) -> None:
         self._settle()
+        self._trained.go_on()  # all have agreed on the loop
         self._step = step
         self._recorder.step_loaded()
         seed_generators(stream_seed(self.job.seed, Stream.SCRIPT, step.number))

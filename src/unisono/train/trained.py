@@ -14,6 +14,7 @@ from unisono.train.checkpoints import as_tree
 from unisono.train.monitors import Monitors
 from unisono.train.prepared import Prepared
 from unisono.train.registered import Registered
+from unisono.train.restoring import kept, restoring
 from unisono.train.state import Progress, capture, restore_kept, restore_models, restore_optimizers, restore_update
 
 
@@ -47,6 +48,7 @@ class Trained:
         strategy: what the present strategy keeps from round to round: its text, and its state by name.
         doubt: why the run has to go back to an older state; None as long as all is well.
         restored: what the script has yet to ask for of a state that models are restored from already.
+        original: that state, when the script has asked for all of it, but another worker may still lack it.
     """
 
     def __init__(self, about: Mapping[str, Any], adaptation: Adaptation) -> None:
@@ -58,6 +60,7 @@ class Trained:
         self.strategy: tuple[str, dict[str, Any]] = "", {}
         self.doubt: Doubt | None = None
         self.restored: Snapshot | None = None
+        self.original: Snapshot | None = None
         self._about = about
 
     @property
@@ -80,16 +83,19 @@ class Trained:
     def resume_from(self, snapshot: Snapshot) -> None:
         """Set models and position; the rest follows when the script has made everything: see :meth:`settle`."""
         assert self.prepared is not None, "there is something to train"
-        restore_models(self.prepared, snapshot)
-        self.restored = snapshot
-        self.progress = Progress.from_tree(snapshot.state["progress"])
+        with restoring(snapshot, "model"):
+            restore_models(self.prepared, snapshot)
+        self.restored, self.original = snapshot, None
+        self.progress = Progress.from_tree(kept(snapshot, "progress"))
         self._recall(snapshot)
-        self.adaptation.load_state_dict(snapshot.state["adaptation"])
+        with restoring(snapshot, "adaptation"):
+            self.adaptation.load_state_dict(kept(snapshot, "adaptation"))
 
     def go_back(self, snapshot: Snapshot) -> None:
         """Set an older state that is known to be right, all of it."""
         self.resume_from(snapshot)
         self.settle()
+        self.original = None
 
     def anticipate(self) -> None:
         """Restore what optimizers keep before :meth:`settle` does, for servers that go on with it.
@@ -97,7 +103,7 @@ class Trained:
         The state may be that of other optimizers, which the script has yet to make; if not, ``settle`` says so.
         """
         if self.restored is not None and self.prepared is not None:
-            with suppress(CheckpointError):
+            with suppress(CheckpointError), restoring(self.restored, "optimizers"):
                 restore_kept(self.prepared, self.restored)
 
     def settle(self) -> bool:
@@ -112,13 +118,20 @@ class Trained:
             return False
         snapshot, self.restored = self.restored, None
         self.registered.restore(snapshot)
-        restore_optimizers(self.prepared, snapshot)
+        with restoring(snapshot, "optimizers"):
+            restore_optimizers(self.prepared, snapshot)
+        self.original = snapshot
         return True
+
+    def go_on(self) -> None:
+        """Another collective call is complete: all workers have restored what this one has."""
+        self.original = None
 
     def give(self) -> list[Any]:
         """All of it as a tree, for a worker that lacks it."""
-        # What a checkpoint held and the script has not yet asked for is handed on as it is.
-        return [self.restored is not None, *as_tree(self.restored or self.capture())]
+        # What a checkpoint held is handed on as it is, as long as the script of some worker has not asked for it.
+        restored = self.restored or self.original
+        return [restored is not None, *as_tree(restored or self.capture())]
 
     def take(self, given: Sequence[Any], *, joins: bool) -> None:
         """Set what another worker gave.
@@ -128,19 +141,23 @@ class Trained:
             joins: whether this worker has nothing of its own yet. Otherwise what the script has set meanwhile stays.
         """
         assert self.prepared is not None, "there is something to train"
-        is_pending, *tree = given
+        is_restored, *tree = given
         snapshot = Snapshot(*tree)
         if snapshot.step < self.progress.position.step:
             self.go_back(snapshot)
-        elif joins or is_pending:
+        elif joins or (is_restored and self.original is None):
             self.resume_from(snapshot)
         else:
-            restore_update(self.prepared, snapshot)
+            with restoring(snapshot, "model or optimizers"):
+                restore_update(self.prepared, snapshot)
             self._recall(snapshot)
 
     def _recall(self, snapshot: Snapshot) -> None:
-        self.monitors.load_state_dict(snapshot.state["monitors"])
-        name, state = snapshot.state["strategy"]
-        self.strategy = name, dict(state)
-        doubt = snapshot.state.get("doubt")
-        self.doubt = None if doubt is None else Doubt(**doubt)
+        with restoring(snapshot, "monitors"):
+            self.monitors.load_state_dict(kept(snapshot, "monitors"))
+        with restoring(snapshot, "strategy"):
+            name, state = kept(snapshot, "strategy")
+            self.strategy = str(name), dict(state)
+        with restoring(snapshot, "doubt"):
+            doubt = snapshot.state.get("doubt")
+            self.doubt = None if doubt is None else Doubt(**doubt)
