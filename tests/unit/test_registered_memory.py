@@ -1,0 +1,56 @@
+"""A bit that flips in what a script has registered is found where another worker has a copy, and the run goes back."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import TensorDataset
+
+import unisono
+from unisono.job import Job
+from unisono.testing.crew import Trade, train
+from unisono.testing.flip import flip
+from unisono.train.engine import Execution
+from unisono.train.run import Run
+
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.usefixtures("torch_settings_restored"),
+    pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning"),
+]
+
+JOB = Job.create(batch_size=16, shards=4)
+SAMPLES = torch.linspace(-2, 2, 8 * 16 * 4).sin().view(-1, 4)
+
+
+def script(victim: int | None, run: Run) -> tuple[str, str]:
+    """What the weights and their average come to. After step 4 a bit of the victim's average is another one, once."""
+    model = nn.Linear(4, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    average, done = run.register("average", AveragedModel(model)), run.rank != victim
+    for step in run.steps(TensorDataset(SAMPLES), epochs=1):
+        step.run(lambda model, batch: F.cross_entropy(model(batch[0]), (batch[0][:, 0] > 0).long()))
+        average.update_parameters(model)
+        if step.number == 4 and not done:
+            done = True
+            flip(next(average.parameters()).detach(), 0, 22)
+    return run.finish(), unisono.digest(average)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_run_goes_back_and_the_average_is_that_of_the_serial_run(workers: int, tmp_path: Path) -> None:
+    def trade(name: str, size: int) -> Trade:
+        return Trade(JOB, size, tmp_path / name, Execution(overlap=False, looks=True), verify_every=2)
+
+    (expected,) = train(trade("serial", 1), partial(script, None))
+    assert train(trade("struck", workers), partial(script, workers - 1)) == [expected] * workers
+    result = json.loads((tmp_path / "struck" / "result.json").read_text())
+    assert [(one["step"], one["to"]) for one in result["rolled_back"]] == [(6, 4)]
