@@ -12,10 +12,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import unisono
+from unisono.errors import MemoryFault
 from unisono.job import Job
 from unisono.testing.crew import Trade, train
+from unisono.testing.fault import WrongResult
 from unisono.testing.flip import flip_in
+from unisono.testing.strike import strike
+from unisono.train import audit
 from unisono.train.engine import Execution
+from unisono.train.integrity import Integrity
 from unisono.train.run import Run
 
 pytestmark = [
@@ -23,6 +29,8 @@ pytestmark = [
     pytest.mark.usefixtures("torch_settings_restored"),
     pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning"),
 ]
+
+Start = Callable[..., unisono.Run]
 
 JOB = Job.create(batch_size=16, shards=4)
 SAMPLES = torch.linspace(-2, 2, 8 * 16 * 4).sin().view(-1, 4)
@@ -52,8 +60,8 @@ def script(at: int | None, run: Run) -> str:
     return run.finish()
 
 
-def crew(folder: Path, workers: int, audit: float, work: Callable[[Run], str]) -> list[str]:
-    execution = Execution(overlap=False, audit=audit, looks=True)
+def crew(folder: Path, workers: int, share: float, work: Callable[[Run], Any]) -> list[Any]:
+    execution = Execution(overlap=False, audit=share, looks=True)
     return train(Trade(JOB, workers, folder, execution, verify_every=2), work)
 
 
@@ -65,3 +73,83 @@ def test_a_flipped_weight_is_healed_or_gone_back_from_and_no_processor_is_blamed
     result = json.loads((folder / "result.json").read_text())
     assert result["wrong_results"] == []
     assert len(result["healed"]) + len(result["rolled_back"]) == 1
+
+
+def average_script(at: int | None, run: Run) -> tuple[str, list[float]]:
+    """A bit flips in the weights of rank 0 before they are averaged, in the last step before all is compared."""
+    model = prepared(run)
+    average = run.register("average", Average(model))
+    done = run.rank != 0
+    for step in run.steps(TensorDataset(SAMPLES), epochs=1):
+        step.run(loss)
+        if step.number == at and not done:
+            done = True
+            flip_in(run, "weights", 22)
+        average.update(model)
+    return run.finish(), average.values.tolist()
+
+
+class Average:
+    """Of the weights of the first layer."""
+
+    def __init__(self, model: Any) -> None:
+        self.values = model[0].weight.detach().clone()
+
+    def update(self, model: Any) -> None:
+        self.values.lerp_(model[0].weight.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values.copy_(state["values"])
+
+
+def test_what_the_script_has_made_of_wrong_weights_is_right_again_too(tmp_path: Path) -> None:
+    (expected,) = crew(tmp_path / "serial", 1, 0.0, partial(average_script, None))
+    assert crew(tmp_path / "struck", 3, 0.0, partial(average_script, 3)) == [expected] * 3
+
+
+def two_loops(wrong: int | None, run: Run) -> str:
+    """From the first loop on a worker computes wrongly; only audits in the second one find it."""
+    prepared(run)
+    struck = False
+    for _loop in range(2):
+        for step in run.steps(TensorDataset(SAMPLES), epochs=1):
+            if run.rank == wrong and step.number == 7 and not struck:
+                struck = True
+                strike(WrongResult(rank=0, at_step=7, bit=22), run)
+            if step.number == 12:
+                assert list(run.dir.glob("checkpoints/step-*")), "there were some"
+            step.run(loss)
+    return run.finish()
+
+
+def late(seed: int, share: float, step: int, call: int, shards: int) -> tuple[int, ...]:
+    """Audits everything, but only from some step on."""
+    return tuple(range(shards)) if share and step >= 12 else ()
+
+
+@pytest.mark.parametrize(("elastic", "words"), [(True, "of a loop that is over"), (False, "without that host")])
+def test_where_wrong_results_are_found_too_late_no_checkpoint_is_left_that_has_them(
+    elastic: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "audited", late)
+    folder, execution = tmp_path / "struck", Execution(overlap=False, audit=1.0, looks=True)
+    trade = Trade(JOB, 3, folder, execution, verify_every=2, checkpoint_every=2, is_elastic=elastic)
+    with pytest.raises(MemoryFault, match=words):
+        train(trade, partial(two_loops, 2))
+    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == []
+
+
+def test_a_worker_that_joins_knows_which_state_audits_have_confirmed(start: Start) -> None:
+    run = start(audit=1.0)
+    prepared(run)
+    first, joiner = (Integrity(run._trained, 2, lambda *_: None, audits=True) for _ in range(2))
+    digests = run._trained.capture().digests()
+    first.keep(0, digests, 0)
+    joiner.take(first.give())
+    for one in (first, joiner):
+        one.keep(2, digests, 0)
+    assert joiner.give() == first.give()
+    assert first.give()["kept"] == [[0, digests], [2, digests]]

@@ -210,3 +210,23 @@ def test_without_comparisons_nothing_is_kept(start: Start) -> None:
     digest, _ = train(run, Once("weights", EXPONENT, "begin", 4))
     assert digest
     assert run._integrity._kept is None
+
+
+@pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
+def test_a_new_generation_does_not_forget_that_an_update_was_made_from_a_wrong_gradient(
+    start: Start, tmp_path: Path
+) -> None:
+    expected, _ = train(start(run_dir=tmp_path / "undisturbed"))
+    lost: list[int] = []
+
+    def lose(run: unisono.Run, moment: str, step: int) -> None:
+        if (moment, step) == ("after", 4) and not lost:
+            lost.append(step)
+            assert run._engine is not None
+            run._engine.has_lost = True
+            flip_in(run, "weights", EXPONENT)
+            run._renew()  # another worker was lost
+
+    run = start(verify_every=3)
+    assert train(run, lose)[0] == expected
+    assert [one["to"] for one in json.loads((run.dir / "result.json").read_text())["rolled_back"]] == [3]

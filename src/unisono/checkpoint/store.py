@@ -105,6 +105,20 @@ class CheckpointStore:
         if trouble is not None:
             warnings.warn(trouble, UnisonoWarning, stacklevel=3)
 
+    def discard_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps, so that nobody goes on from them.
+
+        Raises:
+            OSError: one cannot be removed.
+            Superseded: the job goes on without this worker.
+        """
+        self.wait()
+        with self._placing():
+            for each, path in _checkpoints(self._folder):
+                if each > step:
+                    self._discard(path)
+                    self._tell("checkpoint discarded", step=each, reason="audits have not confirmed it")
+
     def newest(self) -> Snapshot | None:
         """The newest whole checkpoint; None if there is none at all.
 

@@ -71,6 +71,11 @@ class Checkpoints:
         self.written = tree is not None  # a run that goes on from a checkpoint leaves one, too
         return None if tree is None else Snapshot(*tree)
 
+    def discard_after(self, step: int) -> None:
+        """Remove those of later steps: what is in them may be wrong."""
+        if self.store is not None:
+            self.store.discard_after(step)
+
     def begin_writing(self) -> None:
         """This is the main worker now."""
         if self.store is None:

@@ -169,6 +169,7 @@ class StepEngine:
         computed: told when this worker's shards are computed, after so many seconds.
         found: told what each audit came to.
         repeats: told before a step is computed again, since memory did not keep what was written to it.
+        has_lost: whether an update was made from a gradient that memory had not kept.
         witness: is shown what was written to memory that is checked.
     """
 
@@ -201,7 +202,7 @@ class StepEngine:
         self.witness: Witness | None = None
         self._checked_bytes = execution.checked_bytes
         self._audit = Audit(job.seed, execution.audit, workers)
-        self._has_lost = False
+        self.has_lost = False
         self._update: Update | ShardedUpdate = update or Update()
         if execution.shard_optimizer:
             self._update = ShardedUpdate(prepared, workers.transport, self._bucket_bytes)
@@ -274,7 +275,7 @@ class StepEngine:
             with self.scaled(call.optimizers):
                 self._update.apply(call.optimizers)
             # Only now, when nobody reads it any more: so it was right whenever it was read.
-            self._has_lost |= not any(map(may_change_gradients, call.optimizers)) and not gradients.has_kept()
+            self.has_lost |= not any(map(may_change_gradients, call.optimizers)) and not gradients.has_kept()
             if self._at_rest is not None and not isinstance(self._update, ShardedUpdate):
                 self._at_rest.note()
             gradients.release(used)
@@ -286,7 +287,7 @@ class StepEngine:
     def _clipped(self, call: Call, gradients: Gradients) -> float:
         if not call.clip.limits:
             return 0.0
-        self._has_lost |= not gradients.has_kept()
+        self.has_lost |= not gradients.has_kept()
         norm = call.clip.apply(gradients.parameters)
         gradients.keep()
         return norm
@@ -317,11 +318,6 @@ class StepEngine:
     def has_flipped(self) -> bool:
         """Whether a bit is not as the last update has left it, where this worker has the only copy."""
         return self._at_rest is not None and self._at_rest.has_changed()
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether an update was made from a gradient that memory had not kept."""
-        return self._has_lost
 
     def close(self) -> None:
         """Let go of the model's parameters and of the thread."""
@@ -506,7 +502,7 @@ class StepEngine:
         used = [*gradients.used, *self._buffers.used]
         word = ControlWord(self._split, len(used))
         own = Balance(gradients.balance, gradients.copies)
-        flags = replace(flags, again=gradients.came_twice, lost=self._has_lost, balance=own)
+        flags = replace(flags, again=gradients.came_twice, lost=self.has_lost, balance=own)
         words = self._workers.transport.all_gather(word.pack(reports, used, flags))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
         logged = word.logged(words)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from unisono.checkpoint.codec import flatten
 from unisono.checkpoint.quick_digest import MODULUS, combined, sum_of_words
@@ -168,13 +169,14 @@ class Integrity:
         """Ranks mean other workers from now on."""
         self._cleared.clear()
 
-    def compare(self, workers: Workers, step: int, *, weights_only: bool = False) -> Digests:
+    def compare(self, workers: Workers, step: int, *, weights_only: bool = False, is_healed: bool = False) -> Digests:
         """Compare the whole state at a boundary. Collective; part of an act that changes the state.
 
         Args:
             workers: that hold it.
             step: steps that are committed.
             weights_only: where workers keep other things for themselves.
+            is_healed: whether those that held another state than most were just given theirs.
 
         Returns:
             the digests on which all agree; none if the state is doubted now.
@@ -188,9 +190,11 @@ class Integrity:
             return {}
         held = [tuple(own) for own, *_ in told]
         found = verdict(held)
-        if found is Verdict.HEALING and not self._shares and (arrival := healing(held)) is not None:
+        can_heal = found is Verdict.HEALING and not (self._shares or is_healed)
+        if can_heal and (arrival := healing(held)) is not None:
             self._mend(workers, arrival, "state")
-            return self._trained.capture().digests()
+            # Registered objects may have been made of the state that was wrong: an average of the weights, say.
+            return self.compare(workers, step, weights_only=weights_only, is_healed=True)
         if found is not Verdict.RIGHT:
             listed = ", ".join(
                 f"rank {rank}: {'/'.join(f'{one:016x}' for one in own)}" for rank, own in enumerate(held)
@@ -240,11 +244,45 @@ class Integrity:
             raise MemoryFault(f"{why}, so the weights are wrong: {START_AGAIN}")
         self.doubt(place, why)
 
+    @property
+    def confirmed(self) -> int | None:
+        """After how many steps audits have found all right last; None without audits."""
+        return self._kept.step if self._audits and self._kept is not None else None
+
+    def agreed(self, step: int) -> Digests | None:
+        """On what all workers have agreed after so many steps; None if that is not known any more."""
+        return next((one.digests for one in (self._waits, self._kept) if one is not None and one.step == step), None)
+
+    def give(self) -> dict[str, Any]:
+        """What is known of the states so far, for a worker that joins: it decides as the others do. No copies."""
+        return {
+            "kept": [None if one is None else [one.step, one.digests] for one in (self._kept, self._waits)],
+            "cleared": sorted(self._cleared),
+            "returns": self._returns,
+            "digests": [[*place, seen] for place, seen in self._trail.digests.items()],
+            "wrong": [[*place, list(said)] for place, said in self._trail.wrong.items()],
+            "ignored": sorted(self._ignored),
+            "before": self._before,
+            "script_writes": self.script_writes,
+        }
+
+    def take(self, given: Mapping[str, Any]) -> None:
+        """Know what another worker has given."""
+        self._kept, self._waits = (None if one is None else Kept(one[0], one[1], None) for one in given["kept"])
+        self._cleared, self._returns = set(given["cleared"]), given["returns"]
+        self._trail = Trail(
+            {(step, call): seen for step, call, seen in given["digests"]},
+            {(step, call): tuple(said) for step, call, said in given["wrong"]},
+        )
+        self._ignored, self._before = set(given["ignored"]), dict(given["before"])
+        self.script_writes = given["script_writes"]
+
     def retrieve(self, workers: Workers) -> Snapshot:
         """The kept state, on every worker. Collective.
 
         Raises:
             JobMismatch: there is none, or no copy is what was kept.
+            MemoryFault: it is of a loop that is over.
         """
         whole = (
             self._kept is not None and self._kept.copy is not None and self._kept.copy.digests() == self._kept.digests
@@ -256,7 +294,14 @@ class Integrity:
             raise JobMismatch(f"{why}no copy of a verified state is left: {START_AGAIN}")
         source = told.index(newest)
         mine = self._kept.copy.thawed() if workers.rank == source and self._kept and self._kept.copy else None
-        return Snapshot(*workers.broadcast(None if mine is None else as_tree(mine), source))
+        found = Snapshot(*workers.broadcast(None if mine is None else as_tree(mine), source))
+        if found.state["progress"]["loop"] != self._trained.progress.loop:
+            why = "" if self._trained.doubt is None else f"{self._trained.doubt.why}, and "
+            raise MemoryFault(
+                f"{why}the newest state that is known to be right, that of step {newest}, is of a loop that is over, "
+                f"whose steps the script cannot make again. {START_AGAIN}"
+            )
+        return found
 
     def _follow(self, place: Place, digest: int) -> None:
         if self._kept is None:

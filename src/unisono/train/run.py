@@ -111,7 +111,7 @@ class Run:
         self._adaptation = around.adaptation
         about = {"job": job.model_dump(mode="json"), "fingerprint": around.fingerprint}
         self._trained = Trained(about, self._adaptation)
-        self._acts.keeper = Keeper(self._drop_engine, self._trained.give, self._take, self._renew, self._trained.go_on)
+        self._acts.keeper = Keeper(self._drop_engine, self._give, self._take, self._renew, self._trained.go_on)
         self._steering = Steering(job, self._trained, membership, checkpoints, self._recorder, around)
         self._engine: StepEngine | None = None
         timeout_s = around.care.failure_timeout_s
@@ -135,6 +135,7 @@ class Run:
         self._computing = False  # from the call of step.run until its commit
         self._evaluating = False
         self._leaving = self._comes_together = self._goes_back = False
+        self._has_lost = False  # made an update, with an engine before, from a gradient that memory had not kept
         self._regroups = False
         self._seconds: dict[str, float] = {}
         self._pace = Pace()
@@ -583,6 +584,9 @@ class Run:
             attempt = engine.attempt(call, self._flags)
         except PolicyError:
             self._steering.refuse(step.number)
+        except MemoryFault:
+            self._discard_unconfirmed()
+            raise
         place = step.number, step.calls
         if self._trained.is_doubted:
             engine.discard()
@@ -677,7 +681,7 @@ class Run:
         if self.is_main:
             step = self._trained.progress.position.step
             self._notices.healed(step, what, odd, [hosts[rank] for rank in odd])
-        given = workers.broadcast(self._trained.give() if self.rank == arrival.source else None, arrival.source)
+        given = workers.broadcast(self._give() if self.rank == arrival.source else None, arrival.source)
         if self.rank in odd:
             self._take(given, joins=False)
         failpoint("healed")
@@ -699,10 +703,18 @@ class Run:
             f"others, every time, so its processor or its memory is broken"
         )
         if not self._membership.is_elastic:
-            raise MemoryFault(f"{why}. Start the job again without that host, from its last checkpoint")
+            raise MemoryFault(
+                f"{why}. Start the job again without that host: checkpoints that may be wrong are removed"
+            )
+        self._discard_unconfirmed()
         self._integrity.convict(why)
         self._membership.replace(workers.generation.number, finding.wrong)
         self._regroups = True
+
+    def _discard_unconfirmed(self) -> None:
+        """Whoever starts the job again must not go on from what a worker that computes wrongly has left."""
+        if (step := self._integrity.confirmed) is not None:
+            self._checkpoints.discard_after(step)
 
     def _computes(self, rank: int) -> bool:
         return rank not in self._workers.transport.split.servers
@@ -771,10 +783,12 @@ class Run:
             self._engine = StepEngine(self.job, self._workers, prepared, self.device, self._around.execution)
             self._engine.scaled = self._adaptation.scaled
             self._engine.repeats, self._engine.found = self._repeats, self._found
+            self._engine.has_lost = self._has_lost
 
     def _drop_engine(self) -> None:
         self._apart.drop()
         if self._engine is not None:
+            self._has_lost = self._engine.has_lost
             self._engine.close()
             self._engine = None
 
@@ -1032,7 +1046,7 @@ class Run:
         assert doubt is not None, "there is a reason"
 
         def retrieve(workers: Workers) -> Change[None]:
-            return Change(partial(self._trained.go_back, self._integrity.retrieve(workers)))
+            return Change(partial(self._set_back, self._integrity.retrieve(workers)))
 
         self._goes_back = True
         try:
@@ -1046,10 +1060,15 @@ class Run:
             self._around.folder.metrics.truncate_after(step - 1)
             self._notices.rolled_back(reached, step, doubt.why)
 
+    def _set_back(self, snapshot: Snapshot) -> None:
+        self._trained.go_back(snapshot)
+        self._drop_engine()
+        self._has_lost = False
+
     def _dismiss(self, dismissed: Dismissed) -> NoReturn:
         """The others go on without this worker, or the job does later."""
-        if dismissed.preempted:
-            self._depart()
+        if dismissed.preempted:  # at a boundary, where all has just been compared
+            self._depart(self._integrity.agreed(self._trained.progress.position.step))
         self._leave(dismissed)
 
     def _leave(self, farewell: Dismissed) -> NoReturn:
@@ -1057,10 +1076,17 @@ class Run:
         self.close()
         raise farewell
 
+    def _give(self) -> list[Any]:
+        """The state, for a worker that lacks it, and what is known of older ones, for one that joins."""
+        return [self._trained.give(), self._integrity.give()]
+
     def _take(self, given: Sequence[Any], joins: bool) -> None:
         """Set the state that another worker has given."""
+        state, known = given
         self._apart.forget()
-        self._trained.take(given, joins=joins)
+        self._trained.take(state, joins=joins)
+        if joins:
+            self._integrity.take(known)
 
     def _renew(self) -> None:
         """A new generation, in which everybody has the same state."""
@@ -1071,7 +1097,7 @@ class Run:
             self._recorder.take_over()
             self._checkpoints.begin_writing()
 
-    def _depart(self, verified: Digests | None = None) -> NoReturn:
+    def _depart(self, verified: Digests | None) -> NoReturn:
         step = self._trained.progress.position.step
         written = self._checkpoints.save(self._snapshot(), verified, wait=True)
         if self.is_main:
