@@ -192,8 +192,8 @@ MUTANTS = (
     Mutant(
         "workers count as connected to a coordinator that has just started",
         HEARING,
-        "workers={worker.id: replace(worker, signs=signs) for",
-        "workers={worker.id: replace(worker, signs=replace(signs, connected=worker.signs.connected)) for",
+        "workers={worker.id: replace(worker, signs=signs, unformed=0) for",
+        "workers={worker.id: replace(worker, signs=replace(signs, connected=worker.signs.connected), unformed=0) for",
     ),
     Mutant(
         "a coordinator that was killed before it forgot values never forgets them",

@@ -344,6 +344,17 @@ def test_a_loss_explains_why_a_generation_did_not_form() -> None:
     assert job.state.excluded == ()
 
 
+def test_a_restart_of_the_coordinator_explains_why_a_generation_did_not_form() -> None:
+    job = at_work(("a", 2))
+    job.stop("w1").stop("w2")
+    for generation in (2, 3, 4):
+        job.happen(Restarted()).come("a", 2, running=("w1", "w2")).connect("w1", "w2", generation=generation)
+        job.stop("w1").stop("w2")
+        assert job.roster == ["w1", "w2"]
+    assert job.state.generation == 5
+    assert job.state.excluded == ()
+
+
 def test_the_shards_of_those_who_go_are_computed_by_those_who_stay() -> None:
     job = at_work(("a", 2), ("b", 1))
     job.stop("w1").stop("w2", "b").stop("w3")

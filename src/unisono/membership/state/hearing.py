@@ -337,10 +337,11 @@ def _cut_off(change: Change, signs: Signs) -> Signs:
 def _restart(change: Change) -> None:
     state, signs = change.state, Signs(at=change.now, started=change.now, since=change.now)
     change.set(
-        workers={worker.id: replace(worker, signs=signs) for worker in state.workers.values()},
+        workers={worker.id: replace(worker, signs=signs, unformed=0) for worker in state.workers.values()},
         agents={agent.id: replace(agent, signs=signs) for agent in state.agents.values()},
         due_since=None if state.due_since is None else change.now,
         arrival=None if state.arrival is None else change.now,
+        unformed=0,  # a generation that formed meanwhile met in the store that was gone: it counts against nobody
     )
     change.actions.append(Forget() if state.minted is None else Forget(state.generation))  # perhaps it came to nothing
     change.note("coordinator restarted", generation=state.generation)
