@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -131,6 +132,7 @@ def one_round(choice: Choice, batch: int, order: random.Random) -> dict[str, lis
                 send(jobs[kind], signal.SIGCONT)
                 begin = time.time()
                 time.sleep(choice.turn_s)
+                jobs[kind].until(partial(has_a_step, jobs[kind], begin), "every worker is awake again and trains")
                 send(jobs[kind], signal.SIGSTOP)
                 seconds[kind].append(slowest_median(jobs[kind], begin, time.time()))
     return seconds
@@ -163,6 +165,11 @@ def await_steps(job: Job, steps: int) -> None:
 def names(job: Job) -> list[str]:
     """Of the workers."""
     return [path.stem.removeprefix("commits-") for path in job.folder.glob("commits-*.txt")]
+
+
+def has_a_step(job: Job, begin: float) -> bool:
+    """Whether every worker has committed enough since then to tell how long a step takes: a busy machine is slow."""
+    return all(sum(at >= begin for _, at in job.commits(name)) >= SETTLING + 2 for name in names(job))
 
 
 def slowest_median(job: Job, begin: float, end: float) -> float:
