@@ -199,7 +199,10 @@ class Integrity:
             listed = ", ".join(
                 f"rank {rank}: {'/'.join(f'{one:016x}' for one in own)}" for rank, own in enumerate(held)
             )
-            self.doubt((step, 0), f"after {step} steps the workers hold different states ({listed}){NO_MAJORITY}")
+            differ = f"after {step} steps the workers hold different states ({listed})"
+            if self._is_again((step, BOUNDARY), tuple(digest for own in held for digest in own)):
+                raise JobMismatch(differ + AGAIN)
+            self._go_back_from((step, 0), differ + NO_MAJORITY)
             return {}
         return {} if self._objects_differ(step, [(objects, before) for _, objects, before, _ in told]) else digests
 
@@ -317,18 +320,27 @@ class Integrity:
     def _wrong(self, place: Place, flags: Sequence[Flags]) -> Verdict:
         said = tuple(each.digest for each in flags) + tuple(each.own for each in flags)
         flipped = [f"rank {rank}" for rank, each in enumerate(flags) if each.flipped]
-        is_again, self._trail.wrong[place] = self._trail.wrong.get(place) == said, said
+        is_again = self._is_again(place, said)
         if is_again and flipped:
             self.script_writes = True
             self._warn("the script changes single bits of the state by itself: flipped bits are looked for no more")
             return self.judge(place, flags)
         if is_again:
-            raise JobMismatch(
-                f"step {place[0]}: {_differ(flags)}, and did so again when the steps before were computed again: that "
-                f"is no flipped bit, but a script that changes weights on some workers only, or a fault of Unisono's"
-            )
-        self.doubt(place, f"step {place[0]}: {_unlike(flipped) if flipped else _differ(flags) + NO_MAJORITY}")
+            raise JobMismatch(f"step {place[0]}: {_differ(flags)}{AGAIN}")
+        self._go_back_from(place, f"step {place[0]}: {_unlike(flipped) if flipped else _differ(flags) + NO_MAJORITY}")
         return Verdict.WRONG
+
+    def _is_again(self, place: Place, said: tuple[int, ...]) -> bool:
+        """Whether the same was found there before the run went back last."""
+        before, self._trail.wrong[place] = self._trail.wrong.get(place), said
+        return before == said
+
+    def _go_back_from(self, place: Place, why: str) -> None:
+        """Doubt the state, unless going back has not helped: a script may change weights otherwise each time."""
+        self._returns += 1
+        if self._returns > MOST_RETURNS:
+            raise JobMismatch(f"{why}, and going back {MOST_RETURNS} times has not helped: {START_AGAIN}")
+        self.doubt(place, why)
 
     def _warn(self, words: str) -> None:
         warnings.warn(words, UnisonoWarning, stacklevel=4)
@@ -363,6 +375,12 @@ class Integrity:
 
 START_AGAIN = "start the job again, it goes on from its newest verified checkpoint"
 NO_MAJORITY = ", and no majority says which are right"
+AGAIN = (
+    ", and did so again when the steps before were computed again: that is no flipped bit, but a script that changes "
+    "weights on some workers only, or a fault of Unisono's"
+)
+BOUNDARY = -1
+"""In place of a call: between two steps."""
 
 
 def _unlike(struck: Sequence[str]) -> str:
