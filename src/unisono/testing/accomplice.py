@@ -11,6 +11,10 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
+
+if __name__ == "__main__":  # as a plain file it finds the package only if told where that is
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from unisono.received import parse_object
 

@@ -102,7 +102,10 @@ def _help(what: str, whom: str, seconds: float) -> None:
         stderr=subprocess.DEVNULL,
     )
     assert process.stdout is not None
-    process.stdout.readline()
+    if process.stdout.readline() != b"ready\n":
+        raise LaunchError(
+            f"the process that is to {what} another one ended before it began, with code {process.wait()}"
+        )
     threading.Thread(target=process.wait, name="unisono-accomplice", daemon=True).start()
 
 
