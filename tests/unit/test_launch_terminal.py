@@ -130,6 +130,7 @@ def test_the_launcher_writes_the_result_that_no_worker_wrote(tmp_path: Path) -> 
         "error": {"message": "killed"},
         "healed": [],
         "rolled_back": [],
+        "wrong_results": [],
     }
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
