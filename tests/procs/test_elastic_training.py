@@ -41,7 +41,7 @@ def test_killing_workers_between_the_steps_changes_no_bit(
 def test_growing_and_shrinking_changes_no_bit(started: list[Training], tmp_path: Path) -> None:
     started.append(Training(tmp_path / "serial", "-n", "1", PACE_S="0", EPOCHS="12"))
     serial = started[0].end()
-    started.append(Training(tmp_path / "run", "-n", "1:3", EPOCHS="12", PACE_S="0.01"))
+    started.append(Training(tmp_path / "run", "-n", "1:3", EPOCHS="12", PACE_S="0.02"))
     training = started[1]
     training.until("minted", generation=1)
     training.ask("resize", "3")

@@ -176,7 +176,7 @@ def test_a_thousand_silent_or_rude_callers_keep_nobody_out_and_leave_nothing_beh
 
     before = descriptors()
     asyncio.run(main())
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_a_listener_stays_where_it_is_until_its_host_has_another_address() -> None:

@@ -134,6 +134,10 @@ class Peers:
         return WorkerLost(f"rank {self.rank} lost rank {rank}: its end of the connection is closed. See its log")
 
 
+LOOK_S = 0.1
+"""How often a door that is waited at is looked at."""
+
+
 class Door:
     """Where the other workers of this host call this one: a socket without a name in the file system.
 
@@ -208,15 +212,19 @@ class Door:
         return caller
 
     def _next_caller(self, rank: int, until: float) -> socket.socket:
-        try:
-            # Whoever is turned away does not make the wait for the others longer.
-            self._socket.settimeout(max(0.001, until - monotonic()))
-            caller, _ = self._socket.accept()
-        except TimeoutError as error:
-            raise NoProgress(f"rank {rank} of host {platform.node()} waited in vain for the others to call") from error
-        except OSError as error:
-            raise WorkerLost(f"rank {rank} of this host stopped waiting for the others: {error}") from error
-        return caller
+        # Whoever is turned away does not make the wait for the others longer.
+        while (left := until - monotonic()) > 0:
+            try:
+                # A socket that another thread closes while this one waits may leave it waiting for the next that gets
+                # the same number: so it looks again and again, and then finds it closed.
+                self._socket.settimeout(min(left, LOOK_S))
+                caller, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise WorkerLost(f"rank {rank} of this host stopped waiting for the others: {error}") from error
+            return caller
+        raise NoProgress(f"rank {rank} of host {platform.node()} waited in vain for the others to call")
 
     def _heard(self, caller: socket.socket, rank: int, about: bytes) -> int | None:
         """The rank of a caller; None for one that does not belong here."""
