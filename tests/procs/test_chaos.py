@@ -32,13 +32,10 @@ def test_nobody_can_tell_a_job_that_was_struck_from_one_that_was_left_alone(tmp_
     assert report["passed"]
     assert report["digest"] == report["serial_digest"]
     planned = tomllib.loads((tmp_path / "chaos" / "faults.toml").read_text())["fault"]
-    certain = [
-        fault for fault in planned if "during" not in fault
-    ]  # a recovery may not come to the point of the others
     assert len(planned) == 12
-    assert all(report["struck"].get(kind, 0) >= count for kind, count in Counter(f["kind"] for f in certain).items()), (
-        report
-    )
+    # Those in a recovery strike only if one comes to their point.
+    certain = Counter(fault["kind"] for fault in planned if "during" not in fault)
+    assert all(report["struck"].get(kind, 0) >= count for kind, count in certain.items()), report
     assert report["starts"] > 1, "an agent was killed"
     assert report["generations"] > 3
 
