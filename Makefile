@@ -14,7 +14,7 @@ EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/te
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-checks flips bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
+.PHONY: help demo test check lint unit procs alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-checks flips bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -23,23 +23,29 @@ help:  ## what can be made
 demo: $(READY)  ## train on digits, kill a worker, add two, and compare the weights with the serial run
 	@$(BIN)/python examples/demo.py
 
-test: $(READY)  ## the whole test suite
-	@echo "==> unit tests"
-	@$(BIN)/python -m pytest -m unit -n auto
-	@echo "==> tests with processes of their own"
-	@$(BIN)/python -m pytest -m "not unit and not alone" -n 3 --dist loadgroup
-	@echo "==> tests of what is promised to happen in time"
-	@$(BIN)/python -m pytest -m alone
+test: unit procs alone  ## the whole test suite
 
-check: $(READY)  ## format, lint, types, layers, unit tests: before every commit
+check: lint unit  ## format, lint, types, layers, unit tests: before every commit
+
+lint: $(READY)  ## format, lint, types
 	@echo "==> format"
 	@$(BIN)/ruff format --check --output-format concise .
 	@echo "==> lint"
 	@$(BIN)/ruff check --quiet .
 	@echo "==> types"
 	@$(BIN)/mypy
+
+unit: $(READY)  ## layers and unit tests
 	@echo "==> layers and unit tests"
 	@$(BIN)/python -m pytest -m unit -n auto
+
+procs: $(READY)  ## tests with processes of their own
+	@echo "==> tests with processes of their own"
+	@$(BIN)/python -m pytest -m "not unit and not alone" -n 3 --dist loadgroup
+
+alone: $(READY)  ## tests of what is promised to happen in time
+	@echo "==> tests of what is promised to happen in time"
+	@$(BIN)/python -m pytest -m alone
 
 mutants: $(READY)  ## make mistakes in the membership and the hand-over, one by one: a test has to find each; half an hour
 	@PYTHONPATH=tests $(BIN)/python -m mutants $(OPTIONS)

@@ -1,4 +1,4 @@
-"""What runs at night: all of it, whatever fails, and what failed is named in the end."""
+"""What runs for each change, and at night: all of it, whatever fails, and what failed is named."""
 
 import os
 import subprocess
@@ -47,5 +47,21 @@ def test_every_benchmark_that_can_be_made_is_made_at_night(tmp_path: Path) -> No
     lines = (ROOT / "Makefile").read_text().splitlines()
     targets = {line.partition(":")[0] for line in lines if line.startswith("bench")}
     assert targets <= set(made)
-    assert {"check", "test", "flips", "mutants", "newest-torch", "soak", "chaos"} <= set(made)
+    assert {"check", "procs", "alone", "flips", "mutants", "newest-torch", "soak", "chaos"} <= set(made)
     assert made[0] == "check"
+
+
+def test_a_change_has_to_pass_each_part_of_check_and_test_once_whatever_fails(tmp_path: Path) -> None:
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/made.txt\n[ "$1" != unit ]\n')
+    make.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [str(ROOT / ".ci" / "run")], env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    rules = (ROOT / "Makefile").read_text().splitlines()
+    parts = [line.partition("#")[0].split()[1:] for line in rules if line.startswith(("check:", "test:"))]
+    made = (tmp_path / "made.txt").read_text().split()
+    assert sorted(made) == sorted({part for each in parts for part in each})
+    assert made[-1] == "alone"
+    assert (done.returncode, done.stderr) == (1, ".ci/run: 'make unit' failed\n")
