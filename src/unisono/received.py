@@ -3,10 +3,14 @@
 import json
 import os
 import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from reprlib import repr as short
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from unisono.errors import Unreadable
 
@@ -71,6 +75,83 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     with open_file(path) as file:
         return parse_object(file.read(LARGEST_JSON + 1))
+
+
+def value_of(kind: Any, found: Any, what: str = "it") -> Any:
+    """A value of a type, made of the plain ones that it was kept as. Numbers stay what they are.
+
+    Args:
+        kind: bool, int, float (which an int may stand for) or str; None, or anything (``Any``); a data class, of which
+            the fields are there by name; ``tuple``, ``list``, ``Sequence`` or ``dict`` of these; several with ``|``; or
+            types by name, for an object that has all of these names and no others.
+        found: the plain value.
+        what: it is, for people.
+
+    Raises:
+        Unreadable: it is no such value; says where.
+    """
+    if kind is Any:
+        return found
+    if isinstance(kind, Mapping) or is_dataclass(kind):
+        return _fields_of(kind, found, what)
+    match get_origin(kind):
+        case origin if origin in (Union, UnionType):
+            return _one_of(get_args(kind), found, what)
+        case origin if origin in (tuple, list, Sequence):
+            return _items_of(kind, found, what)
+        case origin if origin is dict:
+            _require(type(found) is dict and all(type(name) is str for name in found), "object", found, what)
+            return {name: value_of(get_args(kind)[1], each, f"{what}.{short(name)}") for name, each in found.items()}
+    plain = NoneType if kind is None else kind
+    is_one = isinstance(found, (int, float) if plain is float else plain)
+    _require(is_one and (plain is bool or type(found) is not bool), plain.__name__, found, what)
+    _require(not isinstance(found, int) or abs(found) < 2**64, "number of 64 bits", found, what)
+    return found
+
+
+def _fields_of(kind: Any, found: Any, what: str) -> Any:
+    forms = kind if isinstance(kind, Mapping) else _hints(kind)
+    _require(type(found) is dict and found.keys() <= forms.keys(), f"object of {', '.join(forms)}", found, what)
+    values = {name: value_of(forms[name], each, f"{what}.{name}") for name, each in found.items()}
+    try:
+        if isinstance(kind, type):
+            return kind(**values)
+    except (TypeError, ValueError) as error:  # what it cannot do without is not there, or out of range
+        raise Unreadable(f"{what} is no {kind.__name__}: {error}") from error
+    _require(values.keys() == forms.keys(), f"object of {', '.join(forms)}", found, what)
+    return values
+
+
+def _items_of(kind: Any, found: Any, what: str) -> Any:
+    origin, parts = get_origin(kind), get_args(kind)
+    _require(type(found) in (list, tuple), "list", found, what)
+    if origin is tuple and parts[-1] is not Ellipsis:
+        _require(len(found) == len(parts), f"list of {len(parts)}", found, what)
+    else:
+        parts = (parts[0],) * len(found)
+    items = [value_of(part, each, f"{what}[{at}]") for at, (part, each) in enumerate(zip(parts, found, strict=True))]
+    return items if origin is list else tuple(items) if origin is tuple else type(found)(items)
+
+
+def _one_of(kinds: Sequence[Any], found: Any, what: str) -> Any:
+    """The first that fits; if none does, what is wrong with the last that is not None."""
+    wrong: Unreadable | None = None
+    for kind in kinds:
+        try:
+            return value_of(kind, found, what)
+        except Unreadable as error:
+            wrong = wrong if kind is NoneType and wrong is not None else error
+    raise wrong or Unreadable(f"{what} is of no known type")
+
+
+def _require(is_right: bool, kind: str, found: Any, what: str) -> None:
+    if not is_right:
+        raise Unreadable(f"{what} is {short(found)}, and no {kind}")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 @cache

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,14 +12,25 @@ import pytest
 import torch
 
 import hostile
+import unisono
 from unisono.adapt.ada_scale import AdaScale
+from unisono.adapt.goodput_policy import GoodputPolicy
+from unisono.adapt.linear_scaling import LinearScaling
+from unisono.adapt.noise_scale_policy import NoiseScalePolicy
 from unisono.adapt.norms import GradientNorms
+from unisono.adapt.policy import Policy
+from unisono.adapt.scaling_policy import ScalingPolicy
 from unisono.adapt.setting import Setting
+from unisono.adapt.spot_policy import SpotPolicy
+from unisono.adapt.straggler_policy import StragglerPolicy
+from unisono.adapt.strategy_policy import StrategyPolicy
 from unisono.adapt.timings import Timings
+from unisono.adapt.topology_policy import TopologyPolicy
+from unisono.adapt.view import View
 from unisono.checkpoint.folder import MetricsFile, RunFolder
 from unisono.checkpoint.hold import newest_term, who_holds
 from unisono.checkpoint.store import Snapshot
-from unisono.errors import CheckpointError, UnisonoError, Unreadable
+from unisono.errors import CheckpointError, JobError, UnisonoError, Unreadable
 from unisono.jsonl import read_lines
 from unisono.launch.address import WHERE, address_of
 from unisono.launch.failure import Failure
@@ -27,11 +38,14 @@ from unisono.launch.request import Request
 from unisono.launch.wish import Wish
 from unisono.membership.keyvalue import KeyValue
 from unisono.membership.ledger import Ledger
+from unisono.plan.batches import Position
 from unisono.received import LARGEST_JSON, parse_json, parse_object, read_object
 from unisono.train.adaptation import Adaptation
+from unisono.train.integrity import Integrity
 from unisono.train.prepared import Prepared
 from unisono.train.state import Progress
 from unisono.train.trained import Doubt, Trained
+from unisono.train.values import set_like
 
 pytestmark = pytest.mark.unit
 
@@ -182,6 +196,239 @@ def test_a_part_of_a_snapshot_that_cannot_be_restored_is_named(part: str, seed: 
             assert named, error  # noqa: PT017
         except UnisonoError:
             continue
+
+
+def small_parts(trained: Trained) -> str:
+    """All that a run knows besides its weights and optimizers."""
+    known = [trained.monitors.state_dict(), trained.adaptation.state_dict(), trained.progress.as_tree()]
+    return repr([*known, trained.strategy, trained.doubt, [vars(one) for one in trained.adaptation.policies]])
+
+
+def weights(trained: Trained) -> str:
+    """Their digest."""
+    assert trained.prepared is not None
+    return unisono.digest(trained.prepared.modules[0])
+
+
+@pytest.mark.parametrize("seed", SEEDS[:10])
+@pytest.mark.parametrize("part", ["monitors", "adaptation", "strategy", "doubt", "progress"])
+def test_what_another_worker_gives_is_taken_whole_or_not_at_all(part: str, seed: int) -> None:
+    trained = a_run()
+    good = trained.capture()
+    for number in range(CASES["requests"]):
+        chance = Random(f"given {part} {seed} {number}")
+        before = small_parts(trained), weights(trained)
+        state = {**good.state, part: hostile.changed(chance, good.state[part])}
+        try:
+            trained.take([True, 3, good.model, good.optimizer, state], joins=True)
+        except UnisonoError as error:
+            assert part in str(error) or isinstance(error, JobError), error  # noqa: PT017
+            assert (small_parts(trained), weights(trained)) == before
+        else:
+            used(trained)
+            trained = a_run()
+
+
+def a_view(trained: Trained) -> View:
+    """What policies see of it."""
+    monitors, setting = trained.monitors, trained.monitors.setting
+    position = trained.progress.position
+    return View(
+        step=position.step,
+        epoch=position.epoch,
+        samples=position.samples,
+        batch_size=trained.adaptation.batch_size,
+        base_batch_size=8,
+        shards=trained.adaptation.shards,
+        base_shards=8,
+        world_size=setting.world_size,
+        learning_rate=0.1,
+        noise=monitors.noise.noise,
+        norms=monitors.norms_of(position.step - 1),
+        workers=monitors.timings,
+        steady=monitors.steady,
+        seconds=monitors.seconds,
+        generation=setting.generation,
+        departures=setting.departures,
+        topology=setting.topology,
+        links=monitors.links,
+        observed=trained.adaptation.observed,
+    )
+
+
+def used(trained: Trained) -> None:
+    """What the next step does with it ends in an error of ours, if in any."""
+    assert trained.prepared is not None
+    view = a_view(trained)
+    with suppress(UnisonoError):
+        trained.adaptation.take(trained.adaptation.ask("after_step", view), view, loop=0)
+        with trained.adaptation.scaled(trained.prepared.optimizers):
+            trained.monitors.see(view.step, GradientNorms((2.0, 3.0), (1, 1), 1.5), [0.5, 0.25])
+            trained.monitors.time(Setting(), [Timings(0.1, 0.2)])
+
+
+HOSTILE = [
+    ("monitors", "seconds", "x"),
+    ("monitors", "step", None),
+    ("monitors", "timings", [{"step_s": "x"}]),
+    ("monitors", "setting", {"world_size": [2]}),
+    ("monitors", "noise", {"variance": {"decay": 0.5, "total": "x"}, "signal": {"decay": 0.5}}),
+    ("monitors", "newest", {"groups": [1.0, 2.0], "sizes": [0, 0], "mean": 1.0}),
+    ("monitors", "links", {"latency_s": [[0.0], []], "bytes_per_s": [[0.0]]}),
+    ("adaptation", "rate", "2"),
+    ("adaptation", "rate", float("nan")),
+    ("adaptation", "batch_size", 8.5),
+    ("adaptation", "shards", 0),
+    ("adaptation", "shards", 12),
+    ("adaptation", "topology", "spiral"),
+    ("adaptation", "stopped", "now"),
+    ("adaptation", "observed", {"spot": {"price": [1]}}),
+    ("adaptation", "policies", {"ada-scale": {"after_step": 1}}),
+    ("adaptation", "policies", {"ada-scale": {"tau": "x", "gain": 1.0, "factor": 1.0}}),
+]
+
+
+@pytest.mark.parametrize(("part", "name", "value"), HOSTILE)
+def test_a_value_of_a_wrong_type_or_without_sense_is_refused_and_its_part_named(
+    part: str, name: str, value: Any
+) -> None:
+    trained = a_run()
+    good = trained.capture()
+    before = small_parts(trained)
+    state = {**good.state, part: {**good.state[part], name: value}}
+    with pytest.raises(CheckpointError, match=f"the {part} in the checkpoint of step 3"):
+        trained.resume_from(Snapshot(3, good.model, good.optimizer, state))
+    assert small_parts(trained) == before
+
+
+def test_another_model_leaves_all_else_as_it_was() -> None:
+    trained = a_run()
+    good = trained.capture()
+    before = small_parts(trained)
+    state = {**good.state, "progress": {**good.state["progress"], "loop": 4}}
+    with pytest.raises(CheckpointError, match="holds another model"):
+        trained.resume_from(Snapshot(3, {}, good.optimizer, state))
+    assert small_parts(trained) == before
+    assert trained.restored is None
+
+
+KNOWN: dict[str, Any] = {
+    "kept": [[3, {"model": 2**64 - 1}], None],
+    "cleared": [0, 2],
+    "returns": 1,
+    "digests": [[4, 0, 5]],
+    "wrong": [[4, 0, [6, 7]]],
+    "ignored": ["counter"],
+    "before": {"3 counter": [1, 2]},
+    "script_writes": False,
+}
+
+
+def test_what_another_worker_knows_of_older_states_is_taken_whole_or_not_at_all() -> None:
+    for number in range(5 * CASES["requests"]):
+        integrity = Integrity(a_run(), 10, lambda workers, arrival, what: None)
+        integrity.take(KNOWN)
+        assert integrity.give() == KNOWN
+        try:
+            integrity.take(hostile.changed(Random(f"known {number}"), KNOWN))
+        except Unreadable:
+            assert integrity.give() == KNOWN
+        else:
+            integrity.give()
+
+
+POLICIES: list[Callable[[], Policy]] = [
+    AdaScale,
+    StragglerPolicy,
+    TopologyPolicy,
+    ScalingPolicy,
+    lambda: GoodputPolicy(largest=64),
+    lambda: NoiseScalePolicy(largest=64),
+    lambda: LinearScaling(2.0, 100),
+    lambda: StrategyPolicy(workers={1: "all-reduce", 2: "local-sgd"}),
+    lambda: SpotPolicy(dict),
+]
+
+
+def a_policy_at_work(make: Callable[[], Policy]) -> Trained:
+    """A run in which a policy has seen some steps of two uneven workers."""
+    trained = Trained({"fingerprint": {}}, Adaptation((make(),), 8, 8))
+    trained.prepared = a_run().prepared
+    for step in range(30):
+        trained.progress = Progress(Position(step=step + 1, samples=8 * step + 8))
+        norms = GradientNorms((2.0, 3.0), (1, 1), 1.5)
+        trained.monitors.see(step, norms, [0.5, 0.25])
+        setting = Setting(1, 2, 8, 8, "ring")
+        trained.monitors.time(setting, [Timings(0.1, 0.2, exposed_s=0.01), Timings(0.4, 0.2 + step, exposed_s=0.1)])
+        trained.adaptation.ask("after_step", a_view(trained))
+    return trained
+
+
+@pytest.mark.parametrize("make", POLICIES, ids=lambda make: make().name)
+def test_the_state_of_a_policy_is_set_whole_or_not_at_all(make: Callable[[], Policy]) -> None:
+    trained = a_policy_at_work(make)
+    good = trained.capture()
+    name = trained.adaptation.names[0]
+    state = good.state["adaptation"]
+    for number in range(3 * CASES["requests"]):
+        chance = Random(f"policy {name} {number}")
+        other = {**state, "policies": {name: hostile.changed(chance, state["policies"][name])}}
+        before = small_parts(trained)
+        try:
+            trained.resume_from(Snapshot(30, good.model, good.optimizer, {**good.state, "adaptation": other}))
+        except CheckpointError:
+            assert small_parts(trained) == before
+        else:
+            used(trained)
+            trained.resume_from(good)
+
+
+class Counts(Policy):
+    """Keeps a number, a text and a list."""
+
+    def __init__(self) -> None:
+        self.seen, self.word, self.last = 0, "", None
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"seen": "x"},
+        {"word": 1},
+        {"after_step": 1},
+        {"_decisions": []},
+        {"name": "other"},
+        {"seen": 1, "others": 2},
+        {"seen": 1, "word": None, 3: 4, "last": 0},
+    ],
+)
+def test_nothing_is_set_of_a_policy_but_what_it_keeps(state: dict[Any, Any]) -> None:
+    policy = Counts()
+    with pytest.raises(Unreadable, match="counts"):
+        policy.load_state_dict(state)
+    assert vars(policy) == {"seen": 0, "word": "", "last": None}
+
+
+def test_what_a_policy_keeps_comes_back_whatever_kind_of_number_it_is() -> None:
+    policy = Counts()
+    policy.load_state_dict({"seen": 1.5, "last": [1, "a"]})
+    assert vars(policy) == {"seen": 1.5, "word": "", "last": [1, "a"]}
+    policy.load_state_dict({"seen": 2, "word": "b", "last": None})
+    assert vars(policy) == {"seen": 2, "word": "b", "last": None}
+
+
+@pytest.mark.parametrize("found", [None, [], [torch.zeros(3)], [torch.zeros(1), torch.zeros(2)], [torch.zeros(2), 1]])
+def test_tensors_of_a_strategy_are_set_all_or_none(found: Any) -> None:
+    tensors = [torch.ones(2), torch.ones(2)]
+    with pytest.raises(CheckpointError, match="the velocity of the strategy"):
+        set_like(tensors, found, "velocity")
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+
+
+@pytest.mark.parametrize("given", [3, [True], [True, 3, {}, [], None], [True, -1, {}, [], {}], [1, 3, {}, [], {}]])
+def test_what_is_no_state_is_not_taken_from_another_worker(given: Any) -> None:
+    with pytest.raises((CheckpointError, Unreadable), match="worker"):
+        a_run().take(given, joins=True)
 
 
 @pytest.mark.parametrize("name", ["monitors", "adaptation", "registered", "strategy", "transient", "progress"])

@@ -3,14 +3,15 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from reprlib import repr as short
 from typing import Any, ClassVar, Literal
 
-from unisono.adapt.average import Average
 from unisono.adapt.noise_average import NoiseAverage
 from unisono.adapt.norms import GradientNorms
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
-from unisono.errors import JobError
+from unisono.errors import JobError, Unreadable
+from unisono.received import value_of
 
 FORGETS_ALL = 1000
 """How many times as large as the base a batch is whose noise needs no average any more."""
@@ -89,8 +90,11 @@ class AdaScale(Policy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         others = dict(state)
-        self._seen = NoiseAverage(**{name: Average(**parts) for name, parts in others.pop("seen").items()})
+        seen = value_of(NoiseAverage, others.pop("seen", None), "seen")
+        if not 0 <= state["tau"] < math.inf or not state["gain"] > 0 or not state["factor"] > 0:
+            raise Unreadable(f"tau is from 0 on, gain and factor are above 0, unlike {short(others)}")
         super().load_state_dict(others)
+        self._seen = seen
 
     def _see(self, norms: GradientNorms, decay: float) -> None:
         variance, signal = (replace(one, decay=decay) for one in (self._seen.variance, self._seen.signal))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from reprlib import repr as short
 
 from unisono.adapt.layout import Layout
 
@@ -37,5 +38,11 @@ class Figures:
 
     @classmethod
     def of(cls, state: Sequence[Sequence[float]]) -> Figures:
-        """The inverse of :meth:`state`."""
+        """The inverse of :meth:`state`.
+
+        Raises:
+            ValueError: a layout has no workers, samples or shards, or took no time.
+        """
+        if any(not min(figure[:-1]) > 0 for figure in state):
+            raise ValueError(f"figures need numbers above 0, not {short(state)}")
         return cls({Layout(*map(int, numbers)): (step_s, at_s) for *numbers, step_s, at_s in state})

@@ -16,6 +16,7 @@ from unisono.adapt.stretch import layout_of
 from unisono.adapt.trial import Trial
 from unisono.adapt.view import View
 from unisono.errors import JobError
+from unisono.received import value_of
 
 RateRule = Literal["gain", "linear", "sqrt", "none"]
 
@@ -128,8 +129,9 @@ class GoodputPolicy(Policy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self._trial, self._ramp = Trial.of(state["trial"]), Ramp(**state["ramp"])
-        self._decided_at = state["decided_at"]
+        found = value_of({"trial": Any, "ramp": Ramp, "decided_at": int}, state, "state")
+        self._trial = Trial.of(found["trial"])
+        self._ramp, self._decided_at = found["ramp"], found["decided_at"]
 
     def _entered(self, view: View) -> int:
         """The step since which nothing has changed, and nothing was decided."""

@@ -9,6 +9,7 @@ from unisono.adapt.ramp import Ramp
 from unisono.adapt.shard_limit import ShardLimit
 from unisono.adapt.view import View
 from unisono.errors import JobError
+from unisono.received import value_of
 
 Rule = Literal["linear", "sqrt", "none"]
 
@@ -75,7 +76,7 @@ class NoiseScalePolicy(Policy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self._follows = Ramp(**state)
+        self._follows = value_of(Ramp, state, "ramp")
 
     def _follow(self, view: View, scale: float) -> None:
         wanted = self._share * scale

@@ -18,6 +18,10 @@ class GradientNorms:
     sizes: Sequence[float]
     mean: float
 
+    def __post_init__(self) -> None:
+        if len(self.groups) != len(self.sizes) or not all(size > 0 for size in self.sizes):
+            raise ValueError(f"{len(self.groups)} norms need as many sizes above 0, not {list(self.sizes)}")
+
     @property
     def are_enough(self) -> bool:
         """Whether anything can be said of the noise: it takes two groups at least."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from numbers import Real
+from reprlib import repr as short
 from typing import Any, ClassVar
 
 from unisono.adapt.decision import Decision, Figure, Verb
 from unisono.adapt.view import View
+from unisono.errors import Unreadable
+from unisono.received import value_of
 
 ReadStrategy = Callable[[object], str]
 """The canonical text of a strategy, or of its text. Raises ``JobError`` where there is none that the run can use."""
@@ -28,6 +32,8 @@ class Policy:
 
     needs_monitor: ClassVar[bool] = False
     observe_every: int = 0
+    _forms: ClassVar[Mapping[str, Any]] = {}
+    """Types of public attributes of which the first value says too little."""
 
     @property
     def name(self) -> str:
@@ -127,7 +133,20 @@ class Policy:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """The inverse of :meth:`state_dict`: sets what that has, and nothing else.
+
+        Raises:
+            Unreadable: there is another name in it, or a value of another kind. Then nothing has changed.
+        """
+        own = self.state_dict()
+        for name, value in state.items():
+            if name not in own:
+                raise Unreadable(
+                    f"the policy {self.name} keeps no {short(name)}, but {', '.join(own) or 'nothing'}: set what it "
+                    f"keeps in its __init__"
+                )
+            value_of(self._forms.get(name, Any), value, name)
+            _require_alike(own[name], value, f"{name} of the policy {self.name}")
         vars(self).update(state)
 
     def decided(self) -> list[Decision]:
@@ -139,3 +158,10 @@ class Policy:
         self, verb: Verb, value: float | int | str | None, why: Mapping[str, Figure], shards: int | None = None
     ) -> None:
         vars(self).setdefault("_decisions", []).append(Decision(self.name, verb, value, dict(why), shards))
+
+
+def _require_alike(own: Any, found: Any, what: str) -> None:
+    """Refuse a value of another kind than there is. All numbers are of one kind; what is None may become anything."""
+    if own is None or found is None or type(own) is type(found) or (isinstance(own, Real) and isinstance(found, Real)):
+        return
+    raise Unreadable(f"{what} is {short(found)}, and no {type(own).__name__}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -16,6 +17,10 @@ class Ramp:
 
     steps_left: int = 0
     factor_left: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.steps_left < 0 or not 0 < self.factor_left < math.inf:
+            raise ValueError(f"{self.factor_left!r} over {self.steps_left!r} steps: a factor above 0 over 0 or more")
 
     def step(self) -> tuple[float, Ramp]:
         """The next step's factor, and what is left after it."""

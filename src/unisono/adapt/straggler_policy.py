@@ -1,6 +1,8 @@
 """What to do about a worker that is slower than the others."""
 
+from collections.abc import Mapping
 from statistics import median
+from typing import Any, ClassVar
 
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
@@ -25,6 +27,8 @@ class StragglerPolicy(Policy):
     Raises:
         JobError: a number is out of range.
     """
+
+    _forms: ClassVar[Mapping[str, Any]] = {"generation": int, "slow": dict[str, list[float]], "balanced": list[float]}
 
     def __init__(self, factor: float = 1.5, replace_at: float = 3.0, patience: int = 10) -> None:
         if not 1 < factor <= replace_at or patience < 1:

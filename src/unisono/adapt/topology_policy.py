@@ -1,6 +1,8 @@
 """Another way for the sums when the one in use has become slow."""
 
+from collections.abc import Mapping
 from statistics import median
+from typing import Any, ClassVar
 
 from unisono.adapt.decision import Figure
 from unisono.adapt.policy import Policy
@@ -26,6 +28,8 @@ class TopologyPolicy(Policy):
     Raises:
         JobError: a number is out of range.
     """
+
+    _forms: ClassVar[Mapping[str, Any]] = {"generation": int, "first": list[float], "above": list[float]}
 
     def __init__(self, factor: float = 1.5, patience: int = 5, share: float = 0.05) -> None:
         if not factor > 1 or patience < 1 or not 0 <= share < 1:

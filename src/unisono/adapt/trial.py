@@ -10,6 +10,7 @@ from unisono.adapt.figures import Figures
 from unisono.adapt.stretch import Stretch, layout_of
 from unisono.adapt.view import View
 from unisono.adapt.wish import Wish
+from unisono.received import value_of
 
 AGAIN_STEPS = 2000
 """For as long as so many of the present steps take, what was timed is believed at least: trying costs steps, too."""
@@ -59,5 +60,6 @@ class Trial:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Trial:
         """The inverse of :meth:`state`."""
-        stretch = Stretch(tuple(state["steps"]))
-        return cls(Wish.of(state["wish"]), stretch, Figures.of(state["figures"]), state["noted"])
+        forms = {"wish": Wish, "steps": tuple[float, ...], "figures": list[tuple[float, ...]], "noted": int}
+        found = value_of(forms, state, "trial")
+        return cls(found["wish"], Stretch(found["steps"]), Figures.of(found["figures"]), found["noted"])

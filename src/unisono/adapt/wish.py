@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from unisono.adapt.view import View
 
@@ -48,9 +46,3 @@ class Wish:
     def may_have(self, workers: int) -> bool:
         """Whether neither so many were refused, nor others on the way there."""
         return all(workers < number if number > had else workers > number for number, had, _ in self.refused)
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Wish:
-        """The inverse of ``asdict``, also after JSON."""
-        refused = tuple((int(number), int(had), float(at_s)) for number, had, at_s in state["refused"])
-        return cls(int(state["workers"]), float(state["since_s"]), int(state["since_step"]), refused)

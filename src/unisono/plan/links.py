@@ -19,6 +19,11 @@ class Links:
     latency_s: tuple[tuple[float, ...], ...]
     bytes_per_s: tuple[tuple[float, ...], ...]
 
+    def __post_init__(self) -> None:
+        workers = len(self.latency_s)
+        if any([len(row) for row in table] != [workers] * workers for table in (self.latency_s, self.bytes_per_s)):
+            raise ValueError("both tables need a row and a column for each worker")
+
     @classmethod
     def of(cls, pairs: Mapping[tuple[int, int], tuple[float, float]], workers: int) -> Links:
         """From latency and bandwidth of each pair, by the smaller and the larger rank."""

@@ -11,6 +11,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
 from unisono.failpoints import failpoint
 from unisono.job import differences
+from unisono.received import value_of
 from unisono.train.membership import Arrival, Membership, Standing
 from unisono.train.workers import Workers
 
@@ -279,7 +280,8 @@ class Acts:
             is_lacking = self._changed or arrival.joiners
             told = [self.done, self._changed, self._value, self.keeper.give() if is_lacking else None]
             failpoint("state captured")
-        done, changed, value, given = workers.broadcast(told, arrival.source)
+        told = workers.broadcast(told, arrival.source)
+        done, changed, value, given = value_of(tuple[int, bool, Any, Any], told, "what the source handed over")
         if workers.rank in arrival.behind:
             failpoint("state received")
             self._take_over(done, value, given, changed=changed, joins=workers.rank in arrival.joiners)

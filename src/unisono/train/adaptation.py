@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from reprlib import repr as short
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -13,11 +15,13 @@ from unisono.adapt.batch_shape import BatchShape
 from unisono.adapt.decision import Decision, Figure, Verb, decisions_digest
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
-from unisono.errors import JobError, PolicyError
+from unisono.errors import JobError, PolicyError, Unreadable
 from unisono.plan.topology import TOPOLOGIES
+from unisono.received import value_of
 from unisono.sync.all_reduce import AllReduce
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import Strategy
+from unisono.train.restoring import all_or_nothing
 from unisono.train.terms import Terms
 
 NAMES: dict[Verb, tuple[str, ...]] = {
@@ -25,6 +29,23 @@ NAMES: dict[Verb, tuple[str, ...]] = {
     "set_balance": ("even", "speed"),
 }
 """What verbs can be given that take a name."""
+
+FORMS = {
+    "batch_size": int,
+    "shards": int,
+    "base": BatchShape,
+    "rate": float,
+    "topology": str | None,
+    "strategies": tuple[str, str],
+    "balances": bool,
+    "measures_links": bool,
+    "has_begun": bool,
+    "digest": int,
+    "stopped": int | None,
+    "observed": dict[str, dict[str, Figure | bool]],
+    "policies": dict[str, dict[str, Any]],
+}
+"""Of the parts of its state."""
 
 Hook = Literal["before_train", "after_step", "after_epoch", "after_train"]
 
@@ -95,6 +116,11 @@ class Adaptation:
     def shape(self) -> BatchShape:
         """Of the next step's batch."""
         return BatchShape(self.batch_size, self.shards)
+
+    @property
+    def policies(self) -> list[Policy]:
+        """Of the run, in order."""
+        return list(self._policies.values())
 
     @property
     def names(self) -> list[str]:
@@ -196,20 +222,34 @@ class Adaptation:
 
         Raises:
             JobError: policies had chosen a strategy that this run cannot use; says what to change.
+            Unreadable: a value is of a wrong type, or makes no sense. Of this too, nothing has changed then, unless
+                a policy of somebody else's has set a part of its state.
         """
-        if state["base"] == asdict(self._base):
-            self.batch_size, self.shards = state["batch_size"], state["shards"]
-        self.rate = state["rate"]
-        self.has_begun, self.digest, self.stopped = state["has_begun"], state["digest"], state["stopped"]
-        self.topology, self.balances = state["topology"], state["balances"]
-        first, strategy = state["strategies"]
+        with all_or_nothing(self, *self._policies.values()):
+            found = value_of(FORMS, state, "state")
+            self._set_batch(found)
+            self._set_rest(found)
+            for name, policy in self._policies.items():
+                if name in found["policies"]:
+                    policy.load_state_dict(found["policies"][name])
+
+    def _set_batch(self, found: Mapping[str, Any]) -> None:
+        shape = BatchShape(found["batch_size"], found["shards"])
+        if found["base"] == self._base:
+            if shape.samples < 1 or shape.shards < 1 or shape.shards % self._base.shards:
+                raise Unreadable(f"a batch of {shape.samples} samples in {shape.shards} shards cannot be")
+            self.batch_size, self.shards = shape.samples, shape.shards
+        first, strategy = found["strategies"]
         if first == str(self._first_strategy):
             self.strategy = self._read(strategy)
-        self.measures_links = state["measures_links"]
-        self.observed = {name: dict(figures) for name, figures in state["observed"].items()}
-        for name, policy in self._policies.items():
-            if name in state["policies"]:
-                policy.load_state_dict(state["policies"][name])
+
+    def _set_rest(self, found: Mapping[str, Any]) -> None:
+        if not 0 < found["rate"] < math.inf or not 0 <= found["digest"] < 2**49:
+            raise Unreadable(f"rate={found['rate']!r} is above 0, digest={found['digest']!r} from 0 and below 2**49")
+        if found["topology"] not in (None, *NAMES["set_topology"]):
+            raise Unreadable(f"there is no topology {short(found['topology'])}")
+        for name in ("rate", "topology", "balances", "measures_links", "has_begun", "digest", "stopped", "observed"):
+            setattr(self, name, found[name])
 
     def _check(self, decision: Decision) -> None:
         value = decision.value

@@ -9,7 +9,7 @@ import torch
 
 from unisono.sync.model_averaging import ModelAveraging
 from unisono.train.synchroniser import Ground, Synchroniser
-from unisono.train.values import set_all
+from unisono.train.values import set_all, set_like
 
 
 class CentralAveraging(Synchroniser):
@@ -81,5 +81,4 @@ class CentralAveraging(Synchroniser):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Where the central model was before."""
-        for mine, kept in zip(self._previous, state["previous"], strict=True):
-            mine.copy_(kept)
+        set_like(self._previous, state.get("previous"), "previous")

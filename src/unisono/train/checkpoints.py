@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import CheckpointStore, Snapshot
-from unisono.errors import JobMismatch
+from unisono.errors import CheckpointError, JobMismatch
 from unisono.failpoints import failpoint
 from unisono.job import differences
 from unisono.train.workers import Workers
@@ -69,7 +70,7 @@ class Checkpoints:
         newest = self.store.newest() if self.store is not None else None
         tree = workers.broadcast(None if newest is None else as_tree(newest))
         self.written = tree is not None  # a run that goes on from a checkpoint leaves one, too
-        return None if tree is None else Snapshot(*tree)
+        return None if tree is None else as_snapshot(tree)
 
     def discard_after(self, step: int) -> None:
         """Remove those of later steps: what is in them may be wrong."""
@@ -90,6 +91,18 @@ class Checkpoints:
 def as_tree(snapshot: Snapshot) -> list[Any]:
     """A snapshot as a tree that can be broadcast: the arguments of its type."""
     return [snapshot.step, snapshot.model, snapshot.optimizer, snapshot.state]
+
+
+def as_snapshot(tree: Any) -> Snapshot:
+    """The inverse of :func:`as_tree`, of what another worker has sent.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    match tree:
+        case [int(step), dict(model), list(optimizer), dict(state)] if step >= 0:
+            return Snapshot(step, model, optimizer, state)
+    raise CheckpointError(f"{short(tree)} is no state of a run: another worker has sent it")
 
 
 def require_same_job(ours: dict[str, Any], theirs: dict[str, Any], where: str, *, allow: bool) -> list[str]:

@@ -11,6 +11,7 @@ from unisono.checkpoint.codec import flatten
 from unisono.checkpoint.quick_digest import MODULUS, combined, sum_of_words
 from unisono.checkpoint.snapshot import Digests, FrozenSnapshot, Snapshot
 from unisono.errors import CheckpointError, JobMismatch, MemoryFault, UnisonoWarning
+from unisono.received import value_of
 from unisono.train.checkpoints import as_tree
 from unisono.train.control import Flags
 from unisono.train.majority import Verdict, healing, judged, verdict
@@ -26,6 +27,18 @@ KEEPERS = 2
 
 Place = tuple[int, int]
 """A step, and a call of ``step.run`` in it."""
+
+FORMS = {
+    "kept": tuple[tuple[int, Digests] | None, tuple[int, Digests] | None],
+    "cleared": list[int],
+    "returns": int,
+    "digests": list[tuple[int, int, int]],
+    "wrong": list[tuple[int, int, tuple[int, ...]]],
+    "ignored": list[str],
+    "before": dict[str, list[int]],
+    "script_writes": bool,
+}
+"""Of what a worker that joins is given."""
 
 Mend = Callable[[Workers, Arrival, str], None]
 """Gives the right state to those who lack it. Told what they held a wrong one of. Collective."""
@@ -270,15 +283,20 @@ class Integrity:
         }
 
     def take(self, given: Mapping[str, Any]) -> None:
-        """Know what another worker has given."""
-        self._kept, self._waits = (None if one is None else Kept(one[0], one[1], None) for one in given["kept"])
-        self._cleared, self._returns = set(given["cleared"]), given["returns"]
+        """Know what another worker has given.
+
+        Raises:
+            Unreadable: it is nothing of the kind. Then nothing has changed.
+        """
+        found = value_of(FORMS, given, "what another worker knows of older states")
+        self._kept, self._waits = (None if one is None else Kept(one[0], one[1], None) for one in found["kept"])
+        self._cleared, self._returns = set(found["cleared"]), found["returns"]
         self._trail = Trail(
-            {(step, call): seen for step, call, seen in given["digests"]},
-            {(step, call): tuple(said) for step, call, said in given["wrong"]},
+            {(step, call): seen for step, call, seen in found["digests"]},
+            {(step, call): said for step, call, said in found["wrong"]},
         )
-        self._ignored, self._before = set(given["ignored"]), dict(given["before"])
-        self.script_writes = given["script_writes"]
+        self._ignored, self._before = set(found["ignored"]), found["before"]
+        self.script_writes = found["script_writes"]
 
     def retrieve(self, workers: Workers) -> Snapshot:
         """The kept state, on every worker. Collective.

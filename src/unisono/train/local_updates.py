@@ -10,7 +10,7 @@ import torch
 
 from unisono.sync.local_sgd import DiLoCo, LocalSGD
 from unisono.train.synchroniser import Ground, Synchroniser
-from unisono.train.values import set_all
+from unisono.train.values import set_all, set_like
 
 
 class LocalUpdates(Synchroniser):
@@ -89,8 +89,7 @@ class OuterUpdates(LocalUpdates):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The velocity."""
-        for mine, kept in zip(self._velocity, state["velocity"], strict=True):
-            mine.copy_(kept)
+        set_like(self._velocity, state.get("velocity"), "velocity")
 
     def _synchronised(self) -> Callable[[], None]:
         is_due = any(self.workers.gather_json(self._steps))

@@ -7,16 +7,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from unisono.adapt.average import Average
 from unisono.adapt.losses import loss_variance
 from unisono.adapt.noise_average import NoiseAverage
 from unisono.adapt.norms import GradientNorms
 from unisono.adapt.setting import Setting
 from unisono.adapt.timings import Timings
 from unisono.plan.links import Links
+from unisono.received import value_of
 
 NAMES = ("gradient_norm", "gradient_variance", "gradient_signal", "noise_scale", "ada_scale_gain", "loss_variance")
 """In ``metrics.jsonl``, in steps that are watched."""
+
+FORMS = {
+    "noise": NoiseAverage,
+    "newest": GradientNorms | None,
+    "step": int,
+    "setting": Setting,
+    "steady": int,
+    "timings": tuple[Timings, ...],
+    "seconds": float,
+    "links": Links | None,
+}
+"""Of the parts of their state."""
 
 
 class Monitors:
@@ -103,11 +115,12 @@ class Monitors:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        self.noise = NoiseAverage(**{name: Average(**parts) for name, parts in state["noise"].items()})
-        self._newest = None if state["newest"] is None else GradientNorms(**state["newest"])
-        self._step = state["step"]
-        self.setting, self.steady = Setting(**state["setting"]), state["steady"]
-        self.timings = tuple(Timings(**each) for each in state["timings"])
-        self.seconds = state["seconds"]
-        self.links = None if state["links"] is None else Links.from_json(state["links"])
+        """The inverse of :meth:`state_dict`.
+
+        Raises:
+            Unreadable: it is nothing of the kind. Then nothing has changed.
+        """
+        found = value_of(FORMS, state, "state")
+        self.noise, self.timings, self.links = found["noise"], found["timings"], found["links"]
+        self._newest, self._step = found["newest"], found["step"]
+        self.setting, self.steady, self.seconds = found["setting"], found["steady"], found["seconds"]

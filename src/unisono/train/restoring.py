@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.store import Snapshot
-from unisono.errors import CheckpointError, UnisonoError
+from unisono.errors import CheckpointError, UnisonoError, Unreadable
 
 
 @contextmanager
@@ -20,14 +20,27 @@ def restoring(snapshot: Snapshot, part: str) -> Iterator[None]:
     """
     try:
         yield
-    except (UnisonoError, MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
+        if isinstance(error, UnisonoError | MemoryError | torch.OutOfMemoryError) and not isinstance(error, Unreadable):
+            raise
         raise CheckpointError(
             f"the {part} in the checkpoint of step {snapshot.step} cannot be restored: {type(error).__name__}: "
             f"{str(error)[:400]}. It is damaged, or of another version of this script or of Unisono: go on from "
             f"another checkpoint, or start in a new folder"
         ) from error
+
+
+@contextmanager
+def all_or_nothing(*things: object) -> Iterator[None]:
+    """Where attributes of objects are set: if that fails, all have those again that they had before."""
+    before = [dict(vars(thing)) for thing in things]
+    try:
+        yield
+    except BaseException:
+        for thing, attributes in zip(things, before, strict=True):
+            vars(thing).clear()
+            vars(thing).update(attributes)
+        raise
 
 
 def kept(snapshot: Snapshot, name: str) -> Any:

@@ -32,6 +32,7 @@ from unisono.plan.audits import Finding
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.streams import Stream, stream_seed
+from unisono.received import value_of
 from unisono.train.acts import Change, Keeper
 from unisono.train.apart import Apart
 from unisono.train.at_rest import Seen
@@ -1082,7 +1083,7 @@ class Run:
 
     def _take(self, given: Sequence[Any], joins: bool) -> None:
         """Set the state that another worker has given."""
-        state, known = given
+        state, known = value_of(tuple[list[Any], dict[str, Any]], given, "what another worker gave")
         self._apart.forget()
         self._trained.take(state, joins=joins)
         if joins:

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field
 from reprlib import repr as short
 from typing import Any
@@ -11,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.checkpoint.layout import form_of
 from unisono.checkpoint.store import Snapshot
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, Unreadable
 from unisono.plan.batches import Position
+from unisono.received import value_of
 from unisono.train.prepared import Prepared, prefixed
+from unisono.train.restoring import kept
 
 VERSIONS = "_metadata"
 """Where ``Module.state_dict`` notes the versions of the modules, by which ``load_state_dict`` goes."""
@@ -58,15 +60,12 @@ class Progress:
         """The inverse of :meth:`as_tree`.
 
         Raises:
-            CheckpointError: it is none.
+            Unreadable: it is none.
         """
-        match tree:
-            case {"position": dict(position), "loop": int(loop), "reading": reading}:
-                with suppress(TypeError):  # other names
-                    at = Position(**position)
-                    if all(isinstance(number, int) and number >= 0 for number in (loop, *astuple(at))):
-                        return cls(at, loop, None if reading is None else Reading(**reading))
-        raise CheckpointError(f"{short(tree)} does not say where a run stands")
+        found = value_of({"position": Position, "loop": int, "reading": Reading | None}, tree, "progress")
+        if not all(number >= 0 for number in (found["loop"], *astuple(found["position"]))):
+            raise Unreadable(f"{short(tree)} does not say where a run stands")
+        return cls(**found)
 
 
 def capture(prepared: Prepared, progress: Progress, registered: Mapping[str, Any], own: Mapping[str, Any]) -> Snapshot:
@@ -104,10 +103,13 @@ def restore_models(prepared: Prepared, snapshot: Snapshot) -> None:
             f"the checkpoint of step {snapshot.step} holds another model; {len(names)} tensors differ, first "
             f"{names[0]}: {ours.get(names[0], 'absent')} here, {theirs.get(names[0], 'absent')} in the checkpoint"
         )
+    places, values = _transient_places(prepared), list(kept(snapshot, "transient"))
+    if [form_of(place) for place in places] != [form_of(value) for value in values]:
+        raise CheckpointError(f"the checkpoint of step {snapshot.step} holds other transient buffers: another model")
     for prefix, module in prefixed(prepared.modules):
         module.load_state_dict(module_part(snapshot.model, prefix))
     with torch.no_grad():
-        for place, value in zip(_transient_places(prepared), snapshot.state["transient"], strict=True):
+        for place, value in zip(places, values, strict=True):
             place.copy_(value)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import CheckpointError
+from unisono.received import value_of
 from unisono.train.adaptation import Adaptation
-from unisono.train.checkpoints import as_tree
+from unisono.train.checkpoints import as_snapshot, as_tree
 from unisono.train.monitors import Monitors
 from unisono.train.prepared import Prepared
 from unisono.train.registered import Registered
-from unisono.train.restoring import kept, restoring
+from unisono.train.restoring import all_or_nothing, kept, restoring
 from unisono.train.state import Progress, capture, restore_kept, restore_models, restore_optimizers, restore_update
 
 
@@ -83,13 +84,15 @@ class Trained:
     def resume_from(self, snapshot: Snapshot) -> None:
         """Set models and position; the rest follows when the script has made everything: see :meth:`settle`."""
         assert self.prepared is not None, "there is something to train"
-        with restoring(snapshot, "model"):
-            restore_models(self.prepared, snapshot)
-        self.restored, self.original = snapshot, None
-        self.progress = Progress.from_tree(kept(snapshot, "progress"))
-        self._recall(snapshot)
-        with restoring(snapshot, "adaptation"):
-            self.adaptation.load_state_dict(kept(snapshot, "adaptation"))
+        with all_or_nothing(self, self.monitors, self.adaptation, *self.adaptation.policies):
+            self.restored, self.original = snapshot, None
+            with restoring(snapshot, "progress"):
+                self.progress = Progress.from_tree(kept(snapshot, "progress"))
+            self._recall(snapshot)
+            with restoring(snapshot, "adaptation"):
+                self.adaptation.load_state_dict(kept(snapshot, "adaptation"))
+            with restoring(snapshot, "model"):
+                restore_models(self.prepared, snapshot)
 
     def go_back(self, snapshot: Snapshot) -> None:
         """Set an older state that is known to be right, all of it."""
@@ -141,23 +144,22 @@ class Trained:
             joins: whether this worker has nothing of its own yet. Otherwise what the script has set meanwhile stays.
         """
         assert self.prepared is not None, "there is something to train"
-        is_restored, *tree = given
-        snapshot = Snapshot(*tree)
+        is_restored, *parts = value_of(tuple[bool, int, Any, Any, Any], given, "the state that another worker gave")
+        snapshot = as_snapshot(parts)
         if snapshot.step < self.progress.position.step:
             self.go_back(snapshot)
         elif joins or (is_restored and self.original is None):
             self.resume_from(snapshot)
         else:
-            with restoring(snapshot, "model or optimizers"):
-                restore_update(self.prepared, snapshot)
-            self._recall(snapshot)
+            with all_or_nothing(self, self.monitors):
+                self._recall(snapshot)
+                with restoring(snapshot, "model or optimizers"):
+                    restore_update(self.prepared, snapshot)
 
     def _recall(self, snapshot: Snapshot) -> None:
         with restoring(snapshot, "monitors"):
             self.monitors.load_state_dict(kept(snapshot, "monitors"))
         with restoring(snapshot, "strategy"):
-            name, state = kept(snapshot, "strategy")
-            self.strategy = str(name), dict(state)
+            self.strategy = value_of(tuple[str, dict[str, Any]], kept(snapshot, "strategy"), "strategy")
         with restoring(snapshot, "doubt"):
-            doubt = snapshot.state.get("doubt")
-            self.doubt = None if doubt is None else Doubt(**doubt)
+            self.doubt = value_of(Doubt | None, snapshot.state.get("doubt"), "doubt")
