@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ class Line:
 class Host:
     """A worker, its line, and the doors with which it formed generations."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = PATIENCE_S) -> None:
         self.forms: Callable[[Meeting], None] = lambda meeting: None
         self.patience_s = 0.1
 
@@ -98,7 +99,7 @@ class Host:
             return Probing(targets, "t" * 43, self.patience_s, tell)
 
         hello = WorkerHello(worker="w1", host="h", pid=1, shards=4)
-        self.elastic = Elastic(call, hello, form, PATIENCE_S, probe, PATIENCE_S / 2)
+        self.elastic = Elastic(call, hello, form, timeout_s, probe, PATIENCE_S / 2)
 
     def regroup(self) -> tuple[threading.Thread, list[Any]]:
         found: list[Any] = []
@@ -171,6 +172,26 @@ def test_whoever_hears_nothing_of_the_coordinator_for_too_long_is_away_unless_it
     assert host.elastic.away() == "no word from the coordinator for 10.1 s, so the job may go on without this worker"
     host.line.hear(JobOver(digest="d"))
     assert host.elastic.away() == ""
+
+
+def test_whoever_has_finished_waits_for_the_others_as_long_as_the_coordinator_is_heard_of() -> None:
+    host = Host(timeout_s=0.05)
+    with closing(host.elastic):
+        waiting = threading.Thread(target=host.elastic.finished, args=("d",))
+        waiting.start()
+        waiting.join(20 * 0.05)
+        assert waiting.is_alive()
+        host.line.hear(JobOver(digest="d"))
+        waiting.join(PATIENCE_S)
+        assert not waiting.is_alive()
+
+
+def test_whoever_has_finished_does_not_wait_for_a_coordinator_that_is_gone(host: Host) -> None:
+    host.line.silent_s = PATIENCE_S + 0.1
+    waiting = threading.Thread(target=host.elastic.finished, args=("d",))
+    waiting.start()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
 
 
 def test_whoever_is_turned_away_is_away(host: Host) -> None:

@@ -210,11 +210,16 @@ class Elastic(Membership):
         self._line.send(Replace(generation=generation, rank=rank))
 
     def finished(self, digest: str) -> None:
-        """Tell the coordinator, and wait until it knows that of all members: until then it may be told again."""
+        """Tell the coordinator, and wait until it knows that of all members: until then it may be told again.
+
+        Others may take long, for a last checkpoint say: whether they still come forward is the coordinator's to see.
+        It is waited for until it has been silent for too long.
+        """
         self._line.send(Finished(digest=digest))
-        with suppress(queue.Empty):
-            while not isinstance(self._news.get(timeout=self._timeout_s), JobOver | Removed | Refused):
-                pass
+        while self._line.silent_s <= self._timeout_s:
+            with suppress(queue.Empty):
+                if isinstance(self._news.get(timeout=BEAT_S), JobOver | Removed | Refused):
+                    return
 
     def await_end(self) -> NoReturn:
         """The others finish without this worker."""
