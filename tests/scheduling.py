@@ -5,17 +5,12 @@ from pathlib import PurePath
 from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER = {
-    "test_adaptive.py": "the serial run",
     "test_checkpoint_crash.py": "the run whose disk is never full",
     "test_exact.py": "the jobs on 1, 2, 3, 5 and 8 workers",
     "test_examples.py": "three steps of all examples",
-    "test_faults.py": "the serial run",
-    "test_finer_batches.py": "the serial run",
-    "test_hosts.py": "the two hosts, and the serial run",
-    "test_steering.py": "the serial run",
+    "test_hosts.py": "the two hosts",
     "test_study.py": "the study that was killed and started again",
     "test_template.py": "the template",
-    "test_troubled_workers.py": "the serial run",
     "test_workers.py": "what three workers have found",
 }
 """Files that stay whole, and what their tests share."""

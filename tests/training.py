@@ -19,7 +19,7 @@ from unisono.launch.control import Control
 
 SCRIPT = Path(__file__).parent / "procs" / "scripts" / "elastic_training.py"
 SETTINGS = (
-    *("ASKED", "EPOCHS", "FAULTS", "PACE_S", "STOP_BELOW"),
+    *("ASKED", "EPOCHS", "FAULTS", "HURRY", "PACE_S", "STOP_BELOW"),
     *("DECIDED", "LOADERS", "ODD", "OPTIONS", "POLICY", "SLOW", "TIMEOUT_S", "TROUBLE"),
 )
 """Variables that this script, and the other scripts of these tests, read."""
@@ -65,7 +65,9 @@ class Training(Trained):
 
     def __init__(self, folder: Path, *options: str, faults: Sequence[Mapping[str, Any]] = (), **settings: str) -> None:
         super().__init__(folder)
-        environment = {**os.environ, "FAULTS": json.dumps(list(faults)), **settings}
+        self._hurry = folder.with_suffix(".hurry")
+        own = {"FAULTS": json.dumps(list(faults)), "HURRY": str(self._hurry)}
+        environment = {**os.environ, **own, **settings}
         command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(folder), str(SCRIPT)]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -75,6 +77,10 @@ class Training(Trained):
         code = self.process.wait(PATIENCE_S)
         assert code == 0, self.output.read_text()
         return super().end()
+
+    def hurry(self) -> None:
+        """From now on it trains as fast as it can: all that it was to be slow for has happened."""
+        self._hurry.touch()
 
     def ask(self, *words: str) -> None:
         command = [sys.executable, "-m", "unisono", *words, "--run-dir", str(self.run_dir)]

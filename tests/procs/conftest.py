@@ -1,16 +1,15 @@
 """What several files of tests with processes need: jobs that train."""
 
-import fcntl
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from launches import Launches, launches
 from leaks import ALLOWED_VARIABLES
-from training import EARLY, SETTINGS, Trained, Training
+from serial_runs import SerialRuns
+from training import EARLY, SCRIPT, SETTINGS, Trained, Training
 from unisono.testing import warm_jobs
 
 
@@ -18,7 +17,8 @@ from unisono.testing import warm_jobs
 def warm(nothing_outlives_the_run: None) -> Iterator[None]:
     """Jobs fork their workers from one process that has torch loaded; a test without it is one whose jobs load it.
 
-    Serial runs do not: all forks of one process go through a set of words in the same order, and no two programs do.
+    Serial runs have another such process: all forks of one go through a set of words in the same order, and no two
+    programs do.
     """
     with warm_jobs(varying={*SETTINGS, *ALLOWED_VARIABLES}):
         yield
@@ -34,29 +34,30 @@ def started(warm: None, tmp_path: Path) -> Iterator[list[Training]]:
 
 
 @pytest.fixture(scope="session")
-def serial(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The undisturbed run of one worker."""
-    return once(tmp_path_factory, "undisturbed")
+def serial_launches(nothing_outlives_the_run: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launches]:
+    """What forks serial runs. It has torch loaded: a test that has none of its own to make does not ask for it."""
+    folder = tmp_path_factory.mktemp("serial-launches")
+    (folder / "nothing.py").touch()
+    with launches(os.environ) as found:
+        found(1, str(folder / "nothing.py"), folder=folder / "run")  # so that all its processes are there
+        yield found
 
 
 @pytest.fixture(scope="session")
-def stopped_early(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def serial_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SerialRuns:
+    """The undisturbed runs of one worker, of any script."""
+    own = tmp_path_factory.getbasetemp()
+    kept = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "serial-runs"
+    return SerialRuns(kept, lambda: request.getfixturevalue("serial_launches"))
+
+
+@pytest.fixture(scope="session")
+def serial(serial_runs: SerialRuns) -> Trained:
+    """That of the script that has nearly everything."""
+    return serial_runs(SCRIPT, PACE_S="0")
+
+
+@pytest.fixture(scope="session")
+def stopped_early(serial_runs: SerialRuns) -> Trained:
     """The same of a script that leaves its first loop before that is over."""
-    return once(tmp_path_factory, "stopped-early", **EARLY)
-
-
-def once(factory: pytest.TempPathFactory, name: str, **settings: Any) -> Trained:
-    """A run of one worker: one for all processes that run tests."""
-    own = factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "done").exists():
-            training = Training(folder / f"run-{secrets.token_hex(4)}", "-n", "1", PACE_S="0", **settings)
-            try:
-                training.end()
-            finally:
-                training.close()
-            (folder / "done").write_text(training.run_dir.name)
-    return Trained(folder / (folder / "done").read_text())
+    return serial_runs(SCRIPT, PACE_S="0", **EARLY)

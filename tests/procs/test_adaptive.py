@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 import outcomes
-from outcomes import outcome
+from outcomes import outcome, outcome_in
+from serial_runs import SerialRuns
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
@@ -20,10 +21,9 @@ def train(folder: Path, *options: str, script: Path = SCRIPT, **settings: str) -
     return outcomes.train(folder, *options, script=script, arguments=SHORT.get(script, ()), settings=settings)
 
 
-@pytest.fixture(scope="module")
-def serial(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
-    folder = tmp_path_factory.mktemp("serial") / "run"
-    return outcome(folder, train(folder, "-n", "1"))
+@pytest.fixture(scope="session")
+def serial(serial_runs: SerialRuns) -> tuple[str, list[Any]]:
+    return outcome_in(serial_runs(SCRIPT, *SHORT[SCRIPT]).run_dir)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
@@ -52,10 +52,9 @@ def test_decisions_and_weights_are_the_same_while_workers_come_and_die(
     assert '"event": "resized"' in journal
 
 
-@pytest.fixture(scope="module")
-def serial_ada_scale(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
-    folder = tmp_path_factory.mktemp("serial-ada-scale") / "run"
-    return outcome(folder, train(folder, "-n", "1", script=ADA_SCALE))
+@pytest.fixture(scope="session")
+def serial_ada_scale(serial_runs: SerialRuns) -> tuple[str, list[Any]]:
+    return outcome_in(serial_runs(ADA_SCALE, *SHORT[ADA_SCALE]).run_dir)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])

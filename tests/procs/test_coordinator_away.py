@@ -39,6 +39,7 @@ def test_no_step_is_lost_while_the_coordinator_is_away(
     before = len(training.steps)
     assert keep_away(training, AWAY_S) > 1
     assert len(training.steps) > before
+    training.hurry()
     assert training.end() == serial.end()
     assert training.steps == serial.steps
     assert training.said == serial.said
@@ -62,6 +63,7 @@ def test_a_worker_that_is_lost_meanwhile_is_waited_for_until_the_coordinator_is_
     training.until("lost", worker="w2")
     training.until_step(reached + 3)
     assert time.monotonic() - begun < 30
+    training.hurry()
     assert training.end() == serial.end()
     assert training.steps == serial.steps
 
@@ -83,6 +85,8 @@ def test_whoever_hears_nothing_of_the_coordinator_for_half_the_timeout_writes_on
         assert training.steps == written
     finally:
         os.kill(coordinator, signal.SIGCONT)
+    training.until_step(max(written) + 1)
+    training.hurry()
     assert training.end() == serial.end()
     assert training.steps == serial.steps
     assert not training.journal("lost")

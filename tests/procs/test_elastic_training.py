@@ -4,9 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from training import PATIENCE_S, Trained, Training
+from serial_runs import SerialRuns
+from training import PATIENCE_S, SCRIPT, Trained, Training
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="session")
+def long(serial_runs: SerialRuns) -> Trained:
+    """The undisturbed run of one worker with twice the epochs."""
+    return serial_runs(SCRIPT, PACE_S="0", EPOCHS="12")
 
 
 @pytest.mark.parametrize("places", [["after"], ["begin", "second"], ["first", "between", "second", "after"]])
@@ -38,19 +45,18 @@ def test_killing_workers_between_the_steps_changes_no_bit(
     assert training.said == serial.said
 
 
-def test_growing_and_shrinking_changes_no_bit(started: list[Training], tmp_path: Path) -> None:
-    started.append(Training(tmp_path / "serial", "-n", "1", PACE_S="0", EPOCHS="12"))
-    serial = started[0].end()
+def test_growing_and_shrinking_changes_no_bit(long: Trained, started: list[Training], tmp_path: Path) -> None:
     started.append(Training(tmp_path / "run", "-n", "1:3", EPOCHS="12", PACE_S="0.02"))
-    training = started[1]
+    training = started[0]
     training.until("minted", generation=1)
     training.ask("resize", "3")
     training.until("minted", workers=["w1", "w2", "w3"])
     training.ask("resize", "1")
     training.until("minted", workers=["w1"])
     training.ask("resize", "2")
-    assert training.end() == serial
-    assert training.steps == started[0].steps
+    training.hurry()
+    assert training.end() == long.end()
+    assert training.steps == long.steps
 
 
 def test_a_job_that_is_stopped_goes_on_later_and_ends_with_the_same_bits(
@@ -104,6 +110,8 @@ def test_a_job_that_becomes_too_small_for_its_servers_computes_on_all_workers_an
     training.ask("resize", "3")
     training.until("minted", workers=["w1", "w2", "w3"])
     training.ask("resize", "2")
+    training.until("all compute")
+    training.hurry()
     assert training.end() == serial.end()
     assert {one["workers"] for one in training.journal("all compute")} <= {1, 2}
     assert training.journal("all compute")

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from launches import Launches, launches
 from unisono.checkpoint.store import load_weights
 
 pytestmark = [
@@ -23,7 +23,6 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 JOBS = Path(__file__).parent / "scripts" / "exact_jobs.py"
-LAUNCHES = Path(__file__).parent / "scripts" / "launches.py"
 HOSTS = Path(__file__).parent / "scripts" / "hosts.py"
 WORKERS = (1, 2, 3, 5)
 FULL = 8
@@ -52,31 +51,10 @@ QUIET = {**os.environ, "PYTHONWARNINGS": "ignore::UserWarning", "OMP_WAIT_POLICY
 """There are more threads than cores: none is to wait for another one by keeping a core busy."""
 
 
-class Launches:
-    """Runs scripts on workers that are forked from one process, which has torch loaded."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def __call__(self, workers: int, *command: str, folder: Path, **variables: str) -> str:
-        """Run a script to its end on so many workers; returns what they printed."""
-        asked = {"workers": workers, "command": command, "folder": str(folder), "variables": SHARDS | variables}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        assert select.select([self._process.stdout], [], [], 240)[0], f"{command} on {workers} workers does not end"
-        done = json.loads(self._process.stdout.readline())
-        assert done["code"] == 0, f"{command} on {workers} workers\n{done['out'][-3000:]}\n{done['err'][-5000:]}"
-        return str(done["out"])
-
-
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Launches]:
-    with subprocess.Popen(
-        [sys.executable, str(LAUNCHES)], env=QUIET, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield Launches(process)
+    with launches(QUIET, **SHARDS) as found:
+        yield found
 
 
 def python(*command: str, folder: Path, **variables: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from serial_runs import SerialRuns
 from unisono.launch.born import NURSERY
 from unisono.testing import Faults
 from unisono.testing.failpoints import RECOVERY
@@ -20,6 +21,7 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).parent / "scripts" / "elastic_training.py"
+SETTINGS = {"PACE_S": "0", "EPOCHS": "12"}
 PATIENCE_S = 150.0
 
 
@@ -41,7 +43,7 @@ class Training:
 
     def go_on(self) -> None:
         environment = {name: value for name, value in os.environ.items() if is_kept(name)}
-        environment |= {"PACE_S": "0", "EPOCHS": "12"}
+        environment |= SETTINGS
         self.ended = subprocess.run(
             self._command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
@@ -56,9 +58,9 @@ class Training:
         return str(json.loads((self.run_dir / "result.json").read_text())["weights_sha256"])
 
 
-@pytest.fixture(scope="module")
-def serial(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return Training(tmp_path_factory.mktemp("serial") / "job", "-n", "1").digest
+@pytest.fixture(scope="session")
+def serial(serial_runs: SerialRuns) -> str:
+    return serial_runs(SCRIPT, **SETTINGS).end()
 
 
 def test_every_fault_that_a_job_survives_strikes_once_and_changes_no_bit(serial: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import outcomes
+from serial_runs import SerialRuns
 from unisono.testing.samples import Samples, problems
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
@@ -31,6 +32,10 @@ def train(folder: Path, *options: str, **settings: str) -> Outcome:
     """The digest of the weights, the metrics of each step, and what was decided when."""
     ended = start(folder, *options, **settings)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    return outcome_in(folder)
+
+
+def outcome_in(folder: Path) -> Outcome:
     digest = json.loads((folder / "result.json").read_text())["weights_sha256"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = {line["step"]: {name: line[name] for name in line if name not in OF_THIS_RUN} for line in lines}
@@ -43,10 +48,10 @@ def journal(folder: Path, event: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
 
 
-@pytest.fixture(scope="module")
-def serial(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Samples]:
-    folder = tmp_path_factory.mktemp("serial") / "run"
-    return train(folder, "-n", "1"), Samples.read(folder)
+@pytest.fixture(scope="session")
+def serial(serial_runs: SerialRuns) -> tuple[Outcome, Samples]:
+    folder = serial_runs(SCRIPT, UNISONO_SAMPLES="1").run_dir
+    return outcome_in(folder), Samples.read(folder)
 
 
 def test_alone_the_batches_have_the_shapes_that_were_decided_and_every_sample_is_used_once(

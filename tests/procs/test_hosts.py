@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from serial_runs import SerialRuns
 from two_hosts import Host, NoHosts, two_hosts
 from unisono.launch.certificate import make_certificate
 
@@ -86,12 +87,17 @@ class Job:
     def __init__(self, hosts: tuple[Host, Host], folder: Path) -> None:
         self.a, self.b = Desk(hosts[0], folder / "a"), Desk(hosts[1], folder / "b")
         self._started: list[subprocess.Popen[bytes]] = []
+        self._hurry = folder / "hurry"
 
     def run(self, *options: str, **settings: str) -> subprocess.Popen[bytes]:
         where = ("--coordinator", f"{self.a.host.address}:0", "--failure-timeout-s", f"{SILENCE_S:g}")
-        process = self.a.start("run", *where, *options, "--run-dir", "run", str(SCRIPT), **settings)
+        process = self.a.start("run", *where, *options, "--run-dir", "run", str(SCRIPT), **self._told, **settings)
         self._started.append(process)
         return process
+
+    @property
+    def _told(self) -> dict[str, str]:
+        return {"HURRY": str(self._hurry)}
 
     def invitation(self) -> list[str]:
         """The command for the other host, as it is shown."""
@@ -103,7 +109,7 @@ class Job:
         words = self.invitation()
         for name in ("token", "certificate.pem"):
             shutil.copy2(self.a.run_dir / name, self.b.folder / name)
-        process = self.b.start(*words[:2], *options, "--run-dir", "run", *words[2:], **settings)
+        process = self.b.start(*words[:2], *options, "--run-dir", "run", *words[2:], **self._told, **settings)
         self._started.append(process)
         return process
 
@@ -150,7 +156,8 @@ class Job:
         return self._started[0].wait(PATIENCE_S)
 
     def end(self) -> str:
-        """Wait for the end; returns the digest of the weights."""
+        """Wait for the end, which nothing delays any more; returns the digest of the weights."""
+        self._hurry.touch()
         assert self.wait() == 0, self.text
         return str(self.a.result["weights_sha256"])
 
@@ -181,15 +188,11 @@ def job(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[Job]:
     found.close()
 
 
-@pytest.fixture(scope="module")
-def serial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="session")
+def serial(serial_runs: SerialRuns) -> dict[str, Any]:
     """How the undisturbed run of one worker ended."""
-    folder = tmp_path_factory.mktemp("serial")
-    command = [sys.executable, "-m", "unisono", "run", "--run-dir", str(folder / "run"), str(SCRIPT)]
-    subprocess.run(
-        command, check=True, timeout=PATIENCE_S, env={**os.environ, **LONG, "PACE_S": "0"}, capture_output=True
-    )
-    found = json.loads((folder / "run" / "result.json").read_text())
+    folder = serial_runs(SCRIPT, **LONG | {"PACE_S": "0"}).run_dir
+    found = json.loads((folder / "result.json").read_text())
     assert isinstance(found, dict)
     return found
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from outcomes import outcome, train
+from outcomes import outcome, outcome_in, train
+from serial_runs import SerialRuns
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
@@ -14,10 +15,9 @@ SCRIPT = Path(__file__).parent / "scripts" / "steered.py"
 OVER_MESSAGES = {"UNISONO_TRANSPORT": "process_group"}
 
 
-@pytest.fixture(scope="module")
-def serial(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
-    folder = tmp_path_factory.mktemp("serial") / "run"
-    digest, decided = outcome(folder, train(folder, "-n", "1", script=SCRIPT))
+@pytest.fixture(scope="session")
+def serial(serial_runs: SerialRuns) -> tuple[str, list[Any]]:
+    digest, decided = outcome_in(serial_runs(SCRIPT).run_dir)
     assert len([verb for _, _, verb, _, _ in decided if verb == "set_topology"]) >= 20
     return digest, decided
 

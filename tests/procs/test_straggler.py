@@ -2,18 +2,27 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from outcomes import outcome, train
+from outcomes import outcome, outcome_in, train
+from serial_runs import SerialRuns
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
 SCRIPT = Path(__file__).parent / "scripts" / "slept.py"
 
 
-def test_a_slow_worker_gets_fewer_shards_and_then_is_replaced_and_the_bits_stay(tmp_path: Path) -> None:
-    serial, nothing = outcome(tmp_path / "serial", train(tmp_path / "serial", "-n", "1", script=SCRIPT))
+@pytest.fixture(scope="session")
+def undisturbed(serial_runs: SerialRuns) -> tuple[str, list[Any]]:
+    return outcome_in(serial_runs(SCRIPT).run_dir)
+
+
+def test_a_slow_worker_gets_fewer_shards_and_then_is_replaced_and_the_bits_stay(
+    undisturbed: tuple[str, list[Any]], tmp_path: Path
+) -> None:
+    serial, nothing = undisturbed
     assert nothing == []
     faults, folder = tmp_path / "faults.toml", tmp_path / "run"
     faults.write_text("[[fault]]\nkind = 'slow'\nrank = 1\nat_step = 5\nfactor = 8\n")

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from serial_runs import SerialRuns
+
 pytestmark = [
     pytest.mark.procs,
     pytest.mark.timeout(180),
@@ -39,7 +41,7 @@ class Ended:
 Train = Callable[..., Ended]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     def run(*options: str, trouble: Sequence[Mapping[str, Any]] = (), **settings: str) -> Ended:
         folder = tmp_path_factory.mktemp("troubled") / "run"
@@ -59,10 +61,10 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     return run
 
 
-@pytest.fixture(scope="module")
-def serial(train: Train) -> str:
+@pytest.fixture(scope="session")
+def serial(serial_runs: SerialRuns) -> str:
     """The digest of the undisturbed run of one worker."""
-    return train("-n", "1", PACE_S="0").digest
+    return serial_runs(SCRIPT, PACE_S="0").end()
 
 
 @pytest.mark.parametrize("where", ["hang in a step", "hang between steps"])
@@ -114,22 +116,27 @@ def test_a_script_asks_for_another_size(train: Train, serial: str) -> None:
     assert {len(line["workers"]) for line in ended.journal("minted")} >= {3, 1}
 
 
-def test_what_is_measured_of_the_gradients_goes_over_to_those_who_come(train: Train) -> None:
+@pytest.fixture(scope="session")
+def measured(serial_runs: SerialRuns) -> Path:
+    """The run folder of the undisturbed run that measures its gradients."""
+    return serial_runs(SCRIPT, PACE_S="0", UNISONO_MONITOR_EVERY="1").run_dir
+
+
+def test_what_is_measured_of_the_gradients_goes_over_to_those_who_come(train: Train, measured: Path) -> None:
     names = ("step", "loss", "gradient_norm", "gradient_variance", "noise_scale", "ada_scale_gain", "loss_variance")
 
-    def figures(ended: Ended) -> list[list[Any]]:
-        assert ended.code == 0, ended.output
-        lines = map(json.loads, (ended.folder / "metrics.jsonl").read_text().splitlines())
+    def figures(folder: Path) -> list[list[Any]]:
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         return [[line.get(name) for name in names] for line in lines]
 
-    alone = figures(train("-n", "1", PACE_S="0", UNISONO_MONITOR_EVERY="1"))
     trouble = [
         {"what": "resize", "rank": 0, "step": 2, "to": 3},
         {"what": "kill", "rank": 0, "step": 20},
         {"what": "kill", "rank": 0, "step": 24},
     ]
     ended = train("-n", "1:3", trouble=trouble, PACE_S="0.02", UNISONO_MONITOR_EVERY="1")
-    assert figures(ended) == alone
+    assert ended.code == 0, ended.output
+    assert figures(ended.folder) == figures(measured)
     assert any("noise_scale" in line for line in (ended.folder / "metrics.jsonl").read_text().splitlines())
     assert len(ended.journal("lost")) == 2
 

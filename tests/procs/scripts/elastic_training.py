@@ -23,6 +23,9 @@ import unisono
 
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 PACE_S = float(os.environ.get("PACE_S", "0.01"))
+HURRY = Path(os.environ.get("HURRY", "hurry"))
+"""Once this file is there, no step takes longer than it has to."""
+
 ASKED = int(os.environ.get("ASKED", "-1"))
 STOP_BELOW = float(os.environ.get("STOP_BELOW", "0"))
 EPOCHS = int(os.environ.get("EPOCHS", "6"))
@@ -103,7 +106,7 @@ sync, os.fsync = os.fsync, failing_sync
 
 
 def loss_of(models: Any, batch: Any) -> torch.Tensor:
-    time.sleep(PACE_S)
+    time.sleep(0 if HURRY.exists() else PACE_S)
     return F.cross_entropy(head(body(batch[0])), batch[1])
 
 
