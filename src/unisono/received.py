@@ -14,6 +14,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from unisono.errors import Unreadable
 
+LONGEST_S = 1e9
+"""Seconds: some thirty years. Systems cannot wait for much more."""
+
 LARGEST_JSON = 2**28
 """Bytes of a JSON text; the values in it take some twenty times as much memory."""
 

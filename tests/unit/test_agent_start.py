@@ -1,4 +1,4 @@
-"""What an agent does before its coordinator starts."""
+"""What an agent does before its coordinator starts, and what it tells it of a worker's end."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.launch.agent import Agent
+from unisono.launch.agent import Agent, _Worker
 from unisono.launch.elastic import ElasticSettings, Range
+from unisono.launch.failure import Failure
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.membership.token import make_token
@@ -19,6 +20,15 @@ pytestmark = pytest.mark.unit
 
 def test_a_job_that_goes_on_in_its_folder_has_another_token(tmp_path: Path) -> None:
     asyncio.run(_starts(tmp_path))
+
+
+def test_a_workers_end_is_told_whatever_its_script_has_said(tmp_path: Path) -> None:
+    nothing: Any = None
+    agent = Agent(ElasticSettings(LaunchSettings(Script("train.py")), Range(1, 2)), RunFolder(tmp_path), nothing)
+    agent._workers["w1"] = worker = _Worker("w1", 0)
+    agent._note(worker, 1, Failure("w1", "h", 1, "ValueError", "no \udcff.txt" + "x" * 5000, "", False, 0.0))
+    assert agent._ended[0].error.startswith("ValueError: no \\udcff.txt")
+    assert len(agent._ended[0].error) == 4096
 
 
 async def _starts(tmp_path: Path) -> None:

@@ -58,6 +58,11 @@ def test_an_unknown_command_is_a_usage_error() -> None:
         (["--threads", "0", "train.py"], "--threads 0"),
         (["-m", "nope"], "there is no module nope"),
         (["--run-dir", "train.py", "train.py"], "run folder train.py cannot be used"),
+        (["x" * 5000], "cannot be read: File name too long"),
+        (["-n", "4097", "train.py"], "--workers 4097: at most 4096 on one host"),
+        (["-n", "1:4097", "train.py"], "--workers 4097: at most 4096 on one host"),
+        (["--failure-timeout-s", "1e300", "train.py"], "--failure-timeout-s 1e+300: needs"),
+        (["--grace-s", "1e300", "train.py"], "--grace-s 1e+300: needs"),
     ],
 )
 def test_what_cannot_work_is_one_clear_line_and_exit_code_2(
@@ -69,6 +74,19 @@ def test_what_cannot_work_is_one_clear_line_and_exit_code_2(
     assert len(said) == 1
     assert words in said[0]
     assert "Traceback" not in captured.err
+
+
+def test_a_name_that_no_file_can_have_is_one_line(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert unisono("replay", "x" * 5000) == 1
+    assert "error: [Errno 36] File name too long" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--patience-s", "--failure-timeout-s"])
+def test_chaos_waits_for_some_time_and_not_for_ever(
+    option: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert unisono("chaos", option, "nan", "train.py") == 2
+    assert f"{option} nan: needs" in capsys.readouterr().err
 
 
 def test_a_number_that_is_none_is_a_usage_error(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,6 +209,27 @@ def test_a_coordinator_that_is_gone_is_an_error() -> None:
         Control(Address("http://127.0.0.1:1", "token")).status()
 
 
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:99999", "http://127.0.0.1:abc", "http://127.0.0.1:-1", f"https://{'x' * 70}:1"]
+)
+def test_what_is_no_address_is_one_line_and_exit_code_2(
+    url: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert unisono("status", url, "--token-file", str(run_dir / "token")) == 2
+    assert f"error: {url} is no address of a coordinator" in capsys.readouterr().err
+
+
+def test_an_address_that_cannot_be_asked_is_an_error() -> None:
+    with pytest.raises(LaunchError, match="does not answer"):
+        Control(Address("https://a b", "token")).status()
+
+
+def test_another_service_that_answers_is_no_coordinator(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(STATUS, "members")
+    with pytest.raises(LaunchError, match="no coordinator of this version"):
+        Control(address_of(run_dir)).status()
+
+
 def test_without_a_job_there_is_nothing_to_ask(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="no elastic job runs in .*--run-dir"):
         find_run(None, tmp_path)

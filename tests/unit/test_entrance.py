@@ -51,6 +51,12 @@ def test_what_is_no_such_place_is_named(text: str) -> None:
         Entrance.read(text)
 
 
+@pytest.mark.parametrize("letter", ["x", "ü"])
+def test_a_name_that_no_host_can_have_is_refused(letter: str) -> None:
+    with pytest.raises(JobError, match="cannot listen on"):
+        Entrance.read(f"{letter * 70}:0").listen(1)
+
+
 def test_a_certificate_goes_with_its_key_and_with_a_coordinator(tmp_path: Path) -> None:
     chain, key = tmp_path / "c", tmp_path / "k"
     with pytest.raises(JobError, match="belong together"):

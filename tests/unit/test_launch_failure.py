@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.errors import LaunchError, WorkerLost
+from unisono.errors import JobError, LaunchError, WorkerLost
 from unisono.launch.failure import Failure
 
 pytestmark = pytest.mark.unit
@@ -76,3 +76,12 @@ def test_an_error_that_cannot_say_its_message_is_recorded() -> None:
             raise RuntimeError
 
     assert "Mute" in Failure.of(caught(Mute()), rank=0).traceback
+
+
+def test_only_our_own_errors_choose_the_exit_code() -> None:
+    """Other libraries' errors have attributes of that name: 0 is no code of a failure, 75 is one that goes on."""
+    for other in (0, 75, 256, -9, "3", object()):
+        error = ValueError("no")
+        vars(error)["exit_code"] = other
+        assert Failure.of(caught(error), rank=0).exit_code == 1
+    assert Failure.of(caught(JobError("no")), rank=0).exit_code == 2

@@ -83,3 +83,8 @@ def main() -> None:
     except UnisonoError as error:
         typer.echo(f"unisono: error: {error}", err=True)
         sys.exit(USAGE if isinstance(error, JobError) else 1)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        typer.echo(f"unisono: error: {error}", err=True)  # it names the file, and says what is wrong with it
+        sys.exit(1)

@@ -16,6 +16,7 @@ from unisono.errors import JobError
 from unisono.launch.elastic import Range
 from unisono.launch.result import RUNS
 from unisono.launch.script import Script
+from unisono.received import LONGEST_S
 
 if TYPE_CHECKING:
     from unisono.testing.chaos import Verdict
@@ -52,6 +53,9 @@ def chaos(
     from unisono.testing.faults import Faults
 
     wanted = Range.read(workers)
+    for name, seconds in {"failure-timeout-s": failure_timeout_s, "patience-s": patience_s}.items():
+        if not 0 < seconds <= LONGEST_S:
+            raise JobError(f"--{name} {seconds:g}: needs a number of seconds above 0, at most {LONGEST_S:g}")
     if not 1 <= wanted.smallest < wanted.largest:
         raise JobError(f"--workers {workers}: faults change the number of workers, so write a range, such as 1:4")
     trained = Script(script, tuple(args or ()), is_module=module)

@@ -3,6 +3,7 @@
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from unisono.errors import JobError
 from unisono.launch.certificate import certificate_file
@@ -141,4 +142,10 @@ def distrusted(address: Address, error: ssl.SSLCertVerificationError) -> JobErro
 def _private(url: str) -> str:
     if not is_private(url):
         raise JobError(f"{url}: a coordinator on another host is reached over https, since the token goes there")
+    try:
+        where = urlsplit(url)
+        (where.hostname or "").encode("idna")
+        _ = where.port  # looked at only now
+    except ValueError as error:
+        raise JobError(f"{url} is no address of a coordinator: {error}") from error
     return url

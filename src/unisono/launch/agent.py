@@ -329,7 +329,7 @@ class Agent:
         self._exits.append(WorkerExit(worker.name, code, time.time(), failure, worker.told_at, pid=pid))
         # What only follows from the loss of another worker is no word about this one.
         own = failure is not None and not failure.consequence
-        error = f"{failure.type}: {failure.message}"[:LONGEST_ERROR] if own and failure is not None else ""
+        error = _printable(f"{failure.type}: {failure.message}") if own and failure is not None else ""
         self._ended.append(WorkerEnded(worker=worker.name, code=code, error=error))
         self._tell(self._ended[-1])
 
@@ -455,6 +455,11 @@ async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _printable(words: str) -> str:
+    """A message of a script, as messages to the coordinator allow it: names of files may hold halves of characters."""
+    return words.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
 
 
 def _host() -> str:

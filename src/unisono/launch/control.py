@@ -4,6 +4,7 @@ import http.client
 import json
 import ssl
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +14,9 @@ from unisono.launch.address import Address, distrusted
 from unisono.received import parse_object
 
 PATIENCE_S = 10.0
+
+PARTS = {"agents", "excluded", "generation", "largest", "members", "others", "over", "phase", "smallest", "wanted"}
+"""Of a status."""
 
 LARGEST_ANSWER = 2**26
 """Bytes: the status of thousands of workers."""
@@ -49,20 +53,18 @@ class Control:
         return self._ask("POST", "/stop", {})
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        connection = self._connection()
         headers = {"Authorization": f"Bearer {self.address.token}", "Content-Type": "application/json"}
         try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            answer = connection.getresponse()
-            status, text = answer.status, answer.read(LARGEST_ANSWER)
+            with closing(self._connection()) as connection:
+                connection.request(method, path, None if body is None else json.dumps(body), headers)
+                answer = connection.getresponse()
+                status, text = answer.status, answer.read(LARGEST_ANSWER)
         except ssl.SSLCertVerificationError as error:
             raise distrusted(self.address, error) from error
         except (OSError, http.client.HTTPException) as error:
             raise LaunchError(
                 f"the coordinator at {self.address.url} does not answer ({error}): does the job still run?"
             ) from error
-        finally:
-            connection.close()
         return _understood(status, text)
 
     def _connection(self) -> http.client.HTTPConnection:
@@ -82,4 +84,8 @@ def _understood(status: int, text: bytes) -> dict[str, Any]:
         raise LaunchError(f"the coordinator gave an answer ({status}) that is no JSON object") from error
     if status >= 400:
         raise JobError(str(found.get("error", f"the coordinator refuses ({status})")))
+    if not found.keys() >= PARTS:
+        raise LaunchError(
+            "what answers there is no coordinator of this version of Unisono: it tells no status of a job"
+        )
     return found

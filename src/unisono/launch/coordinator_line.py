@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from time import monotonic
 
+from pydantic import ValidationError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
@@ -101,7 +102,7 @@ class CoordinatorLine:
         sending = asyncio.create_task(self._send(connection, self._outgoing))
         try:
             async for text in connection:
-                message = to_agent.validate_json(text)
+                message = _understood(text)
                 if isinstance(message, Refused):
                     raise LaunchError(f"the coordinator refuses this agent: {message.reason}")
                 self._hear(message)
@@ -115,3 +116,10 @@ class CoordinatorLine:
         with suppress(WebSocketException):  # whoever reads sees the end, too
             while True:
                 await connection.send((await outgoing.get()).model_dump_json())
+
+
+def _understood(text: str | bytes) -> ToAgent:
+    try:
+        return to_agent.validate_json(text)
+    except ValidationError as error:
+        raise LaunchError(f"the coordinator says what this version does not know: {error}"[:4096]) from error

@@ -11,6 +11,7 @@ from unisono.errors import JobError
 from unisono.launch.entrance import Entrance
 from unisono.launch.outcome import PREEMPTED, Blame, Verdict, WorkerExit
 from unisono.launch.settings import LaunchSettings
+from unisono.received import LONGEST_S
 
 if TYPE_CHECKING:  # the command line starts without pydantic
     from unisono.membership.messages import JobOver
@@ -99,8 +100,11 @@ class ElasticSettings:
             raise JobError(f"--workers {self.workers}: the smaller number comes first")
         if self.max_restarts < 0:
             raise JobError(f"--max-restarts {self.max_restarts}: needs a number of 0 or more")
-        if not 0 < self.failure_timeout_s < float("inf"):
-            raise JobError(f"--failure-timeout-s {self.failure_timeout_s:g}: needs a number of seconds above 0")
+        if not 0 < self.failure_timeout_s <= LONGEST_S:
+            raise JobError(
+                f"--failure-timeout-s {self.failure_timeout_s:g}: needs a number of seconds above 0, and at most "
+                f"{LONGEST_S:g}"
+            )
         self.launch.check()
 
 

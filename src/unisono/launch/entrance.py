@@ -69,7 +69,7 @@ class Entrance:
             if self.host:
                 family, _, _, _, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
             listening = socket.create_server(where[:2], family=family, backlog=backlog)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a name with a part of more than 63 characters is a UnicodeError
             raise JobError(
                 f"the coordinator cannot listen on {self.host or 'all addresses'}, port {self.port}: {error}. "
                 f"--coordinator wants a name or address of this host, or :PORT for all of them"

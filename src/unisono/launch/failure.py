@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from unisono.checkpoint.folder import RunFolder, write_json
-from unisono.errors import Dismissed, LaunchError, Unreadable, WorkerLost
+from unisono.errors import Dismissed, LaunchError, UnisonoError, Unreadable, WorkerLost
 from unisono.launch.name import WorkerName, called
 from unisono.received import read_object
 
@@ -53,7 +53,8 @@ class Failure:
             traceback="".join(described.format()),
             consequence=any(isinstance(link, WorkerLost) for link in _chain(error)),
             time=time.time(),
-            exit_code=getattr(error, "exit_code", 1),
+            # What others mean by that name may be 0, 75 or no number.
+            exit_code=error.exit_code if isinstance(error, UnisonoError) else 1,
         )
 
     def write(self, folder: RunFolder) -> None:

@@ -54,11 +54,11 @@ class Script:
 
 
 def _require_file(path: Path) -> None:
-    if path.is_dir():
-        if not (path / "__main__.py").is_file():
-            raise JobError(f"{path} is a folder without a __main__.py: name the script in it that trains")
-        return
     try:
+        if path.is_dir():
+            if not (path / "__main__.py").is_file():
+                raise JobError(f"{path} is a folder without a __main__.py: name the script in it that trains")
+            return
         path.open("rb").close()
     except FileNotFoundError:
         raise JobError(f"there is no script {path} (looked from {Path.cwd()})") from None

@@ -7,7 +7,11 @@ from pathlib import Path
 from unisono.errors import JobError
 from unisono.launch.script import Script
 from unisono.launch.tuning import Tuning
+from unisono.received import LONGEST_S
 from unisono.sync.named import strategy_of
+
+MOST_WORKERS = 4096
+"""That one host offers to a coordinator."""
 
 GRACE_S = 30.0
 """How long workers that were asked to leave may take, unless told otherwise."""
@@ -67,8 +71,10 @@ class LaunchSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise JobError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
-        if not 0 <= self.grace_s < float("inf"):
-            raise JobError(f"--grace-s {self.grace_s:g}: needs a number of seconds, 0 or more")
+        if self.workers > MOST_WORKERS:
+            raise JobError(f"--workers {self.workers}: at most {MOST_WORKERS} on one host")
+        if not 0 <= self.grace_s <= LONGEST_S:
+            raise JobError(f"--grace-s {self.grace_s:g}: needs a number of seconds, 0 or more, at most {LONGEST_S:g}")
         if self.shards is not None and self.workers > self.shards:
             raise JobError(
                 f"--workers {self.workers} with --shards {self.shards}: every worker needs at least one shard; "

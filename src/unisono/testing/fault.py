@@ -4,12 +4,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from unisono.received import LONGEST_S
 from unisono.testing.failpoints import Point
 
 Steps = Annotated[int, Field(ge=0)]
 Rank = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
 
 
 class _Fault(BaseModel):
@@ -60,7 +61,7 @@ class Stop(_Delayed):
 
     kind: Literal["stop"] = "stop"
     rank: Rank
-    for_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    for_s: Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False)] | None = None
 
 
 class Slow(_Fault):
@@ -73,7 +74,7 @@ class Slow(_Fault):
 
     kind: Literal["slow"] = "slow"
     rank: Rank
-    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    factor: Annotated[float, Field(ge=1, le=LONGEST_S, allow_inf_nan=False)]
     steps: Count | None = None
 
 

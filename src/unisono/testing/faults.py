@@ -110,7 +110,9 @@ class Faults:
         """
         try:
             found = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except RecursionError:
+            raise JobError(f"{where} is no TOML: it is nested too deep") from None
+        except ValueError as error:  # TOMLDecodeError, or a number of thousands of digits
             raise JobError(f"{where} is no TOML: {error}") from error
         tables = found.pop("fault", [])
         if found or not isinstance(tables, list):
@@ -157,7 +159,7 @@ def _read(number: int, table: Any) -> Fault:
     if not isinstance(table, Mapping):
         raise JobError(f"fault {number} is no table: write [[fault]], and its fields below")
     kind = table.get("kind")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise JobError(f"fault {number}: kind {kind!r} is unknown: choose of {', '.join(KINDS)}")
     try:
         return KINDS[kind].model_validate(dict(table))

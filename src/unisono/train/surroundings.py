@@ -8,6 +8,7 @@ from typing import Any
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
+from unisono.received import LONGEST_S
 from unisono.train.acts import Acts
 from unisono.train.adaptation import Adaptation
 from unisono.train.engine import Execution
@@ -40,8 +41,8 @@ class Care:
     @classmethod
     def of(cls, failure_timeout_s: float, verify_every: int | None, balance: str) -> Care:
         """From what the user says; 0 steps for never, None for as often as it costs next to nothing."""
-        if not failure_timeout_s > 0:
-            raise JobError(f"failure_timeout_s={failure_timeout_s!r}: needs to be positive")
+        if not 0 < failure_timeout_s <= LONGEST_S:
+            raise JobError(f"failure_timeout_s={failure_timeout_s!r}: needs to be positive, and at most {LONGEST_S:g}")
         verify_every = VERIFY_EVERY if verify_every is None else verify_every
         if verify_every < 0:
             raise JobError(f"verify_every={verify_every!r}: use a number of steps, or 0 for never")
