@@ -12,9 +12,23 @@ from unisono.errors import WorkerLost
 from unisono.reduce.courier import Courier
 from unisono.reduce.letters import Letter
 from unisono.reduce.traffic import Traffic
+from unisono.reduce.whereabouts import family_of, listen
 
 PATIENCE_S = 20.0
-HOSTS = pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["one host", "several hosts"])
+
+
+def _has_ipv6() -> bool:
+    try:
+        listen("::1").close()
+    except OSError:
+        return False
+    return True
+
+
+OVER_IPV6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6, not even loopback")
+HOSTS = pytest.mark.parametrize(
+    "host", ["", "127.0.0.1", pytest.param("::1", marks=OVER_IPV6)], ids=["one host", "several hosts", "over IPv6"]
+)
 
 
 class Table:
@@ -81,7 +95,7 @@ class Office:
 
 def called(courier: Courier) -> socket.socket:
     """A stranger's connection to a worker."""
-    connection = socket.socket(socket.AF_UNIX if isinstance(courier.address, str) else socket.AF_INET)
+    connection = socket.socket(socket.AF_UNIX if isinstance(courier.address, str) else family_of(courier.address[0]))
     connection.settimeout(PATIENCE_S)
     try:
         connection.connect(courier.address)

@@ -16,7 +16,7 @@ from unisono.reduce.admission import RETRY_S, Admission, present
 from unisono.reduce.letters import Letter, Line
 from unisono.reduce.peers import limit
 from unisono.reduce.traffic import Traffic
-from unisono.reduce.whereabouts import address_of, is_host, is_name, listen
+from unisono.reduce.whereabouts import address_of, family_of, is_host, is_name, listen
 
 Gather = Callable[[Any], list[Any]]
 """Every worker's JSON value, by rank. Collective."""
@@ -143,7 +143,7 @@ class Courier:
         """Connect with a worker. It may drop this one together with strangers: then it is called again."""
         until = monotonic() + self._timeout_s
         while True:
-            connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+            connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else family_of(address[0]))
             line = self._opened(connection)
             try:
                 limit(connection, self._timeout_s)

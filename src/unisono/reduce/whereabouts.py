@@ -18,7 +18,7 @@ def listen(host: str) -> socket.socket:
     Args:
         host: the address at which workers of other hosts call; empty for a Unix socket, which has no name among files.
     """
-    listening = socket.socket(socket.AF_INET if host else socket.AF_UNIX)
+    listening = socket.socket(family_of(host) if host else socket.AF_UNIX)
     try:
         listening.bind((host, 0) if host else f"\0unisono-{secrets.token_hex(16)}")
         listening.listen(MOST_CALLERS)
@@ -42,6 +42,11 @@ def is_name(name: str) -> bool:
 def is_host(host: str) -> bool:
     """Whether this is an address of a host, and not a name that somebody would have to be asked for."""
     try:
-        return ipaddress.ip_address(host).version == 4
+        return "%" not in str(ipaddress.ip_address(host))  # that would be an interface of the other host
     except ValueError:
         return False
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """IPv6 where the address is one of these."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
