@@ -3,7 +3,7 @@
     python examples/digits.py                      one worker
     unisono run -n 3 examples/digits.py            three workers, the same weights to the last bit
 
-It reaches 99 % on held-out images in seconds. Needs scikit-learn: pip install "unisono[examples]".
+It reaches 99 % on held-out images in seconds. Needs scikit-learn: pip install '.[examples]' in a clone.
 """
 
 import argparse

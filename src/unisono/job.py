@@ -73,8 +73,8 @@ class Job(BaseModel):
         Raises:
             JobError: a setting is of the wrong type or out of range; names it, its value and the range.
         """
-        if shards is None and isinstance(batch_size, int) and batch_size >= 1:
-            shards = default_shards(batch_size)
+        if shards is None:  # of a batch size that is refused, any
+            shards = default_shards(batch_size) if isinstance(batch_size, int) else 1
         try:
             return cls.model_validate({"batch_size": batch_size, "shards": shards, **settings}, strict=True)
         except ValidationError as error:

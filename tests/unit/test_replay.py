@@ -376,7 +376,7 @@ def test_without_matplotlib_the_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert unisono("replay", folder, "--plot", "run.png") == 2
-    assert "pip install 'unisono[plot]'" in capsys.readouterr().err
+    assert "pip install '.[plot]' in a clone" in capsys.readouterr().err
 
 
 def test_the_picture_is_one(folder: Path, unisono: Unisono) -> None:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.errors import NoProgress, WorkerLost
+from unisono.errors import JobMismatch, NoProgress, WorkerLost
 from unisono.plan.split import Split
 from unisono.plan.topology import TOPOLOGIES, distinct
 from unisono.plan.tree import Node, SummationTree
@@ -370,6 +371,21 @@ def test_gathered_rows_are_in_the_order_of_ranks_and_a_broadcast_reaches_everybo
 
     expected = ([[rank, 7] for rank in range(workers)], workers - 1)
     assert with_workers(split, work) == [expected] * workers
+
+
+def test_workers_of_a_host_that_make_different_calls_are_told_so() -> None:
+    def gather(transport: Transport) -> None:
+        rows = 529 if transport.rank == 0 else 8
+        with pytest.raises(JobMismatch, match=f"rank {1 - transport.rank} sent .* in different calls.*run.is_main"):
+            transport.all_gather(torch.zeros(rows, dtype=torch.uint8))
+
+    def broadcast(transport: Transport) -> None:
+        word = torch.zeros(529 if transport.rank == 0 else 8, dtype=torch.uint8)
+        with nullcontext() if transport.rank == 0 else pytest.raises(JobMismatch, match="rank 0 sent 529 bytes"):
+            transport.broadcast(word, 0)
+
+    for work in (gather, broadcast):
+        run_over(over_shared_memory, Split.even(2, 2), work)
 
 
 @over_any_kind

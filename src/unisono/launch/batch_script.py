@@ -38,7 +38,9 @@ def text_of(job: BatchJob, command: Sequence[str]) -> str:
     """
     job.check()
     if find_spec("jinja2") is None:
-        raise JobError("unisono slurm needs jinja2, which is not installed: pip install 'unisono[study]'")
+        raise JobError(
+            "unisono slurm needs jinja2, which is not installed: pip install '.[study]' in a clone of Unisono"
+        )
     from jinja2 import Environment, StrictUndefined
 
     shell = Environment(trim_blocks=True, undefined=StrictUndefined, autoescape=False)  # noqa: S701 (it is no HTML)

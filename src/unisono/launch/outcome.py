@@ -27,8 +27,8 @@ HINTS = {
 
 COMPLETE = "training was complete by then"
 LINES = (
-    "What the script does after run.finish may be missing: started again with the same --run-dir, it goes on from its "
-    "last checkpoint"
+    "What the script does after run.finish may be missing: if the job has written checkpoints, start it again with the "
+    "same --run-dir, and it goes on from the last one"
 )
 
 

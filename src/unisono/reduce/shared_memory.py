@@ -1,11 +1,12 @@
 """The transport between workers of one host: partial sums are added where they lie, in shared memory."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from unisono.errors import JobMismatch
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree, children
 from unisono.reduce.host_memory import Gathered, part_of
@@ -69,13 +70,18 @@ class SharedMemoryTransport(HostTransport):
         return part_of(numel, self.rank - servers.start, len(servers)) if self.rank in servers else range(0)
 
     def all_gather(self, row: Tensor) -> Tensor:
-        """Small rows travel as messages, large ones through memory that is given back at once."""
+        """Small rows travel as messages, large ones through memory that is given back at once.
+
+        Raises:
+            JobMismatch: a small row has another size than this worker's; names the rank.
+        """
         data = row.contiguous().view(-1).view(torch.uint8)
         if data.numel() == 0:
             return row.new_empty((self.world_size, 0))
         self._count_copies(data)
         if data.numel() <= LARGEST_MESSAGE:
             told = self._peers.exchange(data.numpy().tobytes())
+            _require_bytes(told, data.numel())
             joined = bytearray().join(told[rank] for rank in range(self.world_size))
             rows = torch.frombuffer(joined, dtype=torch.uint8)
         else:
@@ -83,7 +89,11 @@ class SharedMemoryTransport(HostTransport):
         return rows.view(row.dtype).reshape(self.world_size, row.numel())
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Piece by piece through memory that is given back at once, or as a message."""
+        """Piece by piece through memory that is given back at once, or as a message.
+
+        Raises:
+            JobMismatch: what arrives as a message has another size than ``tensor``; names the rank.
+        """
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if data.numel() == 0:
             return
@@ -91,7 +101,9 @@ class SharedMemoryTransport(HostTransport):
             self._count_copies(data)
         if data.numel() <= LARGEST_MESSAGE:
             message = data.numpy().tobytes() if self.rank == source else b""
-            received = torch.frombuffer(bytearray(self._peers.exchange(message)[source]), dtype=torch.uint8)
+            told = self._peers.exchange(message)
+            _require_bytes({source: told[source]}, data.numel())
+            received = torch.frombuffer(bytearray(told[source]), dtype=torch.uint8)
             if self.rank != source:
                 data.copy_(received)
         else:
@@ -182,3 +194,19 @@ def _additions(tree: SummationTree, partials: dict[Node, Tensor], result: Tensor
         return [_Addition(partials[tree.root], None, result)]
     left, right = (tree.finish(partials, add, half) for half in children(tree.root))
     return [*found, _Addition(left, right, result)]
+
+
+def _require_bytes(told: Mapping[int, bytes], expected: int) -> None:
+    """Refuse messages of other sizes: their workers are in another call than this one.
+
+    Raises:
+        JobMismatch: names the first such rank.
+    """
+    for rank, message in sorted(told.items()):
+        if len(message) != expected:
+            raise JobMismatch(
+                f"rank {rank} sent {len(message)} bytes where this worker expects {expected}: the two are in different "
+                "calls. Every worker has to make the same calls in the same order (step.run, run.evaluate, "
+                "run.predict, run.all_reduce, run.broadcast, run.barrier, run.checkpoint, run.finish): none "
+                "inside of `if run.is_main`, and no loop that some workers leave earlier"
+            )

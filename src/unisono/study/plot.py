@@ -106,7 +106,7 @@ def require_drawable(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise JobError(f"--plot {path}: end its name with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
     if find_spec("matplotlib") is None:
-        raise JobError("--plot needs matplotlib, which is not installed: pip install 'unisono[plot]'")
+        raise JobError("--plot needs matplotlib, which is not installed: pip install '.[plot]' in a clone of Unisono")
     if not path.absolute().parent.is_dir():
         raise JobError(f"--plot {path}: there is no folder {path.absolute().parent}")
 

@@ -29,7 +29,7 @@ def require_reports() -> None:
     """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise JobError(f"a report needs {' and '.join(missing)}: pip install 'unisono[study]'")
+        raise JobError(f"a report needs {' and '.join(missing)}: pip install '.[study]' in a clone of Unisono")
 
 
 def write_report(
