@@ -132,12 +132,9 @@ def test_a_policy_that_decides_differently_on_two_workers_is_caught_and_named(
     assert f"rank 1: {second}" in said
 
 
-def test_policies_come_from_the_command_line_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+def test_policies_come_from_the_command_line(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(LOCAL.replace("policies=[ByRank()]", ""))
     ended = train(tmp_path / "run", "-n", "2", "--policy", "noise-scale", script=script)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "gradient_norm" in (tmp_path / "run" / "metrics.jsonl").read_text()
-    ended = train(tmp_path / "other", "-n", "1", "--policy", "greedy", script=script)
-    assert ended.returncode == 2
-    assert "there is no policy 'greedy': choose of noise-scale" in ended.stdout + ended.stderr

@@ -143,13 +143,3 @@ def test_a_worker_that_computes_wrongly_is_named_and_replaced_and_leaves_no_trac
     found = json.loads((training.run_dir / "result.json").read_text())
     assert [one["rank"] for one in found["wrong_results"]] == [1] * len(named)
     assert "computed wrongly" in training.ended.stdout + training.ended.stderr
-
-
-def test_a_script_that_makes_no_sense_starts_nothing(tmp_path: Path) -> None:
-    script = tmp_path / "faults.toml"
-    script.write_text('[[fault]]\nkind = "kill"\nrank = -1\nat_step = 0\n')
-    command = [sys.executable, "-m", "unisono", "run", "--faults", str(script), "--run-dir", str(tmp_path / "run")]
-    ended = subprocess.run([*command, str(SCRIPT)], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert ended.returncode == 2
-    assert "fault 1 (kill): rank = -1: needs to be greater than or equal to 0" in ended.stderr
-    assert not (tmp_path / "run").exists()

@@ -99,21 +99,11 @@ def serial_weights(folder: Path, tmp_path: Path, first: int, last: int) -> dict[
     return weights_after_each_step(alone)
 
 
-@pytest.mark.parametrize(
-    ("workers", "strategy", "words"),
-    [
-        ("2", "gossip", "there is no such strategy"),
-        ("1", "pair-averaging", "nobody to synchronise with"),
-        ("2", "parameter-server:servers=2", "nobody to compute"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_trained(
-    workers: str, strategy: str, words: str, tmp_path: Path
-) -> None:
-    ended = train(tmp_path / "run", "-n", workers, "--strategy", strategy, script=DIGITS)
+def test_a_job_in_which_nobody_would_compute_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    ended = train(tmp_path / "run", "-n", "2", "--strategy", "parameter-server:servers=2", script=DIGITS)
 
     assert ended.returncode == 2
-    assert words in " ".join((ended.stdout + ended.stderr).split())
+    assert "nobody to compute" in " ".join((ended.stdout + ended.stderr).split())
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

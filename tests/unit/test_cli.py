@@ -89,6 +89,16 @@ def test_chaos_waits_for_some_time_and_not_for_ever(
     assert f"{option} nan: needs" in capsys.readouterr().err
 
 
+def test_a_script_of_faults_that_makes_no_sense_starts_nothing(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = script.with_name("faults.toml")
+    faults.write_text('[[fault]]\nkind = "kill"\nrank = -1\nat_step = 0\n')
+    assert unisono("run", "--faults", str(faults), "--run-dir", "started", "train.py") == 2
+    assert "fault 1 (kill): rank = -1: needs to be greater than or equal to 0" in capsys.readouterr().err
+    assert not Path("started").exists()
+
+
 def test_a_number_that_is_none_is_a_usage_error(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert unisono("run", "-n", "many", "train.py") == 2
     assert "--workers" in capsys.readouterr().err

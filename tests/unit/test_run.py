@@ -581,6 +581,23 @@ def test_settings_that_cannot_work_are_named(settings: dict[str, Any], message: 
         unisono.init(run_dir=tmp_path, **settings)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("UNISONO_STRATEGY", "gossip", "there is no such strategy"),
+        ("UNISONO_STRATEGY", "pair-averaging", "nobody to synchronise with"),
+        ("UNISONO_POLICIES", "greedy", "there is no policy 'greedy': choose of noise-scale"),
+    ],
+)
+def test_what_the_launcher_tells_and_cannot_be_is_refused_before_anything_is_trained(
+    variable: str, value: str, words: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(JobError, match=words):
+        train(start(), epochs=1)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_more_workers_than_shards_are_refused_before_anything_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "6", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
