@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain, combinations
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,8 @@ from unisono.errors import Dismissed, WorkerLost
 from unisono.membership.generation import Generation
 from unisono.plan.split import Split
 from unisono.plan.tree import Node
+from unisono.reduce.buckets import Bucket
+from unisono.reduce.host_memory import part_of
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
 from unisono.testing.failpoints import listening
@@ -72,6 +75,7 @@ class Group:
         source: the rank that had come furthest, and how far that was.
         through: None as long as nobody of it is lost; then those who have yet to notice.
         calls: what each member has brought to each collective call, by the call's number.
+        verbs: of these calls.
     """
 
     number: int
@@ -80,6 +84,7 @@ class Group:
     source: tuple[int, int]
     through: frozenset[str] | None = None
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    verbs: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -113,6 +118,18 @@ class Worker:
         return self.phase not in ("finished", "gone")
 
 
+def some_of(names: Sequence[str]) -> Iterator[frozenset[str]]:
+    """Nobody, each alone, and so on to all."""
+    return map(frozenset, chain.from_iterable(combinations(names, size) for size in range(len(names) + 1)))
+
+
+def blows_on(world: World) -> Iterator[Blow]:
+    """Every blow that could have fallen in a world since the one before, on whomever and with whomever let through."""
+    for name, passed in world.points.items():
+        for point in range(len(passed)):
+            yield from (Blow(name, point, through) for through in some_of([n for n in world.points if n != name]))
+
+
 Script = Callable[["SimulatedMembership"], None]
 """What every worker runs."""
 
@@ -130,11 +147,13 @@ class World:
         starts: how often the job was started: anew when nobody was left who had its state.
         struck: how many blows have fallen.
         points: that each worker has passed since the newest blow.
+        replaced: names of workers that leave when the next generation is formed.
     """
 
     def __init__(self, script: Script, workers: int, joiners: int = 0, blows: Sequence[Blow] = ()) -> None:
         self.starts, self.struck = 0, 0
         self.known: dict[str, Any] = {}
+        self.replaced: set[str] = set()
         self.group: Group | None = None
         self._script, self._size, self._blows = script, workers, deque(blows)
         self._names = iter("abcdefghijklmnopqrstuvwxyz")
@@ -192,6 +211,8 @@ class World:
         self.pass_point(f"{verb} begins")
         worker.call += 1
         worker.needs = None if source is None else group.names[source]
+        theirs = group.verbs.setdefault(worker.call, verb)
+        assert verb == theirs, f"{worker.name} calls {verb}, where others call {theirs}"
         group.calls.setdefault(worker.call, {})[worker.name] = brought
         found = self.wait(worker, "calls")
         self.pass_point(f"{verb} ends")
@@ -260,6 +281,10 @@ class World:
         members = [one for one in self._members if one.is_alive]
         if not members or any(one.phase != "arrived" for one in members):
             return False
+        if leaving := [one for one in members if one.name in self.replaced]:
+            for worker in leaving:
+                self._wake(worker, Dismissed("it is replaced"))
+            return True
         if self.group is None:
             self._form(members, frozenset(), 0)
             return True
@@ -363,10 +388,9 @@ class World:
 class SimulatedMembership(Membership):
     """A worker's place in its world."""
 
-    is_elastic = True
-
     def __init__(self, world: World, worker: Worker, *, joins: bool) -> None:
         self.world, self.worker, self.joins = world, worker, joins
+        self.is_elastic = True
         if not joins:
             self._enter_generation(world.wait(worker, "arrived"))
 
@@ -377,12 +401,16 @@ class SimulatedMembership(Membership):
     @property
     def is_due(self) -> bool:
         group, world = self.worker.group, self.world
-        return group is world.group and any(one.phase == "joins" for one in world._all)
+        is_wanted = any(one.phase == "joins" for one in world._all)
+        return group is not None and group is world.group and (is_wanted or bool(world.replaced & set(group.names)))
 
     def leave(self) -> bool:
         return True
 
     def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
+        if not self.is_elastic:
+            assert lost is not None, "nobody asks these workers to regroup"
+            raise lost
         self.worker.standing = standing
         arrival: Arrival = self.world.wait(self.worker, "arrived")
         return self._enter_generation(arrival)
@@ -399,7 +427,11 @@ class SimulatedMembership(Membership):
 
     def resize(self, workers: int) -> None: ...
 
-    def replace(self, generation: int, rank: int) -> None: ...
+    def replace(self, generation: int, rank: int) -> None:
+        group = self.worker.group
+        assert group is not None
+        if group.number == generation:
+            self.world.replaced.add(group.names[rank])
 
     def finished(self, digest: str) -> None: ...
 
@@ -441,14 +473,27 @@ class SimulatedTransport(Transport):
         divisor: float | None = None,
         tally: Tally | None = None,
     ) -> Tensor:
-        assert tally is None, "nothing flips in here"
+        if tally is not None:
+            for partial in partials:
+                tally.read(partial, 0)
         everybody = self._world.call("reduce", [partial.clone() for partial in partials])
         leaves: dict[Node, Tensor] = {}
         for rank, brought in enumerate(everybody):
             mine = self.split.of(rank)
             leaves |= dict(zip(self.tree.cover(mine.start, mine.stop), brought, strict=True))
-        total: Tensor = self.tree.finish(leaves, torch.add)
-        return total if divisor is None else total / divisor
+        total: Tensor = self.tree.finish(leaves, torch.add).clone()  # or all would have one, and could not die apart
+        if divisor is not None:
+            total /= divisor
+        if tally is not None:
+            tally.keep(total, 0)
+        return total
+
+    def share(self, buckets: Sequence[Bucket]) -> tuple[Tensor, ...]:
+        flats: tuple[Tensor, ...] = self._world.call("share", tuple(bucket.allocate() for bucket in buckets), 0)[0]
+        return flats
+
+    def part(self, numel: int) -> range:
+        return part_of(numel, self.rank, self.world_size)
 
     def reduce_native(self, total: Tensor) -> Tensor:
         raise NotImplementedError

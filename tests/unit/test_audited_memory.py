@@ -147,9 +147,9 @@ def test_a_worker_that_joins_knows_which_state_audits_have_confirmed(start: Star
     prepared(run)
     first, joiner = (Integrity(run._trained, 2, lambda *_: None, audits=True) for _ in range(2))
     digests = run._trained.capture().digests()
-    first.keep(0, digests, 0)
+    first._know(0, digests)
     joiner.take(first.give())
     for one in (first, joiner):
-        one.keep(2, digests, 0)
+        one._know(2, digests)
     assert joiner.give() == first.give()
     assert first.give()["kept"] == [[0, digests], [2, digests]]

@@ -13,8 +13,10 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from unisono.errors import JobMismatch, UnisonoWarning
+from unisono.plan.audits import Finding
 from unisono.testing.fault import FlippedPlace
 from unisono.testing.flip import flip_in
+from unisono.train.control import Flags
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 
@@ -230,3 +232,26 @@ def test_a_new_generation_does_not_forget_that_an_update_was_made_from_a_wrong_g
     run = start(verify_every=3)
     assert train(run, lose)[0] == expected
     assert [one["to"] for one in json.loads((run.dir / "result.json").read_text())["rolled_back"]] == [3]
+
+
+def test_what_is_decided_in_an_act_is_set_in_its_change_and_not_before(start: Start) -> None:
+    run = start(verify_every=3)
+    model = net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    integrity, trained = run._integrity, run._trained
+    integrity._know(0, trained.capture().digests())
+    finding = Finding(0, frozenset({0}), 1)
+    decisions: list[Callable[[], Callable[[], None]]] = [
+        lambda: integrity.judge((1, 0), [Flags(lost=True)])[1],
+        lambda: integrity.judge((1, 0), [Flags(digest=1), Flags(digest=2)])[1],
+        lambda: integrity.judge((1, 0), [Flags(flipped=True)])[1],
+        lambda: integrity.judge((1, 0), [Flags(digest=1)])[1],
+        lambda: integrity.audited([finding], [0, 1], "a worker computes wrongly"),
+    ]
+    for decide in decisions:
+        before = integrity.give(), trained.doubt
+        note = decide()
+        assert (integrity.give(), trained.doubt) == before
+        note()
+        assert (integrity.give(), trained.doubt) != before
+        trained.doubt, integrity._returns = None, 0

@@ -8,13 +8,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain, combinations
 from typing import Any
 
 import pytest
 import torch
 
-from one_at_a_time import Blow
+from one_at_a_time import Blow, blows_on
 from struck_training import Memory, Outcome, train
 from unisono.plan.batches import Position
 from unisono.train.acts import Acts
@@ -67,20 +66,6 @@ def wrong(outcome: Outcome, serial: Outcome) -> str:
     return ""
 
 
-def some_of(names: Sequence[str]) -> Iterator[frozenset[str]]:
-    """Nobody, each alone, and so on to all."""
-    return map(frozenset, chain.from_iterable(combinations(names, size) for size in range(len(names) + 1)))
-
-
-def blows_on(outcome: Outcome) -> Iterator[Blow]:
-    """Every blow that could have fallen in a job since the one before, on whomever and with whomever let through."""
-    for name, passed in outcome.world.points.items():
-        for point in range(len(passed)):
-            yield from (
-                Blow(name, point, through) for through in some_of([n for n in outcome.world.points if n != name])
-            )
-
-
 def failures(
     pool: ThreadPoolExecutor, serial: Outcome, size: tuple[int, int], scripts: Sequence[Sequence[Blow]]
 ) -> list[str]:
@@ -101,7 +86,7 @@ def recovery(passed: Sequence[str]) -> int:
 
 def pairs_of_blows(pool: ThreadPoolExecutor, size: tuple[int, int]) -> list[list[Blow]]:
     """Blows, each with one that falls into the recovery from it, above all where a state is handed over there."""
-    draw, first = random.Random(sum(size)), list(blows_on(train(pool, *size)))
+    draw, first = random.Random(sum(size)), list(blows_on(train(pool, *size).world))
     after = [
         (blow, train(pool, *size, blow)) for blow in draw.sample(first, min(len(first), max(2 * FIRST, BLOWS // 4)))
     ]
@@ -109,7 +94,7 @@ def pairs_of_blows(pool: ThreadPoolExecutor, size: tuple[int, int]) -> list[list
     pairs = [
         [blow, second]
         for blow, outcome in after[: max(FIRST, BLOWS // 4)]
-        for second in blows_on(outcome)
+        for second in blows_on(outcome.world)
         if second.point < recovery(outcome.world.points[second.worker])
     ]
     return draw.sample(pairs, min(len(pairs), BLOWS))
@@ -119,7 +104,7 @@ def pairs_of_blows(pool: ThreadPoolExecutor, size: tuple[int, int]) -> list[list
 def test_one_worker_may_die_at_any_point(pool: ThreadPoolExecutor, serial: Outcome, size: tuple[int, int]) -> None:
     whole = train(pool, *size)
     assert not wrong(whole, serial)
-    blows = list(blows_on(whole))
+    blows = list(blows_on(whole.world))
     tried = [[blow] for blow in random.Random(0).sample(blows, min(len(blows), BLOWS))]
     assert failures(pool, serial, size, tried) == []
 
@@ -162,7 +147,9 @@ def test_one_worker_may_die_at_any_point_of_a_run_that_resumes(pool: ThreadPoolE
 
     serial, whole = resumed(1), resumed(3)
     assert not wrong(whole, serial)
-    blows = [blow for blow in blows_on(whole) if blow.point < whole.world.points[blow.worker].index("act counted") + 6]
+    blows = [
+        blow for blow in blows_on(whole.world) if blow.point < whole.world.points[blow.worker].index("act counted") + 6
+    ]
     tried = random.Random(0).sample(blows, min(len(blows), 2 * BLOWS))
     troubles = {blow: wrong(resumed(3, blow), serial) for blow in tried}
     assert {blow: trouble for blow, trouble in troubles.items() if trouble} == {}

@@ -22,6 +22,8 @@ from unisono.plan.split import Split
 from unisono.reduce.peers import meet
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
+from unisono.sync.all_reduce import AllReduce
+from unisono.sync.named import strategy_of
 from unisono.train.acts import Acts
 from unisono.train.adaptation import Adaptation
 from unisono.train.checkpoints import Checkpoints
@@ -50,6 +52,7 @@ class Trade:
         checkpoint_every: steps between checkpoints; None for none.
         stop_after: steps of the job after which it is cut short; None to go on to its end.
         is_elastic: whether the others go on without a worker that is to be replaced.
+        strategy: by which the workers synchronise, as its text.
     """
 
     job: Job
@@ -60,6 +63,7 @@ class Trade:
     checkpoint_every: int | None = None
     stop_after: int | None = None
     is_elastic: bool = False
+    strategy: str = AllReduce.name
 
 
 class Crew:
@@ -203,7 +207,7 @@ def train(trade: Trade, script: Callable[[Run], Any]) -> list[Any]:
             membership = CrewMembership(crew, name, trade)
             opened.callback(membership.close)
             try:
-                return script(opened.enter_context(_run(trade, membership)))
+                return script(opened.enter_context(run_of(trade, membership)))
             except Dismissed:
                 return None
             except BaseException as error:
@@ -219,10 +223,11 @@ def train(trade: Trade, script: Callable[[Run], Any]) -> list[Any]:
     return [future.result() for future in futures]
 
 
-def _run(trade: Trade, membership: Membership) -> Run:
+def run_of(trade: Trade, membership: Membership) -> Run:
+    """The run of one worker."""
     folder, acts = RunFolder(trade.folder), Acts(membership)
-    terms = Terms(trade.job.reduction, trade.execution.shard_optimizer)
-    adaptation = Adaptation((), trade.job.batch_size, trade.job.shards, terms=terms)
+    terms, job = Terms(trade.job.reduction, trade.execution.shard_optimizer), trade.job
+    adaptation = Adaptation((), job.batch_size, job.shards, strategy=strategy_of(trade.strategy), terms=terms)
     around = Surroundings(
         settings=Settings(stop_after=trade.stop_after),
         folder=folder,

@@ -129,12 +129,18 @@ class Apart:
         """A step is over on this worker."""
         self._with_others(lambda rounds: rounds.step_ends(step, ends_round=ends_round))
 
-    def come_together(self, step: int, told: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def come_together(
+        self,
+        step: int,
+        told: Callable[[], Mapping[str, Any]],
+        heard: Callable[[Sequence[Mapping[str, Any]]], None],
+    ) -> list[dict[str, Any]]:
         """End the round: from here on all workers have the same weights.
 
         Args:
             step: steps committed so far.
             told: JSON values by name that this worker has to say.
+            heard: is told what every worker says, where weights are set.
 
         Returns:
             what every worker says, with its figures of the round.
@@ -146,6 +152,7 @@ class Apart:
 
             def make() -> list[dict[str, Any]]:
                 everybody = ended()
+                heard(everybody)
                 self._trained.strategy = str(rounds.strategy), rounds.synchroniser.state_dict()
                 return everybody
 

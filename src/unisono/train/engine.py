@@ -167,7 +167,7 @@ class StepEngine:
         scaled: changes the optimizers' learning rates for an update.
         decided: a digest of what policies decided before the step.
         computed: told when this worker's shards are computed, after so many seconds.
-        found: told what each audit came to.
+        found: told what each audit came to, as soon as it has; an attempt has all of it.
         repeats: told before a step is computed again, since memory did not keep what was written to it.
         has_lost: whether an update was made from a gradient that memory had not kept.
         witness: is shown what was written to memory that is checked.
@@ -363,16 +363,21 @@ class StepEngine:
 
     def _whole_attempt(self, call: Call, flags: Callable[[Seen], Flags]) -> Attempt:
         """The first attempt that counts. All workers repeat the others alike."""
+        findings: tuple[Finding, ...] = ()
         for _ in range(1 + MOST_REPEATS):
             attempt = self._attempt(call, flags)
+            attempt.findings = findings
             if attempt.report.lost or judged(attempt.flags) is not Verdict.RIGHT:
                 return attempt  # whoever computes with wrong weights is no worse a processor for that
             if attempt.report.again:
                 attempt.gradients.stop_listening()
             elif not attempt.report.is_balanced:
                 self.repeats(call.step)
-            elif not any(finding.is_transient for finding in self._audited(call, attempt)):
-                return attempt
+            else:
+                found = self._audited(call, attempt)
+                attempt.findings = findings = (*findings, *found)
+                if not any(finding.is_transient for finding in found):
+                    return attempt
             self._buffers.rewind()
         raise MemoryFault(
             f"step {call.step}: {1 + MOST_REPEATS} times in a row partial sums were read that were not what had been "
@@ -419,10 +424,10 @@ class StepEngine:
         """Have drawn shards computed again, by others. Collective; what the attempt has made stays."""
         drawn = self._audit.drawn(call.step, call.number, call.batch)
         again = partial(self._again, call, attempt.gradients)
-        attempt.findings = self._audit.examine(call.step, drawn, attempt.marks, again)
-        for finding in attempt.findings:
+        findings = self._audit.examine(call.step, drawn, attempt.marks, again)
+        for finding in findings:
             self.found(finding)
-        return attempt.findings
+        return findings
 
     def _again(self, call: Call, gradients: Gradients, number: int) -> str:
         """Compute a shard, of whichever worker, beside the attempt."""

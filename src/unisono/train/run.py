@@ -43,7 +43,7 @@ from unisono.train.digest import digest_tensors
 from unisono.train.engine import Attempt, Call, Clip, LossFunction, StepEngine
 from unisono.train.evaluation import Evaluation, Metrics, Predict
 from unisono.train.feed import feed
-from unisono.train.integrity import Integrity
+from unisono.train.integrity import Integrity, Note
 from unisono.train.loop import Hooks, Loop
 from unisono.train.majority import Verdict
 from unisono.train.membership import Arrival, Membership
@@ -137,6 +137,7 @@ class Run:
         self._evaluating = False
         self._leaving = self._comes_together = self._goes_back = False
         self._has_lost = False  # made an update, with an engine before, from a gradient that memory had not kept
+        self._has_weights = False  # as all others have, or will have when they have the state: so an engine can be made
         self._regroups = False
         self._seconds: dict[str, float] = {}
         self._pace = Pace()
@@ -233,8 +234,7 @@ class Run:
         self._acts.agree("model", prepared.layout())
         is_first, self._trained.prepared = self._trained.prepared is None, prepared
         self._acts.change(partial(self._first_weights, prepared, resumes=is_first))
-        if not self._membership.joins:
-            self._make_engine()
+        self._acts.together(self._made_engine)
         if self.is_main:
             self._notices.small_batch_norm(prepared)
         if self._trace is not None:
@@ -589,31 +589,64 @@ class Run:
             self._discard_unconfirmed()
             raise
         place = step.number, step.calls
-        if self._trained.is_doubted:
+        audited, wrong = self._audited(workers, attempt.findings)
+        if wrong:
             engine.discard()
-            return Change(lambda: (float(self.metrics.get("loss", math.nan)), {}, {}))
-        if (verdict := self._integrity.judge(place, attempt.flags)) is not Verdict.RIGHT:
+            return self._doubted(audited, wrong)
+        verdict, note = self._integrity.judge(place, attempt.flags)
+        if verdict is not Verdict.RIGHT:
             engine.discard()
-            if verdict is Verdict.HEALING and self._integrity.settle_majority(workers, place):
-                return self._train(step, loss_fn, optimizers, clip, workers)
-            return Change(lambda: (float(self.metrics.get("loss", math.nan)), {}, {}))
+            doubt = self._integrity.settle_majority(workers, place) if verdict is Verdict.HEALING else note
+            return self._train(step, loss_fn, optimizers, clip, workers) if doubt is None else self._doubted(doubt)
         while self.is_main and workers.transport.measured:
             self._around.folder.journal("topology", **workers.transport.measured.pop(0))
         if self._trace is not None:
             self._trace.call(call, mine, attempt.report)
         update = engine.work_out(call, attempt)
         make = partial(self._update, step, attempt, update, self._setting(workers))
-        return Change(make, partial(self._updated, step, attempt, is_skipped=update is None))
+
+        def make_noted() -> Computed:
+            found = make()
+            audited()
+            note()
+            return found
+
+        return Change(make_noted, partial(self._updated, step, attempt, is_skipped=update is None))
+
+    def _doubted(self, note: Note, replaced: Sequence[int] = ()) -> Change[Computed]:
+        """A call has shown that the state is not to be gone on from: what it has computed is not used.
+
+        Args:
+            note: doubts the state.
+            replaced: ranks of workers that compute wrongly, and are to leave.
+        """
+        generation = self._workers.generation.number
+
+        def make() -> Computed:
+            note()
+            self._regroups = self._regroups or bool(replaced)
+            return float(self.metrics.get("loss", math.nan)), {}, {}
+
+        def then() -> None:
+            for rank in replaced:
+                self._membership.replace(generation, rank)
+
+        return Change(make, then)
 
     def _update(self, step: Step, attempt: Attempt, update: Callable[[], None] | None, setting: Setting) -> Computed:
         """Make the update of a step, and note what is known of it as long as its weights are."""
         if update is not None:
             update()
+        self._hears(leave=attempt.report.leave, regroup=attempt.report.regroup)
         if not step.calls:
             self._trained.monitors.time(setting, [flags.timings for flags in attempt.flags])
         if update is None:
             return math.nan, attempt.report.metrics, {}
         return attempt.report.loss, attempt.report.metrics, self._figures(step, attempt)
+
+    def _hears(self, *, leave: bool, regroup: bool) -> None:
+        """A worker was asked to leave, and the job with it, or a new generation is due. In a change, on all workers."""
+        self._leaving, self._regroups = self._leaving or leave, self._regroups or regroup
 
     def _updated(self, step: Step, attempt: Attempt, *, is_skipped: bool) -> None:
         """The update of a step is made on this worker, and counted."""
@@ -621,8 +654,6 @@ class Run:
             self._samples.committed(step.number, step.calls, self.generation)
         if self.is_main:
             self._notices.memory_shared(self._require_engine().bytes_shared)
-        self._leaving = self._leaving or attempt.report.leave
-        self._regroups = self._regroups or attempt.report.regroup
         self._seconds = attempt.seconds
         self._pace.note(attempt.seconds["compute"], len(self._shards_of(self.job.shards)))
         if is_skipped and self.is_main:
@@ -689,28 +720,35 @@ class Run:
         self._make_engine()
 
     def _found(self, finding: Finding) -> None:
-        """An audit has come to something. On all workers, in one act."""
-        workers, step = self._workers, self._trained.progress.position.step
-        self._integrity.clear(finding.right, [rank for rank in range(workers.world_size) if self._computes(rank)])
+        """Tell what an audit has come to. Collective; what follows from it comes with the call's change."""
         if finding.wrong is None:
             return
-        host = workers.gather_json(platform.node())[finding.wrong]
+        host = self._workers.gather_json(platform.node())[finding.wrong]
         if self.is_main:
-            self._notices.wrong_result(step, finding, host)
-        if not finding.is_proof:
-            return
+            self._notices.wrong_result(self._trained.progress.position.step, finding, host)
+
+    def _audited(self, workers: Workers, findings: Sequence[Finding]) -> tuple[Note, list[int]]:
+        """What follows from the audits of a call, and which workers compute wrongly. Collective.
+
+        Raises:
+            MemoryFault: one does, and the workers of this job stay the same; or there is no state to go back to.
+        """
+        computing = [rank for rank in range(workers.world_size) if self._computes(rank)]
+        proofs = [finding for finding in findings if finding.is_proof]
+        wrong = sorted({finding.wrong for finding in proofs if finding.wrong is not None})
+        if not wrong:
+            return self._integrity.audited(findings, computing), []
+        host = workers.gather_json(platform.node())[wrong[0]]
         why = (
-            f"step {step}: rank {finding.wrong} on host {host} computed shard {finding.shard} otherwise than the "
-            f"others, every time, so its processor or its memory is broken"
+            f"step {self._trained.progress.position.step}: rank {wrong[0]} on host {host} computed shard "
+            f"{proofs[0].shard} otherwise than the others, every time, so its processor or its memory is broken"
         )
+        self._discard_unconfirmed()
         if not self._membership.is_elastic:
             raise MemoryFault(
                 f"{why}. Start the job again without that host: checkpoints that may be wrong are removed"
             )
-        self._discard_unconfirmed()
-        self._integrity.convict(why)
-        self._membership.replace(workers.generation.number, finding.wrong)
-        self._regroups = True
+        return self._integrity.audited(findings, computing, why), wrong
 
     def _discard_unconfirmed(self) -> None:
         """Whoever starts the job again must not go on from what a worker that computes wrongly has left."""
@@ -771,7 +809,7 @@ class Run:
     def _make_engine(self) -> None:
         self._drop_engine()
         prepared, self._strategy = self._trained.prepared, self._adaptation.strategy
-        if prepared is None:
+        if prepared is None or not self._has_weights:
             return
         if (chosen := self._adaptation.topology) is not None:
             self._workers.transport.use_topology(chosen)
@@ -785,6 +823,11 @@ class Run:
             self._engine.scaled = self._adaptation.scaled
             self._engine.repeats, self._engine.found = self._repeats, self._found
             self._engine.has_lost = self._has_lost
+
+    def _made_engine(self, workers: Workers) -> None:
+        """Make what computes, as an act: so no worker goes on before all have."""
+        self._make_engine()
+        workers.barrier()
 
     def _drop_engine(self) -> None:
         self._apart.drop()
@@ -805,6 +848,7 @@ class Run:
 
         def make() -> None:
             set_all(shared)
+            self._has_weights = True
             if found is not None:
                 self._trained.resume_from(found)
 
@@ -923,18 +967,20 @@ class Run:
             self._come_together()
         return ends
 
+    def _together(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """What workers say when they come together. In the change with which they do."""
+        self._hears(leave=any(one["leave"] for one in told), regroup=any(one["regroup"] for one in told))
+        self._trained.monitors.time(self._setting(self._workers), [Timings(*one["timings"]) for one in told])
+
     def _come_together(self) -> None:
         """The round is over, if one is under way: all workers have the same weights afterwards."""
         if not self._apart.is_open or self._comes_together:
             return
         self._comes_together = True
         try:
-            told = self._apart.come_together(self._trained.progress.position.step, self._told)
+            told = self._apart.come_together(self._trained.progress.position.step, self._told, self._together)
         finally:
             self._comes_together = False
-        self._leaving = self._leaving or any(one["leave"] for one in told)
-        self._regroups = self._regroups or any(one["regroup"] for one in told)
-        self._trained.monitors.time(self._setting(self._workers), [Timings(*one["timings"]) for one in told])
         self._note_round(told)
 
     def _told(self) -> dict[str, Any]:
@@ -1030,16 +1076,12 @@ class Run:
         if not self._integrity.is_on:
             return None
         step, is_apart = self._trained.progress.position.step, self._apart.rounds is not None
-
-        def compare(workers: Workers) -> Change[Digests]:
-            found = self._integrity.compare(workers, step, weights_only=is_apart)
-            return Change(lambda: found)
-
-        digests = self._acts.change(compare)
-        found = None if self._trained.is_doubted else digests
-        if found is not None and not is_apart:
-            self._integrity.keep(step, found, self.rank)
-        return found
+        digests = self._acts.change(lambda workers: self._integrity.compare(workers, step, weights_only=is_apart))
+        if self._trained.is_doubted:
+            return None
+        if not is_apart:
+            self._integrity.copy(step, self.rank)
+        return digests
 
     def _go_back(self) -> None:
         """The state is doubted: go on from the newest one that was right."""
@@ -1052,10 +1094,11 @@ class Run:
         self._goes_back = True
         try:
             self._acts.change(retrieve)
-            self._acts.together(lambda workers: self._make_engine())
+            self._acts.together(self._made_engine)
         finally:
             self._goes_back = False
         step = self._acts.step = self._trained.progress.position.step
+        self._discard_unconfirmed()
         self._recorder.go_back()
         if self.is_main:
             self._around.folder.metrics.truncate_after(step - 1)
@@ -1078,16 +1121,18 @@ class Run:
         raise farewell
 
     def _give(self) -> list[Any]:
-        """The state, for a worker that lacks it, and what is known of older ones, for one that joins."""
-        return [self._trained.give(), self._integrity.give()]
+        """The state, for a worker that lacks it, and all else that decides what comes next."""
+        return [self._trained.give(), self._integrity.give(), self._leaving]
 
     def _take(self, given: Sequence[Any], joins: bool) -> None:
         """Set the state that another worker has given."""
-        state, known = value_of(tuple[list[Any], dict[str, Any]], given, "what another worker gave")
+        form = tuple[list[Any], dict[str, Any], bool]
+        state, known, self._leaving = value_of(form, given, "what another worker gave")
         self._apart.forget()
         self._trained.take(state, joins=joins)
-        if joins:
-            self._integrity.take(known)
+        self._integrity.take(known)
+        self._has_weights = True
+        self._has_lost = False  # whatever this worker made an update from, the weights are another one's
 
     def _renew(self) -> None:
         """A new generation, in which everybody has the same state."""
@@ -1146,6 +1191,7 @@ class Run:
 
 def _measured_links(workers: Workers) -> dict[str, Any] | None:
     links = workers.transport.measure_links()
+    workers.barrier()  # where there is nothing to measure, nobody has met the others yet
     return None if links is None else links.figures()
 
 

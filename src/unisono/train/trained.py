@@ -146,7 +146,7 @@ class Trained:
         assert self.prepared is not None, "there is something to train"
         is_restored, *parts = value_of(tuple[bool, int, Any, Any, Any], given, "the state that another worker gave")
         snapshot = as_snapshot(parts)
-        if snapshot.step < self.progress.position.step:
+        if self.is_doubted and snapshot.state.get("doubt") is None:  # the others have gone back
             self.go_back(snapshot)
         elif joins or (is_restored and self.original is None):
             self.resume_from(snapshot)

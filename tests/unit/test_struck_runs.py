@@ -1,0 +1,111 @@
+"""Workers of whole runs are killed at every point, also while others hold wrong bits: no bit is another one."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+
+import struck_training
+from one_at_a_time import Blow, blows_on
+from struck_run import JOB, Outcome, Play, act_out, flipped, wrong
+from unisono.errors import WorkerLost
+from unisono.failpoints import POINTS
+from unisono.train.engine import Execution
+from unisono.train.numerics import apply_numerics
+
+pytestmark = pytest.mark.unit
+
+THREADS = 16
+
+BLOWS = int(os.environ.get("UNISONO_BLOWS", "100")) // 5
+"""So many are tried on each job, drawn from a seed."""
+
+LOOKING = Execution(overlap=False, looks=True)
+AUDITED = replace(LOOKING, audit=1.0)
+SPLIT = replace(LOOKING, shard_optimizer=True)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    before, threads = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads()
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(THREADS) as pool:
+        all_there = threading.Barrier(THREADS)
+        for each in [pool.submit(all_there.wait) for _ in range(THREADS)]:
+            each.result()
+        yield pool
+    torch.set_num_threads(threads)
+    before.apply()
+
+
+@pytest.fixture(scope="module")
+def serial(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> str:
+    (found,) = act_out(pool, Play(1, tmp_path_factory.mktemp("serial"))).digests.values()
+    return found
+
+
+def plays(folder: Path) -> dict[str, Play]:
+    """Jobs of whole runs, by what is special about them."""
+    return {
+        "two workers": Play(2, folder),
+        "three workers": Play(3, folder),
+        "a minority is healed": Play(3, folder, troubles=(flipped("b", 1),)),
+        "a minority's optimizer is healed": Play(3, folder, troubles=(flipped("b", 1, "optimizer"),)),
+        "two go back": Play(2, folder, troubles=(flipped("b", 3),)),
+        "three go back": Play(3, folder, troubles=(flipped("b", 3), flipped("c", 3, bit=21))),
+        "one computes wrongly": Play(3, folder, AUDITED, troubles=(wrong("b", 2),)),
+        "a split update": Play(2, folder, SPLIT, is_elastic=False),
+        "rounds": Play(3, folder, strategy="local-sgd:every=2"),
+    }
+
+
+def trouble_in(outcome: Outcome, serial: str, play: Play) -> str:
+    """What is not as it should be; empty if all is. An error that says so ends a job that something befell."""
+    if outcome.error is not None:
+        is_fit = play.troubles and not isinstance(outcome.error, WorkerLost)
+        return "" if is_fit else f"ends with {outcome.error!r}"
+    if not outcome.digests:
+        return "nobody came to the end"
+    ends = set(outcome.digests.values())
+    is_right = len(ends) == 1 if play.strategy != "all-reduce" else ends == {serial}
+    return "" if is_right else f"ends with {sorted(ends)} instead of {serial}"
+
+
+def has_been_compared(blow: Blow, whole: Outcome, play: Play) -> bool:
+    """Whether a worker falls when it is known what has struck another one; or that one itself falls."""
+    if not play.troubles or blow.worker in {trouble.worker for trouble in play.troubles}:
+        return True
+    passed = whole.world.points[blow.worker]
+    begun = whole.struck_at
+    return blow.point > begun + passed[begun:].index("reduce ends") + 3  # the control word has come, and is read
+
+
+@pytest.mark.parametrize("name", plays(Path()))
+def test_one_worker_may_die_at_any_point(name: str, pool: ThreadPoolExecutor, serial: str, tmp_path: Path) -> None:
+    play = plays(tmp_path)[name]
+    whole = act_out(pool, play)
+    assert not trouble_in(whole, serial, play)
+    assert whole.error is None
+    blows = [blow for blow in blows_on(whole.world) if has_been_compared(blow, whole, play)]
+    found = {}
+    for blow in random.Random(1).sample(blows, min(len(blows), BLOWS)):
+        outcome = act_out(pool, play, blow)
+        assert outcome.world.struck == 1, f"{blow}: it did not fall"
+        found[blow] = trouble_in(outcome, serial, play)
+    assert {blow: trouble for blow, trouble in found.items() if trouble} == {}
+
+
+def test_every_point_is_passed_by_a_job_whose_workers_are_killed(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    whole = [act_out(pool, play).world for play in plays(tmp_path).values()]
+    lost = [struck_training.train(pool, *size, Blow("a", 40)).world for size in ((2, 0), (2, 1))]
+    passed = set(chain.from_iterable(chain.from_iterable(world.points.values()) for world in (*whole, *lost)))
+    assert set(POINTS) - passed == set()
