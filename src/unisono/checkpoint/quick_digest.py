@@ -5,16 +5,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from unisono.checkpoint.codec import flatten
-
-WORD = 8
-"""Bytes."""
-
-MODULUS = 1 << 64
+from unisono.words import MODULUS, Words, is_dense, sum_of_words
 
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that no bit of a sum is lost by it
 
@@ -30,35 +24,23 @@ class Summing:
     """
 
     def __init__(self) -> None:
-        self._views: dict[tuple[int, int], Any] = {}
+        self._words: dict[tuple[int, int], Words | None] = {}
 
     def __call__(self, tensors: Iterable[Tensor]) -> Sums:
         """The sum of each tensor's words."""
-        views: dict[tuple[int, int], Any] = {}
-        found = tuple(self._sum(tensor, views) for tensor in tensors)
-        self._views = views  # what is no longer asked for is let go of
+        words: dict[tuple[int, int], Words | None] = {}
+        found = tuple(self._sum(tensor, words) for tensor in tensors)
+        self._words = words  # what is no longer asked for is let go of
         return found
 
-    def _sum(self, tensor: Tensor, views: dict[tuple[int, int], Any]) -> int:
-        if tensor.device.type != "cpu" or not tensor.numel():
+    def _sum(self, tensor: Tensor, words: dict[tuple[int, int], Words | None]) -> int:
+        if tensor.device.type != "cpu":
             return sum_of_words(tensor)
         key = tensor.data_ptr(), tensor.nbytes
-        if key not in views:
-            views[key] = self._views[key] if key in self._views else _arrays(tensor)
-        found = views[key]
-        return (
-            sum_of_words(tensor) if found is None else sum(int(np.add.reduce(each, dtype=np.uint64)) for each in found)
-        )
-
-
-def sum_of_words(tensor: Tensor) -> int:
-    """The sum of a tensor's words, row by row, modulo 2**64."""
-    # Words of 64 bits: a sum that widens what it adds takes 13 times as long.
-    values = _bytes(tensor)
-    if values.storage_offset() % WORD:
-        values = values.clone()
-    whole = values.numel() // WORD * WORD
-    return int(values[:whole].view(torch.int64).sum()) + int(values[whole:].sum(dtype=torch.int64))
+        if key not in words:
+            words[key] = self._words[key] if key in self._words else Words(tensor) if is_dense(tensor) else None
+        found = words[key]
+        return sum_of_words(tensor) if found is None else found.sum()
 
 
 def combined(sums: Sequence[int]) -> int:
@@ -77,7 +59,7 @@ def tree_digest(tree: Any) -> int:
 
 def flat_digest(text: Any, tensors: Mapping[str, Tensor]) -> int:
     """The same for a tree that is taken apart; see :func:`unisono.checkpoint.codec.flatten`."""
-    said = hashlib.blake2b(json.dumps(text).encode(), digest_size=WORD).digest()
+    said = hashlib.blake2b(json.dumps(text).encode(), digest_size=8).digest()
     sums = [sum_of_words(tensors[name]) for name in sorted(tensors)]
     return (int.from_bytes(said, "big") + combined(sums)) % MODULUS or 1
 
@@ -97,19 +79,3 @@ def _signed_powers(difference: int) -> int:
             difference %= MODULUS
         difference >>= 1
     return found
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _arrays(tensor: Tensor) -> list[Any] | None:
-    """Where a tensor lies, as words and what is left over; nothing if others lie in between."""
-    if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() != tensor.stride():
-        return None
-    # NumPy's calls cost a fifth of torch's, which counts where there are many small tensors.
-    values = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-    if tensor.data_ptr() % WORD:
-        return [values]
-    whole = values.size // WORD * WORD
-    return [part for part in (values[:whole].view(np.uint64), values[whole:]) if part.size]

@@ -10,6 +10,7 @@ from torch import Tensor
 from unisono.plan.tree import SummationTree
 from unisono.reduce.buckets import ALIGNMENT, Bucket, Slot
 from unisono.reduce.tally import Tally
+from unisono.words import Words
 
 PIECE = 2**17
 """Elements that are added and tallied at a time, so that they are read again while they are in the cache."""
@@ -46,12 +47,12 @@ class Piece:
 
     Attributes:
         start: in the bucket, in elements.
-        values: with padding; a multiple of 64 elements.
+        values: with padding; a multiple of 64 elements. On the CPU as words, to be summed in every step.
         used: without.
     """
 
     start: int
-    values: Tensor
+    values: Tensor | Words
     used: Tensor
 
 
@@ -59,8 +60,13 @@ def _pieces(slot: Slot, flat: Tensor) -> tuple[Piece, ...]:
     numel = math.prod(slot.shape)
     stop = slot.offset + max(1, -(-numel // ALIGNMENT)) * ALIGNMENT
     return tuple(
-        Piece(start, flat[start : min(start + PIECE, stop)], flat[start : min(start + PIECE, slot.offset + numel)])
+        Piece(
+            start,
+            Words(values) if flat.device.type == "cpu" else values,
+            flat[start : min(start + PIECE, slot.offset + numel)],
+        )
         for start in range(slot.offset, stop, PIECE)
+        for values in (flat[start : min(start + PIECE, stop)],)
     )
 
 

@@ -2,13 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-WORD = 8
-"""Bytes."""
-
-MODULUS = 2**64
+from unisono.words import MODULUS, Words
 
 PRIME = 2**63 - 25
 """Modulo which no number of copies hides a flipped bit: 2 times 2**63 is nothing modulo 2**64."""
@@ -38,37 +34,37 @@ class Tally:
         self.balance = self.copies = 0
         self._start, self._stop = start, stop
         self._witness = witness
-        self._kept: list[tuple[Tensor, int]] = []
+        self._kept: list[tuple[Words, int]] = []
 
-    def wrote(self, values: Tensor, start: int, copies: int = 0) -> None:
+    def wrote(self, values: Tensor | Words, start: int, copies: int = 0) -> None:
         """Values were written, which somebody will read once.
 
         Args:
-            values: 1-D, of a whole number of words.
+            values: 1-D; given as words, they are summed sooner.
             start: where they lie in the bucket, in elements.
             copies: so many workers will instead receive these very values, this one among them.
         """
         if copies:
-            self.copies += copies * (self._sum(values, start) % MODULUS)
+            self.copies += copies * self._sum(values, start)
         else:
             self.balance += self._sum(values, start)
         if self._witness is not None:
-            self._witness("partial_sum", values)
+            self._witness("partial_sum", values.values if isinstance(values, Words) else values)
 
-    def read(self, values: Tensor, start: int) -> None:
+    def read(self, values: Tensor | Words, start: int) -> None:
         """Values are about to be read; see :meth:`wrote`."""
         self.balance -= self._sum(values, start)
 
-    def keep(self, values: Tensor, start: int) -> None:
+    def keep(self, values: Tensor | Words, start: int) -> None:
         """Values were written that stay until :meth:`has_kept` asks for them."""
         if (part := self._part(values, start)) is not None:
-            self._kept.append((part, sum_of_words(part)))
+            self._kept.append((part, part.sum()))
 
     def receive(self, values: Tensor, start: int) -> None:
         """Values are here that one worker wrote and all get, and stay: they are read and kept at once."""
         self.keep(values, start)
         if self._part(values, start) is not None:
-            self.copies -= self._kept[-1][1] % MODULUS
+            self.copies -= self._kept[-1][1]
 
     def part(self, start: int) -> "Tally":
         """A tally of its own for the elements of this bucket from ``start`` on."""
@@ -83,32 +79,24 @@ class Tally:
         """Let the witness see what is kept."""
         for part, _ in self._kept if self._witness is not None else ():
             assert self._witness is not None
-            self._witness("gradient", part)
+            self._witness("gradient", part.values)
 
     def has_kept(self) -> bool:
         """Whether everything that was kept is as it was."""
-        return all(sum_of_words(part) == words for part, words in self._kept)
+        return all(part.sum() == words for part, words in self._kept)
 
-    def _part(self, values: Tensor, start: int) -> Tensor | None:
-        begin, end = max(self._start - start, 0), min(self._stop - start, values.numel())
+    def _part(self, values: Tensor | Words, start: int) -> Words | None:
+        numel = values.numel() if isinstance(values, Tensor) else len(values)
+        begin, end = max(self._start - start, 0), min(self._stop - start, numel)
         if begin >= end:
             return None
-        return values if end - begin == values.numel() else values[begin:end]
+        if end - begin == numel:
+            return values if isinstance(values, Words) else Words(values)
+        return Words((values if isinstance(values, Tensor) else values.values)[begin:end])
 
-    def _sum(self, values: Tensor, start: int) -> int:
+    def _sum(self, values: Tensor | Words, start: int) -> int:
         part = self._part(values, start)
-        return 0 if part is None else sum_of_words(part)
-
-
-def sum_of_words(values: Tensor) -> int:
-    """Of a 1-D tensor's memory, modulo 2**64; what does not fill a word counts byte by byte."""
-    if values.nbytes % WORD == 0 and values.storage_offset() * values.itemsize % WORD == 0:
-        return int(values.view(torch.int64).sum())
-    data = values.view(torch.uint8)
-    if data.storage_offset() % WORD:
-        data = data.clone()
-    whole = data.numel() // WORD * WORD
-    return int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum(dtype=torch.int64))
+        return 0 if part is None else part.sum()
 
 
 def is_balanced(balances: Sequence[int], copies: Sequence[int]) -> bool:

@@ -6,15 +6,14 @@ import hashlib
 import platform
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from unisono.errors import MemoryFault
 from unisono.plan.audits import Finding, audited, auditors, judged
 from unisono.plan.batches import Batch
-from unisono.reduce.tally import MODULUS, sum_of_words
 from unisono.train.control import ShardReport
 from unisono.train.workers import Workers
+from unisono.words import MODULUS, is_dense, sum_of_words
 
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that no bit of a sum is lost by it
 
@@ -40,7 +39,7 @@ class ShardDigest:
 
 def in_memory_order(tensor: Tensor) -> Tensor:
     """A tensor's elements in the order in which they lie in memory, if nothing lies in between."""
-    if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+    if is_dense(tensor):
         return tensor.detach().as_strided((tensor.numel(),), (1,))
     return tensor.detach().reshape(-1)
 

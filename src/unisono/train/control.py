@@ -13,7 +13,8 @@ from unisono.adapt.timings import Timings
 from unisono.errors import LossError
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
-from unisono.reduce.tally import MODULUS, PRIME, is_balanced
+from unisono.reduce.tally import PRIME, is_balanced
+from unisono.words import MODULUS
 
 MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from unisono.checkpoint.quick_digest import sum_of_words
+from unisono.words import sum_of_words
 
 
 def digest(module: nn.Module) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unisono.checkpoint.codec import flatten
-from unisono.checkpoint.quick_digest import MODULUS, combined, sum_of_words
+from unisono.checkpoint.quick_digest import combined
 from unisono.checkpoint.snapshot import Digests, FrozenSnapshot, Snapshot
 from unisono.errors import CheckpointError, JobMismatch, MemoryFault, UnisonoWarning
 from unisono.plan.audits import Finding
@@ -20,6 +20,7 @@ from unisono.train.majority import Verdict, healing, judged, verdict
 from unisono.train.membership import Arrival
 from unisono.train.trained import Doubt, Trained
 from unisono.train.workers import Workers
+from unisono.words import MODULUS, sum_of_words
 
 MOST_RETURNS = 3
 """To one state, for what one worker finds in its own memory."""
