@@ -83,6 +83,17 @@ def test_it_leaves_an_elastic_job_which_goes_back_and_ends_in_the_serial_runs_we
     assert [one["step"] >= since >= one["to"] for one in result["rolled_back"]] == [True]
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_whoever_begins_with_the_last_step_is_found_however_little_is_audited(
+    wrong: int, expected: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "struck"
+    found = train(trade(folder, 3, 1e-9, is_elastic=True), partial(script, wrong, STEPS - 1))
+    assert found == [None if name == wrong else expected for name in range(3)]
+    named = journal(folder, "wrong result")
+    assert [(line["rank"], line["step"]) for line in named[:1]] == [(wrong, STEPS - 1)]
+
+
 def test_without_an_audit_it_passes_for_right(expected: str, tmp_path: Path) -> None:
     (found,) = set(train(trade(tmp_path / "struck", 3, 0.0, is_elastic=True), partial(script, 1, 3)))
     assert found != expected

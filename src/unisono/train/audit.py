@@ -56,12 +56,23 @@ class Audit:
     def __init__(self, seed: int, share: float, workers: Workers) -> None:
         self._seed, self._share, self._workers = seed, share, workers
 
-    def drawn(self, step: int, call: int, batch: Batch) -> tuple[int, ...]:
-        """The shards that are audited in a call, the same on every worker."""
+    def drawn(self, step: int, call: int, batch: Batch, *, is_last: bool = False) -> tuple[int, ...]:
+        """The shards that are audited in a call, the same on every worker.
+
+        Args:
+            step: of the job.
+            call: in the step.
+            batch: the global batch.
+            is_last: whether the loop ends with this step: then one shard of every worker is audited at least.
+        """
         if not self._share:
             return ()
-        found = audited(self._seed, self._share, step, call, batch.shards)
-        return tuple(shard for shard in found if len(batch.shard(shard)))
+        found = set(audited(self._seed, self._share, step, call, batch.shards))
+        if is_last:
+            split = self._workers.transport.split
+            owned = [[shard for shard in split.of(rank) if len(batch.shard(shard))] for rank in range(split.workers)]
+            found.update(shards[0] for shards in owned if shards)
+        return tuple(shard for shard in sorted(found) if len(batch.shard(shard)))
 
     def examine(
         self, step: int, shards: Sequence[int], own: Mapping[int, str], compute: Callable[[int], str]

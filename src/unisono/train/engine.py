@@ -85,6 +85,7 @@ class Call:
         clip: how the gradient is limited.
         first: the number of the batch's first shard, where the batch is a worker's own part of another one.
         load: gets the batch of any shard, to audit it.
+        is_last: whether the loop ends with this step, so that every worker is audited.
     """
 
     step: int
@@ -96,6 +97,7 @@ class Call:
     clip: Clip
     first: int = 0
     load: Callable[[int], Any] | None = None
+    is_last: bool = False
 
 
 @dataclass(slots=True)
@@ -391,7 +393,7 @@ class StepEngine:
         gradients.watch(call.step if self._monitoring.watches(call.step, call.number) else None)
         started = perf_counter()
         gradients.begin(call.step)
-        drawn = self._audit.drawn(call.step, call.number, call.batch)
+        drawn = self._audit.drawn(call.step, call.number, call.batch, is_last=call.is_last)
         shards = [_Shard.of(call, number, is_audited=number in drawn) for number in self._mine]
         with generators_kept():
             for shard in shards:
@@ -422,7 +424,7 @@ class StepEngine:
 
     def _audited(self, call: Call, attempt: Attempt) -> tuple[Finding, ...]:
         """Have drawn shards computed again, by others. Collective; what the attempt has made stays."""
-        drawn = self._audit.drawn(call.step, call.number, call.batch)
+        drawn = self._audit.drawn(call.step, call.number, call.batch, is_last=call.is_last)
         again = partial(self._again, call, attempt.gradients)
         findings = self._audit.examine(call.step, drawn, attempt.marks, again)
         for finding in findings:

@@ -94,8 +94,9 @@ class Loop:
                     supply.close()
                     continue
                 position, batch = found
-                step = Step(position, batch, partial(supply.at, position), hooks.compute)
                 after = replace(progress, position=self.batches.after(position, batch))
+                is_last = self._next(after.position, hooks) is None
+                step = Step(position, batch, partial(supply.at, position), hooks.compute, is_last=is_last)
                 hooks.begin(step)
                 try:
                     yield step

@@ -574,9 +574,8 @@ class Run:
     ) -> Change[Computed]:
         engine = self._require_engine()
         shards = [to_device(shard, self.device) for shard in step.shards]
-        call = Call(
-            step.number, step.calls, step.batch, shards, loss_fn, optimizers, clip, load=partial(self._load, step)
-        )
+        about, load = (step.number, step.calls, step.batch), partial(self._load, step)
+        call = Call(*about, shards, loss_fn, optimizers, clip, load=load, is_last=step.is_last)
         generation, mine = workers.generation, self._shards_of(step.batch.shards)
         if self._samples is not None:
             self._samples.computed(step.number, step.calls, generation.number, step.batch, mine)

@@ -18,17 +18,27 @@ class Step:
         position: samples consumed in the whole job before this step.
         size: samples in this global batch.
         is_last_in_epoch: whether the epoch ends with this step.
+        is_last: whether the loop ends with this step, as far as can be told before it is computed.
         batch: which samples make up the global batch, and how it is cut into shards.
         metrics: means over the global batch of what the loss functions logged.
         computed_s: seconds that this worker took for its shards, in the newest call of ``run``.
     """
 
-    def __init__(self, position: Position, batch: Batch, load: Callable[[], Sequence[Any]], compute: "Compute") -> None:
+    def __init__(
+        self,
+        position: Position,
+        batch: Batch,
+        load: Callable[[], Sequence[Any]],
+        compute: "Compute",
+        *,
+        is_last: bool = False,
+    ) -> None:
         self.number = position.step
         self.epoch = batch.epoch
         self.position = position.samples
         self.size = batch.size
         self.is_last_in_epoch = batch.is_last_in_epoch
+        self.is_last = is_last
         self.metrics: dict[str, float] = {}
         self.calls = 0
         self.computed_s = 0.0
