@@ -5,21 +5,27 @@ import fcntl
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.received import parse_json
+from unisono.errors import Unreadable
+from unisono.received import memory, open_file, parse_json
 
 
 def open_lines(path: Path) -> int:
     """A descriptor to append to a file with; the file is made if it is not there.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: it cannot be opened, or is no file.
     """
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe would take lines until it is full, and then wait
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return descriptor
 
 
 def append_line(descriptor: int, value: Mapping[str, Any]) -> None:
@@ -41,13 +47,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects in a file that somebody may be writing just now; none if there is no such file.
 
     Lines that are damaged or not yet whole are left out.
+
+    Raises:
+        OSError: it cannot be read.
+        Unreadable: it is no file, or too large.
     """
-    return [value for line in _lines(path) if (value := _object(line)) is not None]
+    return [value for line in raw_lines(path) if (value := _object(line)) is not None]
 
 
 def damaged_lines(path: Path) -> list[int]:
     """The numbers, from 1, of a file's lines that are no objects; a last one that is not yet whole is none of them."""
-    lines = _lines(path)
+    lines = raw_lines(path)
     return [n for n, line in enumerate(lines, 1) if line.endswith(b"\n") and line.strip() and _object(line) is None]
 
 
@@ -60,9 +70,13 @@ def to_json(value: Any, indent: int | None = None) -> bytes:
     return (text + "\n").encode()
 
 
-def _lines(path: Path) -> list[bytes]:
+def raw_lines(path: Path) -> list[bytes]:
+    """The lines of a file, whatever is in them, with their ends; raises as :func:`read_lines` does."""
     try:
-        return path.read_bytes().splitlines(keepends=True)
+        with open_file(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > memory() // 4:
+                raise Unreadable(f"{path} has {size} bytes: too many for this host's memory")
+            return file.read().splitlines(keepends=True)
     except FileNotFoundError:
         return []
 

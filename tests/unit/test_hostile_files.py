@@ -30,16 +30,18 @@ from unisono.adapt.view import View
 from unisono.checkpoint.folder import MetricsFile, RunFolder
 from unisono.checkpoint.hold import newest_term, who_holds
 from unisono.checkpoint.store import Snapshot
-from unisono.errors import CheckpointError, JobError, UnisonoError, Unreadable
+from unisono.errors import CheckpointError, JobError, UnisonoError, UnisonoWarning, Unreadable
 from unisono.jsonl import read_lines
 from unisono.launch.address import WHERE, address_of
 from unisono.launch.failure import Failure
+from unisono.launch.outcome import WorkerExit
 from unisono.launch.request import Request
+from unisono.launch.struck import with_faults
 from unisono.launch.wish import Wish
 from unisono.membership.keyvalue import KeyValue
 from unisono.membership.ledger import Ledger
 from unisono.plan.batches import Position
-from unisono.received import LARGEST_JSON, parse_json, parse_object, read_object
+from unisono.received import LARGEST_JSON, memory, parse_json, parse_object, read_object
 from unisono.train.adaptation import Adaptation
 from unisono.train.integrity import Integrity
 from unisono.train.prepared import Prepared
@@ -455,6 +457,39 @@ def test_json_that_is_too_long_is_not_parsed(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Unreadable, match="more than the 10"):
         parse_object(b'{"a": "0123456789"}')
     assert LARGEST_JSON == 2**28
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+@pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl", "writer.json", "lock"])
+def test_a_pipe_or_a_folder_among_the_files_of_a_run_is_neither_waited_for_nor_believed(
+    name: str, make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    make(tmp_path / name)
+    assert newest_term(tmp_path) == 0
+    folder = RunFolder(tmp_path)
+    if name == "metrics.jsonl":
+        with pytest.raises(JobError, match="cannot be read"):
+            folder.metrics.truncate_after(3)
+    if name == "journal.jsonl":
+        with pytest.warns(UnisonoWarning, match="is incomplete"):
+            folder.journal("healed")
+    assert folder.mended() == {"healed": [], "rolled_back": [], "wrong_results": []}
+    killed = WorkerExit(0, -9, 1.0, pid=7)
+    assert with_faults([killed], folder) == (killed,)
+
+
+def test_a_fault_in_the_journal_that_is_none_explains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").write_text('{"event": "fault", "pid": [7], "kind": {}}\n')
+    killed = WorkerExit(0, -9, 1.0, pid=7)
+    assert with_faults([killed], RunFolder(tmp_path)) == (killed,)
+
+
+def test_lines_that_are_more_than_the_memory_are_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "journal.jsonl").open("wb") as file:
+        file.truncate(memory())
+    assert RunFolder(tmp_path).mended()["healed"] == []
+    with pytest.raises(Unreadable, match="too many"):
+        read_lines(tmp_path / "journal.jsonl")
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from unisono.checkpoint.hold import Hold, newest_term, who_holds
 from unisono.checkpoint.writer import Writer
 from unisono.errors import JobError, LaunchError, Superseded, UnisonoWarning, Unreadable
-from unisono.jsonl import append_line, open_lines, read_lines, to_json
+from unisono.jsonl import append_line, open_lines, raw_lines, read_lines, to_json
 from unisono.received import parse_json, read_object
 
 
@@ -148,7 +148,10 @@ class RunFolder:
 
     def mended(self) -> dict[str, list[dict[str, Any]]]:
         """What the journal says of faults of the memory: who was given the right state, when the run went back."""
-        events = read_lines(self.path / "journal.jsonl")
+        try:
+            events = read_lines(self.path / "journal.jsonl")
+        except (OSError, Unreadable):  # what could not be written either was warned of
+            events = []
         return {
             name: [{key: one.get(key) for key in fields} for one in events if one.get("event") == event]
             for name, event, fields in (
@@ -205,14 +208,18 @@ class MetricsFile:
             the lines that stay.
 
         Raises:
+            JobError: the file is none that could be read; says what to do.
             Superseded: the job goes on without this worker.
         """
         self.obstacle()
         self.close()
-        if not self._path.exists():
-            return []
-        kept = [line for line in self._path.read_bytes().splitlines() if _belongs(line, step)]
-        _replace(self._path, b"".join(line + b"\n" for line in kept))
+        try:
+            lines = [line.splitlines()[0] for line in raw_lines(self._path)]
+        except (OSError, Unreadable) as error:
+            raise JobError(f"{self._path} cannot be read: {error}; remove it, or use another run folder") from error
+        kept = [line for line in lines if _belongs(line, step)]
+        if lines:
+            _replace(self._path, b"".join(line + b"\n" for line in kept))
         return [parse_json(line) for line in kept]
 
     def close(self) -> None:

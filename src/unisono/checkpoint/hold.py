@@ -15,7 +15,7 @@ from typing import Any
 
 from unisono.checkpoint.writer import WRITER
 from unisono.errors import JobError
-from unisono.received import parse_json
+from unisono.received import open_file, parse_json
 
 LOCK = "lock"
 """In the run folder: who holds it, or has held it last."""
@@ -102,7 +102,7 @@ def who_holds(folder: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             found = parse_json(file.read(_LONGEST))
     except (OSError, ValueError):
         return {}

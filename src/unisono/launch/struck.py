@@ -3,8 +3,10 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from unisono.checkpoint.folder import RunFolder
+from unisono.errors import Unreadable
 from unisono.jsonl import read_lines
 from unisono.launch.outcome import WorkerExit
 
@@ -17,8 +19,15 @@ def with_faults(exits: Sequence[WorkerExit], folder: RunFolder) -> tuple[WorkerE
     if not any(each.code in KINDS for each in exits):
         return tuple(exits)
     struck = {}
-    for line in read_lines(folder.path / "journal.jsonl"):
-        if line.get("event") == "fault":
+    for line in _journal(folder):
+        if line.get("event") == "fault" and isinstance(line.get("pid"), int) and isinstance(line.get("kind"), str):
             words = f"fault {line.get('number')} ({line.get('kind')}) of the rehearsal, at step {line.get('step')}"
             struck[line.get("pid"), line.get("kind")] = words
     return tuple(replace(each, fault=struck.get((each.pid, KINDS.get(each.code)), "")) for each in exits)
+
+
+def _journal(folder: RunFolder) -> list[dict[str, Any]]:
+    try:
+        return read_lines(folder.path / "journal.jsonl")
+    except (OSError, Unreadable):
+        return []
