@@ -134,7 +134,7 @@ def distrusted(address: Address, error: ssl.SSLCertVerificationError) -> JobErro
     """Whoever answers there is not the coordinator, as far as anybody can tell."""
     wanted = f"not the one of {address.certificate}" if address.certificate else "one that this system does not trust"
     return JobError(
-        f"{address.url} shows a certificate that is {wanted} ({error.verify_message}); it was not sent the token. "
+        f"the certificate of {address.url} is {wanted} ({error.verify_message}); it was not sent the token. "
         f"Give --certificate with a copy of 'certificate.pem' from the job's run folder"
     )
 
