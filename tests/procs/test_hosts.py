@@ -12,14 +12,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from leaks import ALLOWED_VARIABLES
 from serial_runs import SerialRuns
+from training import SETTINGS
 from two_hosts import Host, NoHosts, two_hosts
+from unisono.launch.born import NURSERY
 from unisono.launch.certificate import make_certificate
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
@@ -32,11 +36,43 @@ SILENCE_S = 5.0
 LONG = {"EPOCHS": "10", "PACE_S": "0.05"}
 
 
+WARM = f"""
+import os, socket, sys
+from unisono.launch.born import NURSERY
+from unisono.testing import warm_jobs
+with warm_jobs({[*SETTINGS, *ALLOWED_VARIABLES]}):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nothing:
+        nothing.connect(os.environ[NURSERY])
+        nothing.shutdown(socket.SHUT_WR)
+        nothing.recv(1)  # it hangs up on whoever says nothing, once it has loaded torch
+    print(os.environ[NURSERY], flush=True)
+    sys.stdin.read()
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One of the hosts, and where workers of jobs there are forked from."""
+
+    host: Host
+    nursery: str
+
+
+@contextmanager
+def warm_on(host: Host) -> Iterator[Place]:
+    """As long as the context lasts, jobs on this host fork their workers from one process that has torch loaded."""
+    command = [*host.enter, sys.executable, "-c", WARM]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield Place(host, process.stdout.readline().strip())
+
+
 class Desk:
     """Where a person sits at one of the hosts: a folder, and the commands that were typed in it."""
 
-    def __init__(self, host: Host, folder: Path) -> None:
-        self.host, self.folder = host, folder
+    def __init__(self, place: Place, folder: Path) -> None:
+        self.host, self.folder = place.host, folder
+        self._nursery = place.nursery
         self.output = folder / "output"
         self.run_dir = folder / "run"
         folder.mkdir()
@@ -46,7 +82,7 @@ class Desk:
             return subprocess.Popen(
                 [*self.host.enter, sys.executable, "-m", "unisono", *words],
                 cwd=self.folder,
-                env={**os.environ, **settings},
+                env={**os.environ, NURSERY: self._nursery, **settings},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -84,8 +120,8 @@ class Desk:
 class Job:
     """A job that begins on host a, and that agents of host b join."""
 
-    def __init__(self, hosts: tuple[Host, Host], folder: Path) -> None:
-        self.a, self.b = Desk(hosts[0], folder / "a"), Desk(hosts[1], folder / "b")
+    def __init__(self, places: tuple[Place, Place], folder: Path) -> None:
+        self.a, self.b = Desk(places[0], folder / "a"), Desk(places[1], folder / "b")
         self._started: list[subprocess.Popen[bytes]] = []
         self._hurry = folder / "hurry"
 
@@ -151,6 +187,13 @@ class Job:
         status = json.loads(self.a.ask("status", "--run-dir", "run", "--json").stdout)
         return [worker["pid"] for worker in status["members"] if worker["host"] == host.name]
 
+    def family(self, joined: subprocess.Popen[bytes]) -> list[psutil.Process]:
+        """All that host b's agent has started, and who has forked its workers."""
+        workers = [psutil.Process(pid) for pid in self.workers_on(self.b.host)]
+        assert workers
+        templates = {parent for worker in workers if (parent := worker.parent())}
+        return [*psutil.Process(joined.pid).children(recursive=True), *workers, *templates]
+
     def wait(self) -> int:
         """The exit code on host a."""
         return self._started[0].wait(PATIENCE_S)
@@ -173,16 +216,16 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, Host]]:
+def hosts() -> Iterator[tuple[Place, Place]]:
     try:
-        with two_hosts() as found:
-            yield found
+        with two_hosts() as (a, b), warm_on(a) as first, warm_on(b) as second:
+            yield first, second
     except NoHosts as why:
         pytest.skip(str(why))
 
 
 @pytest.fixture
-def job(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[Job]:
+def job(hosts: tuple[Place, Place], tmp_path: Path) -> Iterator[Job]:
     found = Job(hosts, tmp_path)
     yield found
     found.close()
@@ -223,7 +266,7 @@ def test_a_worker_of_another_host_dies_and_then_that_host_and_no_bit_changes(job
     os.kill(dies, signal.SIGKILL)
     job.until(lambda: job.a.journal("lost"), "the loss of a worker")
     job.until(lambda: len(job.trains_on()) == 2 and len(job.a.journal("minted")[-1]["workers"]) == 4, "another worker")
-    family = psutil.Process(joined.pid).children(recursive=True)
+    family = job.family(joined)
     joined.kill()
     job.until(lambda: job.trains_on() == {job.a.host.name}, "a generation without the host")
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
@@ -237,7 +280,7 @@ def test_a_host_that_cannot_be_reached_any_more_is_given_up_and_ends_by_itself(
     job.run("-n", "2:4", "--here", "2", **LONG)
     joined = job.join(**LONG)
     job.together()
-    family = psutil.Process(joined.pid).children(recursive=True)
+    family = job.family(joined)
     job.b.host.cable("down")
     try:
         job.until(lambda: job.trains_on() == {job.a.host.name}, "a generation without the host")

@@ -22,6 +22,6 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-for step in run.steps(data, epochs=12):
+for step in run.steps(data, epochs=8):
     step.run(loss_of)
 run.finish()
