@@ -1,7 +1,8 @@
 import pytest
 
 from unisono.train.control import Flags
-from unisono.train.majority import Verdict, healing, judged, verdict
+from unisono.train.majority import Verdict, healing, judged, trusted, verdict
+from unisono.train.membership import Arrival
 
 pytestmark = pytest.mark.unit
 
@@ -25,3 +26,14 @@ def test_a_worker_that_finds_a_flipped_bit_by_itself_outweighs_equal_digests() -
     assert judged([Flags(digest=5), Flags(digest=5)]) is Verdict.RIGHT
     assert judged([Flags(digest=5), Flags(digest=5, flipped=True)]) is Verdict.WRONG
     assert judged([Flags(digest=5), Flags(digest=5), Flags(digest=6)]) is Verdict.HEALING
+
+
+def test_of_those_who_have_come_furthest_one_of_most_gives_its_state() -> None:
+    arrival = Arrival(source=0, acts=[4, 4, 3, 4, 0], joiners=frozenset({4}), seconds={})
+    assert trusted(arrival, {}) == arrival
+    assert trusted(arrival, {0: 5, 1: 5, 3: 5}) == arrival
+    found = trusted(arrival, {0: 7, 1: 5, 3: 5})
+    assert found is not None
+    assert (found.source, found.behind) == (1, frozenset({0, 2, 4}))
+    assert trusted(arrival, {0: 7, 1: 5}) is None
+    assert trusted(arrival, {0: 7, 1: 5, 3: 6}) is None

@@ -17,8 +17,9 @@ import torch
 import struck_training
 from one_at_a_time import Blow, blows_on
 from struck_run import JOB, Outcome, Play, act_out, flipped, wrong
-from unisono.errors import WorkerLost
+from unisono.errors import JobMismatch, WorkerLost
 from unisono.failpoints import POINTS
+from unisono.testing.fault import FlippedPlace
 from unisono.train.engine import Execution
 from unisono.train.numerics import apply_numerics
 
@@ -109,3 +110,16 @@ def test_every_point_is_passed_by_a_job_whose_workers_are_killed(pool: ThreadPoo
     lost = [struck_training.train(pool, *size, Blow("a", 40)).world for size in ((2, 0), (2, 1))]
     passed = set(chain.from_iterable(chain.from_iterable(world.points.values()) for world in (*whole, *lost)))
     assert set(POINTS) - passed == set()
+
+
+@pytest.mark.parametrize("place", ["weights", "optimizer"])
+def test_a_wrong_state_is_not_handed_over_where_others_hold_it_too(
+    place: FlippedPlace, pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    play = Play(4, tmp_path, verify_every=100, troubles=(flipped("b", 2, place),))
+    whole = act_out(pool, play)
+    passed = whole.world.points["a"][: whole.struck_at]
+    newest = len(passed) - 1 - passed[::-1].index("act worked out")
+    outcome = act_out(pool, play, Blow("a", newest, frozenset("bc")))  # b and c have made the step before, d has not
+    assert isinstance(outcome.error, JobMismatch)
+    assert "those that have come furthest hold different states" in str(outcome.error)

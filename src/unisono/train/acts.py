@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -12,6 +12,7 @@ from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
 from unisono.failpoints import failpoint
 from unisono.job import differences
 from unisono.received import value_of
+from unisono.train.majority import trusted
 from unisono.train.membership import Arrival, Membership, Standing
 from unisono.train.workers import Workers
 
@@ -46,6 +47,7 @@ class Keeper:
         take: set the state that another worker has given; told whether this one joins. Neither collective nor I/O.
         renew: make what computes in the new generation. Collective.
         go_on: a collective call is complete, so that all have completed the one before.
+        digests: of the state, alike on all who have completed the same acts; None where they may differ.
     """
 
     leave: Callable[[], None] = _nothing
@@ -53,6 +55,7 @@ class Keeper:
     take: Callable[[Any, bool], None] = lambda given, joins: None
     renew: Callable[[], None] = _nothing
     go_on: Callable[[], None] = _nothing
+    digests: Callable[[], Sequence[int] | None] = _nothing
 
 
 class Acts:
@@ -276,6 +279,7 @@ class Acts:
     def _hand_over(self, arrival: Arrival) -> None:
         """Whoever is behind gets all that it lacks in one piece, and takes it over once it is whole. Collective."""
         workers, told = self._membership.workers, None
+        arrival = self._trusted(arrival)
         if workers.rank == arrival.source:
             is_lacking = self._changed or arrival.joiners
             told = [self.done, self._changed, self._value, self.keeper.give() if is_lacking else None]
@@ -287,16 +291,36 @@ class Acts:
             self._take_over(done, value, given, changed=changed, joins=workers.rank in arrival.joiners)
             failpoint("state taken")
 
+    def _trusted(self, arrival: Arrival) -> Arrival:
+        """Have those who hold the state that is to be handed over compare it: one of most of them gives it. Collective.
+
+        Raises:
+            JobMismatch: no majority of them holds the same.
+        """
+        if len(arrival.acts) - len(arrival.behind) == 1:  # with which nobody can compare its own
+            return arrival
+        workers, is_lacking = self._membership.workers, self._changed or arrival.joiners
+        own = self.keeper.digests() if is_lacking and workers.rank not in arrival.behind else None
+        held = {rank: tuple(told) for rank, told in enumerate(workers.gather_json(own)) if told is not None}
+        if (found := trusted(arrival, held)) is None:
+            listed = ", ".join(f"rank {rank}: {'/'.join(f'{one:016x}' for one in each)}" for rank, each in held.items())
+            raise JobMismatch(
+                f"workers come and go, and those that have come furthest hold different states ({listed}), and no "
+                f"majority says which are right: start the job again, it goes on from its newest verified checkpoint"
+            )
+        return found
+
     def _take_over(self, done: int, value: Any, given: Any, *, changed: bool, joins: bool) -> None:
         def take() -> Any:
             if changed or joins:
                 self.keeper.take(given, joins)
             return value
 
+        is_new = done > self.done  # or this worker had held another state than most
         self._commit(done, take, changed=changed)
         if joins:
             self._membership.joins = False
-        else:
+        elif is_new:
             self._tell_joiners()
 
 

@@ -1,7 +1,8 @@
 """Whether all workers hold the same, and which ones do not."""
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 
 from unisono.train.control import Flags
@@ -48,3 +49,23 @@ def healing(held: Sequence[Hashable]) -> Arrival | None:
         joiners=frozenset(),
         seconds={},
     )
+
+
+def trusted(arrival: Arrival, held: Mapping[int, Hashable]) -> Arrival | None:
+    """Who gives whom the state when some workers lack it.
+
+    Args:
+        arrival: as those who have come furthest would give it, of whom any may hold a wrong one.
+        held: digests of what these hold, by rank; empty if it is not compared.
+
+    Returns:
+        nothing if no majority of them holds the same. Whoever holds another state than most lacks theirs.
+    """
+    if len(set(held.values())) <= 1:
+        return arrival
+    ranks, found = list(held), healing(list(held.values()))
+    if found is None:
+        return None
+    odd = {ranks[number] for number in found.behind}
+    acts = [-1 if rank in odd else acts for rank, acts in enumerate(arrival.acts)]
+    return replace(arrival, source=ranks[found.source], acts=acts)

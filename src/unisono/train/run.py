@@ -112,7 +112,8 @@ class Run:
         self._adaptation = around.adaptation
         about = {"job": job.model_dump(mode="json"), "fingerprint": around.fingerprint}
         self._trained = Trained(about, self._adaptation)
-        self._acts.keeper = Keeper(self._drop_engine, self._give, self._take, self._renew, self._trained.go_on)
+        go_on, digests = self._trained.go_on, self._digests
+        self._acts.keeper = Keeper(self._drop_engine, self._give, self._take, self._renew, go_on, digests)
         self._steering = Steering(job, self._trained, membership, checkpoints, self._recorder, around)
         self._engine: StepEngine | None = None
         timeout_s = around.care.failure_timeout_s
@@ -590,7 +591,6 @@ class Run:
         place = step.number, step.calls
         audited, wrong = self._audited(workers, attempt.findings)
         if wrong:
-            engine.discard()
             return self._doubted(audited, wrong)
         verdict, note = self._integrity.judge(place, attempt.flags)
         if verdict is not Verdict.RIGHT:
@@ -737,6 +737,7 @@ class Run:
         wrong = sorted({finding.wrong for finding in proofs if finding.wrong is not None})
         if not wrong:
             return self._integrity.audited(findings, computing), []
+        self._require_engine().discard()
         host = workers.gather_json(platform.node())[wrong[0]]
         why = (
             f"step {self._trained.progress.position.step}: rank {wrong[0]} on host {host} computed shard "
@@ -1122,6 +1123,11 @@ class Run:
     def _give(self) -> list[Any]:
         """The state, for a worker that lacks it, and all else that decides what comes next."""
         return [self._trained.give(), self._integrity.give(), self._leaving]
+
+    def _digests(self) -> list[int] | None:
+        """Of what an update changes, where all who have made the same updates hold the same."""
+        is_alike = self._has_weights and self._strategy.is_exact and not self._trained.is_doubted
+        return list(self._trained.capture().digests().values()) if is_alike and self._integrity.is_on else None
 
     def _take(self, given: Sequence[Any], joins: bool) -> None:
         """Set the state that another worker has given."""
