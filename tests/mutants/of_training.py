@@ -56,8 +56,8 @@ MUTANTS = (
     Mutant(
         "who is behind keeps the value of its own act before",
         ACTS_FILE,
-        "            return value\n\n        self._commit(done, take",
-        "            return self._value\n\n        self._commit(done, take",
+        "            return value\n\n        is_new",
+        "            return self._value\n\n        is_new",
         ACTS,
     ),
     Mutant(
@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant(
         "a member that takes an act from the others does not number it, so that joiners read the wrong values",
         ACTS_FILE,
-        "            self._membership.joins = False\n        else:\n            self._tell_joiners()\n",
+        "            self._membership.joins = False\n        elif is_new:\n            self._tell_joiners()\n",
         "            self._membership.joins = False\n",
         ACTS,
     ),
@@ -144,6 +144,13 @@ MUTANTS = (
         "        if _seal(skeleton, received) != seal:\n",
         "        if False:\n",
         ("tests/unit/test_workers.py",),
+    ),
+    Mutant(
+        "a state is handed over though others who should hold the same hold another one",
+        ACTS_FILE,
+        "        arrival = self._trusted(arrival)\n",
+        "",
+        ("tests/unit/test_struck_runs.py",),
     ),
     Mutant(
         "who has come second in a vote gives its weights to the others",
