@@ -326,6 +326,7 @@ def test_a_fault_that_needs_an_elastic_job_is_refused_elsewhere(
         ("json:begin", r"json has no begin"),
         ("json", r"'json' in UNISONO_PLUGINS: write module:function"),
         ("json:__name__", r"is no function"),
+        (".a:b", r"plugin \.a:b in UNISONO_PLUGINS cannot be imported"),
     ],
 )
 def test_a_plugin_that_cannot_be_loaded_is_named(name: str, words: str) -> None:

@@ -33,13 +33,16 @@ from unisono.checkpoint.store import Snapshot
 from unisono.errors import CheckpointError, JobError, UnisonoError, UnisonoWarning, Unreadable
 from unisono.jsonl import read_lines
 from unisono.launch.address import WHERE, address_of
+from unisono.launch.ended import exit_code
 from unisono.launch.failure import Failure
 from unisono.launch.outcome import WorkerExit
 from unisono.launch.request import Request
 from unisono.launch.struck import with_faults
 from unisono.launch.wish import Wish
+from unisono.membership.coordinator import Coordinator
 from unisono.membership.keyvalue import KeyValue
 from unisono.membership.ledger import Ledger
+from unisono.membership.state.coordination import Coordination
 from unisono.plan.batches import Position
 from unisono.received import LARGEST_JSON, memory, parse_json, parse_object, read_object
 from unisono.train.adaptation import Adaptation
@@ -119,6 +122,30 @@ def test_a_store_is_made_again_from_whatever_stands_in_its_file(seed: int, tmp_p
         for entry in ledger.read():
             values.restore(entry)
     assert [json.loads(json.dumps(entry)) for entry in values.entries()] == list(values.entries())
+
+
+@pytest.mark.parametrize(("generation", "worker"), [(2**70, 1), (-5, 1), (1, 10**200), (True, 1), (1, "1")])
+def test_numbers_of_an_earlier_start_that_cannot_be_are_left_out(tmp_path: Path, generation: Any, worker: Any) -> None:
+    state = {"generation": generation, "last_worker": worker}
+    (tmp_path / "coordinator.jsonl").write_text(json.dumps({"state": state}) + "\n")
+    coordinator = Coordinator(tmp_path, Coordination(), fresh=True)
+    try:
+        assert (coordinator.state.generation, coordinator.state.last_worker) == (0, 0)
+    finally:
+        coordinator.close()
+
+
+def test_a_coordinator_waits_for_no_pipe_in_place_of_its_ledger(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "coordinator.jsonl")
+    with pytest.raises(JobError, match="it is no file"):
+        Ledger(tmp_path / "coordinator.jsonl", lambda: ())
+
+
+def test_a_launcher_waits_for_no_pipe_in_place_of_the_note_how_a_script_ended(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.ended_of("w1").parent.mkdir(exist_ok=True)
+    os.mkfifo(folder.ended_of("w1"))
+    assert exit_code(folder, "w1", -9) == -9
 
 
 WISH = Wish({"A": "b"}, {"limits": "c"}, "/", (1, 2))

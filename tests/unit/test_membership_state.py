@@ -754,7 +754,7 @@ def test_an_exception_after_the_run_is_one_of_the_script_too() -> None:
 def test_who_is_still_on_the_way_when_the_job_is_done_is_ended_since_nobody_will_be_there_to_tell_it() -> None:
     job = training(2, max_restarts=5).end("w2").hear("w1", Finished(digest=DIGEST))
     assert job.state.over == done("w1", "w1")
-    assert ("a", End(workers=("w3",), how="kill")) in job.told
+    assert ("a", End(workers=("w3",), how="drop")) in job.told
 
 
 def test_whoever_connects_to_a_job_that_is_over_is_told_so() -> None:

@@ -350,6 +350,8 @@ class Agent:
             return  # it is seen to when it has begun, or does not begin at all
         if how == "leave":
             self._send(worker, signal.SIGTERM)
+        elif how == "drop":
+            self._kill_one(worker)
         else:
             self._send(worker, signal.SIGUSR1)
             asyncio.get_running_loop().call_later(STACKS_S, self._kill_one, worker)

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.launch.name import WorkerName
+from unisono.received import open_file
 
 
 def note_end(folder: RunFolder, worker: WorkerName, code: int) -> None:
@@ -21,6 +22,6 @@ def note_end(folder: RunFolder, worker: WorkerName, code: int) -> None:
 def exit_code(folder: RunFolder, worker: WorkerName, code: int) -> int:
     """The exit code of a worker: of its script, if a signal has ended the process after that; else the process's."""
     if code < 0:
-        with suppress(OSError, ValueError):
-            return int(folder.ended_of(worker).read_text())
+        with suppress(OSError, ValueError), open_file(folder.ended_of(worker)) as file:
+            return int(file.read(32))
     return code

@@ -223,7 +223,7 @@ class Coordinator:
             return
         if fresh:
             generation, worker = (newest["state"].get(name) for name in ("generation", "last_worker"))
-            if isinstance(generation, int) and isinstance(worker, int):
+            if all(type(each) is int and 0 <= each < 2**62 for each in (generation, worker)):
                 self.state = replace(self.state, generation=generation, last_worker=worker)
             return
         try:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -105,7 +106,11 @@ class Ledger:
 
 
 def _open(path: Path, flags: int = 0) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # nobody waits for a pipe
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no file")
+    return descriptor
 
 
 def _lock(folder: Path) -> int:

@@ -243,7 +243,7 @@ class WorkerEnded(Message):
 
     kind: Literal["ended"] = "ended"
     worker: Name
-    code: int
+    code: int = Field(ge=-4096, le=4096)
     error: Text = ""
 
 
@@ -423,12 +423,13 @@ class End(Message):
 
     Attributes:
         workers: their ids.
-        how: ``leave`` sends SIGTERM; ``kill`` lets them write their stacks into their logs, and kills them.
+        how: ``leave`` sends SIGTERM; ``kill`` lets them write their stacks into their logs, and kills them; ``drop``
+            kills those that nobody needs.
     """
 
     kind: Literal["end"] = "end"
     workers: tuple[Name, ...] = Field(min_length=1, max_length=4096)
-    how: Literal["leave", "kill"]
+    how: Literal["leave", "kill", "drop"]
 
 
 class Target(Message):

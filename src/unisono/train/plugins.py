@@ -33,7 +33,7 @@ def _load(name: str) -> Plugin:
         raise JobError(f"the plugin {name!r} in UNISONO_PLUGINS: write module:function")
     try:
         found = getattr(import_module(module), function)
-    except ImportError as error:
+    except (ImportError, TypeError, ValueError) as error:  # the latter two of names such as ".a"
         raise JobError(f"the plugin {name} in UNISONO_PLUGINS cannot be imported: {error}") from error
     except AttributeError as error:
         raise JobError(f"the plugin {name} in UNISONO_PLUGINS: {module} has no {function}") from error

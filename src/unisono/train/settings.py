@@ -131,7 +131,7 @@ def _count(environ: Mapping[str, str], name: str, least: int = 1) -> int | None:
     text = environ.get(name)
     if not text:
         return None
-    if not text.isdecimal() or int(text) < least:
+    if not text.isdecimal() or len(text) > 18 or int(text) < least:
         raise JobError(f"{name}={text!r} in the environment: needs a whole number of at least {least}")
     return int(text)
 

@@ -200,7 +200,7 @@ class Change:
                 self.tell(worker, over)
             if over.digest and worker.phase != "finished" and not worker.signs.connected:
                 # It would look for a coordinator that is gone, and its agent would wait for it.
-                self.tell_agent(worker.agent, End(workers=(worker.id,), how="kill"))
+                self.tell_agent(worker.agent, End(workers=(worker.id,), how="drop"))
         for agent in self.state.agents:
             self.tell_agent(agent, over)
 
