@@ -306,6 +306,65 @@ def test_a_model_can_be_prepared_again_after_a_change_without_going_back_to_a_ch
     assert steps == [0, 1, 2, 3, 4, 5]
 
 
+def anew(model: Any) -> None:
+    model[2].reset_parameters()
+
+
+def another_head(model: Any) -> None:
+    model[2] = nn.Linear(16, 5)
+
+
+@pytest.mark.parametrize("asks", ["never", "before", "after"])
+@pytest.mark.parametrize("change", [anew, another_head])
+@pytest.mark.parametrize("stop_at", [4, 6])
+def test_a_run_goes_on_in_a_loop_before_which_its_script_changes_the_model(
+    start: Start, tmp_path: Path, change: Any, stop_at: int, asks: str
+) -> None:
+    """Whether or not it asks for a checkpoint between the two loops."""
+
+    def work(run: unisono.Run, stop_at: int | None = None) -> str | None:
+        model = net()
+        run.prepare(model, sgd(model))
+        for step in run.steps(data()):
+            step.run(cross_entropy)
+        if asks == "before":
+            run.checkpoint()
+        change(model)
+        run.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
+        if asks == "after":
+            run.checkpoint()
+        for step in run.steps(data(), epochs=2):
+            if step.number == stop_at:
+                run.close()
+                return None
+            step.run(cross_entropy)
+        return run.finish()
+
+    expected = work(start(run_dir=tmp_path / "undisturbed"))
+    assert work(start(checkpoint_every=1), stop_at) is None
+    assert work(start(checkpoint_every=1)) == expected
+
+
+def test_a_run_goes_on_with_the_layers_in_evaluation_mode_that_its_script_has_left_so(
+    start: Start, tmp_path: Path
+) -> None:
+    def work(run: unisono.Run, stop_at: int | None = None) -> str | None:
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3))
+        run.prepare(model, sgd(model))
+        for step in run.steps(data(), epochs=3, drop_last=True):
+            step.run(cross_entropy)
+            if step.number == 1:
+                model[1].eval()
+            if step.number == stop_at:
+                run.close()
+                return None
+        return run.finish()
+
+    expected = work(start(run_dir=tmp_path / "undisturbed"))
+    assert work(start(checkpoint_every=1), 3) is None
+    assert work(start(checkpoint_every=1)) == expected
+
+
 def test_a_run_folder_of_another_job_is_refused_with_the_differences(start: Start) -> None:
     with start(checkpoint_every=1) as run:
         train(run)

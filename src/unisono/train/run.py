@@ -458,6 +458,7 @@ class Run:
                     f"wrong: start the job again, it goes on from its last checkpoint"
                 )
         self._steering.end()
+        self._settle(is_end=True)
         verified = self._require_right()
         weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))
         self._acts.agree("set of weights", {"sha256": weights})
@@ -850,7 +851,7 @@ class Run:
             set_all(shared)
             self._has_weights = True
             if found is not None:
-                self._trained.resume_from(found)
+                self._trained.resume_from(found, begins=True)
 
         return Change(make, partial(self._resumed, found) if resumes else lambda: None)
 
@@ -865,8 +866,11 @@ class Run:
             self._around.folder.journal("resumed", step=step, world_size=self.world_size)
         self.print(f"unisono: resumes after step {step} from {self.dir}")
 
-    def _settle(self) -> None:
-        if self._trained.settle():
+    def _settle(self, *, is_end: bool = False) -> None:
+        """Restore the rest of a checkpoint, once the script has come to where it was written."""
+        at = self._trained.progress
+        is_there = self._loops > at.loop or (self._loops == at.loop and at.reading is None)
+        if (is_there or is_end) and self._trained.settle():
             self._tell_of_scheduler()
 
     def _tell_of_scheduler(self) -> None:
@@ -1076,10 +1080,12 @@ class Run:
         if not self._integrity.is_on:
             return None
         step, is_apart = self._trained.progress.position.step, self._apart.rounds is not None
-        digests = self._acts.change(lambda workers: self._integrity.compare(workers, step, weights_only=is_apart))
+        # What stands before a loop that goes on later is no state to keep: the rest of it is yet to be restored.
+        weights_only = is_apart or self._trained.restored is not None
+        digests = self._acts.change(lambda workers: self._integrity.compare(workers, step, weights_only=weights_only))
         if self._trained.is_doubted:
             return None
-        if not is_apart:
+        if not weights_only:
             self._integrity.copy(step, self.rank)
         return digests
 
@@ -1168,7 +1174,9 @@ class Run:
         self._leave(Dismissed("asked to leave", preempted=True, code=PREEMPTED))
 
     def _checkpoint_if_due(self, verified: Digests | None) -> None:
-        if self._checkpoints.due(self._trained.progress.position.step) and not self._trained.is_doubted:
+        if self._trained.restored is not None:  # the script has not come to where the newest one was written
+            self._checkpoints.requested = False
+        elif self._checkpoints.due(self._trained.progress.position.step) and not self._trained.is_doubted:
             self._checkpoints.save(self._snapshot(), verified)
 
     def _snapshot(self) -> Snapshot:

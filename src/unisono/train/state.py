@@ -7,10 +7,11 @@ from reprlib import repr as short
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.checkpoint.layout import form_of
+from unisono.checkpoint.quick_digest import tree_digest
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import CheckpointError, Unreadable
 from unisono.plan.batches import Position
@@ -85,6 +86,7 @@ def capture(prepared: Prepared, progress: Progress, registered: Mapping[str, Any
             "progress": progress.as_tree(),
             "registered": {name: thing.state_dict() for name, thing in registered.items()},
             "transient": _transient(prepared),
+            "evaluating": [name for name, module in _named_modules(prepared) if not module.training],
             **own,
         },
     )
@@ -111,6 +113,19 @@ def restore_models(prepared: Prepared, snapshot: Snapshot) -> None:
     with torch.no_grad():
         for place, value in zip(places, values, strict=True):
             place.copy_(value)
+
+
+def holds_models(prepared: Prepared, snapshot: Snapshot) -> bool:
+    """Whether all modules' parameters and buffers are those of a snapshot, bit for bit."""
+    ours = [_module_state(prepared), _transient(prepared)]
+    return tree_digest(ours) == tree_digest([snapshot.model, kept(snapshot, "transient")])
+
+
+def restore_modes(prepared: Prepared, snapshot: Snapshot) -> None:
+    """Set which modules are in evaluation mode: a script may leave some in it, such as a frozen BatchNorm."""
+    evaluating = set(kept(snapshot, "evaluating"))
+    for name, module in _named_modules(prepared):
+        module.training = name not in evaluating
 
 
 def restore_optimizers(prepared: Prepared, snapshot: Snapshot) -> None:
@@ -198,6 +213,10 @@ def _undo_casts(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             ours = optimizer.state[parameter]
             if isinstance(value, Tensor) and value.dtype != ours[name].dtype:
                 ours[name] = value.to(ours[name].device)
+
+
+def _named_modules(prepared: Prepared) -> list[tuple[str, nn.Module]]:
+    return [(prefix + name, each) for prefix, one in prefixed(prepared.modules) for name, each in one.named_modules()]
 
 
 def _transient_places(prepared: Prepared) -> list[Tensor]:

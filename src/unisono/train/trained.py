@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,16 @@ from unisono.train.monitors import Monitors
 from unisono.train.prepared import Prepared
 from unisono.train.registered import Registered
 from unisono.train.restoring import all_or_nothing, kept, restoring
-from unisono.train.state import Progress, capture, restore_kept, restore_models, restore_optimizers, restore_update
+from unisono.train.state import (
+    Progress,
+    capture,
+    holds_models,
+    restore_kept,
+    restore_models,
+    restore_modes,
+    restore_optimizers,
+    restore_update,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +90,14 @@ class Trained:
         }
         return capture(self.prepared, self.progress, self.registered, own)
 
-    def resume_from(self, snapshot: Snapshot) -> None:
-        """Set models and position; the rest follows when the script has made everything: see :meth:`settle`."""
+    def resume_from(self, snapshot: Snapshot, *, begins: bool = False) -> None:
+        """Set models and position; the rest follows when the script has made everything: see :meth:`settle`.
+
+        Args:
+            snapshot: the state.
+            begins: whether the script has only begun. Between two loops it may build the model anew: if the state is of
+                a later loop, its model need not fit until then.
+        """
         assert self.prepared is not None, "there is something to train"
         with all_or_nothing(self, self.monitors, self.adaptation, *self.adaptation.policies):
             self.restored, self.original = snapshot, None
@@ -91,7 +106,8 @@ class Trained:
             self._recall(snapshot)
             with restoring(snapshot, "adaptation"):
                 self.adaptation.load_state_dict(kept(snapshot, "adaptation"))
-            with restoring(snapshot, "model"):
+            may_differ = begins and self.progress.loop > 0
+            with suppress(CheckpointError) if may_differ else nullcontext(), restoring(snapshot, "model"):
                 restore_models(self.prepared, snapshot)
 
     def go_back(self, snapshot: Snapshot) -> None:
@@ -110,9 +126,10 @@ class Trained:
                 restore_kept(self.prepared, self.restored)
 
     def settle(self) -> bool:
-        """Restore what a state holds besides the models, now that the script has made everything.
+        """Restore all that a state holds, now that the script has made everything.
 
-        A scheduler sets its optimizer's learning rate when it is made, so optimizers come last.
+        The models once more: the script may have changed them since, between two loops that were over. A scheduler sets
+        its optimizer's learning rate when it is made, so optimizers come last.
 
         Returns:
             whether there was anything to restore.
@@ -120,6 +137,10 @@ class Trained:
         if self.restored is None or self.prepared is None:
             return False
         snapshot, self.restored = self.restored, None
+        with restoring(snapshot, "model"):
+            if not holds_models(self.prepared, snapshot):  # some strategies refuse weights that were written
+                restore_models(self.prepared, snapshot)
+            restore_modes(self.prepared, snapshot)
         self.registered.restore(snapshot)
         with restoring(snapshot, "optimizers"):
             restore_optimizers(self.prepared, snapshot)
@@ -149,7 +170,7 @@ class Trained:
         if self.is_doubted and snapshot.state.get("doubt") is None:  # the others have gone back
             self.go_back(snapshot)
         elif joins or (is_restored and self.original is None):
-            self.resume_from(snapshot)
+            self.resume_from(snapshot, begins=is_restored)
         else:
             with all_or_nothing(self, self.monitors):
                 self._recall(snapshot)
