@@ -405,6 +405,23 @@ def test_a_member_is_replaced_once_all_ask_for_it_and_only_in_the_generation_tha
     assert [note.fields["worker"] for note in job.notes if note.event == "replaced"] == ["w2"]
 
 
+def test_a_member_that_computes_wrong_results_is_in_no_generation_wherever_the_others_stand() -> None:
+    job = training(3).hear("w1", Replace(generation=1, rank=1))
+    job.arrive("w1", "w3", at_boundary=False)
+    job.arrive("w2", acts=9, at_boundary=False)
+    assert job.state.minted is not None
+    assert job.roster == ["w1", "w3"]
+    assert job.state.workers["w2"].phase == "removed"
+
+
+def test_a_state_that_only_a_member_with_wrong_results_has_is_not_gone_on_from() -> None:
+    job = training(3).hear("w2", Leaving()).hear("w1", Replace(generation=1, rank=1))
+    job.agent(WorkerEnded(worker="w1", code=-9)).agent(WorkerEnded(worker="w3", code=-9))
+    job.arrive("w2", at_boundary=False)
+    assert job.state.minted is None
+    assert "starts over" in [note.event for note in job.notes]
+
+
 def test_a_generation_knows_how_many_were_lost_or_left_on_notice_before_it() -> None:
     job = training(4)
     job.agent(WorkerEnded(worker="w1", code=-9))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -334,6 +335,33 @@ def test_a_run_goes_on_in_a_loop_before_which_its_script_changes_the_model(
         if asks == "after":
             run.checkpoint()
         for step in run.steps(data(), epochs=2):
+            if step.number == stop_at:
+                run.close()
+                return None
+            step.run(cross_entropy)
+        return run.finish()
+
+    expected = work(start(run_dir=tmp_path / "undisturbed"))
+    assert work(start(checkpoint_every=1), stop_at) is None
+    assert work(start(checkpoint_every=1)) == expected
+
+
+@pytest.mark.parametrize("stop_at", [4, 6])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_run_that_skips_a_loop_draws_behind_it_what_an_undisturbed_one_draws(
+    start: Start, tmp_path: Path, stop_at: int, breaks: bool
+) -> None:
+    def work(run: unisono.Run, stop_at: int | None = None) -> str | None:
+        model = net()
+        run.prepare(model, sgd(model))
+        for step in run.steps(data()):
+            step.run(cross_entropy)
+            torch.rand(3)
+            if breaks and step.number == 1:
+                break
+        chosen = torch.randperm(len(data()))[:60].tolist()
+        random.shuffle(chosen)
+        for step in run.steps(torch.utils.data.Subset(data(), chosen), epochs=3):
             if step.number == stop_at:
                 run.close()
                 return None

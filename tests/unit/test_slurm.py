@@ -218,7 +218,7 @@ def test_what_sbatch_refuses_is_passed_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_without_jinja2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.launch.batch_script.find_spec", lambda name: None)
-    with pytest.raises(JobError, match=r"pip install 'unisono\[study\]'"):
+    with pytest.raises(JobError, match=r"pip install '\.\[study\]'"):
         text(JOB)
 
 

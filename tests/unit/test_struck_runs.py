@@ -87,7 +87,8 @@ def has_been_compared(blow: Blow, whole: Outcome, play: Play) -> bool:
         return True
     passed = whole.world.points[blow.worker]
     begun = whole.struck_at
-    return blow.point > begun + passed[begun:].index("reduce ends") + 3  # the control word has come, and is read
+    counted = begun + passed[begun:].index("act counted")
+    return blow.point > counted + 1  # the others have counted it, too: the next collective call has ended
 
 
 @pytest.mark.parametrize("name", plays(Path()))

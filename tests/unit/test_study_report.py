@@ -387,7 +387,7 @@ def test_a_picture_in_a_page_has_the_pages_colours(drawing: Drawing) -> None:
 def test_what_is_missing_for_a_report_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.study.report.find_spec", lambda name: None if name == "reportlab" else object())
 
-    with pytest.raises(JobError, match=r"a report needs reportlab: pip install 'unisono\[study\]'"):
+    with pytest.raises(JobError, match=r"a report needs reportlab: pip install '\.\[study\]'"):
         require_reports()
 
 

@@ -14,6 +14,7 @@ class Stream(IntEnum):
     ORDER = 4  # the order of samples in one epoch: (epoch,)
     EVALUATION = 5  # a model that draws at evaluation: (step, block)
     AUDIT = 6  # which shards are computed again: (step, call, shard)
+    AFTER = 7  # what the user's script draws behind a loop: (loop,)
 
 
 def stream_seed(seed: int, stream: Stream, *key: int) -> int:

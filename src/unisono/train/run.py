@@ -909,6 +909,7 @@ class Run:
         if self._samples is not None:
             self._samples.loop_begins(number, batches.samples, batches.epoch_samples, source.samples_at)
         if not self._acts.enter(number):
+            self._seed_behind(number)
             return
         self._steering.begin()
         try:
@@ -916,8 +917,14 @@ class Run:
         except GeneratorExit:  # a break; or the end of a run that is closed in the middle of the loop
             if hooks.is_whole():
                 self._acts.leave(number)
+                self._seed_behind(number)
             raise
         self._acts.leave(number)
+        self._seed_behind(number)
+
+    def _seed_behind(self, loop: int) -> None:
+        """Whoever has skipped the loop has to draw what the others draw."""
+        seed_generators(stream_seed(self.job.seed, Stream.AFTER, loop))
 
     def _move(self, progress: Progress) -> None:
         self._trained.progress = progress

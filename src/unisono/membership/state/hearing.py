@@ -203,8 +203,8 @@ def _replace(change: Change, message: Replace) -> None:
     if message.generation != change.state.generation:
         return  # the worker that was meant may have another rank by now
     for worker in change.state.members:
-        if change.state.ranks.get(worker.id) == message.rank and not worker.leaving:
-            change.put(worker, leaving=True)
+        if change.state.ranks.get(worker.id) == message.rank and not worker.is_faulty:
+            change.put(worker, leaving=True, is_faulty=True)
             change.note("replaced", worker=worker.id, host=worker.host, rank=message.rank)
 
 

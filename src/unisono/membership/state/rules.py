@@ -51,11 +51,13 @@ def _regroup(change: Change) -> None:
     """Mint the next generation when all members that are left have arrived.
 
     Somebody comes or goes only where all stand at one boundary; elsewhere the survivors go on as they are, to the
-    next boundary.
+    next boundary. Who computes wrong results goes wherever the others stand.
     """
     minted, members = change.state.minted, change.state.members
     if minted is None or any(member.phase != "arrived" or not member.signs.connected for member in members):
         return
+    faulty = [member for member in members if member.is_faulty]
+    members = tuple(member for member in members if not member.is_faulty)
     holders = [member for member in members if holds_state(member, minted)]
     if not holders:
         _start_over(change)
@@ -78,6 +80,8 @@ def _regroup(change: Change) -> None:
     seats = [survivor(member, agents[member.agent], member in holders) for member in staying]
     seats += [newcomer(joiner, agents[joiner.agent], joins=True) for joiner in joiners]
     _mint(change, seats, source, loop)
+    for member in faulty:
+        change.remove(member, "it computes wrong results")
     for member in members:
         if member not in staying:
             why = "it was asked to leave" if member.leaving else f"the job goes on with {size} workers"

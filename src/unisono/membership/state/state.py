@@ -63,6 +63,7 @@ class Worker:
         pid: of its process there; 0 until it has connected.
         joins: whether training was under way when it connected.
         leaving: whether it was asked to leave.
+        is_faulty: whether it computes wrong results: it is in no generation any more.
         loop: for which it is ready.
         address: where its peers reach it.
         turn: in which order it became ready.
@@ -81,6 +82,7 @@ class Worker:
     pid: int = 0
     joins: bool = False
     leaving: bool = False
+    is_faulty: bool = False
     loop: int | None = None
     address: str = ""
     turn: int = 0
