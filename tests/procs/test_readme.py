@@ -16,18 +16,25 @@ pytestmark = pytest.mark.procs
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+GUIDE = [f"docs/{page}" for page in re.findall(r"guide/\w+\.md", (ROOT / "mkdocs.yml").read_text())]
+"""Its pages, in the order in which the site shows them."""
 
 
-def code_of(page: str) -> list[str]:
-    """The Python blocks of a page."""
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+def text_of(pages: list[str]) -> str:
+    """The text of some pages."""
+    return "\n".join((ROOT / page).read_text() for page in pages)
 
 
-def digests(page: str, workers: int, folder: Path) -> list[str]:
-    """Run the code of a page on so many workers; the digests of the weights that it prints."""
+def code_of(*pages: str) -> list[str]:
+    """The Python blocks of pages."""
+    return re.findall(r"^```python\n(.*?)^```$", text_of([*pages]), re.DOTALL | re.MULTILINE)
+
+
+def digests(pages: list[str], workers: int, folder: Path) -> list[str]:
+    """Run the code of pages on so many workers; the digests of the weights that it prints."""
     folder.mkdir()
     script = folder / "train.py"
-    script.write_text("\n\n".join(code_of(page)))
+    script.write_text("\n\n".join(code_of(*pages)))
     launcher = [sys.executable] if workers == 1 else [sys.executable, "-m", "unisono", "run", "-n", str(workers)]
     done = subprocess.run(
         [*launcher, script.name],
@@ -49,22 +56,23 @@ def test_the_script_in_the_readme_is_short_and_ends_in_the_same_weights_on_one_w
 ) -> None:
     (script,) = code_of("README.md")
     assert script.count("\n") <= 30
-    alone = digests("README.md", 1, tmp_path / "alone")
+    assert len((ROOT / "README.md").read_bytes()) <= 6000
+    alone = digests(["README.md"], 1, tmp_path / "alone")
     assert len(alone) == 1
-    assert digests("README.md", 2, tmp_path / "together") == alone
+    assert digests(["README.md"], 2, tmp_path / "together") == alone
 
 
 def test_everything_in_the_guide_runs_and_ends_in_the_same_weights_on_one_worker_and_on_two(
     warm: None, tmp_path: Path
 ) -> None:
-    alone = digests("docs/guide.md", 1, tmp_path / "alone")
-    assert len(alone) == "".join(code_of("docs/guide.md")).count(".finish(") + 1  # one stands in a loop of two
-    assert digests("docs/guide.md", 2, tmp_path / "together") == alone
+    alone = digests(GUIDE, 1, tmp_path / "alone")
+    assert len(alone) == "".join(code_of(*GUIDE)).count(".finish(") + 1  # one stands in a loop of two
+    assert digests(GUIDE, 2, tmp_path / "together") == alone
 
 
 def test_the_worked_example_of_exactness_holds(tmp_path: Path) -> None:
     assert len(code_of("docs/exactness.md")) >= 2
-    digests("docs/exactness.md", 1, tmp_path / "example")  # it asserts by itself
+    digests(["docs/exactness.md"], 1, tmp_path / "example")  # it asserts by itself
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -86,14 +94,14 @@ def headings(page: Path) -> set[str]:
 def test_the_guide_names_every_variable_that_the_source_reads() -> None:
     # What hints.py names is looked for in users' scripts.
     source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py") if path.name != "hints.py")
-    guide = (ROOT / "docs" / "guide.md").read_text()
+    guide = text_of(GUIDE)
     names = set(re.findall(r'"((?:UNISONO|SLURM|SLURMD|MASTER)_[A-Z_]+)"', source))
     assert len(names) > 15
     assert {name for name in names if name not in guide} == set()
 
 
 def test_the_guide_explains_every_error() -> None:
-    guide = (ROOT / "docs" / "guide.md").read_text()
+    guide = text_of(GUIDE)
     kinds = [name for name, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__]
     assert len(kinds) > 10
     assert [name for name in kinds if f"`{name}`" not in guide] == []
@@ -102,7 +110,7 @@ def test_the_guide_explains_every_error() -> None:
 def test_the_guide_lists_every_setting_of_init() -> None:
     from unisono.train.start import init
 
-    guide = (ROOT / "docs" / "guide.md").read_text()
+    guide = text_of(GUIDE)
     assert [name for name in inspect.signature(init).parameters if f"| `{name}` |" not in guide] == []
 
 
