@@ -17,8 +17,8 @@ from unisono.launch.local import Launches
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.tuning import Tuning
-from unisono.study.batch_search import BatchSearch
-from unisono.study.batch_searching import searched
+from unisono.study.measure.batch_search import BatchSearch
+from unisono.study.measure.batch_searching import searched
 
 PROGRAM = Path(__file__).parent / "programs" / "convolutions.py"
 LARGE = "65536"

@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.crew import cleaned
 from unisono.errors import JobError, LaunchError
-from unisono.launch.address import address_of
-from unisono.launch.control import Control
+from unisono.launch.elastic.address import address_of
+from unisono.launch.elastic.control import Control
 
 ROOT = Path(__file__).parents[1]
 LOOK_S = 0.02

@@ -20,8 +20,8 @@ from unisono.reduce.letters import Letter
 from unisono.reduce.packing import pack, unpack
 from unisono.sync.named import strategy_of
 from unisono.sync.parameter_server import ParameterServer
-from unisono.train.central_weights import CentralWeights
-from unisono.train.prepared import Prepared
+from unisono.train.model.prepared import Prepared
+from unisono.train.strategies.central_weights import CentralWeights
 
 PLAIN = "parameter-server:synchronous=false"
 TREATED = {

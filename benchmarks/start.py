@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
-from unisono.launch.request import Request
-from unisono.launch.warm_start import WarmStart
+from unisono.launch.forkserver.request import Request
+from unisono.launch.forkserver.warm_start import WarmStart
 
 ROUNDS = 9
 SCRIPT = """

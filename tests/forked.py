@@ -7,8 +7,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from unisono.launch.request import Request
-from unisono.launch.warm_start import WarmStart, WarmWorker
+from unisono.launch.forkserver.request import Request
+from unisono.launch.forkserver.warm_start import WarmStart, WarmWorker
 
 PATIENCE_S = 60.0
 

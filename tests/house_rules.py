@@ -25,6 +25,35 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "failpoints"),
 )
 DEPTHS = {room: depth for depth, row in enumerate(ROWS) for room in row}
+# Rooms inside of a room, top row first. A module that lies beside them and is not listed stands above them all.
+SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "train": (
+        ("strategies", "record"),
+        ("loop",),
+        ("step",),
+        ("recovery",),
+        ("state",),
+        ("group",),
+        ("model",),
+        ("config",),
+    ),
+    "launch": (
+        ("verify", "doctor", "slurm", "elastic"),
+        ("local",),
+        ("worker_start",),
+        ("forkserver",),
+        ("worker",),
+        ("ending",),
+        ("terminal",),
+        ("memory", "surroundings", "command"),
+        ("guard", "settings"),
+        ("script", "tuning"),
+    ),
+    "study": (("report",), ("measure",), ("analysis",), ("replay",)),
+}
+SUB_DEPTHS = {
+    room: {inner: depth for depth, row in enumerate(rows) for inner in row} for room, rows in SUB_ROWS.items()
+}
 DOOR = "the door"  # __init__.py and __main__.py: what comes in through it may go to any room
 FAKES = "testing"  # shipped fakes: may know every room
 FRIENDS_OF_FAKES = {"cli", FAKES}
@@ -69,6 +98,11 @@ def room_of(module: str) -> str:
     """The part of the house that a module, given by its full name, belongs to."""
     inside = module.split(".")[1:]
     return inside[0] if inside and inside[0] != "__main__" else DOOR
+
+
+def inner_room_of(module: str) -> str:
+    """The room inside of a room that a module belongs to, or its own name; empty for the room itself."""
+    return ".".join(module.split(".")[2:3])
 
 
 @dataclass(frozen=True)
@@ -183,6 +217,30 @@ def _forbidden(room: str, other: str) -> str:
     if DEPTHS[room] == DEPTHS[other]:
         return f"{room} and {other} are rooms of one row and know each other only through a room above"
     return f"{other} is above {room}; imports go down"
+
+
+def sub_layers(house: House) -> Iterator[Breach]:
+    """Inside of a room imports go down, too."""
+    for source in house:
+        depths, inner = SUB_DEPTHS.get(source.room), inner_room_of(source.module)
+        if depths is None or not inner:
+            continue
+        if inner not in depths and (source.is_package or source.module.count(".") > 2):
+            yield Breach(source.path, 1, "sub-layers", f"'{inner}' is in no row of {source.room}")
+        for found in house.imports(source):
+            other = inner_room_of(found.target)
+            if room_of(found.target) != source.room or not found.target.startswith(f"{house.name}."):
+                continue
+            if other != inner and (reason := _forbidden_inside(depths, inner, other)):
+                yield Breach(source.path, found.line, "sub-layers", f"imports {found.target}: {reason}")
+
+
+def _forbidden_inside(depths: Mapping[str, int], inner: str, other: str) -> str:
+    """Why one room inside of a room may not import another; empty when it may."""
+    depth, deeper = depths.get(inner, -1), depths.get(other, -1)
+    if depth == deeper and depth >= 0:
+        return f"{inner} and {other} stand in one row and know each other only through a room above"
+    return f"{other or 'the room itself'} is above {inner}; imports go down" if depth > deeper else ""
 
 
 def cycles(house: House) -> Iterator[Breach]:
@@ -333,6 +391,7 @@ def _walk(house: House) -> Iterator[tuple[Source, ast.AST]]:
 
 RULES: tuple[Callable[[House], Iterator[Breach]], ...] = (
     layers,
+    sub_layers,
     cycles,
     purity,
     lazy_door,

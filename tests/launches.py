@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from unisono.launch.born import NURSERY
+from unisono.launch.forkserver.born import NURSERY
 
 LAUNCHES = Path(__file__).parent / "procs" / "scripts" / "launches.py"
 PATIENCE_S = 240

@@ -29,8 +29,8 @@ from unisono.reduce.host_memory import part_of
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
 from unisono.testing.failpoints import listening
-from unisono.train.membership import Arrival, Membership, Standing
-from unisono.train.workers import Workers
+from unisono.train.group.membership import Arrival, Membership, Standing
+from unisono.train.group.workers import Workers
 
 MOST_SWITCHES = 20_000
 """Between workers, in one world: far more than any of them needs."""

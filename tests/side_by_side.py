@@ -12,7 +12,7 @@ from unisono.plan.split import Split
 from unisono.reduce.peers import meet
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo
-from unisono.train.workers import Workers
+from unisono.train.group.workers import Workers
 
 PATIENCE_S = 20.0
 

@@ -14,15 +14,15 @@ from unisono.checkpoint.codec import unflatten
 from unisono.checkpoint.snapshot import Digests, FrozenSnapshot, Snapshot
 from unisono.plan.batches import Position
 from unisono.plan.tree import Node
-from unisono.train.acts import Acts, Change, Keeper
-from unisono.train.adaptation import Adaptation
-from unisono.train.checkpoints import Checkpoints
-from unisono.train.digest import digest_tensors
-from unisono.train.prepared import Prepared
-from unisono.train.sharing import shared_weights
-from unisono.train.trained import Trained
-from unisono.train.values import set_all
-from unisono.train.workers import Workers
+from unisono.train.group.acts import Acts, Change, Keeper
+from unisono.train.group.workers import Workers
+from unisono.train.model.digest import digest_tensors
+from unisono.train.model.prepared import Prepared
+from unisono.train.model.values import set_all
+from unisono.train.state.adaptation import Adaptation
+from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.sharing import shared_weights
+from unisono.train.state.trained import Trained
 
 STEPS = 2
 SHARDS = SimulatedMembership.shards

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from unisono.launch.address import address_of
-from unisono.launch.control import Control
+from unisono.launch.elastic.address import address_of
+from unisono.launch.elastic.control import Control
 
 SCRIPT = Path(__file__).parent / "procs" / "scripts" / "elastic_training.py"
 SETTINGS = (

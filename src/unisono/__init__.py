@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from unisono.sync.pair_averaging import PairAveraging
     from unisono.sync.parameter_server import ParameterServer
     from unisono.sync.strategy import Strategy
-    from unisono.train.digest import digest
     from unisono.train.load import load
+    from unisono.train.model.digest import digest
     from unisono.train.run import Run
     from unisono.train.start import init
-    from unisono.train.step import Step
+    from unisono.train.step.step import Step
     from unisono.train.trainer import Callback, Trainer
 
 __version__ = "0.1.0"
@@ -85,14 +85,14 @@ _HOMES = {
     "Run": "unisono.train.run",
     "ScalingPolicy": "unisono.adapt.scaling_policy",
     "SpotPolicy": "unisono.adapt.spot_policy",
-    "Step": "unisono.train.step",
+    "Step": "unisono.train.step.step",
     "StragglerPolicy": "unisono.adapt.straggler_policy",
     "Strategy": "unisono.sync.strategy",
     "StrategyPolicy": "unisono.adapt.strategy_policy",
     "TopologyPolicy": "unisono.adapt.topology_policy",
     "Trainer": "unisono.train.trainer",
     "View": "unisono.adapt.view",
-    "digest": "unisono.train.digest",
+    "digest": "unisono.train.model.digest",
     "init": "unisono.train.start",
     "load": "unisono.train.load",
 }

@@ -2,11 +2,11 @@
 
 from mutants.mutant import ACTS, Mutant
 
-ACTS_FILE = "train/acts.py"
-MAJORITY = "train/majority.py"
-WORKERS = "train/workers.py"
-ELASTIC = "train/elastic.py"
-MEMBERSHIP = "train/membership.py"
+ACTS_FILE = "train/group/acts.py"
+MAJORITY = "train/group/majority.py"
+WORKERS = "train/group/workers.py"
+ELASTIC = "train/group/elastic.py"
+MEMBERSHIP = "train/group/membership.py"
 
 DOORS = ("tests/unit/test_elastic_doors.py", *ACTS)
 

@@ -17,15 +17,15 @@ from websockets.asyncio.server import ServerConnection, serve
 from websockets.http11 import Request, Response
 
 from unisono.errors import LaunchError
-from unisono.launch.address import Address
-from unisono.launch.agent import Agent, Joined
-from unisono.launch.elastic import ElasticSettings, Range
-from unisono.launch.outcome import Outcome
-from unisono.launch.report import report
-from unisono.launch.result import open_folder
+from unisono.launch.elastic.address import Address
+from unisono.launch.elastic.agent import Agent, Joined
+from unisono.launch.elastic.elastic import ElasticSettings, Range
+from unisono.launch.ending.outcome import Outcome
+from unisono.launch.ending.report import report
+from unisono.launch.ending.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
-from unisono.launch.terminal import Terminal
+from unisono.launch.terminal.terminal import Terminal
 from unisono.membership.messages import (
     AgentHello,
     AgentLeaving,

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from training import control_of
-from unisono.launch.born import NURSERY
+from unisono.launch.forkserver.born import NURSERY
 
 pytestmark = pytest.mark.procs
 

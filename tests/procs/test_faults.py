@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serial_runs import SerialRuns
-from unisono.launch.born import NURSERY
+from unisono.launch.forkserver.born import NURSERY
 from unisono.testing import Faults
 from unisono.testing.failpoints import RECOVERY
 

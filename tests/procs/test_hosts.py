@@ -23,8 +23,8 @@ from leaks import ALLOWED_VARIABLES
 from serial_runs import SerialRuns
 from training import SETTINGS
 from two_hosts import Host, NoHosts, two_hosts
-from unisono.launch.born import NURSERY
-from unisono.launch.certificate import make_certificate
+from unisono.launch.elastic.certificate import make_certificate
+from unisono.launch.forkserver.born import NURSERY
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
@@ -38,7 +38,7 @@ LONG = {"EPOCHS": "10", "PACE_S": "0.05"}
 
 WARM = f"""
 import os, socket, sys
-from unisono.launch.born import NURSERY
+from unisono.launch.forkserver.born import NURSERY
 from unisono.testing import warm_jobs
 with warm_jobs({[*SETTINGS, *ALLOWED_VARIABLES]}):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nothing:

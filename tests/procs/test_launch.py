@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from unisono.errors import LaunchError
+from unisono.launch.ending.result import open_folder
 from unisono.launch.local import launch
-from unisono.launch.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
-from unisono.launch.terminal import SilentTerminal
+from unisono.launch.terminal.terminal import SilentTerminal
 
 pytestmark = pytest.mark.procs
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch import doctor
+from unisono.launch.doctor import doctor
 
 pytestmark = pytest.mark.procs
 

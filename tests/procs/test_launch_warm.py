@@ -146,7 +146,7 @@ def test_a_signal_that_comes_while_torch_is_being_loaded_ends_the_job_at_once(ru
 
 def _is_template(process: psutil.Process) -> bool:
     try:
-        return "unisono.launch.template" in process.cmdline()
+        return "unisono.launch.forkserver.template" in process.cmdline()
     except psutil.Error:
         return False
 

@@ -19,9 +19,9 @@ import pytest
 
 from forked import LOOK, PATIENCE_S, Host, cold, seen
 from leaks import ALLOWED_VARIABLES
-from unisono.launch.born import NURSERY, Unborn, born
+from unisono.launch.forkserver.born import NURSERY, Unborn, born
+from unisono.launch.forkserver.warm_start import WarmStart
 from unisono.launch.tuning import Tuning
-from unisono.launch.warm_start import WarmStart
 from unisono.testing import warm_jobs
 
 pytestmark = [
@@ -131,9 +131,9 @@ def test_template_and_workers_end_with_a_launcher_that_is_killed(tmp_path: Path)
     program = """
         import asyncio, os
         from pathlib import Path
-        from unisono.launch.born import born
-        from unisono.launch.request import Request
-        from unisono.launch.warm_start import WarmStart
+        from unisono.launch.forkserver.born import born
+        from unisono.launch.forkserver.request import Request
+        from unisono.launch.forkserver.warm_start import WarmStart
 
         async def main():
             warm = WarmStart(*await born(os.environ, Path("log")))
@@ -205,7 +205,7 @@ def test_when_the_nursery_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_it
 ASKS = """
 import asyncio, os
 from pathlib import Path
-from unisono.launch.born import Unborn, born
+from unisono.launch.forkserver.born import Unborn, born
 
 async def main():
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unisono import errors
-from unisono.launch.born import NURSERY
+from unisono.launch.forkserver.born import NURSERY
 
 pytestmark = pytest.mark.procs
 

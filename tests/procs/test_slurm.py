@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from slurm_cluster import Cluster
 from unisono.errors import JobError
-from unisono.launch.batch_job import Allocation, BatchJob
-from unisono.launch.batch_script import text_of
 from unisono.launch.script import Script
+from unisono.launch.slurm.batch_job import Allocation, BatchJob
+from unisono.launch.slurm.batch_script import text_of
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from forked import LOOK, PATIENCE_S, Host, cold, environment, seen
-from unisono.launch.warm_start import ColdStart, WarmStart
+from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
 
 pytestmark = [
     pytest.mark.procs,
@@ -192,8 +192,8 @@ def test_a_template_ends_with_its_agent(tmp_path: Path) -> None:
     program = """
         import asyncio, os, signal, sys
         from pathlib import Path
-        from unisono.launch.request import Request
-        from unisono.launch.warm_start import WarmStart
+        from unisono.launch.forkserver.request import Request
+        from unisono.launch.forkserver.warm_start import WarmStart
 
         async def main():
             warm = await WarmStart.open(os.environ, Path("log"))

@@ -23,7 +23,7 @@ from unisono.membership.messages import (
     Unreached,
     Welcome,
 )
-from unisono.train.elastic import arrival_in
+from unisono.train.group.elastic import arrival_in
 
 if TYPE_CHECKING:
     from simulation.group import Call, Group, Key

@@ -8,10 +8,10 @@ import pytest
 
 from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
 from unisono.membership.messages import Minted, Seat
-from unisono.train.acts import Acts, Change, Keeper
-from unisono.train.elastic import arrival_in
-from unisono.train.membership import Arrival, Membership, Standing
-from unisono.train.workers import Workers
+from unisono.train.group.acts import Acts, Change, Keeper
+from unisono.train.group.elastic import arrival_in
+from unisono.train.group.membership import Arrival, Membership, Standing
+from unisono.train.group.workers import Workers
 
 pytestmark = pytest.mark.unit
 

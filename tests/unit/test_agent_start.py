@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.launch.agent import Agent, _Worker
-from unisono.launch.elastic import ElasticSettings, Range
-from unisono.launch.failure import Failure
+from unisono.launch.elastic.agent import Agent, _Worker
+from unisono.launch.elastic.elastic import ElasticSettings, Range
+from unisono.launch.ending.failure import Failure
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.membership.token import make_token

@@ -16,12 +16,12 @@ from unisono.job import Job
 from unisono.plan.batches import Batches, Position
 from unisono.sync.all_reduce import AllReduce
 from unisono.sync.local_sgd import DiLoCo, LocalSGD
-from unisono.train import rounds
-from unisono.train.apart import Apart
-from unisono.train.engine import Call, Clip
-from unisono.train.prepared import Prepared
-from unisono.train.rounds import Recipe, Rounds, Tally
-from unisono.train.workers import Workers
+from unisono.train.group.workers import Workers
+from unisono.train.model.prepared import Prepared
+from unisono.train.step.engine import Call, Clip
+from unisono.train.strategies import rounds
+from unisono.train.strategies.apart import Apart
+from unisono.train.strategies.rounds import Recipe, Rounds, Tally
 
 pytestmark = pytest.mark.unit
 
@@ -144,7 +144,7 @@ def test_rounds_of_another_strategy_are_not_gone_on_with(monkeypatch: pytest.Mon
         seen.append(before)
         return Mock(goes_on=False)
 
-    monkeypatch.setattr("unisono.train.apart.Rounds", made)
+    monkeypatch.setattr("unisono.train.strategies.apart.Rounds", made)
     trained = SimpleNamespace(
         adaptation=SimpleNamespace(strategy=LocalSGD(), scaled=None), prepared=object(), strategy=("", {})
     )

@@ -23,14 +23,14 @@ from unisono.reduce.packing import pack, unpack
 from unisono.sync.pair_averaging import PairAveraging
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import Strategy
-from unisono.train.asynchronous_server import AsynchronousServer
-from unisono.train.central_weights import CentralWeights
-from unisono.train.hyperparameters import hyperparameters_of, set_hyperparameters
-from unisono.train.pairs import Pairs
-from unisono.train.prepared import Prepared
-from unisono.train.replica import set_states, states_of
-from unisono.train.synchroniser import Ground
-from unisono.train.workers import Workers
+from unisono.train.group.workers import Workers
+from unisono.train.model.prepared import Prepared
+from unisono.train.strategies.asynchronous_server import AsynchronousServer
+from unisono.train.strategies.central_weights import CentralWeights
+from unisono.train.strategies.hyperparameters import hyperparameters_of, set_hyperparameters
+from unisono.train.strategies.pairs import Pairs
+from unisono.train.strategies.replica import set_states, states_of
+from unisono.train.strategies.synchroniser import Ground
 
 pytestmark = pytest.mark.unit
 

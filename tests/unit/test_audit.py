@@ -17,10 +17,10 @@ from unisono.job import Job
 from unisono.plan.audits import Finding, audited, auditors, judged
 from unisono.plan.batches import Batch
 from unisono.testing.flip import flip
-from unisono.train.digest import digest
-from unisono.train.engine import Call, Clip, Execution, StepEngine
-from unisono.train.prepared import Prepared
-from unisono.train.workers import Workers
+from unisono.train.group.workers import Workers
+from unisono.train.model.digest import digest
+from unisono.train.model.prepared import Prepared
+from unisono.train.step.engine import Call, Clip, Execution, StepEngine
 
 pytestmark = pytest.mark.unit
 

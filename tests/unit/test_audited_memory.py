@@ -19,10 +19,10 @@ from unisono.testing.crew import Trade, train
 from unisono.testing.fault import WrongResult
 from unisono.testing.flip import flip_in
 from unisono.testing.strike import strike
-from unisono.train import audit
-from unisono.train.engine import Execution
-from unisono.train.integrity import Integrity
+from unisono.train.recovery import audit
+from unisono.train.recovery.integrity import Integrity
 from unisono.train.run import Run
+from unisono.train.step.engine import Execution
 
 pytestmark = [
     pytest.mark.unit,

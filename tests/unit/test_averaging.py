@@ -14,12 +14,12 @@ from unisono.reduce.averaging import Averaging
 from unisono.sync.local_sgd import DiLoCo, LocalSGD
 from unisono.sync.model_averaging import ModelAveraging
 from unisono.sync.strategy import Strategy
-from unisono.train.central_averaging import CentralAveraging
-from unisono.train.local_updates import LocalUpdates, OuterUpdates
-from unisono.train.prepared import Prepared
-from unisono.train.synchroniser import Ground, Synchroniser
-from unisono.train.values import set_all
-from unisono.train.workers import Workers
+from unisono.train.group.workers import Workers
+from unisono.train.model.prepared import Prepared
+from unisono.train.model.values import set_all
+from unisono.train.strategies.central_averaging import CentralAveraging
+from unisono.train.strategies.local_updates import LocalUpdates, OuterUpdates
+from unisono.train.strategies.synchroniser import Ground, Synchroniser
 
 pytestmark = pytest.mark.unit
 

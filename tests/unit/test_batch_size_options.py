@@ -9,10 +9,10 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.cli.batch_size import LEAST_STEPS, batch_size, failure_words, read_mib
 from unisono.cli.batch_size_report import answer, file_of
 from unisono.errors import JobError
-from unisono.launch.failure import Failure
-from unisono.launch.outcome import Outcome, WorkerExit
-from unisono.study.batch_search import BatchSearch, Found, Tried
-from unisono.study.batch_searching import Searched
+from unisono.launch.ending.failure import Failure
+from unisono.launch.ending.outcome import Outcome, WorkerExit
+from unisono.study.measure.batch_search import BatchSearch, Found, Tried
+from unisono.study.measure.batch_searching import Searched
 
 pytestmark = pytest.mark.unit
 

@@ -12,8 +12,8 @@ import unisono
 from same_trees import same
 from unisono.checkpoint.store import CheckpointStore, Snapshot
 from unisono.errors import CheckpointError
-from unisono.train.prepared import Prepared
-from unisono.train.state import Progress, capture, restore_models
+from unisono.train.model.prepared import Prepared
+from unisono.train.state.state import Progress, capture, restore_models
 
 pytestmark = pytest.mark.unit
 

@@ -11,8 +11,8 @@ from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 from same_trees import same
 from unisono.checkpoint.store import CheckpointStore
-from unisono.train.prepared import Prepared
-from unisono.train.state import Progress, capture, restore_models, restore_optimizers
+from unisono.train.model.prepared import Prepared
+from unisono.train.state.state import Progress, capture, restore_models, restore_optimizers
 
 pytestmark = pytest.mark.unit
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from unisono.launch.cause import Case, equal_until_then, explain, repeated_text, weights_text, where
-from unisono.launch.comparison import (
+from unisono.launch.verify.cause import Case, equal_until_then, explain, repeated_text, weights_text, where
+from unisono.launch.verify.comparison import (
     Difference,
     Finding,
     Parting,
@@ -17,7 +17,7 @@ from unisono.launch.comparison import (
     find_parting,
     read_moments,
 )
-from unisono.launch.hints import Topic
+from unisono.launch.verify.hints import Topic
 from unisono.plan.split import Split
 
 pytestmark = pytest.mark.unit

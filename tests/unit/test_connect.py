@@ -8,8 +8,8 @@ from unisono.job import Job
 from unisono.membership.environment import Environment
 from unisono.membership.generation import Generation
 from unisono.plan.split import Split
-from unisono.train.connect import Connection, connect
-from unisono.train.meeting import FixedMeeting
+from unisono.train.group.connect import Connection, connect
+from unisono.train.group.meeting import FixedMeeting
 
 pytestmark = pytest.mark.unit
 
@@ -42,5 +42,5 @@ def test_a_native_reduction_has_no_topology_to_choose() -> None:
 
 
 def test_nccl_goes_the_direct_way_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.train.connect.backend_for", lambda device, environment: "nccl")
+    monkeypatch.setattr("unisono.train.group.connect.backend_for", lambda device, environment: "nccl")
     assert "topology='star' needs Gloo" in refusal(topology="star")

@@ -6,7 +6,7 @@ import torch
 
 from unisono.errors import LossError
 from unisono.plan.split import Split
-from unisono.train.control import MAX_METRICS, ControlWord, Flags, ShardReport, StepReport, signature_of
+from unisono.train.group.control import MAX_METRICS, ControlWord, Flags, ShardReport, StepReport, signature_of
 
 pytestmark = pytest.mark.unit
 

@@ -7,8 +7,8 @@ import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
 from unisono.errors import LaunchError
-from unisono.launch.address import Address
-from unisono.launch.coordinator_line import CoordinatorLine
+from unisono.launch.elastic.address import Address
+from unisono.launch.elastic.coordinator_line import CoordinatorLine
 from unisono.membership.messages import FromAgent
 
 pytestmark = pytest.mark.unit

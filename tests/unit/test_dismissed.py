@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from unisono.errors import Dismissed, WorkerLost
-from unisono.launch.failure import dismissal_in
+from unisono.launch.ending.failure import dismissal_in
 from unisono.membership.messages import (
     Arrived,
     JobOver,
@@ -25,9 +25,9 @@ from unisono.membership.messages import (
     WorkerHello,
 )
 from unisono.reduce.transport import Solo
-from unisono.train.acts import Acts
-from unisono.train.elastic import Elastic
-from unisono.train.workers import Workers
+from unisono.train.group.acts import Acts
+from unisono.train.group.elastic import Elastic
+from unisono.train.group.workers import Workers
 
 pytestmark = pytest.mark.unit
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from unisono.launch import doctor
-from unisono.launch.diagnosis import FAILED, Diagnosis
+from unisono.launch.doctor import doctor
+from unisono.launch.doctor.diagnosis import FAILED, Diagnosis
 from unisono.membership.cgroup import Limits, read_limits
 
 pytestmark = pytest.mark.unit

@@ -28,11 +28,11 @@ from unisono.membership.messages import (
     WorkerHello,
 )
 from unisono.reduce.transport import Solo
-from unisono.train.elastic import Elastic
-from unisono.train.meeting import Meeting
-from unisono.train.membership import Arrival, Standing
-from unisono.train.probing import Probing, Tell
-from unisono.train.workers import Workers
+from unisono.train.group.elastic import Elastic
+from unisono.train.group.meeting import Meeting
+from unisono.train.group.membership import Arrival, Standing
+from unisono.train.group.probing import Probing, Tell
+from unisono.train.group.workers import Workers
 
 pytestmark = pytest.mark.unit
 
@@ -202,7 +202,7 @@ def test_whoever_is_turned_away_is_away(host: Host) -> None:
 def test_what_is_published_is_told_again_until_the_coordinator_answers(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.train.publisher.AGAIN_S", 0.01)
+    monkeypatch.setattr("unisono.train.group.publisher.AGAIN_S", 0.01)
     host.elastic.publish("act/0/0", 1)
     assert host.line.answered.wait(PATIENCE_S)
     assert [request.keys for request in host.line.requests] == [("run/act/0/0",)] * 3

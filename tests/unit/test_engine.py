@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from unisono.errors import WorkerLost
-from unisono.train.engine import StepEngine
+from unisono.train.step.engine import StepEngine
 
 pytestmark = [
     pytest.mark.unit,

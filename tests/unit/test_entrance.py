@@ -10,12 +10,12 @@ import pytest
 from torch.distributed import HashStore
 
 from unisono.errors import JobError
-from unisono.launch.address import Whereabouts, address_of
-from unisono.launch.certificate import Certificate, certificate_file, make_certificate
-from unisono.launch.coordinator_process import Listening, server_command
-from unisono.launch.elastic import ElasticSettings, Range
-from unisono.launch.entrance import Entrance
-from unisono.launch.invitation import invitation
+from unisono.launch.elastic.address import Whereabouts, address_of
+from unisono.launch.elastic.certificate import Certificate, certificate_file, make_certificate
+from unisono.launch.elastic.coordinator_process import Listening, server_command
+from unisono.launch.elastic.elastic import ElasticSettings, Range
+from unisono.launch.elastic.entrance import Entrance
+from unisono.launch.elastic.invitation import invitation
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.membership import listener, server
@@ -23,8 +23,8 @@ from unisono.membership.messages import Minted, Seat
 from unisono.membership.token import make_token, token_file
 from unisono.membership.trust import context_for, is_private
 from unisono.reduce.peers import Door
-from unisono.train.elastic import MintedMeeting
-from unisono.train.settings import Coordination
+from unisono.train.config.settings import Coordination
+from unisono.train.group.elastic import MintedMeeting
 
 pytestmark = pytest.mark.unit
 

@@ -26,8 +26,8 @@ from unisono.testing.fault import KINDS, Slow
 from unisono.testing.flip import flip_in
 from unisono.testing.rehearsal import PLUGIN, Rehearsal, is_in_recovery
 from unisono.testing.storm import SHARES, Storm
-from unisono.train.observers import Event
 from unisono.train.plugins import load_plugins
+from unisono.train.record.observers import Event
 
 pytestmark = pytest.mark.unit
 

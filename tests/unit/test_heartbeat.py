@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from unisono.train import heartbeat as module
-from unisono.train.heartbeat import Heartbeat
+from unisono.train.group import heartbeat as module
+from unisono.train.group.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.unit
 

@@ -18,7 +18,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.hold import Hold
 from unisono.checkpoint.writer import Turn, Writer
 from unisono.errors import JobError
-from unisono.launch.result import open_folder
+from unisono.launch.ending.result import open_folder
 
 pytestmark = pytest.mark.unit
 

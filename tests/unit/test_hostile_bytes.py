@@ -24,8 +24,8 @@ from unisono.checkpoint.tensors import tensors_of
 from unisono.errors import CheckpointError, JobError, JobMismatch, Unreadable
 from unisono.membership.generation import Generation
 from unisono.plan.split import Split
-from unisono.train.published import packed, unpacked
-from unisono.train.workers import Workers
+from unisono.train.group.published import packed, unpacked
+from unisono.train.group.workers import Workers
 
 pytestmark = pytest.mark.unit
 

@@ -32,25 +32,25 @@ from unisono.checkpoint.hold import newest_term, who_holds
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import CheckpointError, JobError, UnisonoError, UnisonoWarning, Unreadable
 from unisono.jsonl import read_lines
-from unisono.launch.address import WHERE, address_of
-from unisono.launch.ended import exit_code
-from unisono.launch.failure import Failure
-from unisono.launch.outcome import WorkerExit
-from unisono.launch.request import Request
-from unisono.launch.struck import with_faults
-from unisono.launch.wish import Wish
+from unisono.launch.elastic.address import WHERE, address_of
+from unisono.launch.ending.ended import exit_code
+from unisono.launch.ending.failure import Failure
+from unisono.launch.ending.outcome import WorkerExit
+from unisono.launch.ending.struck import with_faults
+from unisono.launch.forkserver.request import Request
+from unisono.launch.forkserver.wish import Wish
 from unisono.membership.coordinator import Coordinator
 from unisono.membership.keyvalue import KeyValue
 from unisono.membership.ledger import Ledger
 from unisono.membership.state.coordination import Coordination
 from unisono.plan.batches import Position
 from unisono.received import LARGEST_JSON, memory, parse_json, parse_object, read_object
-from unisono.train.adaptation import Adaptation
-from unisono.train.integrity import Integrity
-from unisono.train.prepared import Prepared
-from unisono.train.state import Progress
-from unisono.train.trained import Doubt, Trained
-from unisono.train.values import set_like
+from unisono.train.model.prepared import Prepared
+from unisono.train.model.values import set_like
+from unisono.train.recovery.integrity import Integrity
+from unisono.train.state.adaptation import Adaptation
+from unisono.train.state.state import Progress
+from unisono.train.state.trained import Doubt, Trained
 
 pytestmark = pytest.mark.unit
 

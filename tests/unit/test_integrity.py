@@ -16,7 +16,7 @@ from unisono.errors import JobMismatch, UnisonoWarning
 from unisono.plan.audits import Finding
 from unisono.testing.fault import FlippedPlace
 from unisono.testing.flip import flip_in
-from unisono.train.control import Flags
+from unisono.train.group.control import Flags
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 

@@ -5,7 +5,7 @@ import pytest
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError, LaunchError, WorkerLost
-from unisono.launch.failure import Failure
+from unisono.launch.ending.failure import Failure
 
 pytestmark = pytest.mark.unit
 

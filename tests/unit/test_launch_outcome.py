@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.launch.failure import Failure
-from unisono.launch.outcome import Blame, Outcome, WorkerExit, describe, find_cause
+from unisono.launch.ending.failure import Failure
+from unisono.launch.ending.outcome import Blame, Outcome, WorkerExit, describe, find_cause
 
 pytestmark = pytest.mark.unit
 

@@ -7,11 +7,11 @@ import pytest
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
-from unisono.launch.failure import Failure
-from unisono.launch.outcome import Outcome, WorkerExit
-from unisono.launch.report import in_a_line, report
-from unisono.launch.result import End, open_folder
-from unisono.launch.terminal import SilentTerminal, Terminal
+from unisono.launch.ending.failure import Failure
+from unisono.launch.ending.outcome import Outcome, WorkerExit
+from unisono.launch.ending.report import in_a_line, report
+from unisono.launch.ending.result import End, open_folder
+from unisono.launch.terminal.terminal import SilentTerminal, Terminal
 
 pytestmark = pytest.mark.unit
 

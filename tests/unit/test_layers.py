@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import house_rules
-from house_rules import ROWS, RULES, Breach, House
+from house_rules import ROWS, RULES, SUB_ROWS, Breach, House
 
 pytestmark = pytest.mark.unit
 
@@ -304,3 +304,58 @@ def test_nothing_is_a_manager(house: Build) -> None:
     (breach,) = found(house_rules.naming, house(job="class RunManager: ...\nclass Managed: ..."))
 
     assert breach.startswith("job.py:1: names: RunManager")
+
+
+INSIDE = [
+    (room, lower, upper)
+    for room, rows in SUB_ROWS.items()
+    for above, below in pairwise(rows)
+    for upper in above
+    for lower in below
+]
+
+
+@pytest.mark.parametrize(("room", "lower", "upper"), INSIDE)
+def test_inside_of_a_room_nothing_is_imported_from_above(house: Build, room: str, lower: str, upper: str) -> None:
+    files = {f"{room}.{lower}.low": f"import unisono.{room}.{upper}.high", f"{room}.{upper}.high": ""}
+
+    assert found(house_rules.sub_layers, house(**files)) == [
+        f"{room}/{lower}/low.py:1: sub-layers: imports unisono.{room}.{upper}.high: "
+        f"{upper} is above {lower}; imports go down"
+    ]
+
+
+@pytest.mark.parametrize(("room", "lower", "upper"), INSIDE)
+def test_inside_of_a_room_what_lies_below_is_imported(house: Build, room: str, lower: str, upper: str) -> None:
+    files = {f"{room}.{upper}.high": f"from unisono.{room}.{lower} import low", f"{room}.{lower}.low": ""}
+
+    assert found(house_rules.sub_layers, house(**files)) == []
+
+
+def test_inside_of_a_room_those_of_one_row_do_not_know_each_other(house: Build) -> None:
+    files = {"train.record.a": "import unisono.train.strategies.b", "train.strategies.b": ""}
+
+    (breach,) = found(house_rules.sub_layers, house(**files))
+
+    assert "stand in one row" in breach
+
+
+def test_what_lies_beside_the_rooms_of_a_room_stands_above_them(house: Build) -> None:
+    down = {"train.run": "import unisono.train.step.engine", "train.step.engine": ""}
+    up = {"train.step.low": "import unisono.train.run"}
+
+    assert found(house_rules.sub_layers, house(**down)) == []
+    (breach,) = found(house_rules.sub_layers, house(**down, **up))
+    assert breach == "train/step/low.py:1: sub-layers: imports unisono.train.run: run is above step; imports go down"
+
+
+def test_a_new_room_inside_of_a_room_has_to_be_given_its_row(house: Build) -> None:
+    assert found(house_rules.sub_layers, house(**{"train.attic.box": ""})) == [
+        "train/attic/box.py:1: sub-layers: 'attic' is in no row of train"
+    ]
+
+
+def test_every_row_inside_of_a_room_names_what_is_there() -> None:
+    for room, depths in house_rules.SUB_DEPTHS.items():
+        there = {path.stem for path in (PACKAGE / room).iterdir()}
+        assert depths.keys() <= there, f"not in {room}: {depths.keys() - there}"

@@ -11,9 +11,9 @@ from unisono.adapt.batch_shape import BatchShape
 from unisono.data.shards import ShardsRequest
 from unisono.errors import JobMismatch
 from unisono.plan.batches import Batches, Position
-from unisono.train.loop import Hooks, Loop
-from unisono.train.state import Progress, Reading
-from unisono.train.step import Step
+from unisono.train.loop.loop import Hooks, Loop
+from unisono.train.state.state import Progress, Reading
+from unisono.train.step.step import Step
 
 pytestmark = pytest.mark.unit
 

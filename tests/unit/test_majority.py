@@ -1,8 +1,8 @@
 import pytest
 
-from unisono.train.control import Flags
-from unisono.train.majority import Verdict, healing, judged, trusted, verdict
-from unisono.train.membership import Arrival
+from unisono.train.group.control import Flags
+from unisono.train.group.majority import Verdict, healing, judged, trusted, verdict
+from unisono.train.group.membership import Arrival
 
 pytestmark = pytest.mark.unit
 

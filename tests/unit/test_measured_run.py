@@ -8,8 +8,8 @@ import pytest
 
 from measured import line, write
 from unisono.errors import JobError
-from unisono.study.measured_run import measured_run, plain_run, timed_part
-from unisono.study.step_times import StepTimes, step_times
+from unisono.study.measure.measured_run import measured_run, plain_run, timed_part
+from unisono.study.measure.step_times import StepTimes, step_times
 
 pytestmark = pytest.mark.unit
 

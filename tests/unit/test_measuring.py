@@ -11,11 +11,11 @@ import pytest
 
 from measured import line, write
 from unisono.errors import JobError
-from unisono.study.cells import Kind, PlannedCell
-from unisono.study.measured_run import MeasuredRun
-from unisono.study.measurement import Measurement
-from unisono.study.measuring import Interrupted, Measured, Missing, RunEnd, measure, network, notes, rows
-from unisono.study.study_folder import StudyFolder
+from unisono.study.analysis.cells import Kind, PlannedCell
+from unisono.study.analysis.study_folder import StudyFolder
+from unisono.study.measure.measured_run import MeasuredRun
+from unisono.study.measure.measurement import Measurement
+from unisono.study.measure.measuring import Interrupted, Measured, Missing, RunEnd, measure, network, notes, rows
 
 pytestmark = pytest.mark.unit
 

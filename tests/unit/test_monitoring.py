@@ -14,7 +14,7 @@ import unisono
 from unisono.adapt.monitoring import Monitoring
 from unisono.adapt.norms import GradientNorms
 from unisono.errors import JobError
-from unisono.train.monitors import Monitors
+from unisono.train.state.monitors import Monitors
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 
@@ -90,7 +90,7 @@ def test_a_large_mean_that_is_shared_out_has_the_norm_of_one_that_is_not(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = watch(monitor=Monitoring(every=1, one_in=1))
-    monkeypatch.setattr("unisono.train.gradients.LARGE", 1000)
+    monkeypatch.setattr("unisono.train.step.gradients.LARGE", 1000)
     shared = watch(monitor=Monitoring(every=1, one_in=1))
     norms = [[line["gradient_norm"] for line in lines] for lines in (alone, shared)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 from unisono.errors import JobMismatch
 from unisono.job import Job
 from unisono.testing.crew import Trade, train
-from unisono.train.engine import Execution
 from unisono.train.run import Run
+from unisono.train.step.engine import Execution
 
 pytestmark = [
     pytest.mark.unit,

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from unisono.launch import memory
-from unisono.launch.failure import Failure
+from unisono.launch.ending.failure import Failure
+from unisono.launch.ending.out_of_memory import ran_out_of_memory
+from unisono.launch.ending.outcome import Outcome, WorkerExit
 from unisono.launch.memory import peak_mib, room_mib
-from unisono.launch.out_of_memory import ran_out_of_memory
-from unisono.launch.outcome import Outcome, WorkerExit
 from unisono.membership.cgroup import Limits
 
 pytestmark = pytest.mark.unit

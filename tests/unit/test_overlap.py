@@ -8,8 +8,8 @@ from unisono.membership import cores
 from unisono.membership.cgroup import Limits
 from unisono.plan.split import Split
 from unisono.reduce.transport import Solo
-from unisono.train import engine
-from unisono.train.engine import Execution
+from unisono.train.step import engine
+from unisono.train.step.engine import Execution
 
 pytestmark = pytest.mark.unit
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import ModelError, WorkerLost
 from unisono.reduce.letters import Letter
-from unisono.train.pairs import Pairs
-from unisono.train.prepared import Prepared
-from unisono.train.synchroniser import Ground
-from unisono.train.workers import Workers
+from unisono.train.group.workers import Workers
+from unisono.train.model.prepared import Prepared
+from unisono.train.strategies.pairs import Pairs
+from unisono.train.strategies.synchroniser import Ground
 
 pytestmark = pytest.mark.unit
 

@@ -21,8 +21,8 @@ from unisono.adapt.view import View
 from unisono.errors import JobError, PolicyError
 from unisono.plan.links import Links
 from unisono.sync.local_sgd import LocalSGD
-from unisono.train.adaptation import Adaptation, observed
-from unisono.train.terms import Terms
+from unisono.train.config.terms import Terms
+from unisono.train.state.adaptation import Adaptation, observed
 
 pytestmark = pytest.mark.unit
 

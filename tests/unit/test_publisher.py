@@ -8,9 +8,9 @@ import pytest
 from unisono.errors import JobError, LaunchError
 from unisono.membership.keyvalue import KeyValue
 from unisono.membership.messages import StoreReply, StoreRequest
-from unisono.train import backlog, publisher
-from unisono.train.published import packed, unpacked
-from unisono.train.publisher import Publisher
+from unisono.train.group import backlog, publisher
+from unisono.train.group.published import packed, unpacked
+from unisono.train.group.publisher import Publisher
 
 pytestmark = pytest.mark.unit
 

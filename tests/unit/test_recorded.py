@@ -17,10 +17,10 @@ from unisono.adapt.recorded import gaps, recorded_steps
 from unisono.adapt.view import View
 from unisono.errors import JobError
 from unisono.plan.links import Links
-from unisono.study.comparison import compared
-from unisono.study.record import Record
-from unisono.study.replay import replay
-from unisono.study.timeline import decisions_that_hold
+from unisono.study.replay.comparison import compared
+from unisono.study.replay.record import Record
+from unisono.study.replay.replay import replay
+from unisono.study.replay.timeline import decisions_that_hold
 
 pytestmark = pytest.mark.unit
 

@@ -15,8 +15,8 @@ import unisono
 from unisono.job import Job
 from unisono.testing.crew import Trade, train
 from unisono.testing.flip import flip
-from unisono.train.engine import Execution
 from unisono.train.run import Run
+from unisono.train.step.engine import Execution
 
 pytestmark = [
     pytest.mark.unit,

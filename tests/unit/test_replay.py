@@ -20,10 +20,10 @@ from unisono.cli.timeline import comparison_table, timeline_table
 from unisono.errors import JobError, PolicyError
 from unisono.job import Job
 from unisono.jsonl import damaged_lines
-from unisono.study.comparison import compared
-from unisono.study.record import Record
-from unisono.study.replay import replay
-from unisono.study.timeline import decisions_that_hold, figure, folded, timeline
+from unisono.study.replay.comparison import compared
+from unisono.study.replay.record import Record
+from unisono.study.replay.replay import replay
+from unisono.study.replay.timeline import decisions_that_hold, figure, folded, timeline
 
 pytestmark = pytest.mark.unit
 
@@ -401,7 +401,7 @@ def test_the_picture_of_a_replay_is_one_too(
 
 def test_the_picture_shows_what_was_measured_and_where_something_was_decided(folder: Path) -> None:
     pytest.importorskip("matplotlib")
-    from unisono.study.plot import Picture, drawn
+    from unisono.study.replay.plot import Picture, drawn
 
     record = Record.read(folder)
     figure = drawn(Picture(record, replay(record, [NoiseScalePolicy(512, every=2)])))

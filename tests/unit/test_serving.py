@@ -8,8 +8,8 @@ from unisono.reduce.transport import Solo
 from unisono.sync.all_reduce import AllReduce
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import Strategy
-from unisono.train.serving import serve
-from unisono.train.workers import Workers
+from unisono.train.group.workers import Workers
+from unisono.train.strategies.serving import serve
 
 pytestmark = pytest.mark.unit
 

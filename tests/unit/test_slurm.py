@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from slurm_cluster import directives_of
 from unisono.cli import app as cli
 from unisono.errors import JobError, LaunchError
-from unisono.launch.batch_job import Allocation, BatchJob, split_words
-from unisono.launch.batch_script import require_valid, submit, text_of, write
-from unisono.launch.quoting import directive
 from unisono.launch.script import Script
-from unisono.launch.time_limit import seconds_of
+from unisono.launch.slurm.batch_job import Allocation, BatchJob, split_words
+from unisono.launch.slurm.batch_script import require_valid, submit, text_of, write
+from unisono.launch.slurm.quoting import directive
+from unisono.launch.slurm.time_limit import seconds_of
 
 pytestmark = pytest.mark.unit
 
@@ -217,7 +217,7 @@ def test_what_sbatch_refuses_is_passed_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_without_jinja2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.launch.batch_script.find_spec", lambda name: None)
+    monkeypatch.setattr("unisono.launch.slurm.batch_script.find_spec", lambda name: None)
     with pytest.raises(JobError, match=r"pip install '\.\[study\]'"):
         text(JOB)
 

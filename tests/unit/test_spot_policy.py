@@ -18,7 +18,7 @@ from unisono.adapt.spot_policy import SpotPolicy
 from unisono.adapt.timings import Timings
 from unisono.adapt.view import View
 from unisono.errors import JobError, PolicyError
-from unisono.train.adaptation import observed
+from unisono.train.state.adaptation import observed
 
 pytestmark = pytest.mark.unit
 

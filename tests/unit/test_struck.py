@@ -16,10 +16,10 @@ import torch
 from one_at_a_time import Blow, blows_on
 from struck_training import Memory, Outcome, train
 from unisono.plan.batches import Position
-from unisono.train.acts import Acts
-from unisono.train.adaptation import Adaptation
-from unisono.train.prepared import Prepared
-from unisono.train.trained import Trained
+from unisono.train.group.acts import Acts
+from unisono.train.model.prepared import Prepared
+from unisono.train.state.adaptation import Adaptation
+from unisono.train.state.trained import Trained
 
 pytestmark = pytest.mark.unit
 

@@ -20,8 +20,8 @@ from struck_run import JOB, Outcome, Play, act_out, flipped, wrong
 from unisono.errors import JobMismatch, WorkerLost
 from unisono.failpoints import POINTS
 from unisono.testing.fault import FlippedPlace
-from unisono.train.engine import Execution
-from unisono.train.numerics import apply_numerics
+from unisono.train.config.numerics import apply_numerics
+from unisono.train.step.engine import Execution
 
 pytestmark = pytest.mark.unit
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from unisono.errors import JobError
-from unisono.study.cells import Kind, PlannedCell, kinds_of, modes_of, planned, seconds_left
-from unisono.study.measurement import Measurement, text_digest
+from unisono.study.analysis.cells import Kind, PlannedCell, kinds_of, modes_of, planned, seconds_left
+from unisono.study.measure.measurement import Measurement, text_digest
 
 pytestmark = pytest.mark.unit
 

@@ -6,10 +6,10 @@ import pytest
 from matplotlib.colors import to_hex
 
 from studies import MadeUp
-from unisono.study.analysis import Wanted, analyzed
-from unisono.study.batch_curve import BatchCurve, BatchTrial
-from unisono.study.charts import INK, SERIES, charts
-from unisono.study.results import Results
+from unisono.study.analysis.analysis import Wanted, analyzed
+from unisono.study.analysis.batch_curve import BatchCurve, BatchTrial
+from unisono.study.analysis.results import Results
+from unisono.study.report.charts import INK, SERIES, charts
 
 pytestmark = pytest.mark.unit
 

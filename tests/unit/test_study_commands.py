@@ -13,8 +13,8 @@ from studies import MadeUp
 from unisono.cli.study import commands, plain_workers
 from unisono.cli.study_sources import compare, report_from
 from unisono.errors import JobError
-from unisono.study.analysis import Wanted
-from unisono.study.measurement import Measurement
+from unisono.study.analysis.analysis import Wanted
+from unisono.study.measure.measurement import Measurement
 
 pytestmark = pytest.mark.unit
 
@@ -100,5 +100,5 @@ def test_a_study_gets_its_own_report_again(studies: tuple[Path, Path], monkeypat
 def test_what_is_no_python_is_installed_too() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/unisono"]}  # all of it
-    assert files("unisono.study").joinpath("report.html").is_file()
-    assert files("unisono.launch").joinpath("batch_script.sh.j2").is_file()
+    assert files("unisono.study.report").joinpath("report.html").is_file()
+    assert files("unisono.launch.slurm").joinpath("batch_script.sh.j2").is_file()

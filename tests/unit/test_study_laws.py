@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from studies import MadeUp
-from unisono.study.analysis import Wanted, analyzed
-from unisono.study.laws import AMDAHL, GUSTAFSON, USL, Law, fitted
-from unisono.study.recommendation import Prices, recommended
-from unisono.study.results import Cell, Results
-from unisono.study.step_model import StepModel
-from unisono.study.summary import Row, summarized
+from unisono.study.analysis.analysis import Wanted, analyzed
+from unisono.study.analysis.laws import AMDAHL, GUSTAFSON, USL, Law, fitted
+from unisono.study.analysis.recommendation import Prices, recommended
+from unisono.study.analysis.results import Cell, Results
+from unisono.study.analysis.step_model import StepModel
+from unisono.study.analysis.summary import Row, summarized
 
 pytestmark = pytest.mark.unit
 

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from unisono.cli.study_progress import StudyProgress, roughly
-from unisono.study.cells import Kind, PlannedCell
-from unisono.study.measured_run import MeasuredRun
-from unisono.study.measuring import Missing
+from unisono.study.analysis.cells import Kind, PlannedCell
+from unisono.study.measure.measured_run import MeasuredRun
+from unisono.study.measure.measuring import Missing
 
 pytestmark = pytest.mark.unit
 

@@ -13,20 +13,20 @@ import pytest
 from studies import MadeUp
 from unisono.cli import app as cli
 from unisono.errors import JobError
-from unisono.study.analysis import Analysis, Wanted, analyzed
-from unisono.study.batch_curve import BatchCurve, BatchTrial, read_batch_curve
-from unisono.study.charts import charts
-from unisono.study.correctness import correctness
-from unisono.study.document import Document, document
-from unisono.study.drawing import Drawing, drawn, inline
-from unisono.study.page import page
-from unisono.study.pdf import pdf
-from unisono.study.recommendation import Prices
-from unisono.study.report import require_reports, write_report
-from unisono.study.results import Cell, Results
-from unisono.study.threats import threats
-from unisono.study.verdict import advice, explanations, overheads, verdict
-from unisono.study.wording import NOTHING, duration, number, percent, shown
+from unisono.study.analysis.analysis import Analysis, Wanted, analyzed
+from unisono.study.analysis.batch_curve import BatchCurve, BatchTrial, read_batch_curve
+from unisono.study.analysis.recommendation import Prices
+from unisono.study.analysis.results import Cell, Results
+from unisono.study.analysis.wording import NOTHING, duration, number, percent, shown
+from unisono.study.report.charts import charts
+from unisono.study.report.correctness import correctness
+from unisono.study.report.document import Document, document
+from unisono.study.report.drawing import Drawing, drawn, inline
+from unisono.study.report.page import page
+from unisono.study.report.pdf import pdf
+from unisono.study.report.report import require_reports, write_report
+from unisono.study.report.threats import threats
+from unisono.study.report.verdict import advice, explanations, overheads, verdict
 
 pytestmark = pytest.mark.unit
 
@@ -271,7 +271,7 @@ def drawing() -> Drawing:
 @pytest.fixture
 def undrawn(drawing: Drawing, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a test that does not look at the plots: they all look alike."""
-    monkeypatch.setattr("unisono.study.report.drawn", lambda chart: drawing)
+    monkeypatch.setattr("unisono.study.report.report.drawn", lambda chart: drawing)
 
 
 def test_the_page_is_whole_and_needs_nothing_else(drawing: Drawing) -> None:
@@ -385,7 +385,7 @@ def test_a_picture_in_a_page_has_the_pages_colours(drawing: Drawing) -> None:
 
 
 def test_what_is_missing_for_a_report_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.study.report.find_spec", lambda name: None if name == "reportlab" else object())
+    monkeypatch.setattr("unisono.study.report.report.find_spec", lambda name: None if name == "reportlab" else object())
 
     with pytest.raises(JobError, match=r"a report needs reportlab: pip install '\.\[study\]'"):
         require_reports()

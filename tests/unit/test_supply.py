@@ -9,7 +9,7 @@ import torch
 from unisono.adapt.batch_shape import BatchShape
 from unisono.data.shards import ShardsRequest
 from unisono.plan.batches import Position
-from unisono.train.supply import Part, Supply
+from unisono.train.loop.supply import Part, Supply
 
 pytestmark = pytest.mark.unit
 

@@ -10,7 +10,7 @@ import pytest
 
 from unisono.errors import NoProgress, WorkerLost
 from unisono.sync.staleness import Reads
-from unisono.train.tickets import Tickets
+from unisono.train.strategies.tickets import Tickets
 
 pytestmark = pytest.mark.unit
 

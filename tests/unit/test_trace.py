@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.launch.comparison import Stage, read_moments
+from unisono.launch.verify.comparison import Stage, read_moments
 from unisono.plan.batches import Batches, Position
-from unisono.train.control import ShardReport, StepReport
-from unisono.train.digest import digest, tensors_of
-from unisono.train.engine import Call, Clip
-from unisono.train.trace import Trace, content_digest
+from unisono.train.group.control import ShardReport, StepReport
+from unisono.train.model.digest import digest, tensors_of
+from unisono.train.record.trace import Trace, content_digest
+from unisono.train.step.engine import Call, Clip
 
 pytestmark = pytest.mark.unit
 

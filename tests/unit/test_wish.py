@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch.circumstances import circumstances
-from unisono.launch.wish import Wish
+from unisono.launch.forkserver.circumstances import circumstances
+from unisono.launch.forkserver.wish import Wish
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,7 @@ from unisono.errors import JobMismatch
 from unisono.membership.generation import Generation
 from unisono.plan.split import Split
 from unisono.reduce.transport import Transport
-from unisono.train.workers import Workers
+from unisono.train.group.workers import Workers
 
 pytestmark = pytest.mark.unit
 

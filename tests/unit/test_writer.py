@@ -16,7 +16,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore, Snapshot
 from unisono.checkpoint.writer import Turn, Writer
 from unisono.errors import LaunchError, Superseded, UnisonoWarning
-from unisono.launch.result import End, conclude, open_folder
+from unisono.launch.ending.result import End, conclude, open_folder
 
 pytestmark = pytest.mark.unit
 

@@ -16,9 +16,9 @@ from unisono.job import Job
 from unisono.testing.crew import Trade, train
 from unisono.testing.fault import WrongResult
 from unisono.testing.strike import strike
-from unisono.train.engine import Execution
 from unisono.train.run import Run
-from unisono.train.step import Step
+from unisono.train.step.engine import Execution
+from unisono.train.step.step import Step
 
 pytestmark = [
     pytest.mark.unit,

@@ -20,19 +20,19 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.cli.options import Module, ScriptName, Shards, Threads, Tuned
 from unisono.cli.study_options import TRIAL_GRACE_S, ScriptArgs
 from unisono.errors import DataError, JobError, LaunchError
+from unisono.launch.ending.out_of_memory import ran_out_of_memory
+from unisono.launch.ending.report import in_a_line, last_lines
+from unisono.launch.ending.result import open_folder
 from unisono.launch.local import Launches
 from unisono.launch.memory import MIB, room_mib
-from unisono.launch.out_of_memory import ran_out_of_memory
-from unisono.launch.report import in_a_line, last_lines
-from unisono.launch.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
-from unisono.launch.terminal import SilentTerminal
+from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning
 
 if TYPE_CHECKING:
-    from unisono.launch.outcome import Outcome
-    from unisono.study.batch_search import BatchSearch, Tried
+    from unisono.launch.ending.outcome import Outcome
+    from unisono.study.measure.batch_search import BatchSearch, Tried
 
 ROOM_SHARE = 0.9
 """Of the memory that is free now, what trials may take where no limit is given: the rest is for everybody else."""
@@ -87,8 +87,8 @@ def batch_size(
     does or the script fails.
     """
     from unisono.cli.batch_size_report import file_of
-    from unisono.study.batch_curve import FAILED_NAME
-    from unisono.study.batch_search import BatchSearch
+    from unisono.study.analysis.batch_curve import FAILED_NAME
+    from unisono.study.measure.batch_search import BatchSearch
 
     launched = Script(script, tuple(args or ()), is_module=module)
     search = BatchSearch(workers, first, most, margin)
@@ -154,8 +154,8 @@ class Runner:
             JobError: the script takes no steps.
             LaunchError: it failed, and not for its memory; names its log.
         """
-        from unisono.study.batch_searching import failing_trial, finished_trial
-        from unisono.study.measuring import Interrupted
+        from unisono.study.measure.batch_searching import failing_trial, finished_trial
+        from unisono.study.measure.measuring import Interrupted
 
         place = folder / f"batch-{batch}"
         run_folder = open_folder(place, self.settings.script.stem)
@@ -203,8 +203,8 @@ def start(search: BatchSearch, runner: Runner, path: Path) -> int:
         LaunchError: the script failed, and not for its memory.
     """
     from unisono.cli.batch_size_report import line, report
-    from unisono.study.batch_searching import searched
-    from unisono.study.measuring import Interrupted
+    from unisono.study.measure.batch_searching import searched
+    from unisono.study.measure.measuring import Interrupted
 
     settings = runner.settings
     err = Console(stderr=True, highlight=False, emoji=False)

@@ -12,12 +12,12 @@ from rich.text import Text
 from unisono.cli.study_options import STUDIES
 from unisono.cli.tables import show_table
 from unisono.errors import JobError
-from unisono.study.wording import number, percent
+from unisono.study.analysis.wording import number, percent
 
 if TYPE_CHECKING:
-    from unisono.study.batch_curve import BatchCurve
-    from unisono.study.batch_search import Found, Tried
-    from unisono.study.batch_searching import Searched
+    from unisono.study.analysis.batch_curve import BatchCurve
+    from unisono.study.measure.batch_search import Found, Tried
+    from unisono.study.measure.batch_searching import Searched
 
 ENDS = {
     "memory": "more do not fit into memory",
@@ -32,7 +32,7 @@ def file_of(wanted: Path | None, stem: str) -> Path:
     Raises:
         JobError: it cannot be written.
     """
-    from unisono.study.batch_curve import NAME
+    from unisono.study.analysis.batch_curve import NAME
 
     path = wanted or STUDIES / stem / NAME
     try:

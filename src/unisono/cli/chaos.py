@@ -13,8 +13,8 @@ from rich.text import Text
 from unisono.cli.options import Module
 from unisono.cli.tables import show_table
 from unisono.errors import JobError
-from unisono.launch.elastic import Range
-from unisono.launch.result import RUNS
+from unisono.launch.elastic.elastic import Range
+from unisono.launch.ending.result import RUNS
 from unisono.launch.script import Script
 from unisono.received import LONGEST_S
 

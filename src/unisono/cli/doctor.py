@@ -11,7 +11,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it for pr
 
     Exit code 1 if nothing can be trained here; other problems are listed with what to do.
     """
-    from unisono.launch.doctor import examine
+    from unisono.launch.doctor.doctor import examine
 
     diagnosis = examine()
     typer.echo(json.dumps(diagnosis.as_json(), indent=1) if as_json else diagnosis.as_text())

@@ -22,14 +22,14 @@ from unisono.cli.options import (
 )
 from unisono.cli.remote import TokenFile, Trusted, Url
 from unisono.errors import JobError
-from unisono.launch.address import Whereabouts
-from unisono.launch.control import Control
-from unisono.launch.elastic import FAILURE_TIMEOUT_S, ElasticSettings, Range
-from unisono.launch.report import report
-from unisono.launch.result import open_folder
+from unisono.launch.elastic.address import Whereabouts
+from unisono.launch.elastic.control import Control
+from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, ElasticSettings, Range
+from unisono.launch.ending.report import report
+from unisono.launch.ending.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import GRACE_S, LaunchSettings
-from unisono.launch.terminal import Terminal
+from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.tuning import Tuning
 
 
@@ -96,7 +96,7 @@ def start(settings: ElasticSettings, where: Whereabouts) -> int:
         JobError: no job runs in this folder, or it cannot be reached as it should.
         LaunchError: its coordinator does not answer, or does not want this agent.
     """
-    from unisono.launch.agent import Joined, run_agent
+    from unisono.launch.elastic.agent import Joined, run_agent
 
     joined = Joined(where.address(), where.token)
     if where.url is not None:

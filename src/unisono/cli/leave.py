@@ -7,8 +7,8 @@ import typer
 from unisono.cli.options import RunningIn
 from unisono.cli.remote import TokenFile, Trusted, Url
 from unisono.cli.status import line
-from unisono.launch.address import Whereabouts
-from unisono.launch.control import Control
+from unisono.launch.elastic.address import Whereabouts
+from unisono.launch.elastic.control import Control
 
 
 def leave(

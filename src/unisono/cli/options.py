@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from unisono.errors import JobError
-from unisono.launch.elastic import MAX_RESTARTS
+from unisono.launch.elastic.elastic import MAX_RESTARTS
 
 Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")]
 RunDir = Annotated[

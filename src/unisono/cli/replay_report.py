@@ -17,12 +17,12 @@ from unisono.adapt.named import policies_named
 from unisono.cli.tables import show_table
 from unisono.cli.timeline import comparison_lines, comparison_table, timeline_lines, timeline_table
 from unisono.jsonl import to_json
-from unisono.study.comparison import Pair, compared
-from unisono.study.record import Record
-from unisono.study.timeline import UNTOLD, decisions_that_hold, timeline
+from unisono.study.replay.comparison import Pair, compared
+from unisono.study.replay.record import Record
+from unisono.study.replay.timeline import UNTOLD, decisions_that_hold, timeline
 
 if TYPE_CHECKING:
-    from unisono.study.replay import Replay
+    from unisono.study.replay.replay import Replay
 
 OPEN_LOOP = (
     "The replay sees what the run measured, which does not react to what it decides; only batch size and learning rate "
@@ -48,7 +48,7 @@ def report(run: Path, policies: Sequence[str], plot: Path | None, *, everything:
         JobError: the folder cannot be read, there is no such policy, or the picture cannot be drawn.
     """
     if plot is not None:
-        from unisono.study.plot import draw, require_drawable
+        from unisono.study.replay.plot import draw, require_drawable
 
         require_drawable(plot)
     record = Record.read(run)
@@ -66,7 +66,7 @@ def report(run: Path, policies: Sequence[str], plot: Path | None, *, everything:
 
 
 def _replayed(record: Record, names: Sequence[str]) -> Replay:
-    from unisono.study.replay import replay as replayed  # it loads torch
+    from unisono.study.replay.replay import replay as replayed  # it loads torch
 
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 (a string); a module of the user's lies where he stands
     return replayed(record, policies_named(names, record.job.batch_size))

@@ -32,15 +32,15 @@ from unisono.cli.options import (
     WorkerRange,
 )
 from unisono.launch.command import dry_run, elastic_dry_run
-from unisono.launch.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
-from unisono.launch.entrance import Entrance
+from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
+from unisono.launch.elastic.entrance import Entrance
+from unisono.launch.ending.outcome import Outcome
+from unisono.launch.ending.report import report
+from unisono.launch.ending.result import RUNS, open_folder
 from unisono.launch.local import launch
-from unisono.launch.outcome import Outcome
-from unisono.launch.report import report
-from unisono.launch.result import RUNS, open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import GRACE_S, LaunchSettings
-from unisono.launch.terminal import Terminal
+from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.tuning import Tuning
 from unisono.membership.cores import usable_cores
 
@@ -156,7 +156,7 @@ def start_elastic(settings: ElasticSettings) -> int:
         JobError: the run folder cannot be used.
         LaunchError: the coordinator cannot be started, or cannot be kept running.
     """
-    from unisono.launch.agent import run_agent  # it loads what only elastic jobs need
+    from unisono.launch.elastic.agent import run_agent  # it loads what only elastic jobs need
 
     folder = open_folder(settings.launch.run_dir, settings.launch.script.stem)
     terminal = Terminal.of_this_process()

@@ -9,10 +9,10 @@ import typer
 
 from unisono.cli.options import CheckpointEvery, read_workers
 from unisono.errors import JobError
-from unisono.launch.batch_job import REQUEUES, Allocation, BatchJob, split_words
-from unisono.launch.batch_script import require_valid, submit, text_of, write
-from unisono.launch.result import RUNS
+from unisono.launch.ending.result import RUNS
 from unisono.launch.script import Script
+from unisono.launch.slurm.batch_job import REQUEUES, Allocation, BatchJob, split_words
+from unisono.launch.slurm.batch_script import require_valid, submit, text_of, write
 
 Words = Annotated[
     list[str] | None,

@@ -41,21 +41,21 @@ from unisono.cli.study_options import (
     Workers,
 )
 from unisono.errors import JobError, LaunchError
+from unisono.launch.ending.report import in_a_line
+from unisono.launch.ending.result import open_folder
 from unisono.launch.local import launch
-from unisono.launch.report import in_a_line
-from unisono.launch.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
-from unisono.launch.terminal import SilentTerminal
+from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning
 from unisono.membership.cores import usable_cores
 
 if TYPE_CHECKING:
-    from unisono.study.analysis import Wanted
-    from unisono.study.cells import PlannedCell
-    from unisono.study.measurement import Measurement
-    from unisono.study.measuring import Measured, RunEnd
-    from unisono.study.results import Results
+    from unisono.study.analysis.analysis import Wanted
+    from unisono.study.analysis.cells import PlannedCell
+    from unisono.study.analysis.results import Results
+    from unisono.study.measure.measurement import Measurement
+    from unisono.study.measure.measuring import Measured, RunEnd
 
 COMPARE = "compare"
 """In the place of a script: studies follow. A script of this name is started as ``./compare``."""
@@ -119,7 +119,7 @@ def study(
         return compare(studies, out, wanted(f"Scaling studies: {' and '.join(map(name_of, studies))}"))
     if script is None:
         raise JobError("name the script to measure: unisono study train.py --workers 1,2")
-    from unisono.study.measurement import Measurement
+    from unisono.study.measure.measurement import Measurement
 
     launched = Script(script, tuple(args or ()), is_module=module)
     plain = tuple(shlex.split(baseline or ""))
@@ -174,7 +174,7 @@ class Runner:
 
     def __call__(self, cell: PlannedCell, place: Path) -> RunEnd:
         """From its start to its end. Main thread only."""
-        from unisono.study.measuring import RunEnd
+        from unisono.study.measure.measuring import RunEnd
 
         settings = self.settings(cell)
         folder = open_folder(place, settings.script.stem)
@@ -218,8 +218,8 @@ def start(measurement: Measurement, path: Path, wanted: Wanted, *, keeps_going: 
     """
     from unisono.cli.study_progress import StudyProgress
     from unisono.cli.study_report import report
-    from unisono.study.measuring import Interrupted, measure
-    from unisono.study.study_folder import StudyFolder
+    from unisono.study.analysis.study_folder import StudyFolder
+    from unisono.study.measure.measuring import Interrupted, measure
 
     folder, cores, err = StudyFolder(path), usable_cores(), Console(stderr=True, highlight=False, emoji=False)
     runner = Runner(measurement)
@@ -252,9 +252,9 @@ def start(measurement: Measurement, path: Path, wanted: Wanted, *, keeps_going: 
 
 def results_of(measurement: Measurement, measured: Measured, cores: int) -> Results:
     """All that a report is made of."""
-    from unisono.study.measuring import network, notes, rows, shown_settings
-    from unisono.study.results import Results
-    from unisono.study.surroundings import surroundings
+    from unisono.study.analysis.results import Results
+    from unisono.study.measure.measuring import network, notes, rows, shown_settings
+    from unisono.study.measure.surroundings import surroundings
 
     cells = rows(measurement, measured, cores)
     return Results(
@@ -268,7 +268,7 @@ def results_of(measurement: Measurement, measured: Measured, cores: int) -> Resu
 
 def commands(measurement: Measurement) -> list[str]:
     """How each kind of run could be started by hand."""
-    from unisono.study.cells import PlannedCell
+    from unisono.study.analysis.cells import PlannedCell
 
     runner = Runner(measurement)
     return [_typed(runner.settings(PlannedCell(kind, 0)), tuned=measurement.tuned) for kind in measurement.kinds]

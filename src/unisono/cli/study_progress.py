@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from unisono.study.cells import PlannedCell
-from unisono.study.measured_run import MeasuredRun
-from unisono.study.measuring import Missing
+from unisono.study.analysis.cells import PlannedCell
+from unisono.study.measure.measured_run import MeasuredRun
+from unisono.study.measure.measuring import Missing
 
 MINUTE_S, HOUR_S = 60, 3600
 

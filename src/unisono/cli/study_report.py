@@ -12,13 +12,13 @@ from rich.text import Text
 
 from unisono.cli.tables import show_table, width_of
 from unisono.errors import JobError
-from unisono.study.written_table import WrittenTable
+from unisono.study.report.written_table import WrittenTable
 
 if TYPE_CHECKING:
-    from unisono.study.analysis import Wanted
-    from unisono.study.batch_curve import BatchCurve
-    from unisono.study.document import Document, Section
-    from unisono.study.results import Results
+    from unisono.study.analysis.analysis import Wanted
+    from unisono.study.analysis.batch_curve import BatchCurve
+    from unisono.study.analysis.results import Results
+    from unisono.study.report.document import Document, Section
 
 FIGURES, CORRECTNESS = "Figures", "Correctness"
 """Sections of the report that are printed, too; how their titles begin."""
@@ -45,10 +45,10 @@ def report(results: Results, folder: Path, wanted: Wanted, sources: Sequence[Pat
     Raises:
         JobError: the folder cannot be written to.
     """
-    from unisono.study.analysis import analyzed
-    from unisono.study.document import document
-    from unisono.study.report import HTML_NAME, require_reports, write_report
-    from unisono.study.results import CSV_NAME
+    from unisono.study.analysis.analysis import analyzed
+    from unisono.study.analysis.results import CSV_NAME
+    from unisono.study.report.document import document
+    from unisono.study.report.report import HTML_NAME, require_reports, write_report
 
     out = Console(highlight=False, emoji=False)
     batches = _batches(results, sources or [folder])
@@ -66,7 +66,7 @@ def report(results: Results, folder: Path, wanted: Wanted, sources: Sequence[Pat
 
 def _batches(results: Results, sources: Sequence[Path]) -> dict[str, BatchCurve]:
     """By label, as far as it is known which label a folder's search is about."""
-    from unisono.study.batch_curve import read_batch_curve
+    from unisono.study.analysis.batch_curve import read_batch_curve
 
     labels = list(dict.fromkeys(cell.label for cell in results.cells))
     found = {}

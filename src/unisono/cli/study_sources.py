@@ -10,7 +10,7 @@ from unisono.cli.study_report import report
 from unisono.errors import JobError
 
 if TYPE_CHECKING:
-    from unisono.study.analysis import Wanted
+    from unisono.study.analysis.analysis import Wanted
 
 
 def wanted_of(
@@ -28,8 +28,8 @@ def wanted_of(
     Raises:
         JobError: one of them makes no sense.
     """
-    from unisono.study.analysis import Wanted
-    from unisono.study.recommendation import Prices
+    from unisono.study.analysis.analysis import Wanted
+    from unisono.study.analysis.recommendation import Prices
 
     if not 0 < threshold <= 1:
         raise JobError(f"--efficiency {threshold}: above 0 and at most 1, such as 0.8")
@@ -51,8 +51,8 @@ def report_from(source: Path, out: Path | None, wanted: Wanted) -> None:
     Raises:
         JobError: the figures cannot be read, or the report cannot be written.
     """
-    from unisono.study.results import CSV_NAME
-    from unisono.study.table import read_results
+    from unisono.study.analysis.results import CSV_NAME
+    from unisono.study.analysis.table import read_results
 
     is_folder = source.is_dir()
     folder = out or (source if is_folder else source.with_name(f"{source.stem}-report"))
@@ -75,8 +75,8 @@ def compare(sources: Sequence[Path], out: Path | None, wanted: Wanted) -> None:
     Raises:
         JobError: there are fewer than two, they cannot be read, or the report cannot be written.
     """
-    from unisono.study.side_by_side import side_by_side
-    from unisono.study.table import read_results
+    from unisono.study.analysis.side_by_side import side_by_side
+    from unisono.study.analysis.table import read_results
 
     if len(sources) < 2:
         raise JobError("unisono study compare A B: name two studies, each a folder, a results.json or a CSV file")
@@ -96,8 +96,8 @@ def _require_no_study(folder: Path, sources: Sequence[Path]) -> None:
     Raises:
         JobError: it is a study's folder, or holds one of the sources.
     """
-    from unisono.study.results import CSV_NAME, JSON_NAME
-    from unisono.study.study_folder import SETTINGS_NAME
+    from unisono.study.analysis.results import CSV_NAME, JSON_NAME
+    from unisono.study.analysis.study_folder import SETTINGS_NAME
 
     taken = {(folder / name).resolve() for name in ("", CSV_NAME, JSON_NAME)}
     if (folder / SETTINGS_NAME).exists() or any(source.resolve() in taken for source in sources):

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono.cli.tables import show_table
-from unisono.launch.cause import equal_until_then, repeated_text, weights_text, where, workers_text
-from unisono.launch.comparison import Finding, Stage
-from unisono.launch.hints import Hint
-from unisono.launch.report import last_lines
-from unisono.launch.verify import Request, TracedRun, Verification
+from unisono.launch.ending.report import last_lines
+from unisono.launch.verify.cause import equal_until_then, repeated_text, weights_text, where, workers_text
+from unisono.launch.verify.comparison import Finding, Stage
+from unisono.launch.verify.hints import Hint
+from unisono.launch.verify.verify import Request, TracedRun, Verification
 
 MOST_HINTS = 5
 LOG_LINES = 40

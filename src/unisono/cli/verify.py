@@ -19,7 +19,7 @@ from unisono.launch.script import Script
 from unisono.launch.tuning import Tuning
 
 if TYPE_CHECKING:
-    from unisono.launch.verify import Request
+    from unisono.launch.verify.verify import Request
 
 STEPS = 20
 WORKERS = "1,2,3"
@@ -86,7 +86,7 @@ class Options:
         Raises:
             JobError: a number is out of range, or the script cannot be run.
         """
-        from unisono.launch.verify import Request
+        from unisono.launch.verify.verify import Request
 
         tuning = Tuning.of_this_process(wanted=self.tuned)
         request = Request(script, read_workers(self.workers), self.steps, self.shards, self.threads, tuning)
@@ -127,7 +127,7 @@ def start(options: Options, script: Script) -> int:
         LaunchError: a worker could not be started.
     """
     from unisono.cli.verdict import Printer
-    from unisono.launch.verify import verify
+    from unisono.launch.verify.verify import verify
 
     request = options.request(script)
     printer = Printer(request)

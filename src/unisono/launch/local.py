@@ -17,18 +17,18 @@ from typing import Self
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
 from unisono.launch.command import Meeting, elastic_command, worker_command
-from unisono.launch.ended import exit_code
-from unisono.launch.failure import Failure
+from unisono.launch.ending.ended import exit_code
+from unisono.launch.ending.failure import Failure
+from unisono.launch.ending.outcome import Blame, Outcome, WorkerExit
+from unisono.launch.ending.result import End, conclude, digest_in
+from unisono.launch.ending.struck import with_faults
+from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
 from unisono.launch.guard import Guard, kill_group
 from unisono.launch.memory import LOOK_S, offer, peak_mib
-from unisono.launch.outcome import Blame, Outcome, WorkerExit
-from unisono.launch.output import WorkerOutput
-from unisono.launch.result import End, conclude, digest_in
 from unisono.launch.settings import LaunchSettings
-from unisono.launch.struck import with_faults
 from unisono.launch.surroundings import guarding, hearing_signals
-from unisono.launch.terminal import Terminal
-from unisono.launch.warm_start import ColdStart, WarmStart
+from unisono.launch.terminal.output import WorkerOutput
+from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.worker_start import Process, Warm, WorkerStart
 
 SETTLE_S = 0.3

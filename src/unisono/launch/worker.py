@@ -18,10 +18,10 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.launch.ended import note_end
-from unisono.launch.failure import Failure, dismissal_in
-from unisono.launch.name import WorkerName
+from unisono.launch.ending.ended import note_end
+from unisono.launch.ending.failure import Failure, dismissal_in
 from unisono.launch.script import Script
+from unisono.launch.terminal.name import WorkerName
 
 PR_SET_PDEATHSIG = 1
 failures: list[int] = []

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 from unisono.launch.command import WorkerCommand
-from unisono.launch.output import WorkerOutput
-from unisono.launch.request import FIRST_KEPT, Request
-from unisono.launch.warm_start import ColdStart, WarmStart
+from unisono.launch.forkserver.request import FIRST_KEPT, Request
+from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
+from unisono.launch.terminal.output import WorkerOutput
 
 
 class Process(Protocol):

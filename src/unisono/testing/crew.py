@@ -24,17 +24,17 @@ from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
 from unisono.sync.all_reduce import AllReduce
 from unisono.sync.named import strategy_of
-from unisono.train.acts import Acts
-from unisono.train.adaptation import Adaptation
-from unisono.train.checkpoints import Checkpoints
-from unisono.train.engine import Execution
-from unisono.train.membership import Arrival, Membership, Standing
+from unisono.train.config.settings import Settings
+from unisono.train.config.terms import Terms
+from unisono.train.group.acts import Acts
+from unisono.train.group.membership import Arrival, Membership, Standing
+from unisono.train.group.signals import LeaveRequest
+from unisono.train.group.workers import Workers
 from unisono.train.run import Run
-from unisono.train.settings import Settings
-from unisono.train.signals import LeaveRequest
-from unisono.train.surroundings import Care, Surroundings
-from unisono.train.terms import Terms
-from unisono.train.workers import Workers
+from unisono.train.state.adaptation import Adaptation
+from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.step.engine import Execution
+from unisono.train.step.surroundings import Care, Surroundings
 
 PATIENCE_S = 30.0
 

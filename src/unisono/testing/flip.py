@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono.errors import JobError
 from unisono.testing.fault import FlippedPlace
-from unisono.train.at_rest import kept_by
+from unisono.train.model.at_rest import kept_by
 
 if TYPE_CHECKING:
     from unisono.train.run import Run

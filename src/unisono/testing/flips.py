@@ -25,10 +25,10 @@ from unisono.errors import UnisonoError, UnisonoWarning
 from unisono.job import Job
 from unisono.testing.crew import Trade, train
 from unisono.testing.flip import flip, flip_in_file, tensors_in
-from unisono.train.engine import Execution
-from unisono.train.numerics import apply_numerics
+from unisono.train.config.numerics import apply_numerics
 from unisono.train.run import Run
-from unisono.train.step import Step
+from unisono.train.step.engine import Execution
+from unisono.train.step.step import Step
 
 SHARDS, BATCH, STEPS = 4, 32, 9
 CHECKPOINT_EVERY = 3

@@ -17,7 +17,7 @@ from unisono.testing.strike import strike
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
-    from unisono.train.step import Step
+    from unisono.train.step.step import Step
 
 PLUGIN = "unisono.testing.rehearsal:begin"
 SCRIPT = "UNISONO_FAULTS"

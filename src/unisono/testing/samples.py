@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.jsonl import read_lines
-from unisono.train.sample_log import FOLDER
+from unisono.train.record.sample_log import FOLDER
 
 LISTED = 5
 """Samples that one line names."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from unisono.errors import JobError, LaunchError, UnisonoError
-from unisono.launch.address import WHERE, Address
-from unisono.launch.control import Control
+from unisono.launch.elastic.address import WHERE, Address
+from unisono.launch.elastic.control import Control
 from unisono.membership.token import read_token
 from unisono.testing import accomplice
 from unisono.testing.fault import (
@@ -33,7 +33,7 @@ from unisono.testing.fault import (
     Stop,
     WrongResult,
 )
-from unisono.train.settings import Coordination
+from unisono.train.config.settings import Coordination
 
 if TYPE_CHECKING:
     from torch import Tensor

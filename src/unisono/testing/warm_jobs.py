@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from unisono.launch.born import NURSERY
 from unisono.launch.command import elastic_command
+from unisono.launch.forkserver.born import NURSERY
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.tuning import Tuning
@@ -37,7 +37,7 @@ def warm_jobs(varying: Collection[str] = ()) -> Iterator[None]:
         return
     with tempfile.TemporaryDirectory(prefix="unisono-nursery-") as folder, _listening(Path(folder, "door")) as door:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-u", "-m", "unisono.launch.nursery", str(door.fileno()), *varying],
+            [sys.executable, "-P", "-u", "-m", "unisono.launch.forkserver.nursery", str(door.fileno()), *varying],
             env={**_environment(Path(folder)), "UNISONO_LAUNCHER_PID": str(os.getpid())},
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -8,8 +8,8 @@ from torch import nn
 
 from unisono.checkpoint.store import load_weights
 from unisono.errors import CheckpointError
-from unisono.train.prepared import prefixed
-from unisono.train.state import module_part
+from unisono.train.model.prepared import prefixed
+from unisono.train.state.state import module_part
 
 M = TypeVar("M")
 

@@ -33,45 +33,45 @@ from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.streams import Stream, stream_seed
 from unisono.received import value_of
-from unisono.train.acts import Change, Keeper
-from unisono.train.apart import Apart
-from unisono.train.at_rest import Seen
-from unisono.train.checkpoints import Checkpoints, require_same_job
-from unisono.train.control import Flags
-from unisono.train.device import to_device
-from unisono.train.digest import digest_tensors
-from unisono.train.engine import Attempt, Call, Clip, LossFunction, StepEngine
-from unisono.train.evaluation import Evaluation, Metrics, Predict
-from unisono.train.feed import feed
-from unisono.train.integrity import Integrity, Note
-from unisono.train.loop import Hooks, Loop
-from unisono.train.majority import Verdict
-from unisono.train.membership import Arrival, Membership
-from unisono.train.monitors import NAMES
-from unisono.train.notices import Notices
-from unisono.train.observers import Callback, Event, Observers
-from unisono.train.pace import Pace
-from unisono.train.peak_memory import peak_memory
-from unisono.train.prepared import Prepared, refuse_unset_memory, tensors_by_name
-from unisono.train.recorder import Recorder
-from unisono.train.reduction_probe import reduction_probe
-from unisono.train.restoring import kept, restoring
-from unisono.train.sample_log import SampleLog
-from unisono.train.serving import serve
-from unisono.train.sharing import shared_weights
-from unisono.train.signals import PREEMPTED
-from unisono.train.state import Progress, Reading
+from unisono.train.group.acts import Change, Keeper
+from unisono.train.group.control import Flags
+from unisono.train.group.majority import Verdict
+from unisono.train.group.membership import Arrival, Membership
+from unisono.train.group.signals import PREEMPTED
+from unisono.train.group.workers import Operation, Workers
+from unisono.train.loop.evaluation import Evaluation, Metrics, Predict
+from unisono.train.loop.feed import feed
+from unisono.train.loop.loop import Hooks, Loop
+from unisono.train.loop.supply import Load
+from unisono.train.model.at_rest import Seen
+from unisono.train.model.digest import digest_tensors
+from unisono.train.model.prepared import Prepared, refuse_unset_memory, tensors_by_name
+from unisono.train.model.values import set_all
+from unisono.train.record.notices import Notices
+from unisono.train.record.observers import Callback, Event, Observers
+from unisono.train.record.pace import Pace
+from unisono.train.record.peak_memory import peak_memory
+from unisono.train.record.recorder import Recorder
+from unisono.train.record.reduction_probe import reduction_probe
+from unisono.train.record.sample_log import SampleLog
+from unisono.train.record.step_line import StepLine, round_figures
+from unisono.train.record.stopwatch import Stopwatch
+from unisono.train.record.trace import Trace
+from unisono.train.recovery.integrity import Integrity, Note
+from unisono.train.state.checkpoints import Checkpoints, require_same_job
+from unisono.train.state.monitors import NAMES
+from unisono.train.state.restoring import kept, restoring
+from unisono.train.state.sharing import shared_weights
+from unisono.train.state.state import Progress, Reading
+from unisono.train.state.trained import Trained
 from unisono.train.steering import Steering
-from unisono.train.step import Step
-from unisono.train.step_line import StepLine, round_figures
-from unisono.train.stopwatch import Stopwatch
-from unisono.train.supply import Load
-from unisono.train.surroundings import Surroundings
-from unisono.train.total_weight import require_agreement
-from unisono.train.trace import Trace
-from unisono.train.trained import Trained
-from unisono.train.values import set_all
-from unisono.train.workers import Operation, Workers
+from unisono.train.step.device import to_device
+from unisono.train.step.engine import Attempt, Call, Clip, LossFunction, StepEngine
+from unisono.train.step.step import Step
+from unisono.train.step.surroundings import Surroundings
+from unisono.train.step.total_weight import require_agreement
+from unisono.train.strategies.apart import Apart
+from unisono.train.strategies.serving import serve
 
 RESERVED = frozenset(
     (

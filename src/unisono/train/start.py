@@ -31,25 +31,25 @@ from unisono.plan.streams import Stream, stream_seed
 from unisono.sync.all_reduce import AllReduce
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import Strategy
-from unisono.train.acts import Acts
-from unisono.train.adaptation import Adaptation
-from unisono.train.agreed_folder import agreed_folder
-from unisono.train.checkpoints import Checkpoints
-from unisono.train.connect import Connection, TopologyName, TransportName, connect
-from unisono.train.device import choose_device
-from unisono.train.elastic import elastic
-from unisono.train.engine import CHECKS, Execution
+from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
+from unisono.train.config.settings import Settings
+from unisono.train.config.terms import Terms
 from unisono.train.failure import FailureNote
-from unisono.train.meeting import FixedMeeting, Meeting
-from unisono.train.membership import Fixed, Membership
-from unisono.train.numerics import apply_numerics, fingerprint, script_digest
+from unisono.train.group.acts import Acts
+from unisono.train.group.connect import Connection, TopologyName, TransportName, connect
+from unisono.train.group.elastic import elastic
+from unisono.train.group.meeting import FixedMeeting, Meeting
+from unisono.train.group.membership import Fixed, Membership
+from unisono.train.group.signals import LeaveRequest
+from unisono.train.group.workers import Workers
 from unisono.train.plugins import load_plugins
 from unisono.train.run import Run
-from unisono.train.settings import Settings
-from unisono.train.signals import LeaveRequest
-from unisono.train.surroundings import BACKSTOP, Care, Surroundings
-from unisono.train.terms import Terms
-from unisono.train.workers import Workers
+from unisono.train.state.adaptation import Adaptation
+from unisono.train.state.agreed_folder import agreed_folder
+from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.step.device import choose_device
+from unisono.train.step.engine import CHECKS, Execution
+from unisono.train.step.surroundings import BACKSTOP, Care, Surroundings
 
 G = TypeVar("G")
 

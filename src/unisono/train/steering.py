@@ -10,14 +10,14 @@ from unisono.adapt.policy import Policy
 from unisono.adapt.view import LOCAL, View
 from unisono.errors import PolicyError
 from unisono.job import Job
-from unisono.train.adaptation import Hook, observed
-from unisono.train.checkpoints import Checkpoints
-from unisono.train.membership import Membership
-from unisono.train.recorder import Recorder
-from unisono.train.step import Step
-from unisono.train.surroundings import Surroundings
-from unisono.train.trained import Trained
-from unisono.train.workers import Workers
+from unisono.train.group.membership import Membership
+from unisono.train.group.workers import Workers
+from unisono.train.record.recorder import Recorder
+from unisono.train.state.adaptation import Hook, observed
+from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.trained import Trained
+from unisono.train.step.step import Step
+from unisono.train.step.surroundings import Surroundings
 
 
 class Steering:

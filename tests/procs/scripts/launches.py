@@ -8,11 +8,11 @@ import json
 import sys
 from pathlib import Path
 
+from unisono.launch.ending.result import open_folder
 from unisono.launch.local import Launches
-from unisono.launch.result import open_folder
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
-from unisono.launch.terminal import Terminal
+from unisono.launch.terminal.terminal import Terminal
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""What is found on a machine, and what in it is a problem."""

@@ -1,0 +1,1 @@
+"""Jobs whose workers come and go: the agent of a host, and how the coordinator is reached."""

@@ -1,0 +1,151 @@
+"""Where the coordinator of a job is, and which job is meant."""
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from unisono.errors import JobError
+from unisono.launch.elastic.certificate import certificate_file
+from unisono.launch.ending.result import RUNS
+from unisono.membership.token import read_token, token_file
+from unisono.membership.trust import context_for, is_private
+from unisono.received import read_object
+
+WHERE = "coordinator.json"
+"""In the run folder: where the coordinator listens, as long as there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the coordinator is.
+
+    Attributes:
+        url: as ``http://127.0.0.1:4711``.
+        token: of the job.
+        certificate: that it shows, or of who vouches for it, if this system does not trust it anyway.
+    """
+
+    url: str
+    token: str = field(repr=False)
+    certificate: Path | None = None
+
+    @property
+    def context(self) -> ssl.SSLContext | None:
+        """What is trusted; None without TLS.
+
+        Raises:
+            JobError: the certificate cannot be read.
+        """
+        try:
+            return context_for(self.url, self.certificate)
+        except OSError as error:
+            raise JobError(f"the certificate {self.certificate} cannot be used: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """What a person says of where a job is: its URL, for a job on another host, or its run folder.
+
+    Attributes:
+        url: of the coordinator, if any.
+        token_file: with the job's token.
+        certificate: as of :class:`Address`.
+        run_dir: the run folder.
+    """
+
+    url: str | None = None
+    token_file: Path | None = None
+    certificate: Path | None = None
+    run_dir: Path | None = None
+
+    @property
+    def token(self) -> Path:
+        """The file that holds the token.
+
+        Raises:
+            JobError: the person has not said which.
+        """
+        if self.token_file is not None:
+            return self.token_file
+        if self.url is not None or self.run_dir is None:
+            raise JobError(
+                "--token-file is missing: a copy of the file 'token' in the job's run folder, that only you can read"
+            )
+        return token_file(self.run_dir)
+
+    def address(self) -> Address:
+        """Where the coordinator listens, and what opens it.
+
+        Raises:
+            JobError: there is no such job, or it cannot be reached as it should.
+        """
+        if self.url is None:
+            return address_of(find_run(self.run_dir), self.certificate, self.token_file)
+        token = self.token
+        return Address(_private(self.url.rstrip("/")), read_token(token), self.certificate)
+
+
+def find_run(named: Path | None, below: Path = RUNS) -> Path:
+    """The run folder of the job that is meant: the named one, or the only one with a coordinator.
+
+    Args:
+        named: by the person, if any.
+        below: where to look otherwise.
+
+    Raises:
+        JobError: there is no such job, or there are several; lists them.
+    """
+    if named is not None:
+        return named
+    found = sorted(path.parent for path in below.glob(f"*/{WHERE}"))
+    if not found:
+        raise JobError(f"no elastic job runs in {below.absolute()}: name its run folder with --run-dir")
+    if len(found) > 1:
+        listed = "".join(f"\n  {path}" for path in found)
+        raise JobError(f"several elastic jobs run: name one with --run-dir{listed}")
+    return found[0]
+
+
+def address_of(run_dir: Path, certificate: Path | None = None, token: Path | None = None) -> Address:
+    """Where the coordinator of a run folder listens, and the token that opens it.
+
+    Args:
+        run_dir: the run folder.
+        certificate: to trust, if it is not the one in the run folder.
+        token: the file with the token, if it is not the one in the run folder.
+
+    Raises:
+        JobError: no coordinator runs there, the token cannot be read, or could be read on its way.
+    """
+    path = run_dir / WHERE
+    try:
+        url = read_object(path)["url"]
+    except FileNotFoundError:
+        raise JobError(f"no elastic job runs in {run_dir} (there is no {path.name} in it)") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise JobError(f"{path} cannot be read: {error}") from error
+    its_own = certificate_file(run_dir)
+    trusted = certificate or (its_own if its_own.exists() else None)
+    return Address(_private(str(url)), read_token(token or token_file(run_dir)), trusted)
+
+
+def distrusted(address: Address, error: ssl.SSLCertVerificationError) -> JobError:
+    """Whoever answers there is not the coordinator, as far as anybody can tell."""
+    wanted = f"not the one of {address.certificate}" if address.certificate else "one that this system does not trust"
+    return JobError(
+        f"the certificate of {address.url} is {wanted} ({error.verify_message}); it was not sent the token. "
+        f"Give --certificate with a copy of 'certificate.pem' from the job's run folder"
+    )
+
+
+def _private(url: str) -> str:
+    if not is_private(url):
+        raise JobError(f"{url}: a coordinator on another host is reached over https, since the token goes there")
+    try:
+        where = urlsplit(url)
+        (where.hostname or "").encode("idna")
+        _ = where.port  # looked at only now
+    except ValueError as error:
+        raise JobError(f"{url} is no address of a coordinator: {error}") from error
+    return url

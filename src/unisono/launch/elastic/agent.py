@@ -1,0 +1,474 @@
+"""The agent of an elastic job: starts and ends this host's workers as the coordinator asks, and tells it of their ends.
+
+What happens to the job is decided by the coordinator; here it happens.
+"""
+
+import asyncio
+import os
+import re
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.errors import LaunchError
+from unisono.launch.elastic.address import Address
+from unisono.launch.elastic.coordinator_line import CoordinatorLine
+from unisono.launch.elastic.coordinator_process import CoordinatorProcess
+from unisono.launch.elastic.elastic import ElasticSettings, at_the_end, telling, verdict_of
+from unisono.launch.elastic.invitation import invitation
+from unisono.launch.elastic.probes import Probes
+from unisono.launch.elastic.starter import Process, Starter, Surroundings
+from unisono.launch.ending.ended import exit_code
+from unisono.launch.ending.failure import Failure
+from unisono.launch.ending.outcome import COMPLETE, Outcome, WorkerExit, describe
+from unisono.launch.ending.result import End, conclude
+from unisono.launch.ending.struck import with_faults
+from unisono.launch.guard import Guard, kill_group
+from unisono.launch.local import KILL_S, SECOND_TERM_S
+from unisono.launch.surroundings import guarding, hearing_signals
+from unisono.launch.terminal.output import WorkerOutput
+from unisono.launch.terminal.terminal import Terminal
+from unisono.membership.messages import (
+    AgentHello,
+    AgentLeaving,
+    FromAgent,
+    JobOver,
+    LeftOut,
+    Probe,
+    Start,
+    ToAgent,
+    Welcome,
+    WorkerEnded,
+)
+from unisono.membership.messages import End as EndWorkers
+from unisono.membership.token import new_token, token_file
+
+NOT_STARTED = 126
+"""The exit code of a worker that the system would not start, as shells have it."""
+
+STACKS_S = 0.5
+"""How long a worker that hangs may take to write where it hangs, before it is killed."""
+
+LAST_WORDS_S = 5.0
+"""How long the coordinator's last message may take after its end."""
+
+FAREWELL_S = 10.0
+"""How long the coordinator may take to end by itself when the job is over."""
+
+LONGEST_ERROR = 4096
+MOST_TOLD_AGAIN = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A coordinator that runs elsewhere, for an agent that comes to a job under way.
+
+    Attributes:
+        address: of the coordinator.
+        token_file: where workers find the token.
+    """
+
+    address: Address
+    token_file: Path
+
+
+def run_agent(
+    settings: ElasticSettings, folder: RunFolder, terminal: Terminal, joined: Joined | None = None
+) -> Outcome:
+    """Run the workers of an elastic job on this host to its end. Main thread only.
+
+    Args:
+        settings: what to start; must have been checked.
+        folder: the run folder, opened with ``open_folder``; closed at the end.
+        terminal: where to show the workers' output.
+        joined: the coordinator of the job, if it is under way; by default one is started, and how the job ended is
+            written into the run folder.
+
+    Raises:
+        JobError: the run folder has no token that could be used.
+        LaunchError: there is no coordinator, or it does not want this agent.
+    """
+    started = time.monotonic()
+    try:
+        outcome = asyncio.run(Agent(settings, folder, terminal, joined).run())
+    except LaunchError as error:
+        if joined is None:
+            end = End(1, {"message": str(error)}, settings.workers.largest, time.monotonic() - started)
+            conclude(folder, end, terminal)
+        raise
+    else:
+        if joined is None:
+            conclude(folder, End.of(outcome), terminal)
+    finally:
+        folder.close()
+    return outcome
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """A worker, from the moment in which it is asked for. It leads a process group with its process id for number."""
+
+    name: str
+    place: int
+    process: Process | None = None
+    told_at: float | None = None
+    how: str = ""
+    unwanted: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Agent:
+    """All workers of one job on this host. Arguments as of :func:`run_agent`."""
+
+    def __init__(
+        self, settings: ElasticSettings, folder: RunFolder, terminal: Terminal, joined: Joined | None = None
+    ) -> None:
+        told = {
+            "UNISONO_TERM": str(folder.term or ""),
+            "UNISONO_FAILURE_TIMEOUT_S": str(settings.failure_timeout_s),
+        }
+        self._settings = replace(settings, launch=settings.launch.told(told))
+        self._folder, self._terminal, self._joined = folder, terminal, joined
+        self._id = f"agent-{secrets.token_hex(8)}"
+        self._workers: dict[str, _Worker] = {}
+        self._known: set[str] = set()
+        self._lives: set[asyncio.Task[None]] = set()
+        self._said: set[asyncio.Task[None]] = set()
+        self._exits: list[WorkerExit] = []
+        self._ended: list[WorkerEnded] = []
+        self._over: JobOver | None = None
+        self._exits_before_the_end = 0
+        self._interrupted: int | None = None
+        self._finished = asyncio.Event()
+        self._gives_up = asyncio.Event()
+        self._broken_off = False
+        self._bug: BaseException | None = None
+        self._line: CoordinatorLine | None = None
+        self._starter: Starter
+        self._probes: Probes
+        self._guard: Guard
+        self._coordinator: CoordinatorProcess | None = None
+
+    async def run(self) -> Outcome:
+        """From the first start to the last end."""
+        started = time.monotonic()
+        with hearing_signals(self._signalled), guarding() as self._guard:
+            try:
+                async with AsyncExitStack() as opened:
+                    await self._serve(opened)
+            finally:
+                await asyncio.gather(*self._said)
+        if self._bug is not None:
+            raise self._bug
+        return self._outcome(time.monotonic() - started)
+
+    async def _serve(self, opened: AsyncExitStack) -> None:
+        tasks: list[asyncio.Task[None]] = []
+        opened.push_async_callback(_end_all, tasks)
+        if self._joined is None:
+            address, tokens = self._address_of_own(opened), token_file(self._folder.path)
+            assert self._coordinator is not None, "it was just made"
+            tasks.append(asyncio.create_task(self._keep_coordinator(self._coordinator)))
+        else:
+            address, tokens = self._joined.address, self._joined.token_file
+        around = Surroundings(self._settings, self._folder.path, address.url, tokens, address.certificate)
+        self._starter = Starter(around, self._say)
+        opened.push_async_callback(self._end_workers)
+        await self._starter.open()
+        self._probes = Probes(self._id, _host(), address, self._settings.failure_timeout_s, self._tell)
+        opened.push_async_callback(self._probes.close)
+        self._line = CoordinatorLine(address, self._greeting, self._hear, self._settings.failure_timeout_s)
+        tasks.append(asyncio.create_task(self._line.keep()))
+        await self._until_finished(tasks)
+        if self._coordinator is not None and self._over is not None:
+            await self._let_coordinator_end(*tasks)
+
+    def _address_of_own(self, opened: AsyncExitStack) -> Address:
+        path = self._folder.path
+        self._coordinator = CoordinatorProcess(self._settings, path, self._guard, self._say)
+        opened.callback(self._coordinator.close)
+        address = Address(self._coordinator.url, new_token(path), self._coordinator.certificate)
+        if lines := invitation(self._settings, path, address.url):
+            self._say("\n".join(lines))
+        return address
+
+    async def _keep_coordinator(self, coordinator: CoordinatorProcess) -> None:
+        await coordinator.keep()
+        if self._over is None:
+            await asyncio.sleep(LAST_WORDS_S)
+        if self._over is None:
+            raise LaunchError("the coordinator has ended without a word about the job")
+
+    async def _until_finished(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Until the job is over and its workers here have ended; or what it rests on has failed."""
+        finished = asyncio.create_task(self._finished.wait())
+        pending: set[asyncio.Task[None] | asyncio.Task[bool]] = {finished, *tasks}
+        try:
+            while not finished.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if self._over is None:  # after that, nothing rests on them
+                        task.result()
+        finally:
+            finished.cancel()
+
+    async def _let_coordinator_end(self, coordinator: asyncio.Task[None], line: asyncio.Task[None]) -> None:
+        """It ends by itself once it has told everybody; but workers of other hosts may go on."""
+        line.cancel()
+        gives_up = asyncio.create_task(self._gives_up.wait())
+        await asyncio.wait({coordinator, gives_up}, timeout=FAREWELL_S, return_when=asyncio.FIRST_COMPLETED)
+        if self._over is not None and self._over.preempted and not coordinator.done() and not gives_up.done():
+            self._say("the job goes on on other hosts, and its coordinator stays here (a signal ends it)")
+            await asyncio.wait({coordinator, gives_up}, return_when=asyncio.FIRST_COMPLETED)
+        gives_up.cancel()
+
+    # -- what the coordinator says
+
+    async def _greeting(self, local_address: str) -> list[FromAgent]:
+        """Who this is, and what a coordinator that was gone may not have heard."""
+        await self._probes.listen(local_address)
+        told_again = self._ended[-MOST_TOLD_AGAIN:]
+        hello = AgentHello(
+            agent=self._id,
+            host=_host(),
+            workers=self._settings.launch.workers,
+            running=(*self._workers, *(ended.worker for ended in told_again)),
+            probes=self._probes.address,
+        )
+        return [hello, *told_again, *([AgentLeaving()] if self._interrupted is not None else [])]
+
+    def _hear(self, message: ToAgent) -> None:
+        match message:
+            case Welcome():
+                if self._coordinator is not None:
+                    self._coordinator.in_use = True
+            case Start(workers=names, delay_s=delay_s) if self._over is None:
+                for name in names:
+                    if name not in self._known:  # said again to an agent that was away
+                        self._begin(name, delay_s)
+            case EndWorkers(workers=names, how=how):
+                for name in names:
+                    if (worker := self._workers.get(name)) is not None:
+                        self._end(worker, how)
+            case Probe(targets=targets):
+                self._probes.probe(targets)
+            case LeftOut(reason=reason):
+                self._say(f"this host takes no part for now: {reason}" if reason else "this host can take part again")
+            case JobOver():
+                self._job_over(message)
+
+    def _job_over(self, over: JobOver) -> None:
+        if self._over is not None:
+            return
+        self._over, self._exits_before_the_end = over, len(self._exits)
+        for worker in self._workers.values():
+            if worker.process is None:
+                self._end(worker, "leave")
+        if not over.digest and not over.preempted:
+            self._end_quickly()
+        self._finish_if_done()
+
+    # -- workers
+
+    def _begin(self, name: str, delay_s: float) -> None:
+        self._known.add(name)
+        taken = {worker.place for worker in self._workers.values()}
+        worker = _Worker(name, next(place for place in range(len(taken) + 1) if place not in taken))
+        self._workers[name] = worker
+        life = asyncio.create_task(self._live(worker, delay_s))
+        self._lives.add(life)
+        life.add_done_callback(self._life_ended)
+
+    def _life_ended(self, life: asyncio.Task[None]) -> None:
+        self._lives.discard(life)
+        if not life.cancelled() and (error := life.exception()) is not None:
+            self._bug = error
+            self._finished.set()
+        self._finish_if_done()
+
+    async def _live(self, worker: _Worker, delay_s: float) -> None:
+        """A worker's life, from now, or a while later, to its end."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await worker.unwanted.wait()
+        if worker.unwanted.is_set():
+            self._note(worker, -signal.SIGTERM, None)
+            return
+        try:
+            output = WorkerOutput(worker.name, self._folder.log_of(worker.name), self._terminal, self._say)
+            try:
+                worker.process = await self._starter.start(worker.name, worker.place, output)
+            except OSError:
+                output.abandon()
+                raise
+        except OSError as error:
+            self._note(worker, NOT_STARTED, _not_started(worker.name, error))
+            return
+        output.worker_started()
+        await self._see_off(worker, worker.process)
+        await output.drain()
+
+    async def _see_off(self, worker: _Worker, process: Process) -> None:
+        """Wait for a worker's end; end what it started, and tell how it ended."""
+        self._guard.watch(process.pid)
+        if worker.unwanted.is_set():
+            self._end(worker, worker.how)
+        code = exit_code(self._folder, worker.name, await process.wait())
+        kill_group(process.pid)
+        self._guard.forget(process.pid)
+        self._note(worker, code, self._failure_of(worker.name))
+
+    def _note(self, worker: _Worker, code: int, failure: Failure | None) -> None:
+        del self._workers[worker.name]
+        pid = 0 if worker.process is None else worker.process.pid
+        self._exits.append(WorkerExit(worker.name, code, time.time(), failure, worker.told_at, pid=pid))
+        # What only follows from the loss of another worker is no word about this one.
+        own = failure is not None and not failure.consequence
+        error = _printable(f"{failure.type}: {failure.message}") if own and failure is not None else ""
+        self._ended.append(WorkerEnded(worker=worker.name, code=code, error=error))
+        self._tell(self._ended[-1])
+
+    def _failure_of(self, name: str) -> Failure | None:
+        try:
+            return Failure.read(self._folder, name)
+        except LaunchError as error:
+            self._say(str(error))
+            return None
+
+    # -- ending
+
+    def _end(self, worker: _Worker, how: str) -> None:
+        """End one worker: by a word, or by force after it has said where it is."""
+        worker.told_at, worker.how = worker.told_at or time.time(), how
+        worker.unwanted.set()
+        if worker.process is None:
+            return  # it is seen to when it has begun, or does not begin at all
+        if how == "leave":
+            self._send(worker, signal.SIGTERM)
+        elif how == "drop":
+            self._kill_one(worker)
+        else:
+            self._send(worker, signal.SIGUSR1)
+            asyncio.get_running_loop().call_later(STACKS_S, self._kill_one, worker)
+
+    def _end_quickly(self) -> None:
+        """The job has failed: on the second SIGTERM workers leave at once, and whoever does not is killed."""
+        loop = asyncio.get_running_loop()
+        self._tell_all()
+        loop.call_later(SECOND_TERM_S, self._tell_all)
+        loop.call_later(KILL_S, self._kill)
+
+    def _tell_all(self) -> None:
+        for worker in list(self._workers.values()):
+            self._end(worker, "leave")
+
+    def _kill(self) -> None:
+        for worker in list(self._workers.values()):
+            worker.told_at, worker.how = worker.told_at or time.time(), "kill"
+            worker.unwanted.set()
+            self._kill_one(worker)
+
+    def _kill_one(self, worker: _Worker) -> None:
+        # Only while it is one of ours: its number may be another's once it has been seen off.
+        if worker.process is not None and self._workers.get(worker.name) is worker:
+            kill_group(worker.process.pid)
+
+    def _send(self, worker: _Worker, number: int) -> None:
+        if worker.process is not None:
+            with suppress(ProcessLookupError):
+                os.kill(worker.process.pid, number)
+
+    def _finish_if_done(self) -> None:
+        """The job is over, for this agent at least, and nothing runs here."""
+        if not self._lives and self._over is not None:
+            self._finished.set()
+
+    async def _end_workers(self) -> None:
+        self._kill()
+        await self._starter.close()
+        while self._lives:
+            await asyncio.wait(set(self._lives))
+
+    def _signalled(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._interrupted is not None:
+            self._say(f"{name} again: killing the workers")
+            self._kill()
+            self._broken_off = True
+            self._finished.set()
+            self._gives_up.set()
+            return
+        self._interrupted = number
+        grace = self._settings.launch.grace_s
+        self._say(f"{name}: the workers leave after this step; they have {grace:g} s (once more kills them)")
+        self._tell(AgentLeaving())
+        asyncio.get_running_loop().call_later(grace, self._grace_over)
+
+    def _grace_over(self) -> None:
+        if self._workers:
+            self._broken_off = True
+            self._kill()
+        elif self._joined is not None:  # a coordinator of its own would have said more
+            self._finished.set()
+
+    # -- telling
+
+    def _outcome(self, seconds: float) -> Outcome:
+        over = self._over
+        if over is not None and over.digest:
+            exits = at_the_end(self._exits, over)
+            self._tell_of_those_not_missed([each for each in self._exits if each not in exits], over)
+        elif over is not None and over.preempted and not self._broken_off:
+            exits = telling(self._exits[self._exits_before_the_end :], self._interrupted)
+        else:
+            exits = telling(self._exits, self._interrupted)
+        is_cut = self._broken_off and (over is None or over.preempted or any(each.code < 0 for each in exits))
+        return Outcome(
+            exits=with_faults(exits, self._folder),
+            workers=self._settings.workers.largest,
+            host=socket.gethostname(),
+            seconds=seconds,
+            interrupted=self._interrupted,
+            verdict=None if over is None or is_cut else verdict_of(over),
+            digest="" if over is None else over.digest,
+        )
+
+    def _tell_of_those_not_missed(self, exits: Sequence[WorkerExit], over: JobOver) -> None:
+        for each in with_faults(exits, self._folder):
+            if each.rank in over.finished:
+                self._terminal.say(f"{describe(each, socket.gethostname())} ({COMPLETE}, and it is not missed)")
+
+    def _tell(self, message: FromAgent) -> None:
+        if self._line is not None:  # or it is part of the first greeting
+            self._line.say(message)
+
+    def _say(self, words: str) -> None:
+        task = asyncio.create_task(asyncio.to_thread(self._terminal.say, words))
+        self._said.add(task)
+        task.add_done_callback(self._said.discard)
+
+
+async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _printable(words: str) -> str:
+    """A message of a script, as messages to the coordinator allow it: names of files may hold halves of characters."""
+    return words.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
+
+
+def _host() -> str:
+    """This host's name, as messages allow it."""
+    return re.sub(r"[^A-Za-z0-9._:-]", "-", socket.gethostname())[:128] or "host"
+
+
+def _not_started(name: str, error: OSError) -> Failure:
+    words = f"it could not be started: {error}"
+    return Failure(name, socket.gethostname(), 0, "OSError", words, f"OSError: {words}\n", False, time.time())

@@ -1,0 +1,125 @@
+"""An agent's connection to the coordinator. It comes back by itself, as the coordinator does."""
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from time import monotonic
+
+from pydantic import ValidationError
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus, WebSocketException
+
+from unisono.errors import LaunchError
+from unisono.launch.elastic.address import Address, distrusted
+from unisono.membership.call import call
+from unisono.membership.messages import FromAgent, Refused, ToAgent, to_agent
+from unisono.membership.token import OUTDATED, REFUSED
+
+OPEN_S = 10.0
+CLOSE_S = 1.0
+PING_S = 20.0
+FIRST_WAIT_S = 0.05
+LONGEST_WAIT_S = 2.0
+LARGEST = 2**20
+"""Bytes of a message from the coordinator: ids of a few thousand workers."""
+
+DOOR = (REFUSED, 403)
+
+
+class CoordinatorLine:
+    """One connection after the other.
+
+    Args:
+        address: of the coordinator.
+        greeting: what is said first on each connection, from an address of this host: a hello, and what the coordinator
+            may not have heard.
+        hear: called with each message, but a refusal.
+        patience_s: how long it may be gone.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        greeting: Callable[[str], Awaitable[Sequence[FromAgent]]],
+        hear: Callable[[ToAgent], None],
+        patience_s: float,
+    ) -> None:
+        self._address, self._greeting, self._hear, self._patience_s = address, greeting, hear, patience_s
+        self._outgoing: asyncio.Queue[FromAgent] | None = None
+        self._there_at = monotonic()
+
+    def say(self, message: FromAgent) -> None:
+        """Send a message. While there is no connection it is left to the next greeting."""
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(message)
+
+    async def keep(self) -> None:
+        """Connect, and connect again, until cancelled.
+
+        Raises:
+            JobError: somebody else answers in the coordinator's place.
+            LaunchError: the coordinator does not want this agent, or is gone for ``patience_s`` seconds.
+        """
+        wait_s = FIRST_WAIT_S
+        self._there_at = monotonic()
+        while True:
+            try:
+                async with self._connect() as connection:
+                    wait_s = FIRST_WAIT_S
+                    await self._converse(connection)
+            except InvalidStatus as error:
+                if (code := error.response.status_code) in DOOR:
+                    why = OUTDATED if code == REFUSED else error
+                    raise LaunchError(f"the coordinator at {self._address.url} lets nobody in: {why}") from error
+            except ssl.SSLCertVerificationError as error:
+                raise distrusted(self._address, error) from error
+            except (OSError, WebSocketException, TimeoutError):  # it is gone, or not there yet
+                pass
+            if monotonic() - self._there_at > self._patience_s:
+                raise LaunchError(f"no coordinator answered at {self._address.url} for {self._patience_s:g} s")
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    def _connect(self) -> connect:
+        ping_s = min(PING_S, self._patience_s / 4)
+        return call(
+            self._address.url,
+            "/agent",
+            self._address.token,
+            self._address.context,
+            open_s=OPEN_S,
+            ping_s=ping_s,  # a host that has vanished says nothing
+            close_s=CLOSE_S,
+            most=LARGEST,
+        )
+
+    async def _converse(self, connection: ClientConnection) -> None:
+        """Talk until the connection ends, however it does."""
+        self._outgoing = asyncio.Queue()
+        for greeting in await self._greeting(connection.local_address[0]):
+            self._outgoing.put_nowait(greeting)
+        sending = asyncio.create_task(self._send(connection, self._outgoing))
+        try:
+            async for text in connection:
+                message = _understood(text)
+                if isinstance(message, Refused):
+                    raise LaunchError(f"the coordinator refuses this agent: {message.reason}")
+                self._hear(message)
+        finally:
+            self._outgoing, self._there_at = None, monotonic()
+            sending.cancel()
+            with suppress(asyncio.CancelledError):
+                await sending
+
+    async def _send(self, connection: ClientConnection, outgoing: asyncio.Queue[FromAgent]) -> None:
+        with suppress(WebSocketException):  # whoever reads sees the end, too
+            while True:
+                await connection.send((await outgoing.get()).model_dump_json())
+
+
+def _understood(text: str | bytes) -> ToAgent:
+    try:
+        return to_agent.validate_json(text)
+    except ValidationError as error:
+        raise LaunchError(f"the coordinator says what this version does not know: {error}"[:4096]) from error

@@ -1,0 +1,181 @@
+"""The coordinator as a child of an agent, which starts it again whenever it ends before the job does."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from unisono.errors import LaunchError
+from unisono.launch.command import PER_WORKER
+from unisono.launch.elastic.certificate import Certificate, certificate_file
+from unisono.launch.elastic.elastic import ElasticSettings
+from unisono.launch.elastic.entrance import LOOPBACK
+from unisono.launch.ending.report import last_lines
+from unisono.launch.guard import Guard, kill_group
+
+BACKLOG = 1024
+"""Connections that the kernel keeps for a coordinator that is just being started again."""
+
+MOST_FAILURES = 6
+SETTLED_S = 10.0
+"""A coordinator that ran this long has begun well: its end is not held against the next one."""
+
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 5.0
+PATIENCE_S = 5.0
+USAGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a coordinator is to listen.
+
+    Attributes:
+        listener: the descriptor of the socket.
+        name: the name or address that clients are told.
+        certificate: that it shows; None without TLS.
+    """
+
+    listener: int
+    name: str = LOOPBACK
+    certificate: Certificate | None = None
+
+    def url(self, port: int | str) -> str:
+        """As clients are told it."""
+        host = f"[{self.name}]" if ":" in self.name else self.name
+        return f"{'http' if self.certificate is None else 'https'}://{host}:{port}"
+
+    @property
+    def options(self) -> dict[str, str]:
+        """As the coordinator is told."""
+        found = {"--fd": str(self.listener), "--name": self.name}
+        if self.certificate is not None:
+            found |= {"--tls-cert": str(self.certificate.chain), "--tls-key": str(self.certificate.key)}
+        return found
+
+
+class CoordinatorProcess:
+    """Keeps a coordinator running, always at the same address: the agent holds the socket on which it listens.
+
+    Args:
+        settings: of the job.
+        run_dir: the run folder.
+        guard: ends it if the agent is killed.
+        say: shows a line to the person at the terminal.
+
+    Attributes:
+        in_use: whether somebody relies on what it knows. Until then each one begins anew, whatever a job that trained
+            in this folder earlier has left.
+
+    Raises:
+        JobError: it cannot listen where it should, or has no certificate to show there; says what to do.
+    """
+
+    def __init__(self, settings: ElasticSettings, run_dir: Path, guard: Guard, say: Callable[[str], None]) -> None:
+        self._settings, self._run_dir, self._guard, self._say = settings, run_dir, guard, say
+        self._log = run_dir / "logs" / "coordinator.log"
+        self.in_use = False
+        entrance = settings.entrance
+        self._listener = entrance.listen(BACKLOG)
+        try:
+            self._listening = Listening(self._listener.fileno(), entrance.name(self._listener))
+            self._listening = replace(self._listening, certificate=entrance.secured(run_dir, self._listening.name))
+        except BaseException:
+            self._listener.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """Where workers and agents reach it."""
+        return self._listening.url(self._listener.getsockname()[1])
+
+    @property
+    def certificate(self) -> Path | None:
+        """What they trust; None without TLS."""
+        return None if self._listening.certificate is None else certificate_file(self._run_dir)
+
+    async def keep(self) -> None:
+        """Start it, and start it again, until it ends with 0: the job is over. Ends it when it is cancelled.
+
+        Raises:
+            LaunchError: it ends again and again, or its settings are refused; quotes its last words.
+        """
+        failures = 0
+        while True:
+            began = time.monotonic()
+            code = await self._run(fresh=not self.in_use)
+            if code == 0:
+                return
+            failures = 1 if time.monotonic() - began > SETTLED_S else failures + 1
+            if failures > MOST_FAILURES or code == USAGE:
+                said = "".join(f"\n  | {line}" for line in last_lines(self._log))
+                raise LaunchError(f"the coordinator ended with exit code {code} (log {self._log}){said}")
+            self._say(f"the coordinator ended with exit code {code}, and is started again; training goes on meanwhile")
+            await asyncio.sleep(min(FIRST_WAIT_S * 2 ** (failures - 1), LONGEST_WAIT_S))
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._listener.close()
+
+    async def _run(self, *, fresh: bool) -> int:
+        """One coordinator's life; its exit code."""
+        try:
+            with self._log.open("ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *server_command(self._settings, self._run_dir, self._listening, fresh=fresh),
+                    env={name: value for name, value in os.environ.items() if name not in PER_WORKER},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    pass_fds=[self._listener.fileno()],
+                )
+        except OSError as error:
+            raise LaunchError(f"the coordinator could not be started: {error}") from error
+        self._guard.watch(process.pid)
+        try:
+            return await process.wait()
+        finally:
+            await _end(process)
+            self._guard.forget(process.pid)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                await process.wait()
+        kill_group(process.pid)
+        await process.wait()
+
+
+def server_command(settings: ElasticSettings, run_dir: Path, listening: Listening, *, fresh: bool) -> list[str]:
+    """The command of a coordinator.
+
+    Args:
+        settings: of the job.
+        run_dir: the run folder.
+        listening: where it is to listen.
+        fresh: whether it begins; else it goes on from where another one ended.
+    """
+    options = {
+        "--run-dir": str(run_dir),
+        **listening.options,
+        "--smallest": str(settings.workers.smallest),
+        "--largest": str(settings.workers.largest),
+        "--max-restarts": str(settings.max_restarts),
+        "--failure-timeout": str(settings.failure_timeout_s),
+        **({"--wanted": str(settings.begin_with)} if settings.begin_with is not None else {}),
+    }
+    flags = [
+        *(["--restart-on-error"] if settings.restart_on_error else []),
+        *(["--fresh"] if fresh else []),
+    ]
+    words = [word for pair in options.items() for word in pair]
+    return [sys.executable, "-P", "-m", "unisono.membership.server", *words, *flags]

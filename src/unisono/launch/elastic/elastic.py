@@ -1,0 +1,137 @@
+"""A job whose workers come and go: what a person asks for, and what its end means. Nothing is done here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from unisono.errors import JobError
+from unisono.launch.elastic.entrance import Entrance
+from unisono.launch.ending.outcome import PREEMPTED, Blame, Verdict, WorkerExit
+from unisono.launch.settings import LaunchSettings
+from unisono.received import LONGEST_S
+
+if TYPE_CHECKING:  # the command line starts without pydantic
+    from unisono.membership.messages import JobOver
+
+MAX_RESTARTS = 3
+FAILURE_TIMEOUT_S = 300.0
+
+SAME_EVENT_S = 2.0
+"""Failures within this time are one event; the job has survived earlier ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """How many workers a job may have.
+
+    Attributes:
+        smallest: with fewer it does not train.
+        largest: it never has more.
+    """
+
+    smallest: int
+    largest: int
+
+    @classmethod
+    def read(cls, text: str) -> Range:
+        """``4``, or ``2:8``.
+
+        Raises:
+            JobError: the text is neither.
+        """
+        found = re.fullmatch(r"(-?\d{1,9})(?::(-?\d{1,9}))?", text.strip(), re.ASCII)
+        if found is None:
+            raise JobError(f"--workers {text}: write a number, such as 4, or a range, such as 2:8")
+        smallest = int(found[1])
+        return cls(smallest, int(found[2]) if found[2] else smallest)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there is only one number in it."""
+        return self.smallest == self.largest
+
+    def within(self, number: int) -> int:
+        """The number in the range that is nearest to another."""
+        return max(self.smallest, min(self.largest, number))
+
+    def __str__(self) -> str:
+        return str(self.smallest) if self.is_fixed else f"{self.smallest}:{self.largest}"
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticSettings:
+    """How to run the workers of an elastic job on this host.
+
+    Attributes:
+        launch: the script and the workers' environment; as many workers as there may be at most.
+        workers: how many the job may have, on all hosts.
+        begin_with: how many it begins with; None for as many as the hosts can run.
+        max_restarts: how often each of its places may get a new worker, on average.
+        restart_on_error: whether also after an exception in the script.
+        failure_timeout_s: seconds of silence after which a worker, an agent or the coordinator is taken to be lost.
+        entrance: where the coordinator listens.
+    """
+
+    launch: LaunchSettings
+    workers: Range
+    begin_with: int | None = None
+    max_restarts: int = MAX_RESTARTS
+    restart_on_error: bool = False
+    failure_timeout_s: float = FAILURE_TIMEOUT_S
+    entrance: Entrance = field(default_factory=Entrance)
+
+    @property
+    def has_default_timeout(self) -> bool:
+        """Whether nobody has set ``failure_timeout_s``."""
+        return self.failure_timeout_s == FAILURE_TIMEOUT_S
+
+    def check(self) -> None:
+        """Refuse what cannot work, before anything is started.
+
+        Raises:
+            JobError: a number is out of range, or the script cannot be run; names it.
+        """
+        if self.workers.smallest < 1:
+            raise JobError(f"--workers {self.workers}: at least 1 is needed")
+        if self.workers.largest < self.workers.smallest:
+            raise JobError(f"--workers {self.workers}: the smaller number comes first")
+        if self.max_restarts < 0:
+            raise JobError(f"--max-restarts {self.max_restarts}: needs a number of 0 or more")
+        if not 0 < self.failure_timeout_s <= LONGEST_S:
+            raise JobError(
+                f"--failure-timeout-s {self.failure_timeout_s:g}: needs a number of seconds above 0, and at most "
+                f"{LONGEST_S:g}"
+            )
+        self.launch.check()
+
+
+def verdict_of(over: JobOver) -> Verdict:
+    """How the launcher ends when the coordinator says that the job is over, and no worker of this host is to blame."""
+    if over.digest:
+        return Verdict(0, over.reason)
+    return Verdict(PREEMPTED if over.preempted else 1, over.reason)
+
+
+def at_the_end(exits: Sequence[WorkerExit], over: JobOver) -> tuple[WorkerExit, ...]:
+    """Those exits that count in a job whose training is complete.
+
+    Workers that have finished run the script's last lines, each for itself. An error in them is one. A worker that is
+    killed is missed only if it is the main one: of all others nobody expects that they stay. Whoever has not finished
+    came too late or was not needed any more.
+    """
+    return tuple(
+        each
+        for each in exits
+        if each.rank == over.main or (each.rank in over.finished and (each.code >= 0 or each.failure is not None))
+    )
+
+
+def telling(exits: Sequence[WorkerExit], interrupted: int | None = None) -> tuple[WorkerExit, ...]:
+    """Those exits that tell how a job ended: the good ones, and of the others the last, which it has not survived."""
+    good = [each for each in exits if each.blame(interrupted) is Blame.NONE]
+    failed = [each for each in exits if each.blame(interrupted) in (Blame.CAUSE, Blame.CONSEQUENCE)]
+    last = max((each.time for each in failed), default=0.0)
+    return (*good, *(each for each in failed if each.time >= last - SAME_EVENT_S))

@@ -1,0 +1,76 @@
+"""Starting workers of an elastic job on this host: each with a seat of its own."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.launch.command import ElasticSeat, WorkerCommand, elastic_command
+from unisono.launch.elastic.elastic import ElasticSettings
+from unisono.launch.terminal.output import WorkerOutput
+from unisono.launch.worker_start import Process, Warm, WorkerStart
+
+__all__ = ["AGENT", "Process", "Starter", "Surroundings"]
+
+AGENT = "UNISONO_AGENT_PID"
+"""The variable that tells a worker which process its agent is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all workers of a host have in common.
+
+    Attributes:
+        settings: of the job.
+        run_dir: the run folder.
+        coordinator: the coordinator's URL.
+        token_file: where the job's token is.
+        certificate: to trust; None for what the system trusts, or without TLS.
+    """
+
+    settings: ElasticSettings
+    run_dir: Path
+    coordinator: str
+    token_file: Path
+    certificate: Path | None = None
+
+
+class Starter:
+    """Starts workers.
+
+    Args:
+        around: what they have in common.
+        say: shows a line to the person at the terminal.
+    """
+
+    def __init__(self, around: Surroundings, say: Callable[[str], None]) -> None:
+        self._around = around
+        log = around.run_dir / "logs" / "template.log" if around.settings.launch.warm_start else None
+        common = elastic_command(around.settings.launch, around.run_dir, None)
+        self._start = WorkerStart(Warm(common, log), say)
+
+    async def open(self) -> None:
+        """Begin to load what warm workers have loaded, while the caller goes on."""
+        await self._start.open()
+
+    async def start(self, worker: str, place: int, output: WorkerOutput) -> Process:
+        """Start a worker, as the leader of a process group of its own.
+
+        Args:
+            worker: its id.
+            place: a number that no other running worker of this host has.
+            output: where its output goes.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        around = self._around
+        settings = around.settings.launch
+        seat = ElasticSeat(worker, place, around.coordinator, around.token_file, around.certificate)
+        command = elastic_command(settings, around.run_dir, seat)
+        agent = {AGENT: str(os.getpid())}  # a warm worker's launcher is the template
+        return await self._start.start(WorkerCommand(command.script, agent | dict(command.variables)), output)
+
+    async def close(self) -> None:
+        """End the template, and with it the workers that it has forked. No worker is started any more."""
+        await self._start.close()

@@ -1,0 +1,1 @@
+"""How workers and jobs end, and in which words that is told."""

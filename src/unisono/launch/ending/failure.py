@@ -1,0 +1,113 @@
+"""What a worker leaves behind when its script ends with an exception."""
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from unisono.checkpoint.folder import RunFolder, write_json
+from unisono.errors import Dismissed, LaunchError, UnisonoError, Unreadable, WorkerLost
+from unisono.launch.terminal.name import WorkerName, called
+from unisono.received import read_object
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The exception that ended a worker's script.
+
+    Attributes:
+        rank: the worker's rank; its id where ranks change.
+        host: the name of its host.
+        pid: its process.
+        type: the exception's type, as a traceback names it.
+        message: what it says.
+        traceback: the whole traceback, frames of the user's script first.
+        consequence: it only follows from the loss of another worker.
+        time: when, in seconds since 1970.
+        exit_code: with which it ends its process.
+    """
+
+    rank: WorkerName
+    host: str
+    pid: int
+    type: str
+    message: str
+    traceback: str
+    consequence: bool
+    time: float
+    exit_code: int = 1
+
+    @classmethod
+    def of(cls, error: BaseException, rank: WorkerName) -> "Failure":
+        """The failure of this process, now."""
+        described = traceback.TracebackException.from_exception(error)
+        return cls(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            type=_type_name(type(error)),
+            message=str(described),
+            traceback="".join(described.format()),
+            consequence=any(isinstance(link, WorkerLost) for link in _chain(error)),
+            time=time.time(),
+            # What others mean by that name may be 0, 75 or no number.
+            exit_code=error.exit_code if isinstance(error, UnisonoError) else 1,
+        )
+
+    def write(self, folder: RunFolder) -> None:
+        """Write it into the run folder, whole or not at all.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        write_json(folder.error_of(self.rank), asdict(self))
+
+    @classmethod
+    def read(cls, folder: RunFolder, rank: WorkerName) -> "Failure | None":
+        """The failure of a worker, or None if its script did not end with an exception.
+
+        Raises:
+            LaunchError: there is a record and it cannot be read; names the file.
+        """
+        path = folder.error_of(rank)
+        try:
+            found = cls(**read_object(path))
+            wrong = [each.name for each in fields(cls) if not isinstance(getattr(found, each.name), _kind(each.type))]
+            if wrong:
+                raise Unreadable(f"it says of {', '.join(wrong)} what was never written")
+            return found
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise LaunchError(
+                f"the record of what happened to {called(rank)}, {path}, is unreadable: {error}"
+            ) from error
+
+
+def dismissal_in(error: BaseException) -> Dismissed | None:
+    """The dismissal that ended a script, if this exception only follows from it; None if there was none."""
+    return next((link for link in _chain(error) if isinstance(link, Dismissed)), None)
+
+
+def _kind(annotation: Any) -> Any:
+    return (int, float) if annotation is float else annotation
+
+
+def _type_name(kind: type[BaseException]) -> str:
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception, and those that it was raised from or while handling."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        yield link
+        seen.add(id(link))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

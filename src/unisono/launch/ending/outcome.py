@@ -1,0 +1,247 @@
+"""How a job ended: which worker is to blame, with what exit code, in which words. Nothing here touches the system."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from unisono.launch.ending.failure import Failure
+from unisono.launch.terminal.name import WorkerName, called, number
+
+PREEMPTED = 75
+"""The exit code of a worker that left with a checkpoint and can be started again."""
+
+FIRST_SIGNAL = 128
+"""A process that a signal ended has, for a shell, the exit code 128 + the signal's number."""
+
+HINTS = {
+    "SIGKILL": "likely the memory ran out (see dmesg, and the memory limit of the container or of the Slurm job): "
+    "a smaller batch, fewer workers or fewer loader processes need less",
+    "SIGBUS": "likely shared memory ran out: see the size of /dev/shm; in a container, raise --shm-size",
+    "SIGSEGV": "a crash in native code: the Python stacks are in the log",
+    "SIGABRT": "native code gave up: its message is in the log",
+    "SIGTERM": "someone, or the batch system, ended this one worker",
+    "SIGXCPU": "its limit of CPU time is used up (ulimit -t)",
+}
+
+
+COMPLETE = "training was complete by then"
+LINES = (
+    "What the script does after run.finish may be missing: if the job has written checkpoints, start it again with the "
+    "same --run-dir, and it goes on from the last one"
+)
+
+
+class Blame(IntEnum):
+    """How likely an exit is what began it all, the likeliest first."""
+
+    CAUSE = 0
+    CONSEQUENCE = 1
+    ANSWER = 2
+    ENDED_BY_LAUNCHER = 3
+    NONE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """How one worker ended.
+
+    Attributes:
+        rank: its rank; its id where ranks change.
+        code: its exit code; minus the signal's number if a signal ended it.
+        time: when, in seconds since 1970.
+        failure: what it recorded, if an exception ended its script.
+        told_at: when the launcher, ending the job, told it to end; None if it did not.
+        peak_mib: memory that it was seen to need at most; None if nobody looked.
+        over_mib: the limit above which it was, and for which the launcher ended it; None if it did not.
+        pid: of its process; 0 if it had none.
+        fault: of a rehearsal that has ended it, in words.
+    """
+
+    rank: WorkerName
+    code: int
+    time: float
+    failure: Failure | None = None
+    told_at: float | None = None
+    peak_mib: float | None = None
+    over_mib: float | None = None
+    pid: int = 0
+    fault: str = ""
+
+    @property
+    def began(self) -> float:
+        """When the trouble began: the exception comes before the exit."""
+        return min(self.time, self.failure.time) if self.failure else self.time
+
+    @property
+    def had_failed(self) -> bool:
+        """Whether its script had failed already when the launcher told it to end, and it was on its way out."""
+        return self.failure is not None and self.told_at is not None and self.failure.time < self.told_at
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code as a shell gives it; its own, if the launcher ended it while it was on its way out."""
+        if self.had_failed and self.failure is not None:
+            return self.failure.exit_code
+        return self.code if self.code >= 0 else FIRST_SIGNAL - self.code
+
+    @property
+    def signal_name(self) -> str:
+        """The signal that ended it, or nothing."""
+        if self.code >= 0:
+            return ""
+        try:
+            return signal.Signals(-self.code).name
+        except ValueError:  # a real-time signal has no name
+            return f"signal {-self.code}"
+
+    def blame(self, interrupted: int | None = None) -> Blame:
+        """How likely this exit began it all, in a job that was or was not interrupted by a signal."""
+        if self.code in (0, PREEMPTED):
+            return Blame.NONE
+        if self.told_at is not None and not self.had_failed:
+            return Blame.ENDED_BY_LAUNCHER
+        if self.failure is not None:
+            return Blame.CONSEQUENCE if self.failure.consequence else Blame.CAUSE
+        if interrupted is not None and self.shell_code - FIRST_SIGNAL in (signal.SIGINT, signal.SIGTERM):
+            return Blame.ANSWER
+        return Blame.CAUSE
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a job ended, where no worker of this host is to blame.
+
+    Attributes:
+        exit_code: for the launcher.
+        reason: for people.
+    """
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        exits: how each worker ended.
+        workers: how many there were to be.
+        host: the name of the host.
+        seconds: how long it took.
+        interrupted: the first signal that the launcher got, if any.
+        verdict: how the job ended, where somebody else has decided that; for an elastic job the coordinator.
+        digest: of the weights, if training is complete, whatever came after it.
+    """
+
+    exits: tuple[WorkerExit, ...]
+    workers: int
+    host: str
+    seconds: float
+    interrupted: int | None = None
+    verdict: Verdict | None = None
+    digest: str = ""
+
+    @property
+    def cause(self) -> WorkerExit | None:
+        """The exit that began it all; None if no worker failed by itself."""
+        return find_cause(self.exits, self.interrupted)
+
+    @property
+    def exit_code(self) -> int:
+        """The launcher's own exit code."""
+        cause, codes = self.cause, {each.code for each in self.exits}
+        if cause is not None and self._is_to_blame(cause):
+            return cause.shell_code
+        if self.verdict is not None:
+            return self.verdict.exit_code
+        if codes and codes <= {0, PREEMPTED}:
+            return max(codes)
+        return FIRST_SIGNAL + self.interrupted if self.interrupted is not None else 1
+
+    @property
+    def error(self) -> dict[str, object] | None:
+        """What went wrong, for ``result.json``; None if nothing did."""
+        if self.exit_code == 0:
+            return None
+        cause = self.cause
+        if cause is None or not self._is_to_blame(cause):
+            return {"message": self.summary()}
+        failure = cause.failure
+        return {
+            **({"rank": cause.rank} if isinstance(cause.rank, int) else {"worker": cause.rank}),
+            "host": self.host,
+            "exit_code": cause.shell_code,
+            "type": failure.type if failure else cause.signal_name or "SystemExit",
+            "message": (failure.message if failure else describe(cause, self.host)) + self.trained,
+            "traceback": failure.traceback if failure else None,
+        }
+
+    def summary(self) -> str:
+        """One line for a person: what happened, and what to do."""
+        code, cause = self.exit_code, self.cause
+        if code == 0:
+            return f"{self.workers} workers done in {self.seconds:.1f} s"
+        if code == PREEMPTED:
+            return "left with a checkpoint: start it again with the same --run-dir to go on"
+        if self.verdict is not None and (cause is None or not self._is_to_blame(cause)):
+            return self.verdict.reason
+        if self.interrupted is not None and (cause is None or not self._is_to_blame(cause)):
+            return f"ended by {signal.Signals(self.interrupted).name}"
+        assert cause is not None, "an exit code other than 0 has a cause"
+        return describe(cause, self.host) + self.note + self.trained
+
+    @property
+    def trained(self) -> str:
+        """That training was complete when the job failed, for people; else nothing."""
+        if not self.digest or self.exit_code == 0:
+            return ""
+        return f"; {COMPLETE}: weights sha256 {self.digest}. {LINES}"
+
+    @property
+    def reason(self) -> str:
+        """What went wrong, without who it was: the same for jobs that fail in the same way."""
+        cause = self.cause
+        failure = None if cause is None else cause.failure
+        if failure is not None:
+            return f"{failure.type}: {failure.message}"
+        return self.summary() if cause is None else cause.signal_name or f"exit code {cause.code}"
+
+    @property
+    def note(self) -> str:
+        """Whom to look at when a worker was missed, but none says why: those that ended without a word."""
+        cause = self.cause
+        if cause is None or cause.failure is None or not cause.failure.consequence:
+            return ""
+        silent = [
+            f"{called(each.rank)} {'was ended by the launcher' if each.told_at else f'left with exit code {each.code}'}"
+            for each in self.exits
+            if each.failure is None
+        ]
+        return f" (no error came from the worker that was missed: {', '.join(silent)})" if silent else ""
+
+    def _is_to_blame(self, cause: WorkerExit) -> bool:
+        """In an interrupted job only a failure of a worker's own counts."""
+        return self.interrupted is None or cause.blame(self.interrupted) is Blame.CAUSE
+
+
+def find_cause(exits: Sequence[WorkerExit], interrupted: int | None = None) -> WorkerExit | None:
+    """The exit that began it all: by blame, then the earliest; None if every worker ended well."""
+    failed = [each for each in exits if each.blame(interrupted) is not Blame.NONE]
+    return min(failed, key=lambda each: (each.blame(interrupted), each.began, number(each.rank)), default=None)
+
+
+def describe(worker: WorkerExit, host: str) -> str:
+    """One exit in words: ``rank 1 on host a was killed by SIGKILL: likely the memory ran out …``."""
+    who = f"{called(worker.rank)} on host {host}"
+    if worker.over_mib is not None:
+        return (
+            f"{who} was ended: it needed {worker.peak_mib or 0:.0f} MiB, more than its limit of {worker.over_mib:.0f}"
+        )
+    if worker.code < 0 and not worker.had_failed:
+        hint = worker.fault or HINTS.get(worker.signal_name)
+        return f"{who} was killed by {worker.signal_name}" + (f": {hint}" if hint else "")
+    if worker.failure is not None:
+        return f"{who} failed with exit code {worker.shell_code}: {worker.failure.type}: {worker.failure.message}"
+    return f"{who} ended with exit code {worker.code}"

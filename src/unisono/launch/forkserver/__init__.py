@@ -1,0 +1,1 @@
+"""Processes that have loaded torch already, and fork workers."""

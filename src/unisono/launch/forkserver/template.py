@@ -1,0 +1,242 @@
+"""A process that has torch and unisono loaded, and forks workers, which therefore begin at once. Linux only.
+
+``python -P -u -m unisono.launch.forkserver.template FD``, started by the launcher in its workers' environment, so that
+what libraries read when they are loaded (``OMP_NUM_THREADS``, the allocator's variables) is what each worker would have
+found. ``FD`` is an end of a socket pair (AF_UNIX, SEQPACKET) on which every message is one JSON object:
+
+* from the launcher: a :class:`~unisono.launch.forkserver.request.Request`, with the descriptors of the worker's output
+  and errors, and maybe one more;
+* to the launcher: ``{"ready": why}`` once, where ``why`` says why not, or nothing; for each request, in their order,
+  ``{"started": pid}`` or ``{"refused": why}``; and ``{"ended": pid, "code": code}``, the code negative for a signal.
+
+The end of the connection is the launcher's end and the template's; the kernel ends the workers with it.
+"""
+
+import gc
+import json
+import os
+import random
+import select
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.launch import worker  # isort: skip  (first: what it does at exit comes after all that libraries do)
+
+import numpy as np
+import torch
+
+import unisono.train.start
+import unisono.train.trainer  # noqa: F401  (both are loaded here so that no worker has to)
+from unisono.launch.forkserver.request import FIRST_KEPT, Request
+
+LARGEST = 2**20
+"""Bytes of a request. The system's limit on one message is mostly lower; whoever needs more is not started here."""
+
+STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What a fork needs to become a worker.
+
+    Attributes:
+        request: that it answers.
+        parent: the template's process id.
+        out: the descriptor of its standard output.
+        err: that of its standard error.
+        kept: one more that it gets, or None.
+    """
+
+    request: Request
+    parent: int
+    out: int
+    err: int
+    kept: int | None = None
+
+
+class Template:
+    """Serves one launcher.
+
+    Args:
+        channel: the socket that leads to it.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._wakes, self._woken = os.pipe()
+        for end in (self._wakes, self._woken):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, _noted)  # without a handler nothing is written
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+
+    def serve(self) -> Birth | None:
+        """Fork as often as asked, until the launcher hangs up: then None. In each fork, what it is to become."""
+        self._tell(ready=self._obstacle())
+        gc.collect()
+        gc.freeze()  # a collection in a fork would write to, and so copy, every page of what was loaded here
+        events = select.poll()
+        events.register(self._channel, select.POLLIN)
+        events.register(self._wakes, select.POLLIN)
+        while True:
+            heard = {descriptor for descriptor, _ in events.poll()}
+            if self._wakes in heard:
+                self._reap()
+            if self._channel.fileno() in heard:
+                data, descriptors = self._receive()
+                if not data:
+                    return None
+                if (birth := self._answer(data, descriptors)) is not None:
+                    return birth
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        """The next request, and the descriptors that came with it; nothing once the launcher has hung up."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._channel, LARGEST, 3)
+        except ConnectionError:
+            return b"", []
+        return data, descriptors
+
+    def _answer(self, data: bytes, descriptors: list[int]) -> Birth | None:
+        """Fork. In the fork, what it is to become; here None."""
+        birth = Birth(Request.from_json(data), os.getpid(), *descriptors)
+        why, child = self._obstacle(descriptors), None
+        if not why:
+            try:
+                child = os.fork()
+            except OSError as error:
+                why = f"the system would not fork: {error}"
+        if child == 0:
+            self._leave()
+            return birth
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._tell(**({"refused": why} if why else {"started": child}))
+        return None
+
+    def _obstacle(self, received: Sequence[int] = ()) -> str:
+        """Why a fork of this process could not be trusted; empty if it can."""
+        threads = _threads()
+        if threads > 1:
+            return f"{threads} threads run in the template, and a fork would have one of them only"
+        if torch.cuda.is_initialized():
+            return "CUDA is initialised in the template, and does not work in a fork"
+        if _sockets() - {self._channel.fileno(), *received}:
+            return "a library has opened a socket in the template, and a fork would share it"
+        return ""
+
+    def _reap(self) -> None:
+        """Say which workers have ended."""
+        with suppress(BlockingIOError):
+            while os.read(self._wakes, 4096):
+                pass
+        with suppress(ChildProcessError):  # none is left
+            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                self._tell(ended=ended[0], code=os.waitstatus_to_exitcode(ended[1]))
+
+    def _leave(self) -> None:
+        """In a fork: what is the template's alone."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        self._channel.close()  # and its object, or that would close whatever has its number later
+        os.close(self._wakes)
+        os.close(self._woken)
+
+    def _tell(self, **message: Any) -> None:
+        with suppress(ConnectionError):  # the launcher is gone, as the next look at the connection tells
+            self._channel.send(json.dumps(message).encode())
+
+
+def become(birth: Birth) -> None:
+    """Turn this fork into what a fresh ``python -P -u -m unisono.launch.worker`` is before its first line."""
+    os.setsid()
+    os.dup2(birth.out, STANDARD_OUTPUT)
+    os.dup2(birth.err, STANDARD_ERROR)
+    if birth.kept is not None:
+        os.dup2(birth.kept, FIRST_KEPT)
+    _close_all_after(STANDARD_ERROR if birth.kept is None else FIRST_KEPT)
+    request = birth.request
+    # The kernel ends a worker with its parent, and that is the template.
+    os.environ.update({**request.variables, "UNISONO_LAUNCHER_PID": str(birth.parent)})
+    os.chdir(request.cwd)
+    sys.argv = [worker.__file__, *request.argv]
+    sys.orig_argv = [sys.executable, "-P", "-u", "-m", worker.__name__, *request.argv]
+    # A fresh process has generators that nobody has drawn from, each with a seed from the system.
+    random.seed()
+    np.random.seed()
+    torch.default_generator.seed()
+
+
+def main() -> None:
+    """Serve the launcher, or, in a fork, be the worker that it asked for."""
+    worker.die_with(os.environ.get("UNISONO_LAUNCHER_PID"))
+    load()
+    serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+def load() -> None:
+    """Load what importing this module has not."""
+    _load_the_rest()
+    _end_threads_that_end_before_forks()
+
+
+def serve(channel: socket.socket) -> None:
+    """Be a template until the launcher hangs up, and end; or, in a fork, be the worker that it asked for."""
+    birth = Template(channel).serve()
+    if birth is None:
+        os._exit(0)  # nothing here is worth the time that taking torch apart needs
+    become(birth)
+    worker.main()  # the interpreter then ends as after any script: exit handlers, threads, streams
+
+
+def _load_the_rest() -> None:
+    # The first optimizer of a process has torch load 800 modules more.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208 (counts names, opens nothing)
+
+
+def _end_threads_that_end_before_forks() -> None:
+    """Fork nothing, once: OpenBLAS ends its threads before any fork, and has new ones where it needs them."""
+    if _threads() > 1:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def _descriptors() -> set[int]:
+    """Those that are open; that of the listing itself may be among them, and is closed."""
+    return {int(name) for name in os.listdir("/proc/self/fd")}  # noqa: PTH208 (numbers, not paths)
+
+
+def _sockets() -> set[int]:
+    found = set()
+    for descriptor in _descriptors():
+        with suppress(OSError):  # it was that of the listing
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                found.add(descriptor)
+    return found
+
+
+def _close_all_after(last: int) -> None:
+    for descriptor in _descriptors():
+        if descriptor > last:
+            with suppress(OSError):  # it was that of the listing
+                os.close(descriptor)
+
+
+def _noted(number: int, frame: Any) -> None:
+    """A handler that does nothing: the wake-up descriptor tells."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""The launcher's side of the template: workers that begin at once, instead of loading torch first."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from unisono.launch.forkserver.born import NURSERY, Unborn, born
+from unisono.launch.forkserver.request import Request
+from unisono.received import parse_object
+
+LONGEST_ANSWER = 64 * 1024
+
+
+class ColdStart(Exception):
+    """The template cannot start a worker; says why. The launcher starts it as a program of its own."""
+
+
+class TemplateProcess(Protocol):
+    """A template that runs."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        ...
+
+    def kill(self) -> None:
+        """End it.
+
+        Raises:
+            ProcessLookupError: it has ended already.
+        """
+        ...
+
+    async def wait(self) -> object:
+        """Until it has ended."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class WarmWorker:
+    """A forked worker; to its launcher like an ``asyncio.subprocess.Process``.
+
+    Attributes:
+        pid: its process id.
+    """
+
+    pid: int
+    _ended: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended; negative for a signal."""
+        return await asyncio.shield(self._ended)
+
+    def end(self, code: int) -> None:
+        """It has ended."""
+        if not self._ended.done():
+            self._ended.set_result(code)
+
+
+class WarmStart:
+    """Starts the template, and has it fork workers. Use :meth:`open`."""
+
+    def __init__(self, channel: socket.socket, process: TemplateProcess) -> None:
+        self._channel, self._process = channel, process
+        self._gone = ""
+        self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._asked: deque[asyncio.Future[WarmWorker]] = deque()
+        self._workers: dict[int, WarmWorker] = {}
+        asyncio.get_running_loop().add_reader(channel, self._hear)
+
+    @classmethod
+    async def open(cls, environment: Mapping[str, str], log: Path) -> "WarmStart":
+        """Start a template. It loads torch while the caller goes on.
+
+        Args:
+            environment: of its workers, without what each has for itself.
+            log: where it may write what it has to say.
+
+        Raises:
+            ColdStart: this system has no such thing, or the process cannot be started.
+        """
+        if sys.platform != "linux":
+            raise ColdStart(f"{sys.platform} is not Linux")
+        try:
+            return cls(*await born(environment, log))
+        except Unborn as why:
+            if NURSERY in environment:
+                with log.open("a") as output:
+                    output.write(f"this template loads torch itself: {why}\n")
+        return cls(*await _begun(environment, log))
+
+    @property
+    def pid(self) -> int:
+        """The template's process id."""
+        return self._process.pid
+
+    async def ready(self) -> None:
+        """Wait until it can fork.
+
+        Raises:
+            ColdStart: it cannot.
+        """
+        if why := await asyncio.shield(self._ready):
+            raise ColdStart(why)
+
+    async def start(self, request: Request, out: int, err: int, *kept: int) -> WarmWorker:
+        """Have a worker forked.
+
+        Args:
+            request: what it is.
+            out: the descriptor that becomes its standard output; stays open here.
+            err: that of its standard error.
+            kept: at most one more that it gets, as number ``FIRST_KEPT``.
+
+        Raises:
+            ColdStart: it was not.
+        """
+        await self.ready()
+        if self._gone:
+            raise ColdStart(self._gone)
+        try:
+            socket.send_fds(self._channel, [request.to_json()], [out, err, *kept])
+        except OSError as error:  # too long, or the template has just ended
+            raise ColdStart(f"the template cannot be asked: {error}") from error
+        answer: asyncio.Future[WarmWorker] = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        return await asyncio.shield(answer)
+
+    async def close(self) -> None:
+        """End the template, and with it whichever of its workers still runs."""
+        self._hang_up("it was closed")
+        with suppress(ProcessLookupError):
+            self._process.kill()  # it may still be loading, and then would not notice
+        await self._process.wait()
+
+    def _hear(self) -> None:
+        try:
+            data = self._channel.recv(LONGEST_ANSWER)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if data:
+            self._understand(parse_object(data))
+        else:
+            self._hang_up("the template has ended")
+
+    def _understand(self, message: dict[str, int | str]) -> None:
+        match message:
+            case {"ready": str(why)}:
+                self._ready.set_result(why)
+            case {"refused": str(why)}:
+                _settle(self._asked.popleft(), ColdStart(why))
+            case {"started": int(pid)}:
+                self._workers[pid] = WarmWorker(pid)
+                _settle(self._asked.popleft(), self._workers[pid])
+            case {"ended": int(pid), "code": int(code)}:
+                self._workers.pop(pid).end(code)
+            case _:
+                raise AssertionError(f"the template says {message}")
+
+    def _hang_up(self, why: str) -> None:
+        if self._gone:
+            return
+        self._gone = why
+        asyncio.get_running_loop().remove_reader(self._channel)
+        self._channel.close()
+        if not self._ready.done():
+            self._ready.set_result(why)
+        while self._asked:
+            _settle(self._asked.popleft(), ColdStart(why))
+        for worker in self._workers.values():
+            worker.end(-signal.SIGKILL)  # by the kernel, in the moment in which the template ended
+        self._workers.clear()
+
+
+def _settle(answer: asyncio.Future[WarmWorker], found: WarmWorker | ColdStart) -> None:
+    if answer.done():
+        return
+    if isinstance(found, ColdStart):
+        answer.set_exception(found)
+    else:
+        answer.set_result(found)
+
+
+async def _begun(environment: Mapping[str, str], log: Path) -> tuple[socket.socket, TemplateProcess]:
+    """A template that begins by loading torch."""
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise ColdStart(str(error)) from error
+    ours.setblocking(False)
+    try:
+        with theirs, log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-u", "-m", "unisono.launch.forkserver.template", str(theirs.fileno())),
+                env={**environment, "UNISONO_LAUNCHER_PID": str(os.getpid())},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+    except OSError as error:
+        ours.close()
+        raise ColdStart(str(error)) from error
+    return ours, process

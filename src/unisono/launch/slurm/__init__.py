@@ -1,0 +1,1 @@
+"""Jobs of Slurm: their script, and how it is submitted."""

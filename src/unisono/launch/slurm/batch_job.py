@@ -1,0 +1,250 @@
+"""A job of Slurm that trains: what it asks the cluster for, and what it starts there."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.errors import JobError
+from unisono.launch.ending.result import RUNS
+from unisono.launch.script import Script
+from unisono.launch.slurm.quoting import CONTROL, directive, require_line
+from unisono.launch.slurm.time_limit import NOTICE_S, seconds_of
+
+NAME = re.compile(r"\w[\w.,:@/+=~-]*")
+"""Of an account, a partition or a module: no blank, and no dash at its beginning."""
+
+OURS = frozenset(
+    (
+        *("account", "array", "cpus-per-task", "gpus-per-node", "job-name", "nodes", "ntasks-per-node", "open-mode"),
+        *("partition", "requeue", "signal", "time"),
+        *("chdir", "export", "ntasks", "wrap"),
+    )
+)
+"""Options of sbatch that are written, or that would undo what is written."""
+
+
+REQUEUES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What the cluster is asked for.
+
+    Attributes:
+        time: the limit, in one of Slurm's forms.
+        nodes: how many hosts.
+        gpus: of each of them; 0 for workers on CPUs.
+        workers_per_node: on CPUs; None with GPUs, each of which has one worker.
+        cores: of each worker; None for as many as the cluster gives by itself.
+        account: who pays; None for the person's usual one.
+        partition: where to run; None for the cluster's usual one.
+        more: further options of sbatch, as ``name=value``.
+    """
+
+    time: str
+    nodes: int = 1
+    gpus: int = 0
+    workers_per_node: int | None = None
+    cores: int | None = None
+    account: str | None = None
+    partition: str | None = None
+    more: tuple[str, ...] = ()
+
+    @property
+    def per_node(self) -> int:
+        """Workers of a host."""
+        return self.gpus or self.workers_per_node or 0
+
+    @property
+    def workers(self) -> int:
+        """How many workers there is room for."""
+        return self.nodes * self.per_node
+
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            JobError: says which option, and why.
+        """
+        seconds_of(self.time)
+        for name, value, least in (("--nodes", self.nodes, 1), ("--gpus", self.gpus, 0)):
+            if value < least:
+                raise JobError(f"{name} {value}: at least {least}")
+        for name, count in (("--workers-per-node", self.workers_per_node), ("--cores-per-gpu", self.cores)):
+            if count is not None and count < 1:
+                raise JobError(f"{name} {count}: at least 1")
+        if self.gpus and self.workers_per_node is not None:
+            raise JobError(f"--gpus {self.gpus} --workers-per-node {self.workers_per_node}: each GPU has one worker")
+        if not self.per_node:
+            raise JobError("how many workers? --gpus N for one on each of N GPUs of a node, or --workers-per-node N")
+        for name, text in (("--account", self.account), ("--partition", self.partition)):
+            if text is not None:
+                require_name(name, text)
+        for option in self.more:
+            _require_option(option)
+
+    def directives(self, tasks_per_node: int, cores: int | None) -> list[str]:
+        """What is asked for, as Slurm reads it."""
+        asked = {
+            "time": self.time,
+            "nodes": self.nodes,
+            "ntasks-per-node": tasks_per_node,
+            "gpus-per-node": self.gpus or None,
+            "cpus-per-task": cores,
+            "account": self.account,
+            "partition": self.partition,
+        }
+        written = [directive(name, str(value)) for name, value in asked.items() if value is not None]
+        return written + [directive(*option.split("=", 1)) for option in self.more]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """A job of Slurm, or an array of them.
+
+    Attributes:
+        script: that trains.
+        allocation: what the cluster is asked for.
+        name: of the job.
+        folder: where it is started, absolute; a relative path of the script begins there.
+        python: the interpreter.
+        workers: one element of an array for each of these numbers; empty for one job with as many as there is room for.
+        study_words: what a scaling study of the script is given; None if the job just trains.
+        modules: that are loaded.
+        runs: where run folders are made.
+        checkpoint_every: steps between checkpoints; None for what the script says.
+        requeues: how often the job may be started again.
+    """
+
+    script: Script
+    allocation: Allocation
+    name: str
+    folder: Path
+    python: str
+    workers: tuple[int, ...] = ()
+    study_words: tuple[str, ...] | None = None
+    modules: tuple[str, ...] = ()
+    runs: Path = RUNS
+    checkpoint_every: int | None = None
+    requeues: int = REQUEUES
+
+    def check(self) -> None:
+        """Refuse what cannot work on any cluster.
+
+        Raises:
+            JobError: says which option, and why.
+        """
+        self.allocation.check()
+        require_line("--job-name", self.name)
+        for module in self.modules:
+            require_name("--module", module)
+        if not self.python or self.python.startswith("-") or CONTROL.search(self.python):
+            raise JobError(f"--python {self.python!r}: no name or path of an interpreter")
+        if self.checkpoint_every is not None and self.checkpoint_every < 1:
+            raise JobError(f"--checkpoint-every {self.checkpoint_every}: at least 1")
+        if self.requeues < 0:
+            raise JobError(f"--requeues {self.requeues}: at least 0")
+        self._check_array()
+        if self.study_words is not None:
+            self._check_study(self.study_words)
+
+    def _check_array(self) -> None:
+        room = self.allocation.workers
+        wrong = [count for count in self.workers if not 1 <= count <= room]
+        if wrong:
+            raise JobError(f"--workers {wrong[0]}: the job has room for 1 to {room}")
+        if len(set(self.workers)) < len(self.workers):
+            raise JobError(f"--workers {','.join(map(str, self.workers))}: one of them stands there twice")
+
+    def _check_study(self, words: tuple[str, ...]) -> None:
+        if self.allocation.nodes > 1:
+            raise JobError(
+                f"study with --nodes {self.allocation.nodes}: a study starts its workers on one host. Leave study out: "
+                "then each number of --workers trains in a job of its own, on as many nodes as it needs"
+            )
+        if self.allocation.cores is None and self.allocation.gpus:
+            raise JobError("study: say with --cores-per-gpu how many cores there are for each GPU")
+        if self.workers and any(word.partition("=")[0] == "--workers" for word in words):
+            raise JobError("--workers stands before study and behind it: before it for an array, else behind it")
+
+    @property
+    def study(self) -> bool:
+        """Whether it is a scaling study of the script, and not one training."""
+        return self.study_words is not None
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is several jobs, alike but for the number of workers."""
+        return bool(self.workers)
+
+    @property
+    def nodes(self) -> list[int]:
+        """For each element of the array, how many hosts it uses."""
+        return [-(-count // self.allocation.per_node) for count in self.workers]
+
+    @property
+    def cores(self) -> int | None:
+        """Of a task: a worker; or the study, which starts workers by itself."""
+        if self.study:
+            return self.allocation.per_node * (self.allocation.cores or 1)
+        return self.allocation.cores
+
+    @property
+    def directives(self) -> list[str]:
+        """All that Slurm is told in the script."""
+        last = len(self.workers) - 1
+        return [
+            directive("job-name", self.name),
+            *self.allocation.directives(1 if self.study else self.allocation.per_node, self.cores),
+            *([directive("array", f"0-{last}")] if self.is_array else []),
+            "--requeue",
+            "--open-mode=append",
+            f"--signal=TERM@{NOTICE_S}",
+        ]
+
+    @property
+    def program(self) -> list[str]:
+        """What Python is to run in each task."""
+        return [*(["-m", "unisono", "study"] if self.study else []), *self._script]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What the program is given."""
+        return self.script.args if self.study_words is None else self.study_words
+
+    @property
+    def _script(self) -> list[str]:
+        if self.script.is_module:
+            return ["-m", self.script.target]
+        dashed = self.script.target.startswith("-")  # Python would take it for an option
+        return [f"./{self.script.target}" if dashed else self.script.target]
+
+
+def require_name(option: str, text: str) -> None:
+    """Refuse what is no name.
+
+    Raises:
+        JobError: it has blanks, quotes or other characters that no name has, or begins with a dash.
+    """
+    if not NAME.fullmatch(text):
+        raise JobError(f"{option} {text!r}: no name; it takes letters, digits and any of . , : @ / + = ~ _ -")
+
+
+def split_words(words: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
+    """Whether what stands behind the script asks for a study, and the words for it or for the script.
+
+    A script whose own first argument is ``study`` gets it behind one more ``--``.
+    """
+    if words and words[0] == "study":
+        return True, tuple(words[1:])
+    return False, tuple(words[1:] if words and words[0] == "--" else words)
+
+
+def _require_option(option: str) -> None:
+    name, equals, value = option.partition("=")
+    if not equals or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+        raise JobError(f"--sbatch {option!r}: write name=value, as in --sbatch constraint=v100")
+    if name in OURS:
+        raise JobError(f"--sbatch {option!r}: Unisono writes or needs --{name} itself")
+    require_line(f"--sbatch {name}=", value)

@@ -1,0 +1,1 @@
+"""Comparing the runs of a script on several numbers of workers."""

@@ -1,0 +1,238 @@
+"""Running a script with several numbers of workers, one after the other, and comparing what they trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.errors import JobError
+from unisono.launch.ending.outcome import Outcome
+from unisono.launch.ending.result import open_folder
+from unisono.launch.local import Launches, launch
+from unisono.launch.script import Script
+from unisono.launch.settings import LaunchSettings
+from unisono.launch.terminal.terminal import SilentTerminal
+from unisono.launch.tuning import Tuning
+from unisono.launch.verify.cause import Case, Cause, explain, workers_text
+from unisono.launch.verify.comparison import Finding, Moments, RunTrace, Stage, compare, compare_ranks, find_parting
+from unisono.launch.verify.comparison import read_moments as moments_of
+from unisono.launch.verify.hints import Hint, read_hints
+from unisono.received import parse_object
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be verified.
+
+    Attributes:
+        script: the user's.
+        workers: with how many workers to run it; the others are compared with the first.
+        steps: how many steps of each run to compare.
+        shards: of the job, if set here.
+        threads: of each worker, if set here.
+        tuning: how the workers' memory allocator is set.
+    """
+
+    script: Script
+    workers: tuple[int, ...]
+    steps: int = 20
+    shards: int | None = None
+    threads: int | None = None
+    tuning: Tuning = field(default_factory=Tuning)
+
+    def check(self) -> None:
+        """Refuse what cannot work, before anything is started.
+
+        Raises:
+            JobError: a number is out of range, or the script cannot be run; names it.
+        """
+        if len(self.workers) < 2:
+            said = ",".join(map(str, self.workers))
+            raise JobError(f"--workers {said}: name two numbers at least, such as --workers 1,3, to compare their runs")
+        if self.steps < 1:
+            raise JobError(f"--steps {self.steps}: at least 1 is needed")
+        for workers in self.workers:
+            self.settings(workers, Path(), self.steps).check()
+
+    def settings(self, workers: int, trace: Path, steps: int) -> LaunchSettings:
+        """How to start one of the runs."""
+        return LaunchSettings(
+            self.script,
+            workers=workers,
+            shards=self.shards,
+            threads=self.threads,
+            tuning=self.tuning,
+            extra_environment={"UNISONO_TRACE": str(trace.absolute()), "UNISONO_STOP_AFTER": str(steps)},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRun:
+    """A run that has ended.
+
+    Attributes:
+        trace: what its workers traced.
+        outcome: how it ended.
+        folder: its run folder.
+    """
+
+    trace: RunTrace
+    outcome: Outcome
+    folder: RunFolder
+
+    @property
+    def failed(self) -> bool:
+        """Whether the script did not end well."""
+        return self.outcome.exit_code != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What came of it.
+
+    Attributes:
+        runs: in the order in which they were started; the last one may have failed.
+        findings: for each run, where it parts from the first, or its ranks from each other.
+        case: the first finding, and whether the first run repeats itself.
+        cause: what likely lies behind it.
+        hints: places in the script that may have to do with it.
+    """
+
+    runs: tuple[TracedRun, ...]
+    findings: tuple[Finding | None, ...]
+    case: Case | None = None
+    cause: Cause | None = None
+    hints: tuple[Hint, ...] = ()
+
+    @property
+    def failed(self) -> TracedRun | None:
+        """The run whose script did not end well; None if all did."""
+        return next((run for run in self.runs if run.failed), None)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all weights are identical, the script's own code if it failed, else 1."""
+        if self.failed is not None:
+            return self.failed.outcome.exit_code
+        return 0 if self.case is None else 1
+
+
+class Watch(Protocol):
+    """Shows that a run is under way, until the context ends."""
+
+    def __call__(self, label: str, trace: Path) -> AbstractContextManager[object]:
+        """A context for a run: what it is, and the folder that its workers trace into."""
+        ...
+
+
+def verify(request: Request, folder: Path, watch: Watch) -> Verification:
+    """Run the script with each number of workers and compare. Main thread only.
+
+    A run that fails is the last one.
+
+    Args:
+        request: what to run; must have been checked.
+        folder: an empty one, for run folders and traces.
+        watch: shows what is under way.
+
+    Raises:
+        JobError: the script does nothing that could be compared; says what is missing.
+        LaunchError: a worker could not be started.
+    """
+    runs: list[TracedRun] = []
+    with Launches(share=True) as launches:
+        runner = _Runner(request, watch, launches)
+        for number, workers in enumerate(request.workers, start=1):
+            place = folder / f"run-{number}-{workers_text(workers).replace(' ', '-')}"
+            label = f"run {number} of {len(request.workers)}: {workers_text(workers)}"
+            runs.append(runner.run(workers, place, label, fresh=number == 1))
+            if runs[-1].failed:
+                break
+            _require_steps(request, runs)
+        return _judge(runner, runs, folder)
+
+
+def _judge(runner: _Runner, runs: Sequence[TracedRun], folder: Path) -> Verification:
+    reference = runs[0].trace
+    findings = (compare_ranks(reference), *(compare(reference, run.trace) for run in runs[1:]))
+    finding = next((each for each in findings if each is not None), None)
+    if finding is None:
+        return Verification(tuple(runs), findings)
+    case = Case(finding, _repeats(runner, reference, finding, folder))
+    cause = explain(case)
+    return Verification(tuple(runs), findings, case, cause, _hints(runner.request.script, cause))
+
+
+def _repeats(runner: _Runner, reference: RunTrace, finding: Finding, folder: Path) -> bool | None:
+    """Whether the first run, started again, does the same up to the step in question."""
+    if not finding.needs_repetition:
+        return None
+    step = finding.began.step
+    label = f"looking for the cause: {workers_text(reference.workers)} again"
+    again = runner.run(reference.workers, folder / "again", label, steps=step + 1)
+    if again.failed:
+        return None
+    return find_parting(reference.until(step).whole, again.trace.whole, whole=False) is None
+
+
+def _hints(script: Script, cause: Cause) -> tuple[Hint, ...]:
+    if script.is_module:
+        return ()
+    hints = [hint for hint in read_hints(Path(script.target)) if hint.topic in cause.topics]
+    return tuple(sorted(hints, key=lambda hint: cause.topics.index(hint.topic)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """Runs the script once for each number of workers that it is asked for."""
+
+    request: Request
+    watch: Watch
+    launches: Launches
+
+    def run(self, workers: int, place: Path, label: str, *, steps: int | None = None, fresh: bool = False) -> TracedRun:
+        """A run from its start to its end, traced."""
+        # Forks of one process go through a set of words in the same order, so the first run is no such fork.
+        start = launch if fresh else self.launches.launch
+        request, traces = self.request, place / "trace"
+        for part in (place / "run", traces):
+            part.mkdir(parents=True)
+        folder = open_folder(place / "run", request.script.stem)
+        settings = request.settings(workers, traces, steps or request.steps)
+        with self.watch(label, traces):
+            outcome = start(settings, folder, SilentTerminal())
+        complete = outcome.exit_code == 0
+        ranks = tuple(_read(traces / f"rank-{rank}.jsonl", whole=complete) for rank in range(workers))
+        return TracedRun(RunTrace(workers, ranks, folder.read_job() or {}, complete), outcome, folder)
+
+
+def _read(path: Path, *, whole: bool) -> Moments:
+    if not path.exists():
+        return ()
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    # A worker that was ended may have left half a line.
+    return moments_of(parse_object(line) for line in lines if whole or line.endswith("\n"))
+
+
+def _require_steps(request: Request, runs: Sequence[TracedRun]) -> None:
+    """Refuse to compare nothing."""
+    target, run = request.script.target, runs[-1]
+    moments = run.trace.whole
+    if not moments:
+        started = (run.folder.path / "journal.jsonl").exists()
+        missing = "run.prepare" if started else "unisono.init"
+        raise JobError(
+            f"{target} ended without ever calling {missing}, so there are no weights to compare. Does it train with "
+            f"these arguments? Unisono's loop is: run = unisono.init(…), run.prepare(…), run.steps(…)"
+        )
+    if moments[0].stage is Stage.START and moments[0].step > 0:
+        raise JobError(
+            f"{target} went on from a checkpoint after step {moments[0].step}, but every run has to begin at the "
+            f"start: it names a run folder of its own, so let it leave run_dir out, or name an empty one"
+        )
+    if len(runs) == 1 and run.trace.steps == 0:
+        raise JobError(f"{target} took no step: is there a loop `for step in run.steps(…)` in it, and is it reached?")

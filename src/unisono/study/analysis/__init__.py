@@ -1,0 +1,1 @@
+"""What follows from the figures of a scaling study."""

@@ -1,0 +1,143 @@
+"""The folder of a scaling study: what was measured in it stays, whatever ends the study."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint.folder import RunFolder, write_json
+from unisono.errors import JobError
+from unisono.job import differences
+from unisono.received import parse_object, read_object
+from unisono.study.analysis.batch_curve import FAILED_NAME
+from unisono.study.analysis.batch_curve import NAME as BATCHES_NAME
+from unisono.study.analysis.cells import PlannedCell
+
+SETTINGS_NAME = "study.json"
+ABOUT_NAME = "cell.json"
+
+
+class StudyFolder:
+    """``study.json``, and in ``cells/`` a folder for each run that is over.
+
+    A run is measured in a folder with a dot before its name, which is renamed when everything of it is there. So what
+    has its own name is whole, and is never measured again.
+
+    Args:
+        path: of the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._cells = self.path / "cells"
+
+    @contextmanager
+    def opened(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Nobody else measures in this folder meanwhile.
+
+        Args:
+            settings: that decide what is measured; those of the figures that are in the folder already must be alike.
+
+        Raises:
+            JobError: they are not, somebody else does, or the folder cannot be used; says what to do.
+        """
+        try:
+            self._require_own()
+            self._cells.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise JobError(f"the folder {self.path} cannot be used: {error}; name another with --out") from error
+        try:
+            self._lock(lock)
+            self._agree(settings)
+            for unfinished in self._cells.glob(".*"):
+                shutil.rmtree(unfinished)
+            yield
+        finally:
+            os.close(lock)
+
+    def kept(self, cell: PlannedCell) -> dict[str, Any] | None:
+        """What was kept about a run that is over; None if it is yet to be measured."""
+        with suppress(OSError, ValueError):
+            return read_object(self._place(cell) / ABOUT_NAME)
+        return None
+
+    def run_of(self, cell: PlannedCell) -> Path:
+        """The run folder of a run that is over."""
+        return self._place(cell) / "run"
+
+    def begin(self, cell: PlannedCell) -> Path:
+        """An empty run folder to measure in."""
+        self._drop(self._beside(cell))
+        place = self._beside(cell) / "run"
+        place.mkdir(parents=True)
+        return place
+
+    def keep(self, cell: PlannedCell, about: Mapping[str, Any]) -> None:
+        """A run is over, and its figures are whole. Its checkpoints go: nobody will resume it."""
+        beside = self._beside(cell)
+        shutil.rmtree(RunFolder(beside / "run").checkpoints, ignore_errors=True)
+        write_json(beside / ABOUT_NAME, about)
+        self._drop(self._place(cell))
+        self._drop(self._failed(cell))
+        os.replace(beside, self._place(cell))  # noqa: PTH105 (what the promise rests on)
+
+    def fail(self, cell: PlannedCell) -> Path:
+        """A run failed; returns where its logs stay until it is measured again."""
+        self._drop(self._failed(cell))
+        return self._beside(cell).rename(self._failed(cell)) / "run"
+
+    def drop(self, cell: PlannedCell) -> None:
+        """A run was interrupted: nothing of it counts."""
+        self._drop(self._beside(cell))
+
+    def _place(self, cell: PlannedCell) -> Path:
+        return self._cells / cell.name
+
+    def _beside(self, cell: PlannedCell) -> Path:
+        return self._cells / f".{cell.name}"
+
+    def _failed(self, cell: PlannedCell) -> Path:
+        return self._cells / f"{cell.name}.failed"
+
+    def _drop(self, place: Path) -> None:
+        if place.exists():
+            shutil.rmtree(place)
+
+    def _require_own(self) -> None:
+        if not self.path.exists() or (self.path / SETTINGS_NAME).exists():
+            return
+        own = (".lock", "cells", BATCHES_NAME, FAILED_NAME)  # the search for the largest batch may have come first
+        others = sorted(one.name for one in self.path.iterdir() if one.name not in own)
+        if others:
+            raise JobError(f"{self.path} is no study's folder: it holds {others[0]}; name another with --out")
+
+    def _lock(self, lock: int) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise JobError(f"another study measures in {self.path} just now: wait for it, or use --out") from None
+        except OSError:  # not every network file system has locks
+            return
+
+    def _agree(self, settings: Mapping[str, Any]) -> None:
+        path = self.path / SETTINGS_NAME
+        try:
+            theirs = read_object(path)
+        except FileNotFoundError:
+            write_json(path, settings)
+            return
+        except (OSError, ValueError) as error:
+            raise JobError(f"{path} cannot be read: {error}; use another folder with --out") from error
+        ours = parse_object(json.dumps(settings))
+        if changed := differences(ours, theirs):
+            raise JobError(
+                f"{self.path} holds figures of another study (here: this one, there: the folder's): "
+                f"{'; '.join(changed)}. Measure anew with another --out, or remove the folder"
+            )

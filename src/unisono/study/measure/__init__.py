@@ -1,0 +1,1 @@
+"""Running what a study measures, and reading what came of it."""

@@ -1,0 +1,129 @@
+"""Searching for the largest batch: trials are run, one after the other, and what came of them is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.errors import JobError
+from unisono.study.analysis.batch_curve import BatchCurve, BatchTrial
+from unisono.study.measure.batch_search import BatchSearch, Found, Tried
+from unisono.study.measure.measured_run import peak_mib
+from unisono.study.replay.record import Record
+
+UNTIMED_SHARE = 10
+"""A tenth of a trial's steps, one at least, is not timed."""
+
+Try = Callable[[int], Tried]
+"""Tries a batch, in processes that know nothing of those before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """A search that is over.
+
+    Attributes:
+        found: the answer.
+        trials: by batch, smallest first.
+    """
+
+    found: Found
+    trials: dict[int, Tried]
+
+    def curve(self, search: BatchSearch, memory_limit_mib: float | None, command: str) -> BatchCurve:
+        """As it is kept for reports.
+
+        Args:
+            search: what was searched for.
+            memory_limit_mib: of each worker.
+            command: of the search.
+        """
+        rows = tuple(
+            BatchTrial(
+                batch=one.batch,
+                samples_per_s=one.samples_per_s,
+                peak_mib=one.peak_mib,
+                fits=one.fits,
+            )
+            for one in self.trials.values()
+        )
+        return BatchCurve(
+            rows=rows,
+            largest=self.found.largest,
+            best=self.found.best,
+            with_margin=self.found.with_margin,
+            workers=search.workers,
+            memory_limit_mib=memory_limit_mib,
+            margin=search.margin,
+            command=command,
+        )
+
+
+def searched(search: BatchSearch, attempt: Try, tell: Callable[[Tried], None]) -> Searched:
+    """Search until there is an answer.
+
+    Args:
+        search: what to search for; must have been checked.
+        attempt: tries one.
+        tell: gets what came of each.
+    """
+    trials: dict[int, Tried] = {}
+    while isinstance(batch := search.next(trials), int):
+        trials[batch] = attempt(batch)
+        tell(trials[batch])
+    return Searched(batch, dict(sorted(trials.items())))
+
+
+def finished_trial(folder: Path, batch: int, peak: float | None, limit: float | None = None) -> Tried:
+    """What the run folder of a trial tells that ended well.
+
+    Args:
+        folder: its run folder.
+        batch: samples per worker.
+        peak: MiB that a worker was seen to need at most, for a script that does not tell with ``run.finish``.
+        limit: MiB of the host's memory that a worker may need; one may have grown beyond it when nobody looked.
+
+    Raises:
+        JobError: it took no step.
+    """
+    record = Record.read(folder)
+    lines = record.steps
+    if not lines:
+        raise JobError(
+            "the script took no step, so nothing is known of its memory: it needs a loop over run.steps with data in it"
+        )
+    whole = [line for line in lines if line["batch_size"] == record.job.batch_size] or lines
+    timed = whole[max(1, len(whole) // UNTIMED_SHARE) :]
+    rates = [line["batch_size"] / line["seconds"]["total"] for line in timed]
+    result = RunFolder(folder).read_result() or {}
+    workers = result.get("workers") or []
+    needed = max((one["peak_memory_mib"] for one in workers), default=0.0)
+    if limit is not None and needed > limit:
+        return failing_trial(
+            folder, batch, needed, f"a worker needed {needed:.1f} MiB, more than its limit of {limit:.0f}"
+        )
+    told = max((peak_mib(one) for one in workers), default=0.0)
+    return Tried(
+        batch,
+        fits=True,
+        samples_per_s=round(median(rates), 3) if rates else None,
+        peak_mib=told or peak,
+        shards=record.job.shards,
+        data_samples=result.get("dataset_samples"),
+    )
+
+
+def failing_trial(folder: Path, batch: int, peak: float | None, words: str) -> Tried:
+    """What is known of a trial that needed too much memory.
+
+    Args:
+        folder: its run folder.
+        batch: samples per worker.
+        peak: MiB that a worker was seen to need at most.
+        words: what happened.
+    """
+    job = RunFolder(folder).read_job() or {}
+    return Tried(batch, fits=False, peak_mib=peak, shards=job.get("shards"), words=words)

@@ -1,0 +1,187 @@
+"""What a scaling study is to measure, as a value."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import JobError
+from unisono.study.analysis.cells import Kind, PlannedCell, kinds_of, planned
+from unisono.study.analysis.results import FORMULA_WORDS, FORMULAS, Mode
+
+WARMUP_STEPS = 5
+RATE_WARMUP_STEPS = 100
+OWN = ("UNISONO_STOP_AFTER", "UNISONO_STOP_AFTER_EPOCHS", "UNISONO_BATCH_SCALE")
+"""Variables that are a study's alone to set."""
+
+RATE_WARMUP_SHARE = 5
+"""The learning rate grows over a fifth of the steps at most."""
+
+DECIDING = (
+    "STRATEGY",
+    "TRANSPORT",
+    "TOPOLOGY",
+    "OVERLAP",
+    "SHARD_OPTIMIZER",
+    "VERIFY_EVERY",
+    "CHECKS",
+    "AUDIT",
+    "MONITOR_EVERY",
+    "CHECKPOINT_EVERY",
+)
+ADDING = ("POLICIES", "PLUGINS", "BATCH_SIZE", "BATCH_SCALE_WARMUP")
+"""Variables that change how long a step takes, or what it computes, behind ``UNISONO_``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What to run, with how many workers, how often.
+
+    Attributes:
+        script: the user's, with its arguments, as Python takes them: ``train.py --lr 0.1`` or ``-m package.train``.
+        workers: with how many to run it.
+        modes: ``strong`` keeps the batch, ``weak`` multiplies it by the workers.
+        repeats: how often each.
+        steps: after which a run is cut short.
+        epochs: after which a run is cut short.
+        baseline: the plain loop with its arguments; empty without.
+        baseline_workers: the plain loop has the threads of so many workers, one number after the other.
+        shards: of the job, if set here.
+        threads: of each worker, if set here.
+        warmup_steps: that are left out of all figures.
+        seed: of the order.
+        label: a name for what is measured, for comparisons.
+        tuned: whether the launcher sets the workers' memory allocator.
+    """
+
+    script: tuple[str, ...]
+    workers: tuple[int, ...]
+    modes: tuple[Mode, ...] = ("strong",)
+    repeats: int = 5
+    steps: int | None = None
+    epochs: int | None = None
+    baseline: tuple[str, ...] = ()
+    baseline_workers: tuple[int, ...] = (1,)
+    shards: int | None = None
+    threads: int | None = None
+    warmup_steps: int = WARMUP_STEPS
+    seed: int = 0
+    label: str = ""
+    tuned: bool = True
+
+    def check(self) -> None:
+        """Refuse what cannot work, before anything is started.
+
+        Raises:
+            JobError: a number is out of range; names it.
+        """
+        if self.label.startswith(FORMULAS):
+            raise JobError(f"--label {self.label}: {FORMULA_WORDS}; give it another")
+        listed = ",".join(map(str, self.workers))
+        if not self.workers or min(self.workers) < 1 or len(set(self.workers)) < len(self.workers):
+            raise JobError(f"--workers {listed}: each number once, from 1")
+        for name in ("repeats", "steps", "epochs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise JobError(f"--{name} {value}: at least 1 is needed")
+        if self.steps is not None and self.epochs is not None:
+            raise JobError(f"--steps {self.steps} --epochs {self.epochs}: use one of the two")
+        if self.warmup_steps < 0:
+            raise JobError(f"--warmup {self.warmup_steps}: a number of steps, from 0")
+        if self.steps is not None and self.steps <= self.warmup_steps:
+            raise JobError(
+                f"--steps {self.steps}: the first {self.warmup_steps} are left out (--warmup), so there is nothing to "
+                f"time; let a run take more"
+            )
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """What there is to measure."""
+        return kinds_of(self.workers, self.modes, self.baseline_workers if self.baseline else ())
+
+    @property
+    def cells(self) -> list[PlannedCell]:
+        """The runs, in order."""
+        return planned(self.kinds, self.repeats, self.seed)
+
+    def plain_threads(self, kind: Kind) -> int:
+        """Those of the plain loop: of so many workers together."""
+        return kind.workers * (self.threads or 1)
+
+    def variables(self, kind: Kind, environ: Mapping[str, str]) -> dict[str, str]:
+        """What the workers of a run are told besides what the launcher tells them.
+
+        Args:
+            kind: of the run.
+            environ: this process's.
+        """
+        found: dict[str, Any] = {"UNISONO_STUDY": 1}
+        found |= {} if self.steps is None else {"UNISONO_STOP_AFTER": self.steps}
+        found |= {} if self.epochs is None else {"UNISONO_STOP_AFTER_EPOCHS": self.epochs}
+        if kind.factor > 1:
+            found["UNISONO_BATCH_SCALE"] = kind.factor
+            if not environ.get("UNISONO_BATCH_SCALE_WARMUP"):
+                found["UNISONO_BATCH_SCALE_WARMUP"] = self.rate_warmup_steps
+        found |= {name: "" for name in OWN if environ.get(name) and name not in found}
+        return {name: str(value) for name, value in found.items()}
+
+    @property
+    def rate_warmup_steps(self) -> int:
+        """Steps of the script's batch over whose samples the rate grows in weak scaling."""
+        if self.steps is None:
+            return RATE_WARMUP_STEPS
+        return max(1, min(RATE_WARMUP_STEPS, self.steps // RATE_WARMUP_SHARE))
+
+    def settings(self, environ: Mapping[str, str], cores: int) -> dict[str, Any]:
+        """What figures of one study have in common: where it differs, they belong to another study.
+
+        How many workers and repeats there are, in which order and what is left out decides none of them.
+
+        Args:
+            environ: this process's.
+            cores: that it may use.
+        """
+        names = [f"UNISONO_{name}" for name in (*DECIDING, *ADDING)]
+        return {
+            "script": list(self.script),
+            "script's text": text_digest(self.script),
+            "baseline": list(self.baseline),
+            "baseline's text": text_digest(self.baseline),
+            "steps": self.steps,
+            "epochs": self.epochs,
+            "shards": self.shards,
+            "threads": self.threads,
+            "tuning": self.tuned,
+            "cores": cores,
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "torch": version("torch"),
+            "unisono": version("unisono"),
+            **{name: environ[name] for name in names if environ.get(name)},
+        }
+
+
+def text_digest(script: Sequence[str]) -> str:
+    """The sha256, in hex, of a script, or of all of the package that a module is in; nothing if there is none."""
+    if not script:
+        return ""
+    files = [Path(script[0])] if script[0] != "-m" else _package(script[1].partition(".")[0])
+    whole = hashlib.sha256()
+    for file in files:
+        if file.is_file():
+            whole.update(hashlib.sha256(file.read_bytes()).digest())
+    return whole.hexdigest()
+
+
+def _package(name: str) -> list[Path]:
+    # As for a launch: finding what is inside a package would import it here.
+    found = PathFinder.find_spec(name, [str(Path.cwd()), *sys.path])
+    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    if found is not None and not folders and found.origin is not None:
+        return [Path(found.origin)]
+    return sorted(file for folder in folders for file in Path(folder).rglob("*.py"))

@@ -1,0 +1,197 @@
+"""The report of a study as a value: what it says and in which order, whatever it is written into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from unisono.study.analysis.analysis import Analysis
+from unisono.study.analysis.results import Mode
+from unisono.study.analysis.wording import shown
+from unisono.study.report.charts import Chart
+from unisono.study.report.correctness import correctness
+from unisono.study.report.figure_tables import (
+    batch_table,
+    fit_table,
+    part_table,
+    prediction_table,
+    speed_table,
+    trained_table,
+)
+from unisono.study.report.terms import TERMS
+from unisono.study.report.threats import threats
+from unisono.study.report.verdict import advice, explanations, named, overheads, verdict
+from unisono.study.report.written_table import Field, WrittenTable
+
+BlockKind = Literal["prose", "bullets", "table", "pictures", "code", "terms"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a section; one of its fields is filled.
+
+    Attributes:
+        kind: which.
+        texts: paragraphs, items, or lines of code.
+        table: its content.
+        pictures: beside each other, where there is room.
+        terms: words and what they mean.
+    """
+
+    kind: BlockKind
+    texts: Sequence[str] = ()
+    table: WrittenTable | None = None
+    pictures: Sequence[Chart] = ()
+    terms: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What stands below a heading."""
+
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A report.
+
+    Attributes:
+        title: of all.
+        verdict: sentences that come first.
+        advice: what to do.
+        sections: all else.
+    """
+
+    title: str
+    verdict: Sequence[str]
+    advice: Sequence[str]
+    sections: Sequence[Section]
+
+
+def document(analysis: Analysis, pictures: Sequence[Chart]) -> Document:
+    """What the report of a study says."""
+    sections = [
+        *(_figures(analysis, mode) for mode in analysis.modes),
+        *(_pictures(analysis, mode, pictures) for mode in analysis.modes),
+        _reasons(analysis, pictures),
+        _models(analysis),
+        _batches(analysis, pictures),
+        _correctness(analysis),
+        _environment(analysis),
+        _commands(analysis),
+        Section("Threats to validity", [Block("bullets", threats(analysis))]),
+        Section("Glossary", [Block("terms", terms=TERMS)]),
+    ]
+    kept = [section for section in sections if any(_says_something(block) for block in section.blocks)]
+    return Document(analysis.wanted.title, verdict(analysis), advice(analysis), kept)
+
+
+def _says_something(block: Block) -> bool:
+    return bool(block.texts or block.pictures or block.terms or (block.table and block.table.rows))
+
+
+def _figures(analysis: Analysis, mode: Mode) -> Section:
+    about = {
+        "strong": "Strong scaling: the global batch stays, and each worker computes a smaller part of it.",
+        "weak": "Weak scaling: each worker keeps its batch, so the global batch, and with it the learning rate, grows "
+        "with the workers. Speedups are those of the throughput.",
+        "baseline": "",
+    }
+    intervals = "Medians; below them the 95 % interval (bootstrap over the runs)."
+    table = speed_table(analysis, analysis.of(mode))
+    title = f"Figures: {mode} scaling"
+    return Section(title, [Block("prose", [f"{about[mode]} {intervals}"]), Block("table", table=table)])
+
+
+def _pictures(analysis: Analysis, mode: Mode, pictures: Sequence[Chart]) -> Section:
+    chosen = [chart for chart in pictures if chart.name.endswith(mode) and not chart.name.startswith("breakdown")]
+    return Section(f"Plots: {mode} scaling", [Block("pictures", pictures=chosen)])
+
+
+def _reasons(analysis: Analysis, pictures: Sequence[Chart]) -> Section:
+    chosen = [chart for chart in pictures if chart.name.startswith("breakdown")]
+    return Section(
+        "Why it is not linear",
+        [
+            Block("prose", [*explanations(analysis), *overheads(analysis)]),
+            Block("pictures", pictures=chosen),
+            Block("table", table=part_table(analysis)),
+        ],
+    )
+
+
+def _models(analysis: Analysis) -> Section:
+    fits = fit_table(analysis)
+    about = (
+        "Fitted to each run by least squares of the logarithms, with the throughput of one worker as an unknown of its "
+        "own; intervals from the covariance and Student's t. The better fit is the one with the lower BIC."
+    )
+    guesses = (
+        "Predictions, not measurements: what the models expect of numbers of workers that were not tried, had there "
+        "been processors enough."
+    )
+    return Section(
+        "Models and predictions",
+        [
+            Block("prose", [about] if fits.rows else []),
+            Block("table", table=fits),
+            Block("prose", [guesses] if fits.rows else []),
+            Block("table", table=prediction_table(analysis)),
+        ],
+    )
+
+
+def _batches(analysis: Analysis, pictures: Sequence[Chart]) -> Section:
+    said = []
+    for label, curve in analysis.batches.items():
+        name = f"{shown(label)}: " if label else ""
+        if curve.largest is None:
+            said.append(f"{name}no batch that was tried fits into memory.")
+        elif curve.best is None or curve.best == curve.largest:
+            said.append(f"{name}the largest batch that fits has {curve.largest} samples per worker.")
+        else:
+            said.append(
+                f"{name}the largest batch that fits has {curve.largest} samples per worker; throughput is best with "
+                f"{curve.best}."
+            )
+    chosen = [chart for chart in pictures if chart.name == "batch-size"]
+    blocks = [Block("prose", said), Block("pictures", pictures=chosen), Block("table", table=batch_table(analysis))]
+    return Section("Batch size", blocks)
+
+
+def _correctness(analysis: Analysis) -> Section:
+    said = [named(analysis, curve, correctness(curve)) for curve in analysis.curves]
+    return Section("Correctness", [Block("prose", said), Block("table", table=trained_table(analysis))])
+
+
+def _environment(analysis: Analysis) -> Section:
+    results = analysis.results
+    return Section(
+        "Environment and settings",
+        [
+            Block("table", table=_pairs("machine and software", results.environment)),
+            Block("table", table=_pairs("setting", results.settings)),
+        ],
+    )
+
+
+def _pairs(head: str, about: Mapping[str, Any]) -> WrittenTable:
+    rows = [[Field(name), Field(_said(value))] for name, value in about.items() if value not in (None, "", [], {})]
+    return WrittenTable([head, ""], rows, text_columns=2)
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {_said(part)}" for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_said, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _commands(analysis: Analysis) -> Section:
+    return Section("Commands", [Block("code", analysis.results.commands)])

@@ -1,0 +1,74 @@
+"""All files of a report, in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from unisono.errors import JobError
+from unisono.study.analysis.analysis import Wanted, analyzed
+from unisono.study.analysis.batch_curve import BatchCurve
+from unisono.study.analysis.results import Results
+from unisono.study.report.charts import charts
+from unisono.study.report.document import Document, document
+from unisono.study.report.drawing import drawn
+from unisono.study.report.page import page
+from unisono.study.report.pdf import pdf
+
+HTML_NAME, PDF_NAME = "report.html", "report.pdf"
+
+NEEDED = ("matplotlib", "jinja2", "reportlab")
+
+
+def require_reports() -> None:
+    """Make sure that a report can be written, before anything is measured for it.
+
+    Raises:
+        JobError: something is not installed; says how to install it.
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise JobError(f"a report needs {' and '.join(missing)}: pip install '.[study]' in a clone of Unisono")
+
+
+def write_report(
+    results: Results, folder: Path, wanted: Wanted, batches: Mapping[str, BatchCurve] | None = None
+) -> Document:
+    """Write ``report.html``, ``report.pdf``, ``results.csv``, ``results.json``, and each plot as PNG and as SVG.
+
+    Args:
+        results: what was measured.
+        folder: made if it is not there.
+        wanted: by the reader.
+        batches: what the search for the largest batch found, by label.
+
+    Returns:
+        what the report says.
+
+    Raises:
+        JobError: something is not installed, or cannot be written.
+    """
+    require_reports()
+    results.write(folder)
+    analysis = analyzed(results, wanted, batches)
+    pictures = charts(analysis)
+    found = document(analysis, pictures)
+    drawings = {chart.name: drawn(chart) for chart in pictures}
+    plots = folder / "plots"
+    try:
+        plots.mkdir(exist_ok=True)
+        for name, drawing in drawings.items():
+            drawing.save(plots, name)
+        _replace(folder / HTML_NAME, page(found, drawings).encode())
+        _replace(folder / PDF_NAME, pdf(found, drawings))
+    except OSError as error:
+        raise JobError(f"the report cannot be written into {folder}: {error}") from error
+    return found
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """In one piece: a reader has the old one or the new one."""
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_bytes(data)
+    beside.replace(path)

@@ -1,0 +1,328 @@
+"""The collective calls of a script, which all members make in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any, Generic, NoReturn, TypeVar
+
+from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
+from unisono.failpoints import failpoint
+from unisono.job import differences
+from unisono.received import value_of
+from unisono.train.group.majority import trusted
+from unisono.train.group.membership import Arrival, Membership, Standing
+from unisono.train.group.workers import Workers
+
+R = TypeVar("R")
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Change(Generic[R]):
+    """What an act has worked out with the others; nothing of the state is changed yet.
+
+    Attributes:
+        make: changes the state, and returns the act's value. Called once, and the act is counted at once: so there is
+            no collective, no I/O and no code of the script in it, but for what torch calls to set or update a state.
+        then: called when the act is counted: what is written and told of it.
+    """
+
+    make: Callable[[], R]
+    then: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """Who keeps the state that acts change.
+
+    Attributes:
+        leave: the generation is over: let go of what was made for it.
+        give: the whole state, as a tree that can be broadcast.
+        take: set the state that another worker has given; told whether this one joins. Neither collective nor I/O.
+        renew: make what computes in the new generation. Collective.
+        go_on: a collective call is complete, so that all have completed the one before.
+        digests: of the state, alike on all who have completed the same acts; None where they may differ.
+    """
+
+    leave: Callable[[], None] = _nothing
+    give: Callable[[], Any] = _nothing
+    take: Callable[[Any, bool], None] = lambda given, joins: None
+    renew: Callable[[], None] = _nothing
+    go_on: Callable[[], None] = _nothing
+    digests: Callable[[], Sequence[int] | None] = _nothing
+
+
+class Acts:
+    """Carries collective calls out, whoever is lost or comes meanwhile.
+
+    An act is complete on a worker, or it is not: a worker that is in the middle of one when another is lost does it
+    again with those who are left, or takes its result from them if they have it. Members differ by one act at most,
+    since none completes without all.
+
+    The state and the number of acts that made it change together, in :meth:`_commit` and nowhere else: whatever is lost
+    at whatever moment, a worker never has a state that it has not counted.
+
+    What is agreed on outside of loops is made known to those who join later: they run the same script from its first
+    line, and get the same values.
+
+    Attributes:
+        done: how many this worker has completed.
+        keeper: who keeps the state.
+        step: that it has committed last.
+        begins: called before each of the script's calls, outside of acts.
+        formed_s: seconds that connecting and catching up took in the present generation; 0 in the first.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self.done = 0
+        self.keeper = Keeper()
+        self.depart: Callable[[Dismissed], NoReturn] = _leave
+        self.begins: Callable[[], None] = lambda: None
+        self.step = 0
+        self.formed_s = 0.0
+        self._membership = membership
+        self._loop = 0
+        self._in_loop = False
+        self._number = 0
+        self._value: Any = None
+        self._changed = False
+
+    @property
+    def standing(self) -> Standing:
+        """How far this worker has come."""
+        return Standing(self.done, self._loop, self.step)
+
+    def together(self, act: Callable[[Workers], R]) -> R:
+        """Carry an act out that changes nothing.
+
+        Args:
+            act: the call; repeated if a worker is lost in it. What it returns is the same on all workers: numbers,
+                text, tensors, and lists and dicts of them.
+
+        Raises:
+            WorkerLost: a worker is gone, and the others cannot go on without it.
+        """
+
+        def found(workers: Workers) -> Change[R]:
+            value = act(workers)
+            return Change(lambda: value)
+
+        return self._do(found, changes=False)
+
+    def change(self, act: Callable[[Workers], Change[R]]) -> R:
+        """Carry an act out that changes weights, optimizers, or what else is handed over.
+
+        Args:
+            act: works the change out with the others, and changes nothing; repeated if a worker is lost in it.
+
+        Raises:
+            WorkerLost: a worker is gone, and the others cannot go on without it.
+        """
+        return self._do(act, changes=True)
+
+    def agree(self, what: str, fields: Mapping[str, Any]) -> None:
+        """Refuse to go on with workers that differ.
+
+        Raises:
+            JobMismatch: names the fields and both values.
+        """
+
+        def compare(workers: Workers) -> dict[str, Any]:
+            workers.require_same(what, fields)
+            return dict(fields)
+
+        theirs = self.together(compare)
+        if unequal := differences(theirs, dict(fields)):
+            listed = "\n  ".join(unequal)
+            raise JobMismatch(
+                f"this worker has another {what} than those it joins (here: they, there: it):\n  {listed}\n"
+                f"All workers need the same, or their weights would differ"
+            )
+
+    def regroup(self, lost: WorkerLost | None, *, at_boundary: bool = False) -> None:
+        """Go on in a new generation: after a loss, or because one is due.
+
+        Raises:
+            WorkerLost: there will be none.
+            Dismissed: this worker is not part of it.
+        """
+        while True:
+            try:
+                failpoint("regroup begins")
+                standing = replace(self.standing, at_boundary=at_boundary)
+                self._catch_up(self._heeding(partial(self._membership.regroup, lost, standing)))
+            except WorkerLost as error:
+                if isinstance(error, JobEnded) or not self._membership.is_elastic:
+                    raise
+                lost = error
+            else:
+                return
+
+    def enter(self, loop: int) -> bool:
+        """A loop begins. Whoever joins waits here until the others take it in, and otherwise skips the loop.
+
+        Returns:
+            whether there is something to do in it.
+        """
+        self._loop, self._in_loop = loop, True
+        if not self._membership.joins:
+            return True
+        while self._membership.joins:
+            try:
+                failpoint("join begins")
+                arrival = self._heeding(partial(self._membership.enter, loop))
+                if arrival is None:
+                    self.leave(loop)
+                    return False
+                self._catch_up(arrival)
+            except JobEnded:
+                raise
+            except WorkerLost as lost:
+                if not self._membership.joins:  # it has the state, and is a member like the others
+                    self.regroup(lost)
+        return True
+
+    def leave(self, loop: int) -> None:
+        """A loop is over."""
+        self._loop, self._in_loop, self._number = loop + 1, False, 0
+        self._publish(f"loop/{loop}", "over")
+
+    def await_end(self) -> NoReturn:
+        """For a joiner that was not taken in before its script was done.
+
+        Raises:
+            Dismissed: this worker is not needed, or the job is done.
+        """
+        self._heeding(self._membership.await_end)
+        raise AssertionError("only the end is waited for")
+
+    def _heeding(self, wait: Callable[[], R]) -> R:
+        """Wait for the others. Whoever is dismissed meanwhile departs, wherever in its script it stands."""
+        try:
+            return wait()
+        except Dismissed as dismissed:
+            self.depart(dismissed)
+
+    def _do(self, act: Callable[[Workers], Change[R]], *, changes: bool) -> R:
+        if self._membership.joins:
+            return self._known()  # type: ignore[no-any-return]
+        self.begins()
+        number = self.done
+        while self.done == number:
+            try:
+                change = self._carry_out(act)
+            except WorkerLost as lost:
+                self.regroup(lost)
+            else:
+                failpoint("act worked out")
+                self._commit(number + 1, change.make, changed=changes)
+                failpoint("act counted")
+                self.keeper.go_on()
+                change.then()
+                self._tell_joiners()
+        found: R = self._value
+        return found
+
+    def _carry_out(self, act: Callable[[Workers], R]) -> R:
+        workers = self._membership.workers
+        workers.is_called = True
+        try:
+            return act(workers)
+        finally:
+            workers.is_called = False
+            workers.ticks += 1
+
+    def _commit(self, done: int, make: Callable[[], Any], *, changed: bool) -> None:
+        """The state and its count change. Nothing stands between: no collective, no I/O, none of the script's code.
+
+        Args:
+            done: how many acts have made the state that is set.
+            make: sets it, and returns the value of the newest of them.
+            changed: whether that one has changed the state.
+        """
+        self._value = make()
+        self.done, self._changed = done, changed
+
+    def _tell_joiners(self) -> None:
+        if not self._in_loop:
+            self._publish(f"act/{self._loop}/{self._number}", self._value)
+            self._number += 1
+
+    def _publish(self, name: str, value: Any) -> None:
+        if not self._membership.joins:  # what it skips, it has heard of from the others
+            self._membership.publish(name, value)
+
+    def _known(self) -> Any:
+        value = self._heeding(partial(self._membership.published, f"act/{self._loop}/{self._number}"))
+        self._number += 1
+        return value
+
+    def _catch_up(self, arrival: Arrival) -> None:
+        begun = perf_counter()
+        failpoint("generation formed")
+        self.keeper.leave()
+        if arrival.behind:
+            self._hand_over(arrival)
+        self.keeper.renew()
+        failpoint("engine made")
+        seconds = {**arrival.seconds, "copy": perf_counter() - begun}
+        self.formed_s = seconds.get("form", 0.0) + seconds["copy"]
+        self._membership.formed(seconds)
+        failpoint("caught up")
+
+    def _hand_over(self, arrival: Arrival) -> None:
+        """Whoever is behind gets all that it lacks in one piece, and takes it over once it is whole. Collective."""
+        workers, told = self._membership.workers, None
+        arrival = self._trusted(arrival)
+        if workers.rank == arrival.source:
+            is_lacking = self._changed or arrival.joiners
+            told = [self.done, self._changed, self._value, self.keeper.give() if is_lacking else None]
+            failpoint("state captured")
+        told = workers.broadcast(told, arrival.source)
+        done, changed, value, given = value_of(tuple[int, bool, Any, Any], told, "what the source handed over")
+        if workers.rank in arrival.behind:
+            failpoint("state received")
+            self._take_over(done, value, given, changed=changed, joins=workers.rank in arrival.joiners)
+            failpoint("state taken")
+
+    def _trusted(self, arrival: Arrival) -> Arrival:
+        """Have those who hold the state that is to be handed over compare it: one of most of them gives it. Collective.
+
+        Raises:
+            JobMismatch: no majority of them holds the same.
+        """
+        if len(arrival.acts) - len(arrival.behind) == 1:  # with which nobody can compare its own
+            return arrival
+        workers, is_lacking = self._membership.workers, self._changed or arrival.joiners
+        own = self.keeper.digests() if is_lacking and workers.rank not in arrival.behind else None
+        held = {rank: tuple(told) for rank, told in enumerate(workers.gather_json(own)) if told is not None}
+        if (found := trusted(arrival, held)) is None:
+            listed = ", ".join(f"rank {rank}: {'/'.join(f'{one:016x}' for one in each)}" for rank, each in held.items())
+            raise JobMismatch(
+                f"workers come and go, and those that have come furthest hold different states ({listed}), and no "
+                f"majority says which are right: start the job again, it goes on from its newest verified checkpoint"
+            )
+        return found
+
+    def _take_over(self, done: int, value: Any, given: Any, *, changed: bool, joins: bool) -> None:
+        def take() -> Any:
+            if changed or joins:
+                self.keeper.take(given, joins)
+            return value
+
+        is_new = done > self.done  # or this worker had held another state than most
+        self._commit(done, take, changed=changed)
+        if joins:
+            self._membership.joins = False
+        elif is_new:
+            self._tell_joiners()
+
+
+def _leave(dismissed: Dismissed) -> NoReturn:
+    raise dismissed

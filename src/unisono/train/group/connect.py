@@ -1,0 +1,149 @@
+"""From an environment to workers that can talk to each other."""
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.distributed import PrefixStore
+
+from unisono.errors import JobError
+from unisono.job import Job
+from unisono.membership.environment import Environment
+from unisono.membership.generation import Generation
+from unisono.membership.rendezvous import backend_for, form_group, own_address
+from unisono.plan.topology import TOPOLOGIES
+from unisono.reduce.hierarchical import HierarchicalTransport, host_split
+from unisono.reduce.process_group import ProcessGroupTransport
+from unisono.reduce.shared_memory import SharedMemoryTransport
+from unisono.reduce.transport import Solo, Transport
+from unisono.train.group.meeting import Meeting
+from unisono.train.group.workers import Workers
+
+TransportName = Literal["auto", "shared_memory", "hierarchical", "process_group"]
+
+TopologyName = Literal["auto", "direct", "ring", "tree", "star"]
+
+TRANSPORTS = ("auto", "shared_memory", "hierarchical", "process_group")
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How workers are to be connected. It decides no bit.
+
+    Attributes:
+        transport: ``auto`` takes shared memory on one host, and inside of each host if they have equal numbers of
+            workers.
+        topology: the way of the partial sums over a process group; ``auto`` takes the fastest. Any other implies a
+            process group.
+        device: where this worker computes.
+        timeout_s: how long to wait for another worker.
+    """
+
+    transport: str
+    topology: str
+    device: torch.device
+    timeout_s: float
+
+
+def connect(job: Job, generation: Generation, meeting: Meeting, how: Connection) -> Workers:
+    """Connect the workers of a generation. Collective.
+
+    Raises:
+        JobError: a name is unknown, or shared memory or a topology was asked for where it cannot be; says why.
+        LaunchError: the other workers cannot be reached.
+    """
+    environment = meeting.environment
+    _require_known("transport", how.transport, TRANSPORTS)
+    _require_known("topology", how.topology, ("auto", *TOPOLOGIES))
+    if environment.world_size == 1:
+        return Workers(generation, Solo(job.shards))
+    chosen = _chosen(job, environment, how)
+    if chosen == "shared_memory":
+        return Workers(generation, SharedMemoryTransport(meeting.peers(), generation.rank, generation.split))
+    host = "" if environment.local_world_size == environment.world_size else own_address(meeting.store())
+    everyone = Workers(generation, _over_process_group(job, meeting, generation, how), host)
+    if chosen == "hierarchical" and _share_hosts(everyone, environment, how):
+        return Workers(generation, _over_hosts(everyone, meeting, how), host)
+    return everyone
+
+
+def _require_known(setting: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise JobError(f"{setting}={value!r}: use one of {', '.join(map(repr, known))}")
+
+
+def _chosen(job: Job, environment: Environment, how: Connection) -> str:
+    one_host = environment.local_world_size == environment.world_size
+    obstacle = _obstacle(job, how, one_host=one_host)
+    if how.transport == "process_group" or (how.transport == "auto" and obstacle):
+        return "process_group"
+    if how.transport == "shared_memory" and not one_host:
+        obstacle = obstacle or "the workers are on several hosts"
+    if obstacle:
+        raise JobError(f"transport={how.transport!r} cannot be used: {obstacle}; use 'process_group' or 'auto'")
+    return "shared_memory" if one_host else "hierarchical"
+
+
+def _obstacle(job: Job, how: Connection, *, one_host: bool) -> str:
+    if how.device.type != "cpu":
+        return f"the workers compute on {how.device.type}"
+    if job.reduction != "exact":
+        return f"reduction={job.reduction!r} is the process group's own"
+    if one_host and how.topology != "auto":
+        return f"topology={how.topology!r} is a way over a process group"
+    return "" if sys.platform == "linux" else f"{sys.platform} has no memory that can be shared without a name"
+
+
+def _share_hosts(everyone: Workers, environment: Environment, how: Connection) -> bool:
+    """Whether every host has equally many workers, more than one, with neighbouring ranks. Collective."""
+    local = environment.local_world_size
+    places = everyone.gather_json([local, environment.local_rank])
+    if all(place == [local, rank % local] for rank, place in enumerate(places)) and local > 1:
+        return True
+    if how.transport == "hierarchical":
+        listed = ", ".join(f"rank {rank} is number {place[1]} of {place[0]}" for rank, place in enumerate(places))
+        everyone.close()
+        raise JobError(
+            f"transport='hierarchical' needs equally many workers on every host, at least 2, with neighbouring ranks; "
+            f"here {listed} on its host. Use 'process_group' or 'auto'"
+        )
+    return False
+
+
+def _over_hosts(everyone: Workers, meeting: Meeting, how: Connection) -> Transport:
+    generation, local = everyone.generation, meeting.environment.local_world_size
+    number, place = divmod(generation.rank, local)
+    with ExitStack() as opened:  # whatever fails in here, what was opened before it is closed again
+        opened.callback(everyone.close)
+        peers = meeting.peers()
+        opened.callback(peers.close)
+        hosts = Generation(generation.number, number, host_split(generation.split, local))
+        group = form_group(PrefixStore(f"across/{place}", meeting.store()), hosts, "gloo", how.timeout_s)
+        across = ProcessGroupTransport(group, number, hosts.split, how.device, how.topology)
+        opened.pop_all()
+    return HierarchicalTransport(peers, generation.rank, generation.split, across, everyone.transport)
+
+
+def _over_process_group(job: Job, meeting: Meeting, generation: Generation, how: Connection) -> Transport:
+    backend = backend_for(how.device, meeting.environment)
+    topology = _topology(job, backend, how.topology)
+    group = form_group(meeting.store(), generation, backend, how.timeout_s)
+    where = how.device if backend == "nccl" else torch.device("cpu")
+    return ProcessGroupTransport(group, generation.rank, generation.split, where, topology)
+
+
+def _topology(job: Job, backend: str, wanted: str) -> str | None:
+    if job.reduction != "exact":
+        if wanted != "auto":
+            raise JobError(
+                f"topology={wanted!r} is a way of exact sums, and reduction={job.reduction!r} goes the backend's own: "
+                f"leave topology out"
+            )
+        return "direct" if backend == "gloo" else None
+    if backend == "gloo":
+        return wanted
+    if wanted not in ("auto", "direct"):
+        raise JobError(f"topology={wanted!r} needs Gloo; over {backend} use 'direct' or 'auto'")
+    return None  # sends between two workers are not tried on it

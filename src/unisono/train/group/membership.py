@@ -1,0 +1,231 @@
+"""Who this worker trains with, and how that changes while it trains."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from unisono.errors import JobError, WorkerLost
+from unisono.train.group.workers import Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a member has come when it leaves its generation.
+
+    Attributes:
+        acts: how many collective calls it has completed.
+        loop: that it is in.
+        step: that it has committed last.
+        at_boundary: whether it stands between two steps of the loop.
+    """
+
+    acts: int
+    loop: int = 0
+    step: int = 0
+    at_boundary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The roster of a new generation, as far as it matters for who gives what to whom.
+
+    Attributes:
+        source: the rank that has come furthest.
+        acts: of each rank.
+        joiners: the ranks that are new.
+        seconds: what it took so far, by part.
+    """
+
+    source: int
+    acts: Sequence[int]
+    joiners: frozenset[int]
+    seconds: Mapping[str, float]
+
+    @property
+    def behind(self) -> frozenset[int]:
+        """The ranks that have not completed what the source has."""
+        late = {rank for rank, acts in enumerate(self.acts) if acts < self.acts[self.source]}
+        return frozenset(late) | self.joiners
+
+
+class Membership(ABC):
+    """This worker's place among the others.
+
+    Attributes:
+        joins: whether training is under way without this worker, which has yet to catch up with it.
+        is_elastic: whether the others go on when one is lost.
+    """
+
+    joins = False
+    is_elastic = False
+
+    @property
+    @abstractmethod
+    def workers(self) -> Workers:
+        """Those of the present generation."""
+
+    @property
+    @abstractmethod
+    def is_due(self) -> bool:
+        """Whether a new generation waits for this one to reach a boundary."""
+
+    @abstractmethod
+    def leave(self) -> bool:
+        """This worker was asked to leave. Returns whether the others may go on without it."""
+
+    @abstractmethod
+    def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
+        """Leave this generation and become part of the next. Collective.
+
+        Args:
+            lost: why, if a worker was lost.
+            standing: how far this worker has come.
+
+        Raises:
+            WorkerLost: there will be no next one, or another worker was lost on the way.
+            Dismissed: this worker is not part of it.
+        """
+
+    @abstractmethod
+    def formed(self, seconds: Mapping[str, float]) -> None:
+        """This worker trains on, after so many seconds, by part."""
+
+    @abstractmethod
+    def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None:
+        """How far this worker has come, and how fast.
+
+        Args:
+            standing: how far.
+            samples_per_s: of all workers, lately.
+            shard_s: seconds that it takes for a shard, if shards are to be split by speed; else 0.
+        """
+
+    @abstractmethod
+    def resize(self, workers: int) -> None:
+        """Ask for another number of workers.
+
+        Raises:
+            JobError: these workers stay the same.
+        """
+
+    @abstractmethod
+    def replace(self, generation: int, rank: int) -> None:
+        """Have a worker of a generation leave, and another one come instead. All members ask for it.
+
+        Raises:
+            JobError: these workers stay the same.
+        """
+
+    @abstractmethod
+    def finished(self, digest: str) -> None:
+        """The job is done."""
+
+    @abstractmethod
+    def publish(self, name: str, value: Any) -> None:
+        """Make a value known to those who will join. Every member does, so that it is known whoever of them is lost."""
+
+    @abstractmethod
+    def published(self, name: str) -> Any:
+        """For a joiner: what the others have made known; waits for it.
+
+        Raises:
+            Dismissed: this worker is not needed, or the job is done.
+        """
+
+    @abstractmethod
+    def enter(self, loop: int) -> Arrival | None:
+        """For a joiner: wait to be taken in by the others, in this loop.
+
+        Returns:
+            the generation it is part of; nothing if the others are through with the loop.
+
+        Raises:
+            Dismissed: this worker is not needed, or the job is done.
+        """
+
+    @abstractmethod
+    def await_end(self) -> NoReturn:
+        """For a joiner that was not taken in before its script was done.
+
+        Raises:
+            Dismissed: this worker is not needed, or the job is done.
+        """
+
+    def away(self) -> str:
+        """Why the job may go on without this worker, in words; empty as long as it cannot. From any thread."""
+        return ""
+
+    def cut_off(self, seconds: float) -> None:
+        """Lose the others, and the coordinator for so many seconds: a rehearsal of what networks do.
+
+        Args:
+            seconds: until the coordinator can be reached again.
+        """
+        self.workers.abort()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the connections."""
+
+
+class Fixed(Membership):
+    """The workers that were started together. Without one of them the others cannot go on."""
+
+    is_due = False
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    @property
+    def workers(self) -> Workers:
+        """All of them."""
+        return self._workers
+
+    def leave(self) -> bool:
+        """They leave together."""
+        return False
+
+    def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
+        """There is no next generation."""
+        assert lost is not None, "nobody asks these workers to regroup"
+        raise lost
+
+    def formed(self, seconds: Mapping[str, float]) -> None:
+        """Nobody asks."""
+
+    def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None:
+        """Nobody asks."""
+
+    def resize(self, workers: int) -> None:
+        """There is no way."""
+        raise JobError(
+            f"run.resize({workers}): the {self._workers.world_size} workers of this job stay the same. Start it with "
+            f"a range, such as unisono run -n 1:{max(workers, self._workers.world_size)}"
+        )
+
+    def replace(self, generation: int, rank: int) -> None:
+        """There is no way."""
+        raise JobError(f"rank {rank} cannot be replaced: the workers of this job stay the same")
+
+    def finished(self, digest: str) -> None:
+        """Nobody asks."""
+
+    def publish(self, name: str, value: Any) -> None:
+        """Nobody joins."""
+
+    def published(self, name: str) -> Any:
+        """Nobody joins."""
+        raise NotImplementedError
+
+    def enter(self, loop: int) -> Arrival | None:
+        """Nobody joins."""
+        raise NotImplementedError
+
+    def await_end(self) -> NoReturn:
+        """Nobody joins."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._workers.close()

@@ -1,0 +1,249 @@
+"""The workers of this generation, and the things they do together."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from reprlib import repr as short
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unisono.checkpoint.codec import flatten, unflatten
+from unisono.checkpoint.layout import empty_as, form_of, require_values
+from unisono.errors import CheckpointError, JobMismatch, Unreadable
+from unisono.job import differences
+from unisono.membership.generation import Generation
+from unisono.plan.split import Split
+from unisono.plan.tree import Node, SummationTree
+from unisono.received import LARGEST_JSON, parse_json
+from unisono.reduce.transport import Transport
+from unisono.train.model.digest import checksum
+
+Operation = Literal["mean", "sum", "max", "min"]
+
+
+class Workers:
+    """The collective verbs: every worker calls the same ones in the same order.
+
+    Args:
+        generation: that they are.
+        transport: between them.
+        host: where others reach this worker; empty if all of them are on one host.
+
+    Attributes:
+        servers: so many workers, those of the highest ranks, are to serve and compute nothing. The same on all.
+        ticks: how often this worker got on: a shard computed, a batch evaluated.
+        is_called: whether a collective call of the script is under way.
+        is_asking: whether it waits for another worker, other than in the transport.
+    """
+
+    def __init__(self, generation: Generation, transport: Transport, host: str = "") -> None:
+        self.generation = generation
+        self.transport = transport
+        self.host = host
+        self.servers = 0
+        self.ticks = 0
+        self.is_called = self.is_asking = False
+        self._is_aborted = False
+        self._abort: Callable[[], None] | None = None
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.generation.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.generation.world_size
+
+    @property
+    def waits(self) -> bool:
+        """Whether this worker waits for another one."""
+        return self.is_asking or self.transport.waits
+
+    def tick(self) -> None:
+        """This worker has got on."""
+        self.ticks += 1
+
+    def attach(self, abort: Callable[[], None] | None) -> None:
+        """Have this called as well when the workers part; None for nothing."""
+        self._abort = abort
+        if self._is_aborted and abort is not None:
+            abort()
+
+    def abort(self) -> None:
+        """Wake whoever waits for another worker, here and there: it raises ``WorkerLost``. From any thread."""
+        self._is_aborted = True
+        self.transport.abort()
+        if (abort := self._abort) is not None:
+            abort()
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the workers have parted."""
+        return self._is_aborted
+
+    def split(self, shards: int) -> Split:
+        """Who computes which of so many shards. Where all would have to serve, all compute and serve.
+
+        Args:
+            shards: of a batch, a multiple of the job's.
+        """
+        return self.generation.split.with_servers(self.servers).refined(shards)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every worker's JSON value, in the order of ranks.
+
+        Raises:
+            Unreadable: a worker said something else; names it.
+        """
+        if self.world_size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = self.transport.all_gather(torch.tensor([data.numel()])).flatten().tolist()
+        for rank, length in enumerate(lengths):
+            if not 0 <= length <= LARGEST_JSON:
+                raise Unreadable(f"rank {rank} announces {length} bytes of JSON: at most {LARGEST_JSON} can be told")
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = self.transport.all_gather(padded)
+        return [_said(rank, row[:length]) for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))]
+
+    def require_same(self, what: str, fields: Mapping[str, Any]) -> None:
+        """Refuse to go on with workers that differ.
+
+        Raises:
+            JobMismatch: names the ranks, the fields and both values.
+        """
+        everybody = self.gather_json(dict(fields))
+        for rank, theirs in enumerate(everybody):
+            unequal = differences(everybody[0], theirs)
+            if unequal:
+                listed = "\n  ".join(unequal)
+                raise JobMismatch(
+                    f"rank {rank} has another {what} than rank 0 (here: rank 0, there: rank {rank}):\n  {listed}\n"
+                    f"All workers need the same, or their weights would differ"
+                )
+
+    def gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
+        """Every worker's rows below each other, in the order of ranks.
+
+        Args:
+            local: this worker's rows, of shape (counts[rank], …).
+            counts: the number of rows of each worker.
+        """
+        if self.world_size == 1:
+            return local
+        padded = local.new_zeros((max(counts), *local.shape[1:]))
+        padded[: counts[self.rank]] = local
+        # Bytes travel alike on every backend, whatever the dtype.
+        rows = self.transport.all_gather(padded.reshape(-1).view(torch.uint8))
+        blocks = rows.view(-1).view(local.dtype).reshape(self.world_size, max(counts), *local.shape[1:])
+        return require_values(torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)]))
+
+    def all_reduce(self, value: Any, operation: Operation = "mean") -> Any:
+        """Combine one number or tensor per worker, in the order of ranks.
+
+        Args:
+            value: a number, or a tensor of the same shape and dtype on every worker.
+            operation: ``mean``, ``sum``, ``max`` or ``min``.
+
+        Returns:
+            the same on every worker; a number for a number, a new tensor for a tensor.
+
+        Raises:
+            ValueError: an unknown operation, or a bool tensor.
+        """
+        if operation not in ("mean", "sum", "max", "min"):
+            raise ValueError(f"all_reduce({operation!r}): use 'mean', 'sum', 'max' or 'min'")
+        if not isinstance(value, Tensor):
+            is_whole = isinstance(value, int | np.integer) and operation != "mean"
+            dtype = torch.int64 if is_whole else torch.float64
+            return self.all_reduce(torch.tensor(value, dtype=dtype), operation).item()
+        if value.dtype == torch.bool:
+            raise ValueError("all_reduce of a bool tensor: convert it to the numbers that you mean, with .int()")
+        local = value.detach().reshape(1, -1)
+        rows = self.gather_rows(local, [1] * self.world_size)
+        return _combined(rows, operation).reshape(value.shape).clone()
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of the worker ``source``: a tensor, a number, text, or lists and dicts of them.
+
+        Raises:
+            CheckpointError: a part of the value is of no such type; names it. Or what came is no such value.
+            JobMismatch: what arrived is not what was sent.
+        """
+        if self.world_size == 1:
+            return value
+        skeleton, tensors = flatten(value) if self.rank == source else (None, {})
+        forms = {name: form_of(tensor) for name, tensor in tensors.items()}
+        told = [skeleton, forms, _seal(skeleton, tensors)] if self.rank == source else None
+        match self.gather_json(told)[source]:
+            case [skeleton, dict(forms), str(seal)]:
+                return self._received(source, skeleton, {**forms, **tensors}, seal)
+            case announced:
+                raise CheckpointError(f"rank {source} announces {short(announced)}, which is no value with its tensors")
+
+    def barrier(self) -> None:
+        """Wait until every worker is here."""
+        self.transport.all_gather(torch.zeros(1, dtype=torch.uint8))
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self.transport.close()
+
+    def _received(self, source: int, skeleton: Any, places: Mapping[str, Any], seal: str) -> Any:
+        """The value, once its tensors are here.
+
+        Args:
+            source: whose it is.
+            skeleton: see :func:`~unisono.checkpoint.codec.flatten`.
+            places: the tensors by name, or on the other workers what they will be like.
+            seal: of the two.
+        """
+        received = {
+            name: self._broadcast_tensor(place if isinstance(place, Tensor) else empty_as(place), source)
+            for name, place in places.items()
+        }
+        value = unflatten(skeleton, received)
+        if _seal(skeleton, received) != seal:
+            raise JobMismatch(
+                f"rank {self.rank} was given other bits than rank {source} sent: a fault of a host's memory, or of "
+                f"Unisono's. This worker ends, and has used nothing of them"
+            )
+        return value
+
+    def _broadcast_tensor(self, tensor: Tensor, source: int) -> Tensor:
+        if tensor.numel():
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            self.transport.broadcast(data, source)
+            return require_values(data.view(tensor.dtype).reshape(tensor.shape))
+        return tensor
+
+
+def _seal(skeleton: Any, tensors: Mapping[str, Tensor]) -> str:
+    """By which whoever is given a value knows that it is the one that was sent."""
+    try:
+        return hashlib.sha256(f"{json.dumps(skeleton)} {checksum(tensors)}".encode()).hexdigest()
+    except (RecursionError, UnicodeError) as error:
+        raise CheckpointError(f"a value is nested too deep, or has a name that is no text: {error}") from error
+
+
+def _said(rank: int, row: Tensor) -> Any:
+    try:
+        return parse_json(row.numpy().tobytes())
+    except Unreadable as error:
+        raise Unreadable(f"rank {rank} says what cannot be read: {error}") from error
+
+
+def _combined(rows: Tensor, operation: Operation) -> Tensor:
+    if operation == "max":
+        return rows.amax(0)
+    if operation == "min":
+        return rows.amin(0)
+    leaves = {Node(rank, rank + 1): row for rank, row in enumerate(rows)}
+    total: Tensor = SummationTree(len(rows)).finish(leaves, torch.add)
+    return total if operation == "sum" else total / len(rows)

@@ -1,0 +1,1 @@
+"""The loop over a data set: which steps it has, what they load, and evaluation."""

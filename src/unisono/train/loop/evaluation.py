@@ -1,0 +1,187 @@
+"""Metrics and predictions over a whole data set, shared out among the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.checkpoint.layout import empty_as, form_of
+from unisono.data.shards import ShardSource, ShardsRequest
+from unisono.data.streams import generators_kept, seed_generators
+from unisono.errors import DataError
+from unisono.job import Job
+from unisono.plan.split import even_bounds
+from unisono.plan.streams import Stream, stream_seed
+from unisono.plan.tree import Node, SummationTree
+from unisono.train.group.workers import Workers
+from unisono.train.model.prepared import Prepared
+from unisono.train.step.device import to_device
+
+Metrics = Callable[[Any, Any], Mapping[str, Any]] | Mapping[str, Callable[[Any, Any], Any]]
+"""``metrics(model, batch) -> {name: mean}``, or one function per name."""
+
+Predict = Callable[[Any, Any], Any]
+"""``predict_fn(model, batch) -> `` a tensor, or lists or dicts of tensors, with one row per sample."""
+
+EVALUATION_EPOCH = -1
+"""Samples that are evaluated draw from streams of their own, the same in every evaluation."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One pass over a data set in blocks of a fixed size, so nothing depends on the number of workers."""
+
+    job: Job
+    workers: Workers
+    prepared: Prepared
+    device: torch.device
+    source: ShardSource
+    block_size: int
+    step: int
+
+    def means(self, metrics: Metrics) -> dict[str, float]:
+        """The weighted mean of each metric over all blocks.
+
+        Raises:
+            DataError: blocks returned different metrics.
+        """
+        rows: list[list[tuple[float, float]]] = []
+        names: list[str] | None = None
+        for block, batch in self._blocks():
+            found = _call(metrics, self.prepared.model, batch)
+            if names is not None and sorted(found) != names:
+                raise DataError(f"metrics returned {sorted(found)} for one batch and {names} for another")
+            names = sorted(found)
+            rows.append([_weighted(found[name], len(block)) for name in names])
+        everybody = self.workers.gather_json(names)
+        agreed: list[str] = next(one for one in everybody if one is not None)
+        other = next((one for one in everybody if one is not None and one != agreed), agreed)
+        if other != agreed:
+            raise DataError(f"metrics returned {other} for one batch and {agreed} for another")
+        local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(agreed), 2)
+        table = self.workers.gather_rows(local, self._counts()).tolist()
+        return {name: _mean([row[column] for row in table]) for column, name in enumerate(agreed)}
+
+    def outputs(self, predict_fn: Predict | None) -> Any:
+        """The outputs for all samples, in order."""
+        predict = predict_fn or _predict
+        parts = [predict(self.prepared.model, batch) for _, batch in self._blocks()]
+        local = _concatenated(parts) if parts else None
+        form = next(one for one in self.workers.gather_json(_form(local)) if one is not None)
+        counts = [self._samples_of(rank) for rank in range(self.workers.world_size)]
+        return self._gathered(local, form, counts)
+
+    def _blocks(self) -> Iterator[tuple[range, Any]]:
+        with _evaluating(self.prepared.modules), torch.no_grad(), generators_kept():
+            for number in self._mine(self.workers.rank):
+                block = self._block(number)
+                (loaded,) = self.source.load(ShardsRequest(EVALUATION_EPOCH, (block,)))
+                batch = to_device(loaded, self.device)
+                seed_generators(stream_seed(self.job.seed, Stream.EVALUATION, self.step, number))
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.precision == "bf16"):
+                    yield block, batch
+                self.workers.tick()
+
+    @property
+    def _samples(self) -> int:
+        return len(self.source.dataset)
+
+    def _block(self, number: int) -> range:
+        return range(number * self.block_size, min((number + 1) * self.block_size, self._samples))
+
+    def _mine(self, rank: int) -> range:
+        bounds = even_bounds(-(-self._samples // self.block_size), self.workers.world_size)
+        return range(bounds[rank], bounds[rank + 1])
+
+    def _counts(self) -> list[int]:
+        return [len(self._mine(rank)) for rank in range(self.workers.world_size)]
+
+    def _samples_of(self, rank: int) -> int:
+        return sum(len(self._block(number)) for number in self._mine(rank))
+
+    def _gathered(self, local: Any, form: Any, counts: Sequence[int]) -> Any:
+        if isinstance(form, dict):
+            return {key: self._gathered(local and local[key], part, counts) for key, part in form["parts"].items()}
+        if form[0] == "list":
+            return [self._gathered(local and local[number], part, counts) for number, part in enumerate(form[1])]
+        if local is None:
+            local = empty_as(form, self.device)
+        if local.dim() == 0 or len(local) != counts[self.workers.rank]:
+            raise DataError(
+                f"predict_fn returned outputs of shape {list(local.shape)} for {counts[self.workers.rank]} samples: "
+                f"return one row per sample"
+            )
+        return self.workers.gather_rows(local, counts)
+
+
+@contextmanager
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    layers = [layer for module in modules for layer in module.modules()]
+    training = [layer.training for layer in layers]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for layer, was_training in zip(layers, training, strict=True):
+            layer.training = was_training
+
+
+def _call(metrics: Metrics, model: Any, batch: Any) -> Mapping[str, Any]:
+    if isinstance(metrics, Mapping):
+        return {name: metric(model, batch) for name, metric in metrics.items()}
+    found = metrics(model, batch)
+    if not isinstance(found, Mapping):
+        raise DataError(f"the metrics function returned a {type(found).__name__}: return a dict of means by name")
+    return found
+
+
+def _weighted(value: Any, samples: int) -> tuple[float, float]:
+    mean, weight = value if isinstance(value, tuple) else (value, samples)
+    return float(mean), float(weight)
+
+
+def _mean(pairs: Sequence[Sequence[float]]) -> float:
+    tree = SummationTree(len(pairs))
+
+    def total(values: Sequence[float]) -> float:
+        leaves = {Node(block, block + 1): value for block, value in enumerate(values)}
+        return tree.finish(leaves, lambda left, right: left + right)
+
+    weight = total([share for _, share in pairs])
+    return total([mean * share if share else 0.0 for mean, share in pairs]) / weight if weight else float("nan")
+
+
+def _predict(model: Any, batch: Any) -> Any:
+    return model(batch[0] if isinstance(batch, list | tuple) else batch)
+
+
+def _concatenated(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        if first.dim() == 0:
+            raise DataError("predict_fn returned a single number for a batch: return one row per sample")
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        if not all(isinstance(key, str) for key in first):
+            raise DataError(f"predict_fn returned a dict with the keys {list(first)}: name outputs by text")
+        return {key: _concatenated([part[key] for part in parts]) for key in first}
+    if isinstance(first, list | tuple):
+        return [_concatenated([part[number] for part in parts]) for number in range(len(first))]
+    raise DataError(f"predict_fn returned a {type(first).__name__}: return a tensor, or lists or dicts of tensors")
+
+
+def _form(local: Any) -> Any:
+    if local is None:
+        return None
+    if isinstance(local, dict):
+        return {"parts": {key: _form(part) for key, part in local.items()}}
+    if isinstance(local, list):
+        return ["list", [_form(part) for part in local]]
+    dtype, shape = form_of(local)
+    return [dtype, [0, *shape[1:]]]

@@ -1,0 +1,165 @@
+"""A training loop: which steps it has, and what happens around each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+from unisono.adapt.batch_shape import BatchShape
+from unisono.data.shards import ShardsRequest
+from unisono.errors import JobMismatch
+from unisono.job import differences
+from unisono.plan.batches import Batch, Batches, Position
+from unisono.train.loop.supply import Load, Part, Supply
+from unisono.train.state.state import Progress, Reading
+from unisono.train.step.step import Compute, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a loop asks of the run.
+
+    Attributes:
+        shards: which shards this worker computes now.
+        compute: what a step's ``run`` calls.
+        move: the run stands here now.
+        begin: a step's samples are loaded, and the loop's body comes next.
+        end: the body is done, and the run stands here; or it was left, and nothing of the step counts (None).
+        enter: the loop begins, before its first step.
+        boundary: between two steps, where every worker stands with the same state, or at the loop's end. Tells where
+            the run stands after it: usually where it did, but it may have gone back.
+        is_whole: whether what the step computed counts: no call of ``step.run`` has failed, the run is open.
+        shape: of the next global batch.
+        is_stopped: whether the loop is to end at this boundary.
+    """
+
+    shards: Callable[[], range]
+    compute: Compute
+    move: Callable[[Progress], None]
+    begin: Callable[[Step], None]
+    end: Callable[[Progress | None], None]
+    enter: Callable[[], None]
+    boundary: Callable[[bool], Progress]
+    is_whole: Callable[[], bool]
+    shape: Callable[[], BatchShape]
+    is_stopped: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """One loop over a data set.
+
+    Attributes:
+        number: of the loop in the script, from 0.
+        reading: what decides which samples its batches hold.
+        batches: of each epoch.
+        epochs: passes over the data set.
+        stop_after: steps of the whole job after which the loop is cut short; None to go on to its end.
+        stop_after_epochs: the loop is cut short once the whole job has used as many samples as so many passes over
+            this data set; None to go on to its end.
+    """
+
+    number: int
+    reading: Reading
+    batches: Batches
+    epochs: int
+    stop_after: int | None
+    stop_after_epochs: int | None = None
+
+    def steps(self, progress: Progress, load: Load, hooks: Hooks) -> Generator[Step, None, None]:
+        """The steps that are left, each with its samples.
+
+        Args:
+            progress: where the run stands.
+            load: gets the samples; closed when the loop is over or left.
+            hooks: told of everything that happens.
+
+        Raises:
+            JobMismatch: the run stands in the middle of a loop over other data.
+        """
+        if self.number < progress.loop:
+            return
+        progress = self.entered(progress)
+        hooks.move(progress)
+        hooks.enter()
+        with closing(Supply(load, self.requests, lambda: (hooks.shards(), hooks.shape()))) as supply:
+            while True:
+                found = self._next(progress.position, hooks)
+                if found is None:
+                    at_end, progress = progress, hooks.boundary(True)
+                    if progress == at_end:
+                        break
+                    supply.close()
+                    continue
+                position, batch = found
+                after = replace(progress, position=self.batches.after(position, batch))
+                is_last = self._next(after.position, hooks) is None
+                step = Step(position, batch, partial(supply.at, position), hooks.compute, is_last=is_last)
+                hooks.begin(step)
+                try:
+                    yield step
+                except GeneratorExit:
+                    self._left(step, progress, after, hooks)
+                    raise
+                hooks.end(after)
+                progress = hooks.boundary(False)
+                if progress != after:
+                    supply.close()
+        # A run that is cut short stays where it is, so that another one can go on.
+        if not self._is_cut(progress.position):
+            hooks.move(self.left(progress))
+
+    def entered(self, progress: Progress) -> Progress:
+        """Where the run stands when the loop begins: where a checkpoint left it in this loop, or at its start.
+
+        Raises:
+            JobMismatch: the checkpoint was reading other data; lists the differences.
+        """
+        position = progress.position
+        if self.number > progress.loop:  # the one before was given up
+            progress = Progress(Position(step=position.step, samples=position.samples), self.number)
+        elif progress.reading is not None and progress.reading != self.reading:
+            unequal = "; ".join(differences(asdict(self.reading), asdict(progress.reading)))
+            raise JobMismatch(
+                f"the loop that resumes in epoch {position.epoch} reads other data than when its checkpoint was "
+                f"written (here: this script, there: the checkpoint): {unequal}"
+            )
+        return replace(progress, reading=self.reading)
+
+    def left(self, progress: Progress) -> Progress:
+        """Where the run stands once the loop is over: before the next one."""
+        position = progress.position
+        return Progress(Position(step=position.step, samples=position.samples), self.number + 1)
+
+    def requests(self, start: Position, part: Part) -> Iterator[ShardsRequest]:
+        """What a worker with these shards of batches of this shape reads in each step from ``start`` on."""
+        shards, shape = part
+        for position, batch in self._shaped(shape).remaining(start, self.epochs):
+            if self._is_cut(position):
+                return
+            yield ShardsRequest(batch.epoch, tuple(batch.shard(shard) for shard in shards))
+
+    def _next(self, position: Position, hooks: Hooks) -> tuple[Position, Batch] | None:
+        if hooks.is_stopped():
+            return None
+        batches = self._shaped(hooks.shape())
+        start = batches.next_from(position, self.epochs)
+        return None if start is None or self._is_cut(start) else (start, batches.at(start))
+
+    def _shaped(self, shape: BatchShape) -> Batches:
+        return replace(self.batches, batch_size=shape.samples, shards=shape.shards)
+
+    def _is_cut(self, position: Position) -> bool:
+        passes = self.stop_after_epochs
+        has_passes = passes is not None and position.samples >= passes * self.batches.epoch_samples
+        return has_passes or (self.stop_after is not None and position.step >= self.stop_after)
+
+    def _left(self, step: Step, progress: Progress, after: Progress, hooks: Hooks) -> None:
+        """The loop was left in its body, by a break or an error: only what was committed counts."""
+        is_whole = hooks.is_whole()
+        counts = is_whole and step.calls > 0
+        hooks.end(after if counts else None)
+        if is_whole:  # a step that failed leaves the loop where it was
+            hooks.move(self.left(after if counts else progress))

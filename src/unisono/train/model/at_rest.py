@@ -1,0 +1,125 @@
+"""What lies in memory from one update to the next, and must not change by itself meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.checkpoint.quick_digest import Summing, Sums, combined, flipped_bits
+from unisono.train.model.buffers import Buffers
+
+MOST_FLIPPED = 2
+"""Bits: a larger difference that torch has not counted is taken for a write of the script, say to ``tensor.data``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a worker finds in its memory when its shards are computed.
+
+    Attributes:
+        common: a digest of what every worker has as well; 0 if nobody looks.
+        own: a digest of its part of the weights that workers share; 0 if there are none.
+        has_flipped: whether a bit of it is another one than the update before has left, and nobody has written it.
+    """
+
+    common: int = 0
+    own: int = 0
+    has_flipped: bool = False
+
+
+class AtRest:
+    """Compares what a worker's shards were computed with.
+
+    Workers that hold the same compare digests with each other. Where there is one copy, it is compared with itself: as
+    the update left it, and as it is after its last use. The script may change it between two steps: what torch counts
+    as written is left out, and so is a difference that more than two flipped bits would be needed for.
+
+    Args:
+        weights: which every worker has as well.
+        buffers: likewise; what counts is what shards begin with.
+        parts: of weights that workers share, those that this worker looks at.
+        state: of optimizers, where there is no other copy of it.
+        is_only: whether there is no other copy of any of it.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        buffers: Buffers,
+        parts: Sequence[Tensor] = (),
+        state: Callable[[], Sequence[Tensor]] = tuple,
+        *,
+        is_only: bool,
+    ) -> None:
+        self.buffers = buffers
+        self._weights, self._parts, self._state, self._is_only = weights, parts, state, is_only
+        self._summing = Summing()
+        self._left: Sums | None = None
+        self._written: list[tuple[int, int]] = []
+        self._unwritten: list[bool] = []
+
+    def first(self) -> None:
+        """A step begins, perhaps the first: what is there now stays until the step is computed."""
+        if self._left is None:
+            self.note()
+
+    def begin(self) -> None:
+        """A step is about to be computed."""
+        if not self._is_only:
+            return
+        written = self._writes()
+        if self._left is None or len(written) != len(self._written):
+            self.note()
+        self._unwritten = [now == before for now, before in zip(written, self._written, strict=True)]
+
+    def look(self) -> Seen:
+        """All shards are computed, and nothing is committed."""
+        common = [*self._weights, *self.buffers.begun()]
+        sums = self._summing([*common, *self._parts, *(self._state() if self._is_only else ())])
+        parts = sums[len(common) : len(common) + len(self._parts)]
+        return Seen(combined(sums[: len(common)]), combined(parts) if parts else 0, self._has_flipped(sums))
+
+    def note(self) -> None:
+        """An update is done: everything stays as it is until the next one."""
+        if self._is_only:
+            self._left, self._written = self._summing(self._now()), self._writes()
+
+    def has_changed(self) -> bool:
+        """Whether a bit has flipped since the last update, where there is no other copy to compare with."""
+        if self._left is None:
+            return False
+        self.begin()
+        return self._has_flipped(self._summing(self._now()))
+
+    def _now(self) -> list[Tensor]:
+        return [*self._weights, *self.buffers.present(), *self._parts, *self._state()]
+
+    def _writes(self) -> list[tuple[int, int]]:
+        return [(id(tensor), tensor._version) for tensor in self._now()]
+
+    def _has_flipped(self, sums: Sums) -> bool:
+        if self._left is None:
+            return False
+        unwritten = [number for number, is_so in enumerate(self._unwritten) if is_so]
+        before, after = ([each[number] for number in unwritten] for each in (self._left, sums))
+        return 0 < flipped_bits(before, after) <= MOST_FLIPPED
+
+
+def kept_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """The tensors that optimizers keep, in the order in which they were made."""
+    return [tensor for one in optimizers for state in one.state.values() for tensor in _tensors(state)]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)

@@ -1,0 +1,218 @@
+"""The models and optimizers that a run trains."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import SGD, Optimizer
+
+from unisono.errors import ModelError
+from unisono.train.model.digest import tensors_of
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was given to ``prepare``, and an inventory of it.
+
+    Attributes:
+        model: as the loss function gets it: one module, or the list that was given.
+        modules: the modules, always as a tuple.
+        optimizers: the optimizers, always as a tuple.
+        parameters: what the optimizers update, each once, by name.
+        buffers: the modules' buffers, each once.
+    """
+
+    model: Any
+    modules: tuple[nn.Module, ...]
+    optimizers: tuple[Optimizer, ...]
+    parameters: dict[str, Tensor]
+    buffers: tuple["BufferPlace", ...]
+    _registries: list[tuple[dict[str, Any], tuple[int, ...]]] = field(repr=False)
+    _buffer_names: list[tuple[dict[str, Any], list[str]]] = field(repr=False)
+    _trained: tuple[int, ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, model: Any, optimizers: Sequence[Optimizer]) -> "Prepared":
+        """Take inventory.
+
+        Raises:
+            ModelError: nothing to train, or something that is no module or optimizer.
+        """
+        modules = tuple(model) if isinstance(model, list | tuple) else (model,)
+        _check_kinds(modules, optimizers)
+        parameters = _named_parameters(modules, optimizers)
+        if not parameters:
+            raise ModelError("the optimizers hold no parameter that requires a gradient: there is nothing to train")
+        return cls(
+            model,
+            modules,
+            tuple(optimizers),
+            parameters,
+            _buffers(modules),
+            _registries(modules),
+            [(layer._buffers, _present(layer._buffers)) for root in modules for layer in root.modules()],
+            _trained(optimizers),
+        )
+
+    def trained_by(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+        """The parameters that these optimizers update, by name, in the inventory's order."""
+        ids = {id(parameter) for parameter in _owned(optimizers)}
+        return {name: parameter for name, parameter in self.parameters.items() if id(parameter) in ids}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All modules' parameters and buffers by name."""
+        return tensors_by_name(self.modules)
+
+    def weights(self) -> list[Tensor]:
+        """All parameters, each once: the modules' own, also frozen ones, and what else the optimizers update."""
+        of_modules = (parameter for module in self.modules for parameter in module.parameters())
+        return list({id(each): each for each in [*of_modules, *self.parameters.values()]}.values())
+
+    def check_unchanged(self) -> None:
+        """Refuse a model whose parameters, buffers or modules were replaced since ``prepare``.
+
+        Raises:
+            ModelError: says what to do.
+        """
+        for registry, members in self._registries:
+            if tuple(map(id, registry.values())) != members:
+                raise ModelError(
+                    f"the model changed after run.prepare: one of {', '.join(map(repr, registry))} was added, "
+                    f"removed or replaced. Build and change the model first, or call run.prepare again after it"
+                )
+        for buffers, names in self._buffer_names:
+            if _present(buffers) != names:
+                raise ModelError(
+                    f"the model changed after run.prepare: it had the buffers {names or 'none'} in one module, and now "
+                    f"has {_present(buffers)}. Register buffers when the model is built, or call run.prepare again"
+                )
+        if _trained(self.optimizers) != self._trained:
+            raise ModelError(
+                "what is trained changed after run.prepare: a parameter was frozen or unfrozen, or given to an "
+                "optimizer. Do that before it, or call run.prepare again"
+            )
+
+    def layout(self) -> dict[str, str]:
+        """Names, shapes and dtypes of all parameters and buffers, for comparison between workers."""
+        described = {name: _form(tensor) for name, tensor in self.tensors().items()}
+        return described | {f"trained {name}": _form(tensor) for name, tensor in self.parameters.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlace:
+    """Where a buffer lives: assigning to it may put another tensor there."""
+
+    registry: dict[str, Any]
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The buffer that is there now."""
+        found: Tensor = self.registry[self.key]
+        return found
+
+
+def prefixed(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Each module with the prefix of its names: none for a single one, else its number."""
+    if len(modules) == 1:
+        return [("", modules[0])]
+    return [(f"{number}.", module) for number, module in enumerate(modules)]
+
+
+def tensors_by_name(modules: nn.Module | Sequence[nn.Module]) -> dict[str, Tensor]:
+    """All modules' parameters and buffers by name, with the module's number in front if there are several."""
+    listed = [modules] if isinstance(modules, nn.Module) else list(modules)
+    return {prefix + name: tensor for prefix, module in prefixed(listed) for name, tensor in tensors_of(module).items()}
+
+
+def _present(buffers: Mapping[str, Any]) -> list[str]:
+    return [name for name, buffer in buffers.items() if buffer is not None]
+
+
+def _trained(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
+    return tuple(id(parameter) for parameter in _owned(optimizers) if parameter.requires_grad)
+
+
+def _check_kinds(modules: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"run.prepare needs torch modules, got {type(module).__name__}")
+        if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            raise ModelError("the model has lazy layers without a shape yet: run one batch through it first")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ModelError(f"run.prepare needs torch optimizers, got {type(optimizer).__name__}")
+        closure = signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ModelError(
+                f"{type(optimizer).__name__} wants to compute the loss itself, several times a step (a closure), "
+                f"which cannot be shared out among workers: use another optimizer"
+            )
+
+
+def _owned(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
+
+
+def _named_parameters(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    owned = {id(tensor): tensor for tensor in _owned(optimizers) if tensor.requires_grad}
+    named: dict[str, Tensor] = {}
+    for prefix, module in prefixed(modules):
+        for name, parameter in module.named_parameters():
+            if owned.pop(id(parameter), None) is not None:
+                named[prefix + name] = parameter
+    # Some optimizers update tensors that belong to no module, such as a learned temperature.
+    return named | {f"optimizer parameter {number}": tensor for number, tensor in enumerate(owned.values())}
+
+
+def _buffers(modules: Sequence[nn.Module]) -> tuple[BufferPlace, ...]:
+    places: dict[int, BufferPlace] = {}
+    for root in modules:
+        for module in root.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    places.setdefault(id(buffer), BufferPlace(module._buffers, key))
+    return tuple(places.values())
+
+
+def _registries(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
+    return [
+        (registry, tuple(map(id, registry.values())))
+        for root in modules
+        for module in root.modules()
+        for registry in (module._parameters, module._modules)
+        if registry
+    ]
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def refuse_unset_memory(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse the one optimizer of torch whose result depends on what happened to be in memory.
+
+    The fused SGD on the CPU reads its momentum before setting it, for 16-bit parameters whose size is no multiple of
+    the vector width (seen with torch 2.13).
+
+    Raises:
+        ModelError: says what to use instead.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            narrow = any(tensor.dtype.itemsize == 2 and tensor.device.type == "cpu" for tensor in group["params"])
+            if isinstance(optimizer, SGD) and group.get("fused") and group.get("momentum") and narrow:
+                raise ModelError(
+                    "torch's SGD(fused=True, momentum=…) gives other bits for 16-bit parameters depending on what was "
+                    "in memory before: use foreach=True, or accept it with unisono.init(deterministic=False)"
+                )
+
+
+def batch_norm_in(modules: Sequence[nn.Module]) -> bool:
+    """Whether any layer computes statistics over the samples of a shard."""
+    kinds = (torch.nn.modules.batchnorm._BatchNorm,)
+    return any(isinstance(layer, kinds) for root in modules for layer in root.modules())

@@ -1,0 +1,120 @@
+"""What the people at the terminal and the run's journal are told beside losses and metrics."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.errors import UnisonoWarning
+from unisono.job import SAMPLES_PER_SHARD, Job
+from unisono.plan.audits import Finding
+from unisono.train.group.control import StepReport
+from unisono.train.model.prepared import Prepared, batch_norm_in
+
+
+class Notices:
+    """Said by the main worker alone, for whoever this is at the moment.
+
+    Args:
+        job: that is trained.
+        folder: with the journal.
+    """
+
+    def __init__(self, job: Job, folder: RunFolder) -> None:
+        self._job, self._folder = job, folder
+        self._told_of_scheduler = False
+        self._bytes_shared = 0
+
+    def small_batch_norm(self, prepared: Prepared) -> None:
+        """BatchNorm over shards so small that its statistics are noisy."""
+        per_shard = self._job.batch_size // self._job.shards
+        if per_shard < SAMPLES_PER_SHARD and batch_norm_in(prepared.modules):
+            warnings.warn(
+                f"BatchNorm with {per_shard} samples per shard: its statistics are taken over each shard, and "
+                f"get noisy below {SAMPLES_PER_SHARD}, which costs accuracy. Use a larger batch_size, fewer shards "
+                f"(shards={max(1, self._job.batch_size // SAMPLES_PER_SHARD)}), or GroupNorm or LayerNorm",
+                UnisonoWarning,
+                stacklevel=3,
+            )
+
+    def unregistered_scheduler(self, prepared: Prepared) -> None:
+        """A schedule that checkpoints do not have; once."""
+        scheduled = any("initial_lr" in group for one in prepared.optimizers for group in one.param_groups)
+        if scheduled and not self._told_of_scheduler:
+            self._told_of_scheduler = True
+            warnings.warn(
+                "a learning-rate scheduler is in use, but not part of the checkpoints: a run that resumes would start "
+                'its schedule again. After making it, call run.register("scheduler", scheduler)',
+                UnisonoWarning,
+                stacklevel=3,
+            )
+
+    def healed(self, step: int, what: str, ranks: Sequence[int], hosts: Sequence[str]) -> None:
+        """Workers that held another state than most have been given theirs.
+
+        Args:
+            step: steps that were committed.
+            what: they held a wrong one of.
+            ranks: theirs.
+            hosts: theirs.
+        """
+        self._folder.journal("healed", step=step, what=what, ranks=list(ranks), hosts=list(hosts))
+        listed = ", ".join(f"rank {rank} on host {host}" for rank, host in zip(ranks, hosts, strict=True))
+        warnings.warn(
+            f"step {step}: {listed} held another state ({what}) than most workers, which a fault of its memory would "
+            f"explain; it has been given theirs",
+            UnisonoWarning,
+            stacklevel=3,
+        )
+
+    def repeated(self, step: int) -> None:
+        """A bit of a partial sum was another one than had been written, on some worker or on the way to another."""
+        self._folder.journal("computed again", step=step, reason="a partial sum had changed")
+        warnings.warn(
+            f"step {step}: what was read of partial sums was not what had been written, which a fault of a host's "
+            f"memory would explain; the step is computed again",
+            UnisonoWarning,
+            stacklevel=3,
+        )
+
+    def wrong_result(self, step: int, finding: Finding, host: str) -> None:
+        """A worker computed a shard otherwise than the others."""
+        about = {"step": step, "shard": finding.shard, "rank": finding.wrong, "host": host}
+        self._folder.journal("wrong result", **about, transient=finding.is_transient)
+        once = "once; the step is computed again" if finding.is_transient else "every time"
+        warnings.warn(
+            f"step {step}: rank {finding.wrong} on host {host} computed shard {finding.shard} otherwise than it "
+            f"should, {once}",
+            UnisonoWarning,
+            stacklevel=3,
+        )
+
+    def rolled_back(self, reached: int, step: int, why: str) -> None:
+        """The run has gone back to an older state, and computes the steps after it again.
+
+        Args:
+            reached: steps that were committed before.
+            step: steps that are committed now.
+            why: for people.
+        """
+        self._folder.journal("rolled back", step=reached, to=step, why=why)
+        warnings.warn(
+            f"{why}: the run goes back to step {step}, where all workers held the same state, and computes the "
+            f"{reached - step} steps after it again",
+            UnisonoWarning,
+            stacklevel=3,
+        )
+
+    def memory_shared(self, bytes_shared: int) -> None:
+        """More memory is shared by the workers of a host; the optimizers make their state in the first step."""
+        if bytes_shared > self._bytes_shared:
+            self._folder.journal("memory shared", mib_per_host=round(bytes_shared / 2**20, 1))
+        self._bytes_shared = bytes_shared
+
+    def skipped(self, step: int, report: StepReport) -> None:
+        """A step whose loss or gradient is no number."""
+        shards = [shard for shard, part in enumerate(report.shards) if not math.isfinite(part.loss)]
+        self._folder.journal("skipped", step=step, shards=shards)
+        print(f"unisono: step {step} skipped: the loss or its gradient is NaN or infinite", flush=True)  # noqa: T201

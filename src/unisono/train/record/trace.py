@@ -1,0 +1,186 @@
+"""What each worker writes while ``unisono verify`` watches: digests of all that could differ, as it happens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from unisono.train.model.digest import tensor_digest
+
+if TYPE_CHECKING:
+    from unisono.train.group.control import StepReport
+    from unisono.train.step.engine import Call
+
+DEEPEST = 8
+"""How far a batch is looked into: batches may hold objects that hold themselves."""
+
+
+class Trace:
+    """Appends to ``rank-N.jsonl``.
+
+    A line of kind ``weights`` after ``prepare`` and after each step: every parameter's and buffer's digest. A line of
+    kind ``call`` per call of ``step.run``: the parameters before it, what went into this worker's shards, and what
+    each shard came to. A line of kind ``update`` per optimizer: the gradients and the settings it was given, and the
+    parameters after it.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._place = {"step": 0, "call": 0}
+        self._names: dict[tuple[int, torch.Size], str] = {}
+        self._optimizers: list[Optimizer] = []
+        self._handles: list[RemovableHandle] = []
+        self._gradients: dict[str, str] = {}
+
+    @classmethod
+    def open(cls, folder: Path | None, rank: int) -> Trace | None:
+        """A trace in ``folder``; none if nobody watches. A script's second run is appended to its first."""
+        if folder is None:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        return cls((folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8"))
+
+    def step(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """The weights after ``number`` steps, with the digest that ``run.finish`` prints for all of them."""
+        self._names = {}
+        for name, tensor in tensors.items():
+            self._names.setdefault(_identity(tensor), name)
+        whole = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        text = "".join(f"{name}:{digest}\n" for name, digest in whole.items())
+        digests = {name: digest[:16] for name, digest in whole.items()}
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+        self._write({"kind": "weights", "step": number, "tensors": digests, "sha256": sha256})
+
+    def call(self, call: Call, shards: range, report: StepReport) -> None:
+        """What went into a call, and what its shards came to, before the update."""
+        self._place = {"step": call.step, "call": call.number}
+        before: dict[str, str] = {}
+        for optimizer in call.optimizers:
+            self._listen(optimizer)
+            before |= _digests(self._parameters(optimizer))
+        self._write(
+            {
+                "kind": "call",
+                **self._place,
+                "before": before,
+                "samples": [len(call.batch.shard(shard)) for shard in range(len(report.shards))],
+                "inputs": {shard: content_digest(batch) for shard, batch in zip(shards, call.shards, strict=True)},
+                "losses": [part.loss.hex() for part in report.shards],
+                "shares": [part.weight.hex() for part in report.shards],
+                "clip": {"clip_norm": call.clip.norm, "clip_value": call.clip.value},
+            }
+        )
+
+    def close(self) -> None:
+        """Stop listening, and close the file."""
+        for handle in self._handles:
+            handle.remove()
+        self._file.close()
+
+    def _listen(self, optimizer: Optimizer) -> None:
+        """Have the optimizer say what it is given and what it makes of it, whenever it updates."""
+        if any(optimizer is known for known in self._optimizers):
+            return
+        number = len(self._optimizers)
+        self._optimizers.append(optimizer)
+
+        def begin(*_: Any) -> None:
+            gradients = {name: tensor.grad for name, tensor in self._parameters(optimizer).items()}
+            self._gradients = _digests({name: grad for name, grad in gradients.items() if grad is not None})
+
+        def end(*_: Any) -> None:
+            self._write(
+                {
+                    "kind": "update",
+                    **self._place,
+                    "optimizer": number,
+                    "gradients": self._gradients,
+                    "options": _options(optimizer),
+                    "after": _digests(self._parameters(optimizer)),
+                }
+            )
+
+        self._handles += [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)]
+
+    def _parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        return {
+            self._names.get(_identity(tensor), f"optimizer parameter {number}"): tensor
+            for number, tensor in enumerate(tensors)
+        }
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def content_digest(batch: Any) -> str:
+    """A short digest of what a batch holds: tensors, arrays, numbers, text, and collections and objects of them."""
+    total = hashlib.sha256()
+    for part in _parts(batch, DEEPEST):
+        total.update(part.encode() + b"\n")
+    return total.hexdigest()[:16]
+
+
+def _parts(value: Any, depth: int) -> Iterable[str]:
+    if isinstance(value, Tensor):
+        yield tensor_digest(value if value.layout == torch.strided else value.to_dense())
+    elif isinstance(value, np.ndarray):
+        text = repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()
+        yield f"{value.dtype}{value.shape}{hashlib.sha256(text).hexdigest()}"
+    elif value is None or isinstance(value, str | bytes | int | float | complex | np.generic):
+        yield repr(value)
+    elif isinstance(value, set | frozenset):
+        yield from sorted("".join(_parts(item, depth - 1)) for item in value)
+    else:
+        yield from _nested(value, depth)
+
+
+def _nested(value: Any, depth: int) -> Iterable[str]:
+    # An object's repr may hold its address, which is another one in every process: only what it contains counts.
+    yield type(value).__qualname__
+    if depth <= 0:
+        return
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _parts(item, depth - 1)
+        return
+    members = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    for key, item in members.items():
+        yield str(key)
+        yield from _parts(item, depth - 1)
+
+
+def _identity(tensor: Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: tensor_digest(tensor)[:16] for name, tensor in tensors.items()}
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    groups = optimizer.param_groups
+    return {
+        name if len(groups) == 1 else f"{name} of parameter group {number}": _plain(value)
+        for number, group in enumerate(groups)
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__qualname__

@@ -1,0 +1,1 @@
+"""Finding a state that is wrong, and the one to go back to."""

@@ -1,0 +1,323 @@
+"""Policies at work: who is asked when, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from reprlib import repr as short
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from unisono.adapt.batch_shape import BatchShape
+from unisono.adapt.decision import Decision, Figure, Verb, decisions_digest
+from unisono.adapt.policy import Policy
+from unisono.adapt.view import View
+from unisono.errors import JobError, PolicyError, Unreadable
+from unisono.plan.topology import TOPOLOGIES
+from unisono.received import value_of
+from unisono.sync.all_reduce import AllReduce
+from unisono.sync.named import strategy_of
+from unisono.sync.strategy import Strategy
+from unisono.train.config.terms import Terms
+from unisono.train.state.restoring import all_or_nothing
+
+NAMES: dict[Verb, tuple[str, ...]] = {
+    "set_topology": ("auto", *TOPOLOGIES),
+    "set_balance": ("even", "speed"),
+}
+"""What verbs can be given that take a name."""
+
+FORMS = {
+    "batch_size": int,
+    "shards": int,
+    "base": BatchShape,
+    "rate": float,
+    "topology": str | None,
+    "strategies": tuple[str, str],
+    "balances": bool,
+    "measures_links": bool,
+    "has_begun": bool,
+    "digest": int,
+    "stopped": int | None,
+    "observed": dict[str, dict[str, Figure | bool]],
+    "policies": dict[str, dict[str, Any]],
+}
+"""Of the parts of its state."""
+
+Hook = Literal["before_train", "after_step", "after_epoch", "after_train"]
+
+
+class Adaptation:
+    """What policies have changed so far, and their next decisions.
+
+    Args:
+        policies: of the run, in the order in which they are asked.
+        batch_size: that the job begins with.
+        shards: of the job.
+        balances: whether shards are split by speed to begin with.
+        strategy: that the job begins with.
+        terms: of the run, for the strategies that policies choose; by default any will do.
+
+    Attributes:
+        terms: as given.
+        batch_size: of the next step.
+        shards: that its batch is cut into: a multiple of the job's.
+        rate: by which the script's learning rates are multiplied.
+        topology: of the process group, if policies have chosen one.
+        strategy: by which workers synchronise.
+        balances: whether shards are split by speed.
+        measures_links: whether a policy wants to know how fast connections are.
+        has_begun: whether the policies know that training has.
+        stopped: the number of the loop that is to end where the run stands; None for none.
+        decided: what was decided at the newest boundary.
+        digest: of that; 0 if there are no policies.
+        observed: what policies saw last of the world outside, by name.
+
+    Raises:
+        JobError: two policies have one name, or one of them may choose a strategy that cannot be.
+    """
+
+    def __init__(
+        self,
+        policies: Sequence[Policy],
+        batch_size: int,
+        shards: int,
+        *,
+        balances: bool = False,
+        strategy: Strategy | None = None,
+        terms: Terms | None = None,
+    ) -> None:
+        self.batch_size, self.shards, self.rate = batch_size, shards, 1.0
+        self.topology: str | None = None
+        self.strategy = self._first_strategy = strategy or AllReduce()
+        self.balances, self.measures_links = balances, False
+        self.has_begun = False
+        self.stopped: int | None = None
+        self.decided: tuple[Decision, ...] = ()
+        self.digest = 0
+        self.observed: dict[str, dict[str, Figure]] = {}
+        self._base, self.terms = BatchShape(batch_size, shards), terms or Terms()
+        self._policies = {policy.name: policy for policy in policies}
+        if len(self._policies) < len(policies):
+            names = ", ".join(policy.name for policy in policies)
+            raise JobError(f"policies={names}: each name once; give one of them another name")
+        for policy in policies:
+            self._read_strategies(policy)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no policies."""
+        return not self._policies
+
+    @property
+    def shape(self) -> BatchShape:
+        """Of the next step's batch."""
+        return BatchShape(self.batch_size, self.shards)
+
+    @property
+    def policies(self) -> list[Policy]:
+        """Of the run, in order."""
+        return list(self._policies.values())
+
+    @property
+    def names(self) -> list[str]:
+        """Of the policies, in order."""
+        return list(self._policies)
+
+    @property
+    def needs_monitor(self) -> bool:
+        """Whether a policy reads what is measured of the gradients."""
+        return any(policy.needs_monitor for policy in self._policies.values())
+
+    def observers(self, step: int) -> list[Policy]:
+        """The policies that look at the world outside after ``step`` steps."""
+        return [each for each in self._policies.values() if each.observe_every and step % each.observe_every == 0]
+
+    def ask(self, hook: Hook, view: View) -> list[Decision]:
+        """Ask all policies.
+
+        Raises:
+            PolicyError: one failed, or wants something that makes no sense; names it.
+        """
+        found: list[Decision] = []
+        for policy in self._policies.values():
+            try:
+                getattr(policy, hook)(view)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise PolicyError(f"the policy {policy.name} failed in {hook}: {what}") from error
+            found += policy.decided()
+        for decision in found:
+            self._check(decision)
+        return found
+
+    def take(self, decisions: Sequence[Decision], view: View, loop: int) -> None:
+        """Have decisions take effect, all together.
+
+        Args:
+            decisions: of all policies.
+            view: that they were taken on.
+            loop: the number of the loop that is under way.
+        """
+        self.decided, self.digest = tuple(decisions), decisions_digest(decisions)
+        before = self.shards
+        for decision in decisions:
+            match decision.verb:
+                case "set_batch_size":
+                    self.batch_size, self.shards = int(decision.value or 0), decision.shards or before
+                case "set_learning_rate" if view.learning_rate:
+                    self.rate *= float(decision.value or 0.0) / view.learning_rate
+                case "set_topology":
+                    self.topology = str(decision.value)
+                case "set_strategy":
+                    self.strategy = self._read(str(decision.value))
+                case "set_balance":
+                    self.balances = decision.value == "speed"
+                case "measure_links":
+                    self.measures_links = True
+                case "stop":
+                    self.stopped = loop
+
+    @contextmanager
+    def scaled(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """The optimizers' learning rates are what the policies made of them; the script finds its own again."""
+        if self.rate == 1.0:
+            yield
+            return
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+        own = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * self.rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, own, strict=True):
+                group["lr"] = rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as numbers and text by name."""
+        return {
+            "batch_size": self.batch_size,
+            "shards": self.shards,
+            "base": asdict(self._base),
+            "rate": self.rate,
+            "topology": self.topology,
+            "strategies": [str(self._first_strategy), str(self.strategy)],
+            "balances": self.balances,
+            "measures_links": self.measures_links,
+            "has_begun": self.has_begun,
+            "digest": self.digest,
+            "stopped": self.stopped,
+            "observed": self.observed,
+            "policies": {name: policy.state_dict() for name, policy in self._policies.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`. A policy that is new begins anew; of one that is gone its effects stay.
+
+        A job that was changed on purpose, to another batch, number of shards or strategy, begins with its own.
+
+        Raises:
+            JobError: policies had chosen a strategy that this run cannot use; says what to change.
+            Unreadable: a value is of a wrong type, or makes no sense. Of this too, nothing has changed then, unless
+                a policy of somebody else's has set a part of its state.
+        """
+        with all_or_nothing(self, *self._policies.values()):
+            found = value_of(FORMS, state, "state")
+            self._set_batch(found)
+            self._set_rest(found)
+            for name, policy in self._policies.items():
+                if name in found["policies"]:
+                    policy.load_state_dict(found["policies"][name])
+
+    def _set_batch(self, found: Mapping[str, Any]) -> None:
+        shape = BatchShape(found["batch_size"], found["shards"])
+        if found["base"] == self._base:
+            if shape.samples < 1 or shape.shards < 1 or shape.shards % self._base.shards:
+                raise Unreadable(f"a batch of {shape.samples} samples in {shape.shards} shards cannot be")
+            self.batch_size, self.shards = shape.samples, shape.shards
+        first, strategy = found["strategies"]
+        if first == str(self._first_strategy):
+            self.strategy = self._read(strategy)
+
+    def _set_rest(self, found: Mapping[str, Any]) -> None:
+        if not 0 < found["rate"] < math.inf or not 0 <= found["digest"] < 2**49:
+            raise Unreadable(f"rate={found['rate']!r} is above 0, digest={found['digest']!r} from 0 and below 2**49")
+        if found["topology"] not in (None, *NAMES["set_topology"]):
+            raise Unreadable(f"there is no topology {short(found['topology'])}")
+        for name in ("rate", "topology", "balances", "measures_links", "has_begun", "digest", "stopped", "observed"):
+            setattr(self, name, found[name])
+
+    def _check(self, decision: Decision) -> None:
+        value = decision.value
+        wrong = {
+            "resize": not isinstance(value, int) or value < 1,
+            "replace": not isinstance(value, int) or value < 0,
+            "set_learning_rate": not isinstance(value, int | float) or not 0 < value < float("inf"),
+        }
+        if wrong.get(decision.verb):
+            raise PolicyError(
+                f"the policy {decision.policy} wants {decision.verb}({value!r}): there is at least 1 worker, ranks "
+                f"count from 0, and a rate is above 0"
+            )
+        known = NAMES.get(decision.verb)
+        if known is not None and value not in known:
+            raise PolicyError(
+                f"the policy {decision.policy} wants {decision.verb}({value!r}): use one of {', '.join(known)}"
+            )
+        if decision.verb == "set_strategy":
+            self._check_strategy(decision)
+        if decision.verb == "set_batch_size":
+            self._check_batch(decision)
+
+    def _check_strategy(self, decision: Decision) -> None:
+        try:
+            self._read(str(decision.value))
+        except JobError as error:
+            raise PolicyError(f"the policy {decision.policy} wants set_strategy({decision.value!r}): {error}") from None
+
+    def _read_strategies(self, policy: Policy) -> None:
+        try:
+            policy.read_strategies(lambda given: str(self._read(given)))
+        except JobError as error:
+            raise JobError(f"the policy {policy.name} may choose a strategy that cannot be: {error}") from None
+
+    def _read(self, given: Any) -> Strategy:
+        strategy = strategy_of(given)
+        self.terms.require(strategy)
+        return strategy
+
+    def _check_batch(self, decision: Decision) -> None:
+        samples, base = decision.value, self._base.shards
+        shards: Any = decision.shards  # whatever the policy gave
+        cut = "" if shards is None else f", shards={shards!r}"
+        wants = f"the policy {decision.policy} wants set_batch_size({samples!r}{cut})"
+        if shards is not None and (not isinstance(shards, int) or shards < 1 or shards % base):
+            raise PolicyError(
+                f"{wants}: shards can only be cut finer, into a multiple of the job's {base} shards, such as {2 * base}"
+            )
+        least = shards or self.shards
+        if not isinstance(samples, int) or samples < least:
+            raise PolicyError(
+                f"{wants}: a batch has at least as many samples as shards ({least}); the number of shards can be "
+                f"{base}, which the job has, or a multiple of it"
+            )
+
+
+def observed(policy: Policy, view: View) -> dict[str, Figure]:
+    """What a policy sees of the world outside.
+
+    Raises:
+        PolicyError: it failed, or saw something else than figures; names it.
+    """
+    try:
+        found: dict[Any, Any] = dict(policy.observe(view))
+    except Exception as error:
+        raise PolicyError(f"the policy {policy.name} failed in observe: {type(error).__name__}: {error}") from error
+    wrong = [name for name, value in found.items() if not isinstance(value, Figure | None)]
+    if wrong or not all(isinstance(name, str) for name in found):
+        raise PolicyError(f"the policy {policy.name} observed {found!r}: return numbers, text or None, by name")
+    return found

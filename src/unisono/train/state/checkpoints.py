@@ -1,0 +1,125 @@
+"""When checkpoints are written, and what a run finds when it starts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from reprlib import repr as short
+from typing import Any
+
+from unisono.checkpoint.snapshot import Digests
+from unisono.checkpoint.store import CheckpointStore, Snapshot
+from unisono.errors import CheckpointError, JobMismatch
+from unisono.failpoints import failpoint
+from unisono.job import differences
+from unisono.train.group.workers import Workers
+
+
+@dataclass(slots=True)
+class Checkpoints:
+    """The checkpoints of one run. Only the main worker has a store.
+
+    Attributes:
+        open_store: opens the one on disk.
+        store: on disk; None on the other workers.
+        every: steps between automatic checkpoints; None for none.
+        requested: whether the script asked for one in this step.
+    """
+
+    open_store: Callable[[], CheckpointStore]
+    store: CheckpointStore | None = None
+    every: int | None = None
+    requested: bool = False
+    written: bool = False
+
+    @property
+    def in_use(self) -> bool:
+        """Whether this run writes checkpoints at all, and so one at its end."""
+        return self.requested or self.written or self.every is not None
+
+    @property
+    def seconds(self) -> float:
+        """That this worker's newest one took; 0 if it has written none."""
+        return 0.0 if self.store is None else self.store.seconds
+
+    def due(self, step: int) -> bool:
+        """Whether one is to be written now that ``step`` steps are committed."""
+        return self.requested or (self.every is not None and step > 0 and step % self.every == 0)
+
+    def save(self, snapshot: Snapshot, verified: Digests | None = None, *, wait: bool = False) -> bool:
+        """Write one, in the background unless ``wait``.
+
+        Args:
+            snapshot: the state.
+            verified: digests of it on which all workers have agreed, if they have compared it.
+            wait: until it is on disk.
+
+        Returns:
+            whether it is on disk, as far as this worker knows.
+        """
+        self.requested, self.written = False, True
+        if self.store is None:
+            return True
+        failpoint("checkpoint captured")
+        self.store.save(snapshot, verified)
+        failpoint("checkpoint kept")
+        if wait:
+            self.store.wait()
+        return not wait or snapshot.step in self.store.steps()
+
+    def newest(self, workers: Workers) -> Snapshot | None:
+        """The newest whole checkpoint, read by the main worker and handed to all."""
+        newest = self.store.newest() if self.store is not None else None
+        tree = workers.broadcast(None if newest is None else as_tree(newest))
+        self.written = tree is not None  # a run that goes on from a checkpoint leaves one, too
+        return None if tree is None else as_snapshot(tree)
+
+    def discard_after(self, step: int) -> None:
+        """Remove those of later steps: what is in them may be wrong."""
+        if self.store is not None:
+            self.store.discard_after(step)
+
+    def begin_writing(self) -> None:
+        """This is the main worker now."""
+        if self.store is None:
+            self.store = self.open_store()
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        if self.store is not None:
+            self.store.close()
+
+
+def as_tree(snapshot: Snapshot) -> list[Any]:
+    """A snapshot as a tree that can be broadcast: the arguments of its type."""
+    return [snapshot.step, snapshot.model, snapshot.optimizer, snapshot.state]
+
+
+def as_snapshot(tree: Any) -> Snapshot:
+    """The inverse of :func:`as_tree`, of what another worker has sent.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    match tree:
+        case [int(step), dict(model), list(optimizer), dict(state)] if step >= 0:
+            return Snapshot(step, model, optimizer, state)
+    raise CheckpointError(f"{short(tree)} is no state of a run: another worker has sent it")
+
+
+def require_same_job(ours: dict[str, Any], theirs: dict[str, Any], where: str, *, allow: bool) -> list[str]:
+    """Refuse to continue another job.
+
+    Returns:
+        the differences, if they are allowed.
+
+    Raises:
+        JobMismatch: lists the differences and says how to accept them.
+    """
+    unequal = differences(ours, theirs)
+    if unequal and not allow:
+        listed = "\n  ".join(unequal)
+        raise JobMismatch(
+            f"{where} belongs to another job or machine (here: this run, there: what was found):\n  {listed}\n"
+            f"Use another run folder, restore the settings, or accept that the bits will differ from an "
+            f"undisturbed run: --allow-job-change, or unisono.init(allow_job_change=True)"
+        )
+    return unequal

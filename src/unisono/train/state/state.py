@@ -1,0 +1,229 @@
+"""The state of a run as a checkpoint holds it, and how it comes back."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, field
+from reprlib import repr as short
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.checkpoint.layout import form_of
+from unisono.checkpoint.quick_digest import tree_digest
+from unisono.checkpoint.store import Snapshot
+from unisono.errors import CheckpointError, Unreadable
+from unisono.plan.batches import Position
+from unisono.received import value_of
+from unisono.train.model.prepared import Prepared, prefixed
+from unisono.train.state.restoring import kept
+
+VERSIONS = "_metadata"
+"""Where ``Module.state_dict`` notes the versions of the modules, by which ``load_state_dict`` goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What decides which samples a loop's batches hold, besides the job.
+
+    Attributes:
+        samples: in the data set.
+        shuffle: whether their order is shuffled.
+        drop_last: whether a last, smaller batch is left out.
+    """
+
+    samples: int
+    shuffle: bool
+    drop_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands, besides its weights.
+
+    Attributes:
+        position: in the loop that is under way, or comes next.
+        loop: the number of that loop; a script may have several, one after the other.
+        reading: what that loop reads; None before its first step.
+    """
+
+    position: Position = field(default_factory=Position)
+    loop: int = 0
+    reading: Reading | None = None
+
+    def as_tree(self) -> dict[str, Any]:
+        """As numbers by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> "Progress":
+        """The inverse of :meth:`as_tree`.
+
+        Raises:
+            Unreadable: it is none.
+        """
+        found = value_of({"position": Position, "loop": int, "reading": Reading | None}, tree, "progress")
+        if not all(number >= 0 for number in (found["loop"], *astuple(found["position"]))):
+            raise Unreadable(f"{short(tree)} does not say where a run stands")
+        return cls(**found)
+
+
+def capture(prepared: Prepared, progress: Progress, registered: Mapping[str, Any], own: Mapping[str, Any]) -> Snapshot:
+    """The state of a run at a step boundary.
+
+    Args:
+        prepared: models and optimizers.
+        progress: where the run stands.
+        registered: objects with ``state_dict``, by name.
+        own: JSON values by name: whose state this is, and what else is to be kept.
+    """
+    return Snapshot(
+        step=progress.position.step,
+        model=_module_state(prepared),
+        optimizer=[optimizer.state_dict() for optimizer in prepared.optimizers],
+        state={
+            "progress": progress.as_tree(),
+            "registered": {name: thing.state_dict() for name, thing in registered.items()},
+            "transient": _transient(prepared),
+            "evaluating": [name for name, module in _named_modules(prepared) if not module.training],
+            **own,
+        },
+    )
+
+
+def restore_models(prepared: Prepared, snapshot: Snapshot) -> None:
+    """Set all modules' parameters and buffers.
+
+    Raises:
+        CheckpointError: the checkpoint holds another model; names what differs.
+    """
+    ours, theirs = _forms(_module_state(prepared)), _forms(snapshot.model)
+    if ours != theirs:
+        names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        raise CheckpointError(
+            f"the checkpoint of step {snapshot.step} holds another model; {len(names)} tensors differ, first "
+            f"{names[0]}: {ours.get(names[0], 'absent')} here, {theirs.get(names[0], 'absent')} in the checkpoint"
+        )
+    places, values = _transient_places(prepared), list(kept(snapshot, "transient"))
+    if [form_of(place) for place in places] != [form_of(value) for value in values]:
+        raise CheckpointError(f"the checkpoint of step {snapshot.step} holds other transient buffers: another model")
+    for prefix, module in prefixed(prepared.modules):
+        module.load_state_dict(module_part(snapshot.model, prefix))
+    with torch.no_grad():
+        for place, value in zip(places, values, strict=True):
+            place.copy_(value)
+
+
+def holds_models(prepared: Prepared, snapshot: Snapshot) -> bool:
+    """Whether all modules' parameters and buffers are those of a snapshot, bit for bit."""
+    ours = [_module_state(prepared), _transient(prepared)]
+    return tree_digest(ours) == tree_digest([snapshot.model, kept(snapshot, "transient")])
+
+
+def restore_modes(prepared: Prepared, snapshot: Snapshot) -> None:
+    """Set which modules are in evaluation mode: a script may leave some in it, such as a frozen BatchNorm."""
+    evaluating = set(kept(snapshot, "evaluating"))
+    for name, module in _named_modules(prepared):
+        module.training = name not in evaluating
+
+
+def restore_optimizers(prepared: Prepared, snapshot: Snapshot) -> None:
+    """Set all optimizers' state.
+
+    Raises:
+        CheckpointError: the checkpoint holds other optimizers.
+    """
+    if len(snapshot.optimizer) != len(prepared.optimizers):
+        raise CheckpointError(
+            f"the checkpoint of step {snapshot.step} holds {len(snapshot.optimizer)} optimizers, the script has "
+            f"{len(prepared.optimizers)}"
+        )
+    for optimizer, state in zip(prepared.optimizers, snapshot.optimizer, strict=True):
+        try:
+            optimizer.load_state_dict(state)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {snapshot.step} holds another optimizer than the script's "
+                f"{type(optimizer).__name__}: {error}"
+            ) from error
+        _undo_casts(optimizer, state)
+
+
+def restore_update(prepared: Prepared, snapshot: Snapshot) -> None:
+    """Set what an update changes: weights, buffers, what the optimizers keep per parameter."""
+    restore_models(prepared, snapshot)
+    restore_kept(prepared, snapshot)
+
+
+def restore_kept(prepared: Prepared, snapshot: Snapshot) -> None:
+    """Set what the optimizers keep per parameter.
+
+    Hyperparameters stay: they are the script's, which may have set those of the snapshot for a later step.
+
+    Raises:
+        CheckpointError: the checkpoint holds other optimizers.
+    """
+    groups = [optimizer.param_groups for optimizer in prepared.optimizers]
+    try:
+        restore_optimizers(prepared, snapshot)
+    finally:
+        for optimizer, before in zip(prepared.optimizers, groups, strict=True):
+            optimizer.param_groups = before
+
+
+def module_part(state: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:
+    """What belongs to one of several modules, under the module's own names."""
+    part = _part(state, prefix)
+    setattr(part, VERSIONS, _part(getattr(state, VERSIONS, {}), prefix))
+    return part
+
+
+def _module_state(prepared: Prepared) -> OrderedDict[str, Any]:
+    """What the modules' ``state_dict`` say, by name, with torch's note of the modules' versions."""
+    whole: OrderedDict[str, Any] = OrderedDict()
+    versions: dict[str, Any] = {}
+    for prefix, module in prefixed(prepared.modules):
+        state = module.state_dict()
+        whole.update((prefix + name, value) for name, value in state.items())
+        versions |= {prefix + name: value for name, value in getattr(state, VERSIONS, {}).items()}
+    setattr(whole, VERSIONS, versions)
+    return whole
+
+
+def _part(state: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:
+    mine = ((name.removeprefix(prefix), value) for name, value in state.items() if name.startswith(prefix))
+    return OrderedDict(mine)
+
+
+def _forms(state: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _undo_casts(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    # torch casts state to its parameter's dtype, which rounds what an optimizer keeps in another one.
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for name, value in state["state"].get(number, {}).items():
+            ours = optimizer.state[parameter]
+            if isinstance(value, Tensor) and value.dtype != ours[name].dtype:
+                ours[name] = value.to(ours[name].device)
+
+
+def _named_modules(prepared: Prepared) -> list[tuple[str, nn.Module]]:
+    return [(prefix + name, each) for prefix, one in prefixed(prepared.modules) for name, each in one.named_modules()]
+
+
+def _transient_places(prepared: Prepared) -> list[Tensor]:
+    # Buffers that state_dict leaves out still decide bits, so a resumed run needs them.
+    saved = {tensor.data_ptr() for tensor in prepared.tensors().values()}
+    return [place.tensor for place in prepared.buffers if place.tensor.data_ptr() not in saved]
+
+
+def _transient(prepared: Prepared) -> list[Tensor]:
+    return list(_transient_places(prepared))

@@ -1,0 +1,186 @@
+"""What a run trains and where it stands, as one thing that is kept, restored and handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unisono.checkpoint.store import Snapshot
+from unisono.errors import CheckpointError
+from unisono.received import value_of
+from unisono.train.model.prepared import Prepared
+from unisono.train.state.adaptation import Adaptation
+from unisono.train.state.checkpoints import as_snapshot, as_tree
+from unisono.train.state.monitors import Monitors
+from unisono.train.state.registered import Registered
+from unisono.train.state.restoring import all_or_nothing, kept, restoring
+from unisono.train.state.state import (
+    Progress,
+    capture,
+    holds_models,
+    restore_kept,
+    restore_models,
+    restore_modes,
+    restore_optimizers,
+    restore_update,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Why the state is not to be gone on from.
+
+    Attributes:
+        step: the first whose result is not to be believed.
+        call: of ``step.run`` in it.
+        why: for people.
+    """
+
+    step: int
+    call: int
+    why: str
+
+
+class Trained:
+    """Models and optimizers, the position in the data, and what the script has registered.
+
+    Args:
+        about: JSON values that say whose state this is.
+        adaptation: policies, and what they have changed.
+
+    Attributes:
+        prepared: models and optimizers; None before ``run.prepare``.
+        progress: where the run stands.
+        registered: objects of the script.
+        monitors: what was measured in the steps so far.
+        strategy: what the present strategy keeps from round to round: its text, and its state by name.
+        doubt: why the run has to go back to an older state; None as long as all is well.
+        restored: what the script has yet to ask for of a state that models are restored from already.
+        original: that state, when the script has asked for all of it, but another worker may still lack it.
+    """
+
+    def __init__(self, about: Mapping[str, Any], adaptation: Adaptation) -> None:
+        self.adaptation = adaptation
+        self.prepared: Prepared | None = None
+        self.progress = Progress()
+        self.registered = Registered()
+        self.monitors = Monitors()
+        self.strategy: tuple[str, dict[str, Any]] = "", {}
+        self.doubt: Doubt | None = None
+        self.restored: Snapshot | None = None
+        self.original: Snapshot | None = None
+        self._about = about
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether the run has to go back to an older state before it goes on."""
+        return self.doubt is not None
+
+    def capture(self) -> Snapshot:
+        """All of it, at a step boundary."""
+        assert self.prepared is not None, "there is something to train"
+        own = {
+            "about": dict(self._about),
+            "monitors": self.monitors.state_dict(),
+            "adaptation": self.adaptation.state_dict(),
+            "strategy": list(self.strategy),
+            "doubt": None if self.doubt is None else asdict(self.doubt),
+        }
+        return capture(self.prepared, self.progress, self.registered, own)
+
+    def resume_from(self, snapshot: Snapshot, *, begins: bool = False) -> None:
+        """Set models and position; the rest follows when the script has made everything: see :meth:`settle`.
+
+        Args:
+            snapshot: the state.
+            begins: whether the script has only begun. Between two loops it may build the model anew: if the state is of
+                a later loop, its model need not fit until then.
+        """
+        assert self.prepared is not None, "there is something to train"
+        with all_or_nothing(self, self.monitors, self.adaptation, *self.adaptation.policies):
+            self.restored, self.original = snapshot, None
+            with restoring(snapshot, "progress"):
+                self.progress = Progress.from_tree(kept(snapshot, "progress"))
+            self._recall(snapshot)
+            with restoring(snapshot, "adaptation"):
+                self.adaptation.load_state_dict(kept(snapshot, "adaptation"))
+            may_differ = begins and self.progress.loop > 0
+            with suppress(CheckpointError) if may_differ else nullcontext(), restoring(snapshot, "model"):
+                restore_models(self.prepared, snapshot)
+
+    def go_back(self, snapshot: Snapshot) -> None:
+        """Set an older state that is known to be right, all of it."""
+        self.resume_from(snapshot)
+        self.settle()
+        self.original = None
+
+    def anticipate(self) -> None:
+        """Restore what optimizers keep before :meth:`settle` does, for servers that go on with it.
+
+        The state may be that of other optimizers, which the script has yet to make; if not, ``settle`` says so.
+        """
+        if self.restored is not None and self.prepared is not None:
+            with suppress(CheckpointError), restoring(self.restored, "optimizers"):
+                restore_kept(self.prepared, self.restored)
+
+    def settle(self) -> bool:
+        """Restore all that a state holds, now that the script has made everything.
+
+        The models once more: the script may have changed them since, between two loops that were over. A scheduler sets
+        its optimizer's learning rate when it is made, so optimizers come last.
+
+        Returns:
+            whether there was anything to restore.
+        """
+        if self.restored is None or self.prepared is None:
+            return False
+        snapshot, self.restored = self.restored, None
+        with restoring(snapshot, "model"):
+            if not holds_models(self.prepared, snapshot):  # some strategies refuse weights that were written
+                restore_models(self.prepared, snapshot)
+            restore_modes(self.prepared, snapshot)
+        self.registered.restore(snapshot)
+        with restoring(snapshot, "optimizers"):
+            restore_optimizers(self.prepared, snapshot)
+        self.original = snapshot
+        return True
+
+    def go_on(self) -> None:
+        """Another collective call is complete: all workers have restored what this one has."""
+        self.original = None
+
+    def give(self) -> list[Any]:
+        """All of it as a tree, for a worker that lacks it."""
+        # What a checkpoint held is handed on as it is, as long as the script of some worker has not asked for it.
+        restored = self.restored or self.original
+        return [restored is not None, *as_tree(restored or self.capture())]
+
+    def take(self, given: Sequence[Any], *, joins: bool) -> None:
+        """Set what another worker gave.
+
+        Args:
+            given: what its :meth:`give` returned.
+            joins: whether this worker has nothing of its own yet. Otherwise what the script has set meanwhile stays.
+        """
+        assert self.prepared is not None, "there is something to train"
+        is_restored, *parts = value_of(tuple[bool, int, Any, Any, Any], given, "the state that another worker gave")
+        snapshot = as_snapshot(parts)
+        if self.is_doubted and snapshot.state.get("doubt") is None:  # the others have gone back
+            self.go_back(snapshot)
+        elif joins or (is_restored and self.original is None):
+            self.resume_from(snapshot, begins=is_restored)
+        else:
+            with all_or_nothing(self, self.monitors):
+                self._recall(snapshot)
+                with restoring(snapshot, "model or optimizers"):
+                    restore_update(self.prepared, snapshot)
+
+    def _recall(self, snapshot: Snapshot) -> None:
+        with restoring(snapshot, "monitors"):
+            self.monitors.load_state_dict(kept(snapshot, "monitors"))
+        with restoring(snapshot, "strategy"):
+            self.strategy = value_of(tuple[str, dict[str, Any]], kept(snapshot, "strategy"), "strategy")
+        with restoring(snapshot, "doubt"):
+            self.doubt = value_of(Doubt | None, snapshot.state.get("doubt"), "doubt")

@@ -1,0 +1,1 @@
+"""One step under the exact strategy: gradients, their sum, the update."""

@@ -1,0 +1,621 @@
+"""Computes steps: this worker's shards, the reduction, the update."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.adapt.monitoring import Monitoring
+from unisono.adapt.norms import GradientNorms
+from unisono.adapt.squared_norms import SquaredNorms
+from unisono.data.streams import generators_kept, seed_generators
+from unisono.errors import LossError, MemoryFault, ModelError, NondeterministicOperation, NonFiniteLoss
+from unisono.job import Job
+from unisono.membership.cores import usable_cores
+from unisono.plan.audits import Finding
+from unisono.plan.batches import Batch
+from unisono.plan.split import Split
+from unisono.plan.streams import Stream, stream_seed
+from unisono.reduce.reducer import Reducer
+from unisono.reduce.reduction import REDUCTIONS
+from unisono.reduce.tally import Witness
+from unisono.reduce.transport import Transport
+from unisono.train.group.control import Balance, ControlWord, Flags, ShardReport, StepReport, signature_of
+from unisono.train.group.majority import Verdict, judged
+from unisono.train.group.workers import Workers
+from unisono.train.model.at_rest import AtRest, Seen, kept_by
+from unisono.train.model.buffers import Buffers
+from unisono.train.model.prepared import Prepared
+from unisono.train.model.update import Update, may_change_gradients
+from unisono.train.model.values import set_all
+from unisono.train.recovery.audit import Audit, ShardDigest
+from unisono.train.step.gradients import Fusion, Gradients
+from unisono.train.step.loss import WeightedLoss
+from unisono.train.step.sharded_update import ShardedUpdate
+from unisono.train.step.total_weight import require_agreement, total_weight
+
+LossFunction = Callable[[Any, Any], Any]
+"""``loss_fn(model, batch) -> loss`` or ``-> (loss, weight)``."""
+
+
+MOST_REPEATS = 3
+"""Of a step whose memory did not keep what was written; after that a worker's memory is broken for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """How the step's gradient is limited before the update: by global norm, by value, or not at all."""
+
+    norm: float | None = None
+    value: float | None = None
+
+    @property
+    def limits(self) -> bool:
+        """Whether there is a limit at all."""
+        return self.norm is not None or self.value is not None
+
+    def apply(self, parameters: Sequence[Tensor]) -> float:
+        """Limit the parameters' gradients in place; returns their global norm if it is limited, else 0."""
+        norm = 0.0
+        if self.norm is not None:
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.norm))
+        if self.value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, self.value)
+        return norm
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of ``step.run``: everything that decides its result, so that it can be computed again.
+
+    Attributes:
+        step: the step's number in the job.
+        number: of the call within the step, 0 for the first.
+        batch: the global batch.
+        shards: the batches of this worker's shards; None for an empty one.
+        loss_fn: as given.
+        optimizers: which of the optimizers the call updates with.
+        clip: how the gradient is limited.
+        first: the number of the batch's first shard, where the batch is a worker's own part of another one.
+        load: gets the batch of any shard, to audit it.
+        is_last: whether the loop ends with this step, so that every worker is audited.
+    """
+
+    step: int
+    number: int
+    batch: Batch
+    shards: Sequence[Any]
+    loss_fn: LossFunction
+    optimizers: tuple[Optimizer, ...]
+    clip: Clip
+    first: int = 0
+    load: Callable[[int], Any] | None = None
+    is_last: bool = False
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A computed, not yet committed call. Norms of its gradients come with its update, if they are wanted."""
+
+    gradients: Gradients
+    totals: tuple[Tensor, ...]
+    report: StepReport
+    flags: tuple[Flags, ...]
+    seconds: dict[str, float]
+    norms: GradientNorms | None = None
+    marks: dict[int, str] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+
+CHECKS: dict[str, int | None] = {"some": 8 * 2**20, "all": None, "none": 0}
+"""How much of the gradients' memory is checked in each step, in bytes; None for all of it."""
+
+Scaled = Callable[[Any], AbstractContextManager[Any]]
+"""Given optimizers, changes their learning rates for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How steps are carried out. It decides no bit.
+
+    Attributes:
+        overlap: gradients are reduced while the backward pass is under way; None where it pays.
+        shard_optimizer: the workers of a host share their parameters, and each updates a part of them.
+        monitoring: which steps are watched, and how closely.
+        checked_bytes: of gradients whose memory is checked in each step; None for all of them.
+        audit: the share of the shards that are computed again.
+        looks: whether flipped bits in memory are looked for in every step.
+    """
+
+    overlap: bool | None = None
+    shard_optimizer: bool = False
+    monitoring: Monitoring = field(default_factory=Monitoring)
+    checked_bytes: int | None = CHECKS["some"]
+    audit: float = 0.0
+    looks: bool = False
+
+    def overlaps(self, transport: Transport, threads: int) -> bool:
+        """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
+
+        Args:
+            transport: between the workers, which are on one host if it needs a core.
+            threads: of each worker.
+        """
+        if self.overlap is not None:
+            return self.overlap
+        return not transport.needs_core or usable_cores() // transport.world_size > threads
+
+
+class StepEngine:
+    """Computes and commits the calls of one generation, whatever number of shards their batches are cut into.
+
+    Args:
+        job: that is trained.
+        workers: who compute together.
+        prepared: models and optimizers.
+        device: where to compute.
+        execution: how steps are carried out.
+        update: what is done with the step's gradient; by default the optimizers' update.
+
+    Attributes:
+        rank: of this worker, for people.
+        scaled: changes the optimizers' learning rates for an update.
+        decided: a digest of what policies decided before the step.
+        computed: told when this worker's shards are computed, after so many seconds.
+        found: told what each audit came to, as soon as it has; an attempt has all of it.
+        repeats: told before a step is computed again, since memory did not keep what was written to it.
+        has_lost: whether an update was made from a gradient that memory had not kept.
+        witness: is shown what was written to memory that is checked.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        workers: Workers,
+        prepared: Prepared,
+        device: torch.device,
+        execution: Execution,
+        update: Update | None = None,
+    ) -> None:
+        self._job = job
+        self._workers = workers
+        self.rank = workers.rank
+        overlap = execution.overlaps(workers.transport, job.threads)
+        self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap)
+        self._prepared = prepared
+        self._device = device
+        self._buffers = Buffers(prepared.buffers, workers.transport.split, workers.rank)
+        self._gradients: dict[tuple[int, ...], Gradients] = {}
+        self._monitoring = execution.monitoring
+        self._known: dict[float, list[str]] = {signature_of(()): []}
+        self._shard: ShardReport | None = None
+        self.scaled: Scaled = nullcontext
+        self.decided = 0
+        self.computed: Callable[[float], None] = lambda seconds: None
+        self.found: Callable[[Finding], None] = lambda finding: None
+        self.repeats: Callable[[int], None] = lambda step: None
+        self.witness: Witness | None = None
+        self._checked_bytes = execution.checked_bytes
+        self._audit = Audit(job.seed, execution.audit, workers)
+        self.has_lost = False
+        self._update: Update | ShardedUpdate = update or Update()
+        if execution.shard_optimizer:
+            self._update = ShardedUpdate(prepared, workers.transport, self._bucket_bytes)
+        self._at_rest = self._looking() if execution.looks else None
+        if self._at_rest is not None and isinstance(self._update, ShardedUpdate):
+            self._update.made = self._at_rest.note
+
+    def attempt(self, call: Call, flags: Callable[[Seen], Flags] = lambda seen: Flags()) -> Attempt:
+        """Compute this worker's shards and reduce. Changes no weight: it can be done again.
+
+        Args:
+            call: what to compute.
+            flags: what this worker has to say when its shards are computed, told what it then finds in its memory;
+                they ride with the control word.
+
+        Raises:
+            LossError, ModelError, NondeterministicOperation: the user's loss function or model; names the shard.
+            MemoryFault: memory did not keep what was written, again and again.
+            PolicyError: the workers' policies decided differently before the step.
+            WorkerLost: another worker is gone.
+        """
+        if self._split != (split := self._workers.split(call.batch.shards)):
+            self._resplit(split)
+        self._update.begin()
+        self._buffers.begin()
+        if self._at_rest is not None:
+            self._at_rest.begin()
+        try:
+            return self._whole_attempt(call, flags)
+        except BaseException:
+            self._reducer.abandon()
+            self._buffers.rewind()  # or the next attempt would start from what this one left
+            raise
+
+    def discard(self) -> None:
+        """An attempt is not to be committed: buffers are again as they were before it."""
+        self._buffers.rewind()
+
+    def work_out(self, call: Call, attempt: Attempt) -> Callable[[], None] | None:
+        """Work out the update of an attempt, on every worker alike. Collective; changes neither weights nor buffers.
+
+        Returns:
+            what makes the update, here; nothing where a step is skipped: its loss is NaN or infinite, with
+            ``on_nan="skip"``.
+
+        Raises:
+            NonFiniteLoss: names step, shard and rank.
+        """
+        started = perf_counter()
+        if trouble := self._trouble(call, attempt.report):
+            self._refused(call, trouble)
+            return None
+        gradients, report = attempt.gradients, attempt.report
+        used, used_buffers = report.used[: len(gradients.names)], report.used[len(gradients.names) :]
+        writable = call.clip.limits or any(map(may_change_gradients, call.optimizers))
+        gradients.assign(attempt.totals, report.weight, used, writable=writable)
+        if gradients.is_watched:
+            with self._or_rewound():
+                attempt.norms = self._measured(call, gradients, report)
+        norm = self._clipped(call, gradients)
+        if not math.isfinite(norm):
+            self._refused(call, f"the norm of the gradient is {norm}")
+            return None
+        counts = [len(call.batch.shard(shard)) for shard in range(call.batch.shards)]
+        with self._or_rewound():
+            buffers = self._buffers.reduced(self._workers.transport, used_buffers, counts)
+
+        def make() -> None:
+            set_all(buffers)
+            with self.scaled(call.optimizers):
+                self._update.apply(call.optimizers)
+            # Only now, when nobody reads it any more: so it was right whenever it was read.
+            self.has_lost |= not any(map(may_change_gradients, call.optimizers)) and not gradients.has_kept()
+            if self._at_rest is not None and not isinstance(self._update, ShardedUpdate):
+                self._at_rest.note()
+            gradients.release(used)
+            attempt.seconds["update"] = perf_counter() - started
+
+        gradients.show()
+        return make
+
+    def _clipped(self, call: Call, gradients: Gradients) -> float:
+        if not call.clip.limits:
+            return 0.0
+        self.has_lost |= not gradients.has_kept()
+        norm = call.clip.apply(gradients.parameters)
+        gradients.keep()
+        return norm
+
+    def step_begins(self) -> None:
+        """A step begins: from now on only updates and the script change the state."""
+        if self._at_rest is not None:
+            self._at_rest.first()
+
+    @property
+    def bytes_shared(self) -> int:
+        """What the workers of this host keep together, once, instead of one by one: parameters and optimizer state."""
+        return self._update.bytes_shared
+
+    def accept_weights(self) -> None:
+        """The weights were set from outside, on every worker alike."""
+        self._update.accept()
+
+    def require_whole(self) -> None:
+        """Refuse weights that cannot be gone on from.
+
+        Raises:
+            WorkerLost: a worker was lost in the middle of an update, and the weights are half updated.
+        """
+        self._update.require_whole()
+
+    @property
+    def has_flipped(self) -> bool:
+        """Whether a bit is not as the last update has left it, where this worker has the only copy."""
+        return self._at_rest is not None and self._at_rest.has_changed()
+
+    def close(self) -> None:
+        """Let go of the model's parameters and of the thread."""
+        self._reducer.close()
+        for gradients in self._gradients.values():
+            gradients.remove()
+
+    def log(self, name: str, value: float) -> bool:
+        """Note a metric of the shard that is being computed; False if none is."""
+        if self._shard is None:
+            return False
+        self._shard.metrics[name] = value
+        return True
+
+    @property
+    def _split(self) -> Split:
+        return self._workers.transport.split
+
+    @property
+    def _mine(self) -> range:
+        return self._split.of(self._workers.rank)
+
+    def _looking(self) -> AtRest:
+        """What this worker looks at: a split update shares the weights, and each worker looks at its own part."""
+        prepared, update = self._prepared, self._update
+        if not isinstance(update, ShardedUpdate):
+            state, is_only = partial(kept_by, prepared.optimizers), self._workers.world_size == 1
+            return AtRest(prepared.weights(), self._buffers, state=state, is_only=is_only)
+        shared = set(map(id, prepared.parameters.values()))
+        weights = [weight for weight in prepared.weights() if id(weight) not in shared]
+        return AtRest(weights, self._buffers, update.parts, update.kept, is_only=True)
+
+    def _resplit(self, split: Split) -> None:
+        """Workers have other shards, or as many pieces of them: let go of all that was made for those before."""
+        self._clear_gradients()
+        for gradients in self._gradients.values():
+            gradients.remove()
+        self._gradients.clear()
+        self._workers.transport.resplit(split)
+        self._buffers = Buffers(self._prepared.buffers, self._split, self._workers.rank)
+        if self._at_rest is not None:
+            self._at_rest.buffers = self._buffers
+
+    def _whole_attempt(self, call: Call, flags: Callable[[Seen], Flags]) -> Attempt:
+        """The first attempt that counts. All workers repeat the others alike."""
+        findings: tuple[Finding, ...] = ()
+        for _ in range(1 + MOST_REPEATS):
+            attempt = self._attempt(call, flags)
+            attempt.findings = findings
+            if attempt.report.lost or judged(attempt.flags) is not Verdict.RIGHT:
+                return attempt  # whoever computes with wrong weights is no worse a processor for that
+            if attempt.report.again:
+                attempt.gradients.stop_listening()
+            elif not attempt.report.is_balanced:
+                self.repeats(call.step)
+            else:
+                found = self._audited(call, attempt)
+                attempt.findings = findings = (*findings, *found)
+                if not any(finding.is_transient for finding in found):
+                    return attempt
+            self._buffers.rewind()
+        raise MemoryFault(
+            f"step {call.step}: {1 + MOST_REPEATS} times in a row partial sums were read that were not what had been "
+            f"written, so the memory of one of these hosts is broken, or a connection between them. Nothing was "
+            f"updated. Test the memory of the hosts, and start the job again without the one that fails"
+        )
+
+    def _attempt(self, call: Call, flags: Callable[[Seen], Flags]) -> Attempt:
+        gradients = self._gradients_of(call.optimizers)
+        gradients.witness = self.witness
+        gradients.watch(call.step if self._monitoring.watches(call.step, call.number) else None)
+        started = perf_counter()
+        gradients.begin(call.step)
+        drawn = self._audit.drawn(call.step, call.number, call.batch, is_last=call.is_last)
+        shards = [_Shard.of(call, number, is_audited=number in drawn) for number in self._mine]
+        with generators_kept():
+            for shard in shards:
+                self._compute(call, shard, gradients, shards)
+                self._workers.tick()
+        if not shards:
+            self._clear_gradients()
+            gradients.serve(partial(self._weigh, []))
+            self._workers.tick()
+        self.computed(perf_counter() - started)
+        computed = perf_counter()
+        totals, reducing = gradients.totals()
+        reduced = perf_counter()
+        seen = Seen() if self._at_rest is None else self._at_rest.look()
+        report, told = self._exchange(gradients, [shard.read() for shard in shards], flags(seen))
+        done = perf_counter()
+        seconds = {
+            "compute": computed - started,
+            "exposed_communication": done - computed,
+            "communication": reducing + done - reduced,
+        }
+        marks = {
+            shard.number: shard.mark.finish(shard.report, self._buffers.result(shard.number))
+            for shard in shards
+            if shard.mark is not None
+        }
+        return Attempt(gradients, totals, report, told, seconds, marks=marks)
+
+    def _audited(self, call: Call, attempt: Attempt) -> tuple[Finding, ...]:
+        """Have drawn shards computed again, by others. Collective; what the attempt has made stays."""
+        drawn = self._audit.drawn(call.step, call.number, call.batch, is_last=call.is_last)
+        again = partial(self._again, call, attempt.gradients)
+        findings = self._audit.examine(call.step, drawn, attempt.marks, again)
+        for finding in findings:
+            self.found(finding)
+        return findings
+
+    def _again(self, call: Call, gradients: Gradients, number: int) -> str:
+        """Compute a shard, of whichever worker, beside the attempt."""
+        shard = _Shard.of(call, number, is_audited=True)
+        assert call.load is not None and shard.mark is not None, "what is audited can be loaded"  # noqa: PT018
+        held = [parameter.grad for parameter in self._prepared.parameters.values()]
+        with generators_kept(), self._buffers.aside() as made:
+            self._clear_gradients()
+            self._forward(call, shard, call.load(number))
+            if shard.report.weight:
+                self._go_backward(shard)
+            else:
+                self._clear_gradients()
+            for each, parameter in enumerate(gradients.parameters):
+                shard.mark.take(each, parameter.grad)
+            found = shard.mark.finish(shard.read(), made())
+        for parameter, gradient in zip(self._prepared.parameters.values(), held, strict=True):
+            parameter.grad = gradient
+        self._workers.tick()
+        return found
+
+    def _compute(self, call: Call, shard: "_Shard", gradients: Gradients, shards: Sequence["_Shard"]) -> None:
+        self._clear_gradients()
+        gradients.mark = shard.mark
+        gradients.open(last=shard is shards[-1])
+        try:
+            if shard.samples:
+                if shard is not shards[0]:  # the first one finds them as the step began
+                    self._buffers.rewind()
+                self._forward(call, shard, call.shards[shard.number - self._mine.start])
+                self._buffers.take(shard.number)
+            if shard is shards[-1]:
+                gradients.send(partial(self._weigh, [each.report.weight for each in shards]))
+            if shard.report.weight:
+                self._backward(shard, gradients)
+            else:
+                self._clear_gradients()
+            gradients.close()
+            if shard.report.weight:
+                shard.report.squared_norm = gradients.squared_norm() / shard.report.weight**2
+        except (LossError, ModelError) as error:
+            where = f"step {call.step}, shard {call.first + shard.number}, rank {self.rank}"
+            raise type(error)(f"{where}: {error}") from error
+
+    def _forward(self, call: Call, shard: "_Shard", batch: Any) -> None:
+        seed_generators(stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, call.first + shard.number))
+        self._shard = shard.report
+        try:
+            with self._autocast(), _explained():
+                returned = call.loss_fn(self._prepared.model, batch)
+        finally:
+            self._shard = None
+        weighted = WeightedLoss.of(returned, shard.samples)
+        shard.loss = weighted.loss
+        # With one shard the weight cancels out, and without it the bits are those of the plain loop.
+        shard.report.weight = 1.0 if call.batch.shards == 1 and weighted.weight else weighted.weight
+
+    def _backward(self, shard: "_Shard", gradients: Gradients) -> None:
+        with gradients.listening():
+            self._go_backward(shard)
+
+    def _go_backward(self, shard: "_Shard") -> None:
+        assert shard.loss is not None
+        weight = shard.report.weight
+        with _explained():
+            (shard.loss * weight if weight != 1.0 else shard.loss).backward()
+        shard.loss = shard.loss.detach()
+
+    def _weigh(self, weights: Sequence[float]) -> float | None:
+        # What is compressed is divided only when it is wide again.
+        weight = total_weight(self._workers.transport, weights, self.decided)
+        return weight if self._job.compression == "none" else None
+
+    def _exchange(
+        self, gradients: Gradients, reports: Sequence[ShardReport], flags: Flags
+    ) -> tuple[StepReport, tuple[Flags, ...]]:
+        used = [*gradients.used, *self._buffers.used]
+        word = ControlWord(self._split, len(used))
+        own = Balance(gradients.balance, gradients.copies)
+        flags = replace(flags, again=gradients.came_twice, lost=self.has_lost, balance=own)
+        words = self._workers.transport.all_gather(word.pack(reports, used, flags))
+        names = next((sorted(report.metrics) for report in reports if report.weight), None)
+        logged = word.logged(words)
+        if logged is not None and word.has_silent_worker(words):
+            if logged not in self._known:  # on any worker: all of them have seen the same
+                everybody = self._workers.gather_json(names)
+                self._known[logged] = next(known for known in everybody if known is not None)
+            names = self._known[logged] if names is None else names
+        return word.read(words, names or []), word.flags(words)
+
+    def _measured(self, call: Call, gradients: Gradients, report: StepReport) -> GradientNorms:
+        seen = [(part, call.batch.shard(shard)) for shard, part in enumerate(report.shards) if part.weight]
+        return GradientNorms(
+            groups=[part.squared_norm for part, _ in seen],
+            sizes=[len(samples) for _, samples in seen],
+            mean=gradients.mean_squared_norm(),
+        )
+
+    @contextmanager
+    def _or_rewound(self) -> Iterator[None]:
+        """What is done in here is collective: if it fails, the step is computed again, and buffers are as it began."""
+        try:
+            yield
+        except BaseException:
+            self._buffers.rewind()
+            raise
+
+    def _trouble(self, call: Call, report: StepReport) -> str:
+        if report.weight == 0:
+            raise LossError(f"step {call.step}: all shards returned the weight 0, so there is no mean to follow")
+        for shard, part in enumerate(report.shards):
+            if part.weight and not math.isfinite(part.loss):
+                rank = self._split.owner(shard) if self._workers.world_size > 1 else self.rank
+                return f"the loss is {part.loss} in shard {call.first + shard} (rank {rank})"
+        return ""
+
+    def _refused(self, call: Call, trouble: str) -> None:
+        self._buffers.rewind()
+        self._clear_gradients()
+        if self._job.on_nan == "skip":
+            return
+        raise NonFiniteLoss(
+            f"step {call.step}: {trouble}; nothing was updated. Lower the learning rate, clip gradients, check the "
+            f'data; or skip such steps with unisono.init(on_nan="skip")'
+        )
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self._job.bucket_mb * 2**20)
+
+    def _gradients_of(self, optimizers: Sequence[Optimizer]) -> Gradients:
+        key = tuple(map(id, optimizers))
+        if key not in self._gradients:
+            require_agreement(self._workers.transport, self.decided)  # what follows is made together
+            compressed = torch.bfloat16 if self._job.compression == "bf16" else None
+            fusion = Fusion(self._bucket_bytes, compressed, self._checked_bytes)
+            trained = self._prepared.trained_by(optimizers)
+            norms = SquaredNorms(len(trained), self._monitoring.blocks_of(trained.values()))
+            self._gradients[key] = Gradients(trained, self._reducer, fusion, norms)
+        return self._gradients[key]
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._prepared.parameters.values():
+            parameter.grad = None
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._job.precision == "bf16")
+
+
+@dataclass(slots=True)
+class _Shard:
+    """A shard of this worker while the step is computed."""
+
+    number: int
+    samples: int
+    report: ShardReport = field(default_factory=ShardReport)
+    loss: Tensor | None = None
+    mark: ShardDigest | None = None
+
+    @classmethod
+    def of(cls, call: Call, number: int, *, is_audited: bool) -> "_Shard":
+        """A shard that is about to be computed."""
+        return cls(number, len(call.batch.shard(number)), mark=ShardDigest() if is_audited else None)
+
+    def read(self) -> ShardReport:
+        """What it came to. Only here the loss is read, since that waits for a GPU."""
+        self.report.loss = 0.0 if self.loss is None else float(self.loss.detach())
+        return self.report
+
+
+class _explained:  # noqa: N801  a context manager, named like one
+    """Turns torch's refusals into errors that say how to go on."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        text = str(error)
+        if isinstance(error, ValueError) and "more than 1 value per channel" in text:
+            raise ModelError(
+                "BatchNorm got a shard of a single sample, most likely of a last, smaller batch: leave that out with "
+                "run.steps(…, drop_last=True), or use a batch_size that leaves a larger rest"
+            ) from error
+        if isinstance(error, RuntimeError) and "deterministic" in text and "use_deterministic_algorithms" in text:
+            operation = text.split(" ", 1)[0]
+            raise NondeterministicOperation(
+                f"{operation} has no deterministic implementation on this device, so the same job could end in other "
+                f"bits: replace the operation, or accept that: unisono.init(deterministic=False). torch says: {text}"
+            ) from error

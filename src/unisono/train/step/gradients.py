@@ -1,0 +1,318 @@
+"""From each shard's gradients to the step's gradient in ``parameter.grad``."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from unisono.adapt.squared_norms import LARGE, SquaredNorms, squares_of
+from unisono.errors import ModelError
+from unisono.plan.windows import windows
+from unisono.reduce.buckets import Bucket, plan_buckets
+from unisono.reduce.partial_sums import PartialSums, Row, views_of
+from unisono.reduce.reducer import Reducer, Weigh
+from unisono.reduce.tally import Tally, Witness
+from unisono.train.recovery.audit import ShardDigest, in_memory_order
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """How gradients are put together for the reduction.
+
+    Attributes:
+        bucket_bytes: the size of a bucket.
+        compressed: the dtype of wider gradients in the summation tree; None leaves them alone.
+        checked_bytes: of gradients whose memory is checked in a step; None for all.
+    """
+
+    bucket_bytes: int
+    compressed: torch.dtype | None
+    checked_bytes: int | None = 0
+
+
+class Gradients:
+    """The gradients of the parameters that one call of ``step.run`` updates.
+
+    Each is taken into the partial sums as it arrives in the backward pass; a bucket whose last gradient of the last
+    shard has arrived goes to the reducer at once. With a single shard the gradients stay where autograd put them:
+    there is nothing to add.
+
+    Args:
+        parameters: by name.
+        reducer: to the other workers; making gradients is collective.
+        fusion: how they are put together.
+        norms: takes each shard's gradient while :attr:`is_watched`.
+
+    Attributes:
+        is_watched: whether somebody wants to know each shard's squared norm.
+        witness: is shown what was written to memory that is checked.
+        mark: takes the gradients of the shard that is computed, if that is audited.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], reducer: Reducer, fusion: Fusion, norms: SquaredNorms) -> None:
+        self.names = tuple(parameters)
+        self.parameters: Sequence[Tensor] = tuple(parameters.values())
+        self.came_twice = self.is_watched = False
+        self.witness: Witness | None = None
+        self.mark: ShardDigest | None = None
+        self._norms = norms
+        self._reducer = reducer
+        self._checked_bytes = fusion.checked_bytes
+        self._single = reducer.transport.tree.shards == 1
+        self._buckets: tuple[Bucket, ...] = ()
+        if not self._single:
+            self._buckets = plan_buckets(self.parameters, fusion.bucket_bytes, fusion.compressed)
+        size = sum(parameter.numel() for parameter in self.parameters)
+        self._shares_reading = norms.one_in == 1 and size > LARGE and not self._single
+        self._names_of_buckets = [(next(_numbers), bucket) for bucket in range(len(self._buckets))]
+        self._places = {slot.index: bucket for bucket, one in enumerate(self._buckets) for slot in one.slots}
+        self._sums = self._allocated_sums()
+        self._used = [False] * len(self.parameters)
+        self._arrived: list[bool] = []
+        self._missing: list[int] = []
+        self._sends = self._listens = False
+        self._hears = True
+        self._flats: list[Tensor] = []
+        self._wide: dict[int, Tensor] = {}
+        self._views: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+        self._tallies: list[Tally | None] = []
+        self._is_tallied = reducer.tallies and all(one.device.type == "cpu" for one in self.parameters)
+        self._hooks = self._hooked()
+
+    @property
+    def used(self) -> Sequence[bool]:
+        """For each parameter, whether any shard taken so far gave it a gradient."""
+        return self._used
+
+    def begin(self, step: int = 0) -> None:
+        """Forget what was taken before; the shards of this worker follow."""
+        self._used = [False] * len(self.parameters)
+        self.came_twice = False
+        self._tallies = self._opened(step)
+        self._sums.begin()
+
+    def open(self, *, last: bool) -> None:
+        """The next shard begins.
+
+        Args:
+            last: of this worker's; what it leaves is reduced. :meth:`send` comes before its backward pass.
+        """
+        if self._single:
+            return
+        if self.is_watched:
+            self._norms.begin()
+        self._sends = last
+        self._arrived = [False] * len(self.parameters)
+        self._missing = [len(bucket.slots) for bucket in self._buckets]
+        self._sums.open()
+
+    def send(self, weigh: Weigh) -> None:
+        """The weights of all this worker's shards are known: buckets may go to the reducer."""
+        if not self._single:
+            self._reducer.begin(self._names_of_buckets, weigh)
+
+    def serve(self, weigh: Weigh) -> None:
+        """There are no shards here: the sums of the others are finished."""
+        self.send(weigh)
+        for bucket in range(len(self._buckets)):
+            self._reducer.ready(bucket, self._sums.partials(bucket), self._tallies[bucket])
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take gradients as they arrive in the backward pass that runs in here."""
+        self._listens = self._hears
+        try:
+            yield
+        finally:
+            self._listens = False
+
+    def stop_listening(self) -> None:
+        """From now on take gradients after each backward pass: in this model one arrives in several parts."""
+        self._hears = False
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """The shard is done: take what did not arrive by itself.
+
+        Raises:
+            ModelError: a gradient is sparse; names the parameter.
+        """
+        for number, parameter in enumerate(self.parameters):
+            if self._single:
+                self._note(number, parameter.grad)
+                self._marked(number, parameter.grad)
+            elif not self._arrived[number]:
+                self._take(number, parameter.grad)
+        if not self._single:
+            self._sums.close()
+
+    def watch(self, step: int | None) -> None:
+        """Have the shards' squared norms taken from now on, of blocks that the step's number chooses; or not (None)."""
+        self.is_watched = step is not None
+        self._norms.offset = step or 0
+
+    def squared_norm(self) -> float:
+        """Of the shard that was computed last, times its weight; 0 if nobody watches."""
+        return self._norms.total() if self.is_watched and not self._single else 0.0
+
+    def mean_squared_norm(self) -> float:
+        """Of the mean gradient, which was assigned. Collective: where all of a large one is read, each reads a part."""
+        mean = [parameter.grad for parameter in self.parameters]
+        if self._shares_reading:
+            transport = self._reducer.transport
+            squares = transport.all_gather(squares_of(mean, transport.rank, transport.world_size))
+            return float(squares.sum(0).sum())
+        self._norms.begin()
+        for number, gradient in enumerate(mean):
+            self._norms.take(number, gradient)
+        return self._norms.total()
+
+    def totals(self) -> tuple[tuple[Tensor, ...], float]:
+        """The sum over all shards of all workers, as soon as it is there; see :meth:`Reducer.totals`."""
+        return ((), 0.0) if self._single else self._reducer.totals()
+
+    @property
+    def balance(self) -> int:
+        """Of all tallies of this worker, now that there are totals."""
+        return 0 if self._single else sum(tally.balance for tally in self._tallies if tally is not None)
+
+    @property
+    def copies(self) -> int:
+        """Likewise."""
+        return sum(tally.copies for tally in self._tallies if tally is not None)
+
+    def has_kept(self) -> bool:
+        """Whether the step's gradient, as far as its memory is checked, still is what was reduced."""
+        return all(tally.has_kept() for tally in self._tallies if tally is not None)
+
+    def show(self) -> None:
+        """Let the witness see the step's gradient."""
+        for tally in self._tallies:
+            if tally is not None:
+                tally.show()
+
+    def keep(self) -> None:
+        """The step's gradient was changed, and stays from now on as it is."""
+        for number in range(len(self._tallies)):
+            if self._single:
+                self._keep(number, self.parameters[number].grad)
+            else:
+                self._keep(number, self._flats[number])
+
+    def assign(self, totals: Sequence[Tensor], weight: float, used: Sequence[bool], *, writable: bool) -> None:
+        """Make the mean the parameters' gradients; absent where no shard used one.
+
+        Args:
+            totals: as :meth:`totals` gave them.
+            weight: of all shards together.
+            used: for each parameter, whether any shard of any worker gave it a gradient.
+            writable: they are going to be changed in place.
+        """
+        self._flats = [self._mean(number, total, weight, writable) for number, total in enumerate(totals)]
+        for number, (flat, total) in enumerate(zip(self._flats, totals, strict=True)):
+            if flat is not total:
+                self._keep(number, flat)
+        self._set(used)
+
+    def release(self, used: Sequence[bool]) -> None:
+        """The update is done: leave gradients that whoever looks at them may change."""
+        self._flats = [self._reducer.transport.private(flat) for flat in self._flats]
+        self._set(used)
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hooked(self) -> "list[torch.utils.hooks.RemovableHandle]":
+        return [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrive, number))
+            for number, parameter in enumerate(self.parameters)
+        ]
+
+    def _opened(self, step: int) -> list[Tally | None]:
+        lengths = [bucket.numel for bucket in self._buckets] or [one.numel() for one in self.parameters]
+        if not self._is_tallied:
+            return [None] * len(lengths)
+        size = sum(one.nbytes for one in self.parameters)
+        found = windows(lengths, size, self._checked_bytes, step)
+        return [Tally(part.start, part.stop, self.witness) if part else None for part in found]
+
+    def _keep(self, number: int, values: Tensor | None) -> None:
+        """From now on these are kept, and not what was kept before in their place."""
+        if (tally := self._tallies[number]) is not None and values is not None and not values.is_sparse:
+            tally = self._tallies[number] = tally.part(0)
+            tally.keep(in_memory_order(values), 0)
+
+    @torch.no_grad()
+    def _arrive(self, number: int, parameter: Tensor) -> None:
+        if not self._listens:
+            return
+        if self._single:
+            self._keep(number, parameter.grad)  # what came before is part of it
+            return
+        if self._arrived[number]:
+            self.came_twice = True
+            return
+        self._take(number, parameter.grad)
+        parameter.grad = None  # its memory serves the next one
+
+    def _take(self, number: int, gradient: Tensor | None) -> None:
+        self._note(number, gradient)
+        self._marked(number, gradient)
+        if self.is_watched:
+            self._norms.take(number, gradient)
+        self._arrived[number] = True
+        bucket = self._places[number]
+        self._sums.put(number, gradient, self._tallies[bucket])
+        self._missing[bucket] -= 1
+        if self._missing[bucket] == 0 and self._sends:
+            self._reducer.ready(bucket, self._sums.partials(bucket), self._tallies[bucket])
+
+    def _marked(self, number: int, gradient: Tensor | None) -> None:
+        if self.mark is not None:
+            self.mark.take(number, gradient)
+
+    def _note(self, number: int, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        self._used[number] = True
+        if gradient.is_sparse:
+            raise ModelError(
+                f"the gradient of {self.names[number]} is sparse, which has no exact sum here: use "
+                f"nn.Embedding(sparse=False)"
+            )
+
+    def _mean(self, number: int, total: Tensor, weight: float, writable: bool) -> Tensor:
+        if total.dtype != (wide := self._dtype(number)):  # compressed: the mean is not rounded
+            if number not in self._wide:
+                self._wide[number] = replace(self._buckets[number], dtype=wide).allocate()
+            return self._wide[number].copy_(total).div_(weight)
+        if writable and self._reducer.transport.private(total) is not total:
+            return self._sums.rows[0].flats[number].copy_(total)
+        return total
+
+    def _dtype(self, bucket: int) -> torch.dtype:
+        return self.parameters[self._buckets[bucket].slots[0].index].dtype
+
+    def _set(self, used: Sequence[bool]) -> None:
+        if self._single:
+            return
+        key = tuple(flat.data_ptr() for flat in self._flats)
+        if key not in self._views:
+            self._views[key] = views_of(self._buckets, self._flats)
+        for parameter, view, is_used in zip(self.parameters, self._views[key], used, strict=True):
+            parameter.grad = view if is_used else None
+
+    def _allocated_sums(self) -> PartialSums:
+        transport = self._reducer.transport
+        mine = transport.split.of(transport.rank)
+        count = max(1, transport.tree.most_kept(mine.start, mine.stop))
+        flats = [] if self._single else transport.allocate(self._buckets, count)
+        return PartialSums(transport.tree, mine, [Row.of(self._buckets, row) for row in flats])

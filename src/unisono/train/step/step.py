@@ -1,0 +1,93 @@
+"""One step: what the user's loop body gets."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from unisono.plan.batches import Batch, Position
+from unisono.train.step.engine import Clip, LossFunction
+
+
+class Step:
+    """One global batch, and the verb that trains on it.
+
+    Attributes:
+        number: of the step in the whole job, from 0.
+        epoch: the pass over the data set, from 0.
+        position: samples consumed in the whole job before this step.
+        size: samples in this global batch.
+        is_last_in_epoch: whether the epoch ends with this step.
+        is_last: whether the loop ends with this step, as far as can be told before it is computed.
+        batch: which samples make up the global batch, and how it is cut into shards.
+        metrics: means over the global batch of what the loss functions logged.
+        computed_s: seconds that this worker took for its shards, in the newest call of ``run``.
+    """
+
+    def __init__(
+        self,
+        position: Position,
+        batch: Batch,
+        load: Callable[[], Sequence[Any]],
+        compute: "Compute",
+        *,
+        is_last: bool = False,
+    ) -> None:
+        self.number = position.step
+        self.epoch = batch.epoch
+        self.position = position.samples
+        self.size = batch.size
+        self.is_last_in_epoch = batch.is_last_in_epoch
+        self.is_last = is_last
+        self.metrics: dict[str, float] = {}
+        self.calls = 0
+        self.computed_s = 0.0
+        self.batch = batch
+        self._load = load
+        self._compute = compute
+        self._load()
+
+    @property
+    def shards(self) -> Sequence[Any]:
+        """The batches of this worker's shards; None for an empty one. Others, once it is given other shards."""
+        return self._load()
+
+    def run(
+        self,
+        loss_fn: LossFunction,
+        *,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> float:
+        """Compute the loss and its gradient over the global batch, and update the weights.
+
+        Every worker calls it, and every worker returns the same. It is atomic: it commits on all workers or on
+        none. It may be called several times in a step, for several optimizers on one batch. With a strategy that is not
+        exact each worker updates its own weights, with its own part of the batch.
+
+        Args:
+            loss_fn: ``loss_fn(model, batch)``, called once for each shard of this worker; returns the mean loss
+                of that shard, or ``(loss, weight)`` where the mean is not over samples but, say, tokens.
+            optimizer: one or several of those given to ``prepare``; all of them by default.
+            clip_norm: the largest global norm of the gradient.
+            clip_value: the largest absolute value in the gradient.
+
+        Returns:
+            the mean loss over the global batch, weighted by the shards' samples or weights; NaN if the step was
+            skipped. With a strategy that is not exact, the mean over what this worker computed or, if others
+            took all of the step, the newest that it knows of: NaN if there is none yet.
+
+        Raises:
+            LossError: the loss is no scalar, NaN or infinite; names step, shard and rank.
+            ModelError: a sparse gradient, or a model that changed after ``prepare``.
+            NondeterministicOperation: names the operation.
+            WorkerLost: another worker is gone.
+        """
+        loss = self._compute(self, loss_fn, optimizer, Clip(clip_norm, clip_value))
+        self.calls += 1
+        return loss
+
+
+Compute = Callable[[Step, LossFunction, Optimizer | Sequence[Optimizer] | None, Clip], float]
+"""What a step's ``run`` calls: the run, which knows the workers."""

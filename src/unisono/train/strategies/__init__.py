@@ -1,0 +1,1 @@
+"""The strategies whose workers have weights of their own between synchronisations, at work."""

@@ -1,0 +1,257 @@
+"""Steps that workers take by themselves, and the moments at which all of them come together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from unisono.errors import JobError
+from unisono.job import Job
+from unisono.plan.batches import Batch
+from unisono.plan.split import Split
+from unisono.sync.local_sgd import DiLoCo, LocalSGD
+from unisono.sync.model_averaging import ModelAveraging
+from unisono.sync.pair_averaging import PairAveraging
+from unisono.sync.parameter_server import ParameterServer
+from unisono.sync.strategy import Strategy
+from unisono.train.group.workers import Workers
+from unisono.train.model.prepared import Prepared
+from unisono.train.step.engine import Attempt, Call, Execution, Scaled, StepEngine
+from unisono.train.strategies.alone import Alone
+from unisono.train.strategies.asynchronous_server import AsynchronousServer
+from unisono.train.strategies.central_averaging import CentralAveraging
+from unisono.train.strategies.local_updates import LocalUpdates, OuterUpdates
+from unisono.train.strategies.pairs import Pairs
+from unisono.train.strategies.sums import Sums
+from unisono.train.strategies.synchroniser import Ground, Synchroniser
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How steps are computed, besides who computes them.
+
+    Attributes:
+        strategy: that the workers follow.
+        job: that is trained.
+        prepared: models and optimizers.
+        device: where this worker computes.
+        scaled: changes optimizers' learning rates for a while.
+        timeout_s: how long to wait for another worker.
+    """
+
+    strategy: Strategy
+    job: Job
+    prepared: Prepared
+    device: torch.device
+    scaled: Scaled
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class Tally:
+    """What this worker has done since all came together last.
+
+    Attributes:
+        steps: that it went through.
+        sums: of what it computed.
+        begun: when it began, by the clock.
+    """
+
+    steps: int = 0
+    sums: Sums = field(default_factory=Sums)
+    begun: float = field(default_factory=perf_counter)
+
+
+class Rounds:
+    """A generation's steps under one strategy whose workers have weights of their own in between.
+
+    A round is what lies between two moments at which all workers hold the same weights. Making it is collective; after
+    a loss in the middle of a round, the workers that are left come together first.
+
+    Args:
+        recipe: how steps are computed.
+        workers: of this generation.
+        before: this worker's rounds in the generation before, under the same strategy; None for one that was given
+            another worker's state.
+
+    Attributes:
+        is_open: whether something was done since all came together last.
+        goes_on: whether a round of the generation before was broken off; the same on all workers.
+        exchanged: the newest step after which this worker has exchanged what the strategy says, or others without it.
+
+    Raises:
+        WorkerLost: from every method, when another worker is gone.
+    """
+
+    def __init__(self, recipe: Recipe, workers: Workers, before: Rounds | None) -> None:
+        self.is_open = self.goes_on = False
+        self.exchanged = -1
+        self.tally = Tally()
+        self.strategy = recipe.strategy
+        self.computed: Callable[[float], None] = lambda seconds: None
+        self._recipe, self._workers = recipe, workers
+        self._engines: dict[int, StepEngine] = {}
+        self._engine: StepEngine | None = None
+        self._sent = workers.transport.traffic.sent_bytes, workers.transport.traffic.sent_messages
+        ground = Ground(workers, recipe.prepared, recipe.timeout_s, recipe.job.seed)
+        self.synchroniser = _synchroniser(recipe.strategy, ground)
+        try:
+            self._take_over(before)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether a worker finds out what it computes when it gets there."""
+        return self.synchroniser.parts > 0
+
+    def begin(self) -> None:
+        """A step begins, on every worker."""
+        if not self.is_open:
+            self.synchroniser.round_begins()
+        self.is_open = True
+        self.tally.steps += 1
+        self.synchroniser.step_begins()
+
+    def parts(self, step: int, batch: Batch) -> Iterator[range]:
+        """The shards of a step that this worker computes, part by part. Empty parts are left out."""
+        parts = self.synchroniser.parts
+        if not parts:
+            mine = self._workers.split(batch.shards).of(self._workers.rank)
+            yield from [mine] if batch.part(mine).size else []
+            return
+        split = Split.even(batch.shards, parts)
+        while (number := self.synchroniser.claim(step)) is not None:
+            if batch.part(split.of(number)).size:
+                yield split.of(number)
+
+    def train(self, call: Call) -> Attempt | None:
+        """Compute a part, and make this worker's update with it.
+
+        Returns:
+            what it came to; nothing if the loss is NaN or infinite, and such steps are skipped.
+
+        Raises:
+            UnisonoError: whatever :meth:`StepEngine.attempt` and ``work_out`` raise.
+        """
+        self._engine = engine = self._engine_for(call.batch.shards)
+        engine.computed, engine.scaled = self.computed, self._recipe.scaled
+        self._workers.is_called = True
+        try:
+            attempt = engine.attempt(call)
+        finally:
+            self._workers.is_called = False
+        if (make := engine.work_out(call, attempt)) is None:
+            return None
+        make()
+        self.tally.sums.add(call.batch.size, attempt.report.loss, attempt.report.metrics, attempt.seconds)
+        return attempt
+
+    def step_ends(self, step: int, *, ends_round: bool) -> None:
+        """A step is over, on this worker. May be called again if a worker was lost in it.
+
+        What others had exchanged when one was lost is not exchanged again: they would wait for the next one in vain.
+        Nor is anything if the loop's body has made all come together, and has done nothing since.
+        """
+        if step > self.exchanged:
+            if self.is_open:
+                self.synchroniser.step_ends(step, ends_round=ends_round)
+            self.exchanged = step
+
+    def end(self, step: int, told: Mapping[str, Any]) -> Callable[[], list[dict[str, Any]]]:
+        """Work out what all come to when they come together. Collective; weights stay as they are.
+
+        Args:
+            step: after which this worker stands.
+            told: JSON values by name that this worker has to say.
+
+        Returns:
+            what ends the round here: sets weights, and returns what every worker says, by rank, with its figures.
+
+        Raises:
+            JobError: workers stand at different steps.
+        """
+        steps = self._workers.gather_json(step)
+        if any(other != step for other in steps):
+            listed = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(steps))
+            raise JobError(
+                f"the workers come together after different steps ({listed}): with strategy={str(self.strategy)!r} "
+                f"each has a loss of its own, so leave loops by something that is the same on all, such as "
+                f"run.evaluate or run.all_reduce"
+            )
+        settled = self.synchroniser.settle(after_loss=False)
+        everybody = self._workers.gather_json({**told, **self._figures()})
+
+        def make() -> list[dict[str, Any]]:
+            settled()
+            self.is_open = False
+            self.tally = Tally()
+            return everybody
+
+        return make
+
+    def log(self, name: str, value: float) -> bool:
+        """Note a metric of the shard that is being computed; False if none is."""
+        return self._engine is not None and self._engine.log(name, value)
+
+    def close(self) -> None:
+        """Let go of connections and of the model's parameters."""
+        self.synchroniser.close()
+        for engine in self._engines.values():
+            engine.close()
+
+    def _figures(self) -> dict[str, Any]:
+        """Of this worker, in the round. Nobody asks anybody now, so they are complete."""
+        before, traffic = self._sent, self._workers.transport.traffic
+        self._sent = traffic.sent_bytes, traffic.sent_messages
+        return {
+            "samples": self.tally.sums.samples,
+            "loss": self.tally.sums.loss,
+            "metrics": self.tally.sums.metrics,
+            "steps": self.tally.steps,
+            "seconds": perf_counter() - self.tally.begun,
+            "sent": [self._sent[0] - before[0], self._sent[1] - before[1]],
+            **self.synchroniser.figures(),
+        }
+
+    def _take_over(self, before: Rounds | None) -> None:
+        # Whoever had not begun the round comes along: others may have pushed to it, and asked it for its replica.
+        told = self._workers.gather_json(None if before is None else [before.exchanged, before.is_open])
+        known = [each for each in told if each is not None]
+        self.goes_on = self.is_open = any(is_open for _, is_open in known)
+        if not self.goes_on:
+            return
+        self.exchanged = max(exchanged for exchanged, _ in known)
+        if before is not None:
+            self.synchroniser.follow(before.synchroniser)
+            self.tally = before.tally
+        self.synchroniser.settle(after_loss=True)()
+        self.synchroniser.resume()
+
+    def _engine_for(self, shards: int) -> StepEngine:
+        if shards not in self._engines:
+            alone, how, recipe = Alone(self._workers, shards), Execution(overlap=False), self._recipe
+            engine = StepEngine(recipe.job, alone, recipe.prepared, recipe.device, how, self.synchroniser)
+            engine.rank = self._workers.rank
+            self._engines[shards] = engine
+        return self._engines[shards]
+
+
+def _synchroniser(strategy: Strategy, ground: Ground) -> Synchroniser:
+    match strategy:
+        case DiLoCo():
+            return OuterUpdates(ground, strategy)
+        case LocalSGD():
+            return LocalUpdates(ground, strategy)
+        case ModelAveraging():
+            return CentralAveraging(ground, strategy)
+        case PairAveraging():
+            return Pairs(ground)
+        case ParameterServer(synchronous=False):
+            return AsynchronousServer(ground, strategy)
+    raise JobError(f"strategy={str(strategy)!r} cannot be used here")

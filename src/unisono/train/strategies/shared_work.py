@@ -1,0 +1,146 @@
+"""What strategies have in common whose workers take the next part of the work when they are done with one."""
+
+from __future__ import annotations
+
+import platform
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unisono.reduce.courier import Courier
+from unisono.reduce.letters import Letter
+from unisono.sync.staleness import Reads
+from unisono.train.model.untouched import Untouched
+from unisono.train.strategies.synchroniser import Ground, Synchroniser
+from unisono.train.strategies.tickets import Tickets
+
+OFFICE = 0
+"""The rank that hands out tickets."""
+
+
+class SharedWork(Synchroniser):
+    """Workers ask each other, one at a time, and rank 0 for the next part of the work.
+
+    Args:
+        ground: what it stands on.
+        parts: of a step's work.
+        bound: the largest staleness of a gradient; None for no limit.
+    """
+
+    def __init__(self, ground: Ground, parts: int, bound: int | None) -> None:
+        super().__init__(ground)
+        self.parts = parts
+        self.rank = ground.workers.rank
+        self._is_bounded = bound is not None
+        self._tickets = Tickets(parts, Reads(bound), ground.timeout_s, self._called)
+        self._ticket = 0  # the number behind the newest one that this worker has had
+        self._courier: Courier | None = None
+        self._hosts: list[str] = []
+        self._ground = ground
+        why = "With this strategy other workers have copies of them, and give them back as they were"
+        self._untouched = Untouched(self.replica.weights, why)
+
+    def open(self) -> None:
+        """Connect with the others. Collective; the last thing that making a synchroniser does."""
+        workers = self.workers
+        if workers.world_size > 1:
+            self._hosts = workers.gather_json(platform.node())
+            traffic, timeout_s = workers.transport.traffic, self._ground.timeout_s
+            self._courier = Courier(self.rank, workers.host, self._answer, traffic, timeout_s, self._called)
+            self._courier.ends = self._tickets.end
+            workers.attach(self._courier.abort)
+            try:
+                self._courier.meet(workers.gather_json)
+            except BaseException:
+                self.close()
+                raise
+
+    def follow(self, before: Synchroniser) -> None:
+        """Go on with the work where it was."""
+        super().follow(before)
+        assert isinstance(before, SharedWork)
+        self._ticket = before._ticket * self.parts // before.parts
+
+    def step_begins(self) -> None:
+        """Refuse weights that the script has changed: others have copies, which would undo that."""
+        self._untouched.require()
+
+    def claim(self, step: int) -> int | None:
+        """The next part, from rank 0."""
+        said = self._ask_one(OFFICE, Letter({"ask": "claim", "step": step})).said["ticket"]
+        if said is None:
+            return None
+        self._ticket = said + 1
+        return int(said) % self.parts
+
+    def _go_along(self, step: int) -> None:
+        """Wait until others have taken all of a step. So nobody waits for a whole round of theirs where it ends."""
+        self._ask_one(OFFICE, Letter({"ask": "taken", "step": step}))
+
+    def settle(self, *, after_loss: bool) -> Callable[[], None]:
+        """All go on behind the newest ticket that any of them has had."""
+        if after_loss:
+            self._ticket = self._tickets.next = max(self.workers.gather_json(self._ticket))
+        agreed = self._agreed()
+
+        def make() -> None:
+            agreed()
+            self._untouched.accept()
+
+        return make
+
+    def close(self) -> None:
+        """Hang up on the others."""
+        if self._courier is not None:
+            self.workers.attach(None)
+            self._courier.close()
+            self._courier = None
+
+    @abstractmethod
+    def _agreed(self) -> Callable[[], None]:
+        """Work out the central model. Collective. Returns what sets it, here."""
+
+    @abstractmethod
+    def _answered(self, rank: int, letter: Letter) -> Letter:
+        """What to say to the worker of this rank. On any thread."""
+
+    def _called(self, rank: int) -> str:
+        return f"rank {rank} on host {self._hosts[rank]}"
+
+    def _may_push(self) -> None:
+        if self._is_bounded:
+            self._ask_one(OFFICE, Letter({"ask": "push"}))
+
+    def _has_arrived(self) -> None:
+        if self._is_bounded:
+            self._ask_one(OFFICE, Letter({"ask": "arrived"}))
+
+    def _ask_one(self, rank: int, letter: Letter) -> Letter:
+        return self._ask({rank: letter})[rank]
+
+    def _ask(self, questions: Mapping[int, Letter]) -> dict[int, Letter]:
+        others = {rank: letter for rank, letter in questions.items() if rank != self.rank}
+        self.workers.is_asking = True
+        try:
+            answers = self._courier.ask(others) if others and self._courier is not None else {}
+            if self.rank in questions:
+                answers[self.rank] = self._answer(self.rank, questions[self.rank])
+        finally:
+            self.workers.is_asking = False
+        return answers
+
+    def _answer(self, rank: int, letter: Letter) -> Letter:
+        said: Mapping[str, Any] = letter.said
+        match said["ask"]:
+            case "claim":
+                return Letter({"ticket": self._tickets.claim(rank, said["step"])})
+            case "taken":
+                self._tickets.taken(rank, said["step"])
+                return Letter()
+            case "push":
+                self._tickets.push(rank)
+                return Letter()
+            case "arrived":
+                self._tickets.arrived(rank)
+                return Letter()
+        return self._answered(rank, letter)
