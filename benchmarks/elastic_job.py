@@ -15,8 +15,7 @@ from typing import Any
 
 from benchmarks.crew import cleaned
 from unisono.errors import JobError, LaunchError
-from unisono.launch.elastic.address import address_of
-from unisono.launch.elastic.control import Control
+from unisono.launch.elastic.address import Control, address_of
 
 ROOT = Path(__file__).parents[1]
 LOOK_S = 0.02

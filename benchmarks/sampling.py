@@ -14,7 +14,7 @@ import unisono
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
 from benchmarks.workloads import BATCHES, WORKLOADS
-from unisono.adapt.monitoring import Monitoring
+from unisono.adapt.norms import Monitoring
 
 NAMES = ("gradient_norm", "gradient_variance", "noise_scale")
 SHARDS = 4

@@ -16,8 +16,8 @@ from benchmarks.figures import counted, times_as_fast
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
 from benchmarks.strategies import ALL, Runs, learn, spread
+from unisono.reduce.buckets import pack, unpack
 from unisono.reduce.letters import Letter
-from unisono.reduce.packing import pack, unpack
 from unisono.sync.named import strategy_of
 from unisono.sync.parameter_server import ParameterServer
 from unisono.train.model.prepared import Prepared

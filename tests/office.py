@@ -10,9 +10,8 @@ import pytest
 
 from unisono.errors import WorkerLost
 from unisono.reduce.courier import Courier
-from unisono.reduce.letters import Letter
+from unisono.reduce.letters import Letter, family_of, listen
 from unisono.reduce.traffic import Traffic
-from unisono.reduce.whereabouts import family_of, listen
 
 PATIENCE_S = 20.0
 

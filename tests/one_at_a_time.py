@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from unisono.errors import Dismissed, WorkerLost
-from unisono.membership.generation import Generation
+from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.plan.tree import Node
 from unisono.reduce.buckets import Bucket
 from unisono.reduce.host_memory import part_of
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
-from unisono.testing.failpoints import listening
+from unisono.testing.fault import listening
 from unisono.train.group.membership import Arrival, Membership, Standing
 from unisono.train.group.workers import Workers
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from unisono.errors import WorkerLost
-from unisono.membership.generation import Generation
+from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.reduce.peers import meet
 from unisono.reduce.shared_memory import SharedMemoryTransport

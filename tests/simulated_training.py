@@ -5,12 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.adapt.decision import Decision
-from unisono.adapt.layout import Layout
 from unisono.adapt.norms import Noise
 from unisono.adapt.policy import Policy
-from unisono.adapt.timings import Timings
-from unisono.adapt.view import View
+from unisono.adapt.trial import Layout
+from unisono.adapt.view import Decision, Timings, View
 
 LATE = 7
 """Steps until workers that were asked for are there."""

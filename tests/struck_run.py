@@ -21,7 +21,7 @@ from unisono.job import Job
 from unisono.testing.crew import Trade, run_of
 from unisono.testing.fault import FlipBit, FlippedPlace, WrongResult
 from unisono.testing.strike import strike
-from unisono.train.model.digest import digest_tensors
+from unisono.train.model.tensors import digest_tensors
 from unisono.train.run import Run
 from unisono.train.step.engine import Execution
 from unisono.train.step.step import Step

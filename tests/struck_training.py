@@ -16,9 +16,8 @@ from unisono.plan.batches import Position
 from unisono.plan.tree import Node
 from unisono.train.group.acts import Acts, Change, Keeper
 from unisono.train.group.workers import Workers
-from unisono.train.model.digest import digest_tensors
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.values import set_all
+from unisono.train.model.tensors import digest_tensors, set_all
 from unisono.train.state.adaptation import Adaptation
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.sharing import shared_weights

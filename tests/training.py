@@ -14,8 +14,7 @@ from typing import Any
 
 import psutil
 
-from unisono.launch.elastic.address import address_of
-from unisono.launch.elastic.control import Control
+from unisono.launch.elastic.address import Control, address_of
 
 SCRIPT = Path(__file__).parent / "procs" / "scripts" / "elastic_training.py"
 SETTINGS = (

@@ -12,7 +12,7 @@ import torch
 
 import unisono
 from benchmarks.workloads import BATCHES, WORKLOADS
-from unisono.adapt.monitoring import Monitoring
+from unisono.adapt.norms import Monitoring
 
 ENDLESS = 10**6
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from benchmarks.place import Place
 from benchmarks.programs import serve
 from unisono.membership.environment import recognise
-from unisono.membership.generation import Generation
-from unisono.membership.rendezvous import form_group, open_store
+from unisono.membership.rendezvous import Generation, form_group, open_store
 from unisono.plan.split import Split
 from unisono.plan.topology import distinct
 from unisono.plan.tree import SummationTree

@@ -8,27 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.adapt.ada_scale import AdaScale
-    from unisono.adapt.batch_size_schedule import BatchSizeSchedule
+    from unisono.adapt.ada_scale import AdaScale, LinearScaling
+    from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
+    from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
     from unisono.adapt.goodput_policy import GoodputPolicy
-    from unisono.adapt.linear_scaling import LinearScaling
-    from unisono.adapt.monitoring import Monitoring
-    from unisono.adapt.noise_scale_policy import NoiseScalePolicy
+    from unisono.adapt.norms import Monitoring
     from unisono.adapt.policy import Policy
     from unisono.adapt.scaling_policy import ScalingPolicy
     from unisono.adapt.spot_policy import SpotPolicy
-    from unisono.adapt.straggler_policy import StragglerPolicy
-    from unisono.adapt.strategy_policy import StrategyPolicy
-    from unisono.adapt.topology_policy import TopologyPolicy
     from unisono.adapt.view import View
-    from unisono.sync.all_reduce import AllReduce
-    from unisono.sync.local_sgd import DiLoCo, LocalSGD
-    from unisono.sync.model_averaging import ModelAveraging
-    from unisono.sync.pair_averaging import PairAveraging
+    from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
     from unisono.sync.parameter_server import ParameterServer
-    from unisono.sync.strategy import Strategy
+    from unisono.sync.strategy import AllReduce, Strategy
     from unisono.train.load import load
-    from unisono.train.model.digest import digest
+    from unisono.train.model.tensors import digest
     from unisono.train.run import Run
     from unisono.train.start import init
     from unisono.train.step.step import Step
@@ -69,30 +62,30 @@ __all__ = [
 
 _HOMES = {
     "AdaScale": "unisono.adapt.ada_scale",
-    "AllReduce": "unisono.sync.all_reduce",
-    "BatchSizeSchedule": "unisono.adapt.batch_size_schedule",
+    "AllReduce": "unisono.sync.strategy",
+    "BatchSizeSchedule": "unisono.adapt.batch_size_policies",
     "Callback": "unisono.train.trainer",
-    "DiLoCo": "unisono.sync.local_sgd",
+    "DiLoCo": "unisono.sync.averaging",
     "GoodputPolicy": "unisono.adapt.goodput_policy",
-    "LinearScaling": "unisono.adapt.linear_scaling",
-    "LocalSGD": "unisono.sync.local_sgd",
-    "ModelAveraging": "unisono.sync.model_averaging",
-    "Monitoring": "unisono.adapt.monitoring",
-    "NoiseScalePolicy": "unisono.adapt.noise_scale_policy",
-    "PairAveraging": "unisono.sync.pair_averaging",
+    "LinearScaling": "unisono.adapt.ada_scale",
+    "LocalSGD": "unisono.sync.averaging",
+    "ModelAveraging": "unisono.sync.averaging",
+    "Monitoring": "unisono.adapt.norms",
+    "NoiseScalePolicy": "unisono.adapt.batch_size_policies",
+    "PairAveraging": "unisono.sync.averaging",
     "ParameterServer": "unisono.sync.parameter_server",
     "Policy": "unisono.adapt.policy",
     "Run": "unisono.train.run",
     "ScalingPolicy": "unisono.adapt.scaling_policy",
     "SpotPolicy": "unisono.adapt.spot_policy",
     "Step": "unisono.train.step.step",
-    "StragglerPolicy": "unisono.adapt.straggler_policy",
+    "StragglerPolicy": "unisono.adapt.communication_policies",
     "Strategy": "unisono.sync.strategy",
-    "StrategyPolicy": "unisono.adapt.strategy_policy",
-    "TopologyPolicy": "unisono.adapt.topology_policy",
+    "StrategyPolicy": "unisono.adapt.communication_policies",
+    "TopologyPolicy": "unisono.adapt.communication_policies",
     "Trainer": "unisono.train.trainer",
     "View": "unisono.adapt.view",
-    "digest": "unisono.train.model.digest",
+    "digest": "unisono.train.model.tensors",
     "init": "unisono.train.start",
     "load": "unisono.train.load",
 }

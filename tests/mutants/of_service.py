@@ -6,7 +6,7 @@ COORDINATOR = "membership/coordinator.py"
 LEDGER = "membership/ledger.py"
 KEYVALUE = "membership/keyvalue.py"
 CONVERSATION = "membership/conversation.py"
-BACKLOG = "train/group/backlog.py"
+BACKLOG = "train/group/publisher.py"
 
 MUTANTS = (
     Mutant(

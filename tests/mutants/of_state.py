@@ -7,8 +7,8 @@ HEARING = "membership/state/hearing.py"
 CHANGE = "membership/state/change.py"
 DEADLINE = "membership/state/deadline.py"
 ARRIVAL = "membership/state/arrival.py"
-BALANCE = "membership/state/balance.py"
-EXCLUSION = "membership/state/exclusion.py"
+BALANCE = "membership/state/arrival.py"
+EXCLUSION = "membership/state/arrival.py"
 REACH = "membership/state/reach.py"
 
 MUTANTS = (

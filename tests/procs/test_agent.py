@@ -21,8 +21,7 @@ from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.agent import Agent, Joined
 from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.ending.outcome import Outcome
-from unisono.launch.ending.report import report
-from unisono.launch.ending.result import open_folder
+from unisono.launch.ending.result import open_folder, report
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.terminal import Terminal

@@ -12,7 +12,7 @@ import pytest
 from serial_runs import SerialRuns
 from unisono.launch.forkserver.born import NURSERY
 from unisono.testing import Faults
-from unisono.testing.failpoints import RECOVERY
+from unisono.testing.fault import RECOVERY
 
 pytestmark = [
     pytest.mark.procs,

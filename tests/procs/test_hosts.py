@@ -23,7 +23,7 @@ from leaks import ALLOWED_VARIABLES
 from serial_runs import SerialRuns
 from training import SETTINGS
 from two_hosts import Host, NoHosts, two_hosts
-from unisono.launch.elastic.certificate import make_certificate
+from unisono.launch.elastic.entrance import make_certificate
 from unisono.launch.forkserver.born import NURSERY
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]

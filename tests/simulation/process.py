@@ -24,8 +24,7 @@ from unisono.membership.messages import (
     WorkerHello,
     to_worker,
 )
-from unisono.train.group.backlog import Backlog
-from unisono.train.group.publisher import AGAIN_S
+from unisono.train.group.publisher import AGAIN_S, Backlog
 
 if TYPE_CHECKING:
     from simulation.host import Host

@@ -14,8 +14,8 @@ from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import WorkerLost
 from unisono.job import Job
 from unisono.plan.batches import Batches, Position
-from unisono.sync.all_reduce import AllReduce
-from unisono.sync.local_sgd import DiLoCo, LocalSGD
+from unisono.sync.averaging import DiLoCo, LocalSGD
+from unisono.sync.strategy import AllReduce
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.step.engine import Call, Clip

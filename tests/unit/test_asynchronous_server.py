@@ -17,17 +17,17 @@ from torch.optim import Optimizer
 
 from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import ModelError, NoProgress, WorkerLost
+from unisono.reduce.buckets import pack, unpack
 from unisono.reduce.courier import Courier
 from unisono.reduce.letters import Letter
-from unisono.reduce.packing import pack, unpack
-from unisono.sync.pair_averaging import PairAveraging
+from unisono.sync.averaging import PairAveraging
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import Strategy
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
+from unisono.train.model.update import hyperparameters_of, set_hyperparameters
 from unisono.train.strategies.asynchronous_server import AsynchronousServer
 from unisono.train.strategies.central_weights import CentralWeights
-from unisono.train.strategies.hyperparameters import hyperparameters_of, set_hyperparameters
 from unisono.train.strategies.pairs import Pairs
 from unisono.train.strategies.replica import set_states, states_of
 from unisono.train.strategies.synchroniser import Ground

@@ -18,8 +18,8 @@ from unisono.plan.audits import Finding, audited, auditors, judged
 from unisono.plan.batches import Batch
 from unisono.testing.flip import flip
 from unisono.train.group.workers import Workers
-from unisono.train.model.digest import digest
 from unisono.train.model.prepared import Prepared
+from unisono.train.model.tensors import digest
 from unisono.train.step.engine import Call, Clip, Execution, StepEngine
 
 pytestmark = pytest.mark.unit

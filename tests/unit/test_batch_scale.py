@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import unisono
 from unisono.errors import JobError
 from unisono.jsonl import read_lines
-from unisono.train.config.batch_scale import BatchScale
-from unisono.train.config.settings import Settings
+from unisono.train.config.settings import BatchScale, Settings
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 

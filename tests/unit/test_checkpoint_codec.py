@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from same_trees import same
 from unisono.checkpoint.codec import flatten, unflatten
-from unisono.checkpoint.forms import DEEPEST
+from unisono.checkpoint.decoder import DEEPEST
 from unisono.checkpoint.tensors import copies, pieces
 from unisono.errors import CheckpointError
 

@@ -18,9 +18,9 @@ from torch import Tensor
 import unisono.checkpoint.snapshot
 import unisono.checkpoint.store
 from same_trees import same
-from unisono.checkpoint.origin import mark_of, origin
 from unisono.checkpoint.store import CheckpointStore, Snapshot, load_weights
 from unisono.checkpoint.tensors import pieces
+from unisono.checkpoint.writer import mark_of, origin
 from unisono.errors import CheckpointError, UnisonoWarning
 
 pytestmark = pytest.mark.unit

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.train.model.digest import checksum
+from unisono.train.model.tensors import checksum
 
 pytestmark = pytest.mark.unit
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from unisono.reduce.buckets import Bucket
-from unisono.reduce.choice import ENOUGH_S, REPETITIONS, Choice
+from unisono.reduce.buckets import ENOUGH_S, REPETITIONS, Bucket, Choice
 
 pytestmark = pytest.mark.unit
 

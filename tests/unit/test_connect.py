@@ -6,10 +6,9 @@ import torch
 from unisono.errors import JobError
 from unisono.job import Job
 from unisono.membership.environment import Environment
-from unisono.membership.generation import Generation
+from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
-from unisono.train.group.connect import Connection, connect
-from unisono.train.group.meeting import FixedMeeting
+from unisono.train.group.connect import Connection, FixedMeeting, connect
 
 pytestmark = pytest.mark.unit
 

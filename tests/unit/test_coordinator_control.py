@@ -13,8 +13,7 @@ import pytest
 from unisono.cli import app as cli
 from unisono.cli.status import line, table
 from unisono.errors import JobError, LaunchError
-from unisono.launch.elastic.address import Address, address_of, find_run
-from unisono.launch.elastic.control import Control
+from unisono.launch.elastic.address import Address, Control, address_of, find_run
 from unisono.membership.token import make_token
 
 pytestmark = pytest.mark.unit

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from office import HOSTS, PATIENCE_S, Office, Table, called, echo
 from unisono.errors import NoProgress, UnisonoError, WorkerLost
 from unisono.reduce.admission import Impostor, greet, present, receive
+from unisono.reduce.buckets import pack, unpack
 from unisono.reduce.courier import Courier
-from unisono.reduce.letters import Letter, Line
-from unisono.reduce.packing import pack, unpack
+from unisono.reduce.letters import Letter, Line, address_of, listen
 from unisono.reduce.traffic import Traffic
-from unisono.reduce.whereabouts import address_of, listen
 
 pytestmark = pytest.mark.unit
 

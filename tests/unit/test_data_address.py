@@ -12,10 +12,9 @@ import torch.distributed as dist
 from office import OVER_IPV6
 from unisono.errors import LaunchError
 from unisono.membership.data_address import data_address
-from unisono.membership.generation import Generation
-from unisono.membership.rendezvous import form_group, own_address
+from unisono.membership.rendezvous import Generation, form_group, own_address
 from unisono.plan.split import Split
-from unisono.reduce.whereabouts import is_host
+from unisono.reduce.letters import is_host
 
 pytestmark = pytest.mark.unit
 

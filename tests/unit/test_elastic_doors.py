@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from unisono.errors import LaunchError, WorkerLost
-from unisono.membership.generation import Generation
 from unisono.membership.messages import (
     Arrived,
     JobOver,
@@ -27,11 +26,12 @@ from unisono.membership.messages import (
     Welcome,
     WorkerHello,
 )
+from unisono.membership.rendezvous import Generation
 from unisono.reduce.transport import Solo
+from unisono.train.group.connect import Meeting
 from unisono.train.group.elastic import Elastic
-from unisono.train.group.meeting import Meeting
+from unisono.train.group.liveness import Probing, Tell
 from unisono.train.group.membership import Arrival, Standing
-from unisono.train.group.probing import Probing, Tell
 from unisono.train.group.workers import Workers
 
 pytestmark = pytest.mark.unit

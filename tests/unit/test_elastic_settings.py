@@ -8,12 +8,9 @@ from unisono.errors import JobError
 from unisono.launch.command import ElasticSeat, elastic_command, elastic_dry_run, worker_command
 from unisono.launch.elastic.coordinator_process import Listening, server_command
 from unisono.launch.elastic.elastic import ElasticSettings, Range, at_the_end, telling, verdict_of
-from unisono.launch.ending.ended import exit_code, note_end
-from unisono.launch.ending.failure import Failure
+from unisono.launch.ending.failure import Failure, exit_code, note_end
 from unisono.launch.ending.outcome import Outcome, WorkerExit
-from unisono.launch.ending.report import report
-from unisono.launch.ending.result import End, open_folder
-from unisono.launch.ending.struck import with_faults
+from unisono.launch.ending.result import End, open_folder, report, with_faults
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.name import called, label, number

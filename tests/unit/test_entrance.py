@@ -11,17 +11,14 @@ from torch.distributed import HashStore
 
 from unisono.errors import JobError
 from unisono.launch.elastic.address import Whereabouts, address_of
-from unisono.launch.elastic.certificate import Certificate, certificate_file, make_certificate
-from unisono.launch.elastic.coordinator_process import Listening, server_command
+from unisono.launch.elastic.coordinator_process import Listening, invitation, server_command
 from unisono.launch.elastic.elastic import ElasticSettings, Range
-from unisono.launch.elastic.entrance import Entrance
-from unisono.launch.elastic.invitation import invitation
+from unisono.launch.elastic.entrance import Certificate, Entrance, certificate_file, make_certificate
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.membership import listener, server
 from unisono.membership.messages import Minted, Seat
-from unisono.membership.token import make_token, token_file
-from unisono.membership.trust import context_for, is_private
+from unisono.membership.token import context_for, is_private, make_token, token_file
 from unisono.reduce.peers import Door
 from unisono.train.config.settings import Coordination
 from unisono.train.group.elastic import MintedMeeting

@@ -21,8 +21,7 @@ from unisono.errors import JobError, UnisonoWarning
 from unisono.failpoints import failpoint
 from unisono.testing import Faults
 from unisono.testing.chaos import why_again
-from unisono.testing.failpoints import RECOVERY, listening
-from unisono.testing.fault import KINDS, Slow
+from unisono.testing.fault import KINDS, RECOVERY, Slow, listening
 from unisono.testing.flip import flip_in
 from unisono.testing.rehearsal import PLUGIN, Rehearsal, is_in_recovery
 from unisono.testing.storm import SHARES, Storm

@@ -9,8 +9,7 @@ from torch.utils.data import TensorDataset
 
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.errors import DataError
-from unisono.train.loop.feed import CopiedAhead, feed
-from unisono.train.step.device import to_device
+from unisono.train.loop.feed import CopiedAhead, feed, to_device
 
 pytestmark = pytest.mark.unit
 

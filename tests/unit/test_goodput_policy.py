@@ -9,11 +9,10 @@ import pytest
 
 from simulated_training import SimulatedTraining
 from unisono.adapt import goodput_policy, trial
-from unisono.adapt.goodput import Bounds, goodput
 from unisono.adapt.goodput_policy import GoodputPolicy
-from unisono.adapt.layout import Layout
 from unisono.adapt.norms import Noise
-from unisono.adapt.step_time import StepTime
+from unisono.adapt.step_time import Bounds, StepTime, goodput
+from unisono.adapt.trial import Layout
 from unisono.errors import JobError
 
 pytestmark = pytest.mark.unit

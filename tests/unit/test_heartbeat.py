@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from unisono.train.group import heartbeat as module
-from unisono.train.group.heartbeat import Heartbeat
+from unisono.train.group import liveness as module
+from unisono.train.group.liveness import Heartbeat
 
 pytestmark = pytest.mark.unit
 

@@ -17,14 +17,14 @@ from torch import Tensor
 import hostile
 from forged import forge, state_json
 from unisono.checkpoint.codec import flatten, unflatten
-from unisono.checkpoint.forms import DEEPEST
+from unisono.checkpoint.decoder import DEEPEST
 from unisono.checkpoint.layout import KEPT, is_kept
 from unisono.checkpoint.snapshot import read_snapshot
 from unisono.checkpoint.tensors import tensors_of
 from unisono.errors import CheckpointError, JobError, JobMismatch, Unreadable
-from unisono.membership.generation import Generation
+from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
-from unisono.train.group.published import packed, unpacked
+from unisono.train.group.publisher import packed, unpacked
 from unisono.train.group.workers import Workers
 
 pytestmark = pytest.mark.unit

@@ -13,32 +13,25 @@ import torch
 
 import hostile
 import unisono
-from unisono.adapt.ada_scale import AdaScale
+from unisono.adapt.ada_scale import AdaScale, LinearScaling
+from unisono.adapt.batch_size_policies import NoiseScalePolicy
+from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
 from unisono.adapt.goodput_policy import GoodputPolicy
-from unisono.adapt.linear_scaling import LinearScaling
-from unisono.adapt.noise_scale_policy import NoiseScalePolicy
 from unisono.adapt.norms import GradientNorms
 from unisono.adapt.policy import Policy
 from unisono.adapt.scaling_policy import ScalingPolicy
-from unisono.adapt.setting import Setting
 from unisono.adapt.spot_policy import SpotPolicy
-from unisono.adapt.straggler_policy import StragglerPolicy
-from unisono.adapt.strategy_policy import StrategyPolicy
-from unisono.adapt.timings import Timings
-from unisono.adapt.topology_policy import TopologyPolicy
-from unisono.adapt.view import View
+from unisono.adapt.view import Setting, Timings, View
 from unisono.checkpoint.folder import MetricsFile, RunFolder
 from unisono.checkpoint.hold import newest_term, who_holds
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import CheckpointError, JobError, UnisonoError, UnisonoWarning, Unreadable
 from unisono.jsonl import read_lines
 from unisono.launch.elastic.address import WHERE, address_of
-from unisono.launch.ending.ended import exit_code
-from unisono.launch.ending.failure import Failure
+from unisono.launch.ending.failure import Failure, exit_code
 from unisono.launch.ending.outcome import WorkerExit
-from unisono.launch.ending.struck import with_faults
-from unisono.launch.forkserver.request import Request
-from unisono.launch.forkserver.wish import Wish
+from unisono.launch.ending.result import with_faults
+from unisono.launch.forkserver.request import Request, Wish
 from unisono.membership.coordinator import Coordinator
 from unisono.membership.keyvalue import KeyValue
 from unisono.membership.ledger import Ledger
@@ -46,7 +39,7 @@ from unisono.membership.state.coordination import Coordination
 from unisono.plan.batches import Position
 from unisono.received import LARGEST_JSON, memory, parse_json, parse_object, read_object
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.values import set_like
+from unisono.train.model.tensors import set_like
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.state.adaptation import Adaptation
 from unisono.train.state.state import Progress

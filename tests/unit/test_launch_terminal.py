@@ -9,8 +9,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import Outcome, WorkerExit
-from unisono.launch.ending.report import in_a_line, report
-from unisono.launch.ending.result import End, open_folder
+from unisono.launch.ending.result import End, in_a_line, open_folder, report
 from unisono.launch.terminal.terminal import SilentTerminal, Terminal
 
 pytestmark = pytest.mark.unit

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unisono.adapt.batch_shape import BatchShape
+from unisono.adapt.view import BatchShape
 from unisono.data.shards import ShardsRequest
 from unisono.errors import JobMismatch
 from unisono.plan.batches import Batches, Position

@@ -11,8 +11,7 @@ import pytest
 
 from measured import line, write
 from unisono.errors import JobError
-from unisono.study.analysis.cells import Kind, PlannedCell
-from unisono.study.analysis.study_folder import StudyFolder
+from unisono.study.analysis.study_folder import Kind, PlannedCell, StudyFolder
 from unisono.study.measure.measured_run import MeasuredRun
 from unisono.study.measure.measurement import Measurement
 from unisono.study.measure.measuring import Interrupted, Measured, Missing, RunEnd, measure, network, notes, rows

@@ -23,8 +23,7 @@ from unisono.membership import listener, parser, service
 from unisono.membership.client import Line
 from unisono.membership.coordinator import Coordinator, WorkerSession
 from unisono.membership.gate import Limits, Rate
-from unisono.membership.journal import Journal
-from unisono.membership.ledger import Ledger
+from unisono.membership.ledger import Journal, Ledger
 from unisono.membership.listener import Address, hosts, listen, url
 from unisono.membership.messages import (
     AgentHello,
@@ -50,8 +49,8 @@ from unisono.membership.messages import (
     to_agent,
     to_worker,
 )
-from unisono.membership.outbox import Outbox
 from unisono.membership.server import Server
+from unisono.membership.service import Outbox
 from unisono.membership.state import AgentHeard, Coordination
 from unisono.membership.token import make_token, new_token, read_token, token_file
 
@@ -545,7 +544,7 @@ def _frame(message: Message) -> bytes:
 
 
 def test_an_outbox_that_nobody_empties_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.membership.outbox.MOST_MESSAGES", 3)
+    monkeypatch.setattr("unisono.membership.service.MOST_MESSAGES", 3)
     outbox = Outbox()
 
     for _ in range(5):

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import unisono
-from unisono.adapt.monitoring import Monitoring
-from unisono.adapt.norms import GradientNorms
+from unisono.adapt.norms import GradientNorms, Monitoring
 from unisono.errors import JobError
 from unisono.train.state.monitors import Monitors
 

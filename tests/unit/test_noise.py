@@ -5,10 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.adapt.average import Average
-from unisono.adapt.losses import loss_variance
-from unisono.adapt.noise_average import NoiseAverage
-from unisono.adapt.norms import GradientNorms, Noise
+from unisono.adapt.norms import Average, GradientNorms, Noise, NoiseAverage, loss_variance
 
 pytestmark = pytest.mark.unit
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from unisono.membership import cores
+from unisono.membership import cgroup as cores
 from unisono.membership.cgroup import Limits
 from unisono.plan.split import Split
 from unisono.reduce.transport import Solo

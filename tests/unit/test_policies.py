@@ -5,22 +5,16 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.adapt.batch_shape import BatchShape, shards_for
-from unisono.adapt.batch_size_schedule import BatchSizeSchedule
-from unisono.adapt.decision import Decision, decisions_digest
-from unisono.adapt.linear_scaling import LinearScaling
+from unisono.adapt.ada_scale import LinearScaling
+from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
+from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
 from unisono.adapt.named import NAMED, policies_named
-from unisono.adapt.noise_scale_policy import NoiseScalePolicy
 from unisono.adapt.norms import Noise
 from unisono.adapt.policy import Policy
-from unisono.adapt.straggler_policy import StragglerPolicy
-from unisono.adapt.strategy_policy import StrategyPolicy
-from unisono.adapt.timings import Timings
-from unisono.adapt.topology_policy import TopologyPolicy
-from unisono.adapt.view import View
+from unisono.adapt.view import BatchShape, Decision, Timings, View, decisions_digest, shards_for
 from unisono.errors import JobError, PolicyError
 from unisono.plan.links import Links
-from unisono.sync.local_sgd import LocalSGD
+from unisono.sync.averaging import LocalSGD
 from unisono.train.config.terms import Terms
 from unisono.train.state.adaptation import Adaptation, observed
 

@@ -8,9 +8,9 @@ import pytest
 from unisono.errors import JobError, LaunchError
 from unisono.membership.keyvalue import KeyValue
 from unisono.membership.messages import StoreReply, StoreRequest
-from unisono.train.group import backlog, publisher
-from unisono.train.group.published import packed, unpacked
-from unisono.train.group.publisher import Publisher
+from unisono.train.group import publisher
+from unisono.train.group import publisher as backlog
+from unisono.train.group.publisher import Publisher, packed, unpacked
 
 pytestmark = pytest.mark.unit
 

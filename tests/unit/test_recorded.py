@@ -10,17 +10,15 @@ import torch
 from torch import nn
 
 import unisono
-from unisono.adapt.decision import Figure
 from unisono.adapt.norms import Noise
 from unisono.adapt.policy import Policy
 from unisono.adapt.recorded import gaps, recorded_steps
-from unisono.adapt.view import View
+from unisono.adapt.view import Figure, View
 from unisono.errors import JobError
 from unisono.plan.links import Links
-from unisono.study.replay.comparison import compared
 from unisono.study.replay.record import Record
 from unisono.study.replay.replay import replay
-from unisono.study.replay.timeline import decisions_that_hold
+from unisono.study.replay.timeline import compared, decisions_that_hold
 
 pytestmark = pytest.mark.unit
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from unisono.errors import WorkerLost
 from unisono.plan.split import Split
-from unisono.reduce.reducer import Reducer
-from unisono.reduce.reduction import exact
+from unisono.reduce.reducer import Reducer, exact
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Solo
 

@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from unisono.adapt.decision import Decision
-from unisono.adapt.noise_scale_policy import NoiseScalePolicy
+from unisono.adapt.batch_size_policies import NoiseScalePolicy
 from unisono.adapt.policy import Policy
-from unisono.adapt.view import View
+from unisono.adapt.view import Decision, View
 from unisono.cli import app as cli
 from unisono.cli.timeline import comparison_table, timeline_table
 from unisono.errors import JobError, PolicyError
 from unisono.job import Job
 from unisono.jsonl import damaged_lines
-from unisono.study.replay.comparison import compared
 from unisono.study.replay.record import Record
 from unisono.study.replay.replay import replay
-from unisono.study.replay.timeline import decisions_that_hold, figure, folded, timeline
+from unisono.study.replay.timeline import compared, decisions_that_hold, figure, folded, timeline
 
 pytestmark = pytest.mark.unit
 

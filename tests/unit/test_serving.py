@@ -2,14 +2,13 @@
 
 import pytest
 
-from unisono.membership.generation import Generation
+from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.reduce.transport import Solo
-from unisono.sync.all_reduce import AllReduce
 from unisono.sync.parameter_server import ParameterServer
-from unisono.sync.strategy import Strategy
+from unisono.sync.strategy import AllReduce, Strategy
 from unisono.train.group.workers import Workers
-from unisono.train.strategies.serving import serve
+from unisono.train.strategies.apart import serve
 
 pytestmark = pytest.mark.unit
 

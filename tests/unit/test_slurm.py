@@ -15,8 +15,7 @@ from unisono.errors import JobError, LaunchError
 from unisono.launch.script import Script
 from unisono.launch.slurm.batch_job import Allocation, BatchJob, split_words
 from unisono.launch.slurm.batch_script import require_valid, submit, text_of, write
-from unisono.launch.slurm.quoting import directive
-from unisono.launch.slurm.time_limit import seconds_of
+from unisono.launch.slurm.words import directive, seconds_of
 
 pytestmark = pytest.mark.unit
 

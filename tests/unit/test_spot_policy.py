@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from simulated_training import SimulatedTraining
-from unisono.adapt.cadence import daly_s, mean_time_between_failures
-from unisono.adapt.layout import Layout
 from unisono.adapt.policy import Policy
-from unisono.adapt.spot_policy import SpotPolicy
-from unisono.adapt.timings import Timings
-from unisono.adapt.view import View
+from unisono.adapt.spot_policy import SpotPolicy, daly_s, mean_time_between_failures
+from unisono.adapt.trial import Layout
+from unisono.adapt.view import Timings, View
 from unisono.errors import JobError, PolicyError
 from unisono.train.state.adaptation import observed
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.sync.staleness import Reads
+from unisono.sync.parameter_server import Reads
 
 pytestmark = pytest.mark.unit
 

@@ -12,16 +12,12 @@ from hypothesis import strategies as st
 
 from unisono.errors import JobError
 from unisono.plan.batches import Batches, Position
-from unisono.reduce.packing import NOTHING, pack, unpack
+from unisono.reduce.buckets import NOTHING, pack, unpack
 from unisono.reduce.traffic import Traffic
-from unisono.sync.all_reduce import AllReduce
-from unisono.sync.local_sgd import DiLoCo, LocalSGD
-from unisono.sync.model_averaging import ModelAveraging
+from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging, average
 from unisono.sync.named import STRATEGIES, strategy_of
-from unisono.sync.pair_averaging import PairAveraging, average
-from unisono.sync.parameter_server import ParameterServer
-from unisono.sync.shares import shares
-from unisono.sync.strategy import Strategy
+from unisono.sync.parameter_server import ParameterServer, shares
+from unisono.sync.strategy import AllReduce, Strategy
 
 pytestmark = pytest.mark.unit
 

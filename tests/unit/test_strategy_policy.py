@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from unisono.adapt.noise_scale_policy import NoiseScalePolicy
+from unisono.adapt.batch_size_policies import NoiseScalePolicy
+from unisono.adapt.communication_policies import MEASURED, StrategyPolicy
 from unisono.adapt.norms import Noise
-from unisono.adapt.strategy_policy import MEASURED, StrategyPolicy
 from unisono.adapt.view import View
 from unisono.errors import JobError
-from unisono.sync.local_sgd import LocalSGD
+from unisono.sync.averaging import LocalSGD
 
 pytestmark = pytest.mark.unit
 

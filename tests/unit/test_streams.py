@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from unisono.data.streams import Generators, generators_kept, seed_generators
-from unisono.plan.streams import Stream, stream_seed
+from unisono.plan.order import Stream, stream_seed
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unisono.errors import JobError
-from unisono.study.analysis.cells import Kind, PlannedCell, kinds_of, modes_of, planned, seconds_left
+from unisono.study.analysis.study_folder import Kind, PlannedCell, kinds_of, modes_of, planned, seconds_left
 from unisono.study.measure.measurement import Measurement, text_digest
 
 pytestmark = pytest.mark.unit

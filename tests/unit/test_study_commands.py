@@ -11,7 +11,7 @@ import torch
 import unisono.cli.study as command
 from studies import MadeUp
 from unisono.cli.study import commands, plain_workers
-from unisono.cli.study_sources import compare, report_from
+from unisono.cli.study_report import compare, report_from
 from unisono.errors import JobError
 from unisono.study.analysis.analysis import Wanted
 from unisono.study.measure.measurement import Measurement
@@ -88,7 +88,7 @@ def test_no_report_takes_the_place_of_another_studys(studies: tuple[Path, Path],
 
 def test_a_study_gets_its_own_report_again(studies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
-    monkeypatch.setattr("unisono.cli.study_sources.report", lambda results, folder, *_: written.append(folder))
+    monkeypatch.setattr("unisono.cli.study_report.report", lambda results, folder, *_: written.append(folder))
     one, two = studies
     report_from(one, None, Wanted())
     report_from(one, one, Wanted())

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from unisono.cli.study_progress import StudyProgress, roughly
-from unisono.study.analysis.cells import Kind, PlannedCell
+from unisono.study.analysis.study_folder import Kind, PlannedCell
 from unisono.study.measure.measured_run import MeasuredRun
 from unisono.study.measure.measuring import Missing
 

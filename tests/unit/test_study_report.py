@@ -15,17 +15,15 @@ from unisono.cli import app as cli
 from unisono.errors import JobError
 from unisono.study.analysis.analysis import Analysis, Wanted, analyzed
 from unisono.study.analysis.batch_curve import BatchCurve, BatchTrial, read_batch_curve
+from unisono.study.analysis.estimate import NOTHING, duration, number, percent, shown
 from unisono.study.analysis.recommendation import Prices
 from unisono.study.analysis.results import Cell, Results
-from unisono.study.analysis.wording import NOTHING, duration, number, percent, shown
 from unisono.study.report.charts import charts
-from unisono.study.report.correctness import correctness
 from unisono.study.report.document import Document, document
-from unisono.study.report.drawing import Drawing, drawn, inline
-from unisono.study.report.page import page
+from unisono.study.report.drawing import Drawing, drawn, inline, page
 from unisono.study.report.pdf import pdf
 from unisono.study.report.report import require_reports, write_report
-from unisono.study.report.threats import threats
+from unisono.study.report.threats import correctness, threats
 from unisono.study.report.verdict import advice, explanations, overheads, verdict
 
 pytestmark = pytest.mark.unit

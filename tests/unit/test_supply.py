@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.adapt.batch_shape import BatchShape
+from unisono.adapt.view import BatchShape
 from unisono.data.shards import ShardsRequest
 from unisono.plan.batches import Position
-from unisono.train.loop.supply import Part, Supply
+from unisono.train.loop.loop import Part, Supply
 
 pytestmark = pytest.mark.unit
 

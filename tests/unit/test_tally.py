@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from side_by_side import PATIENCE_S, Noticeboard
 from unisono.errors import MemoryFault
 from unisono.job import Job
-from unisono.membership.generation import Generation
+from unisono.membership.rendezvous import Generation
+from unisono.plan.audits import windows
 from unisono.plan.batches import Batch
 from unisono.plan.split import Split
-from unisono.plan.windows import windows
 from unisono.reduce.buckets import plan_buckets
-from unisono.reduce.hierarchical import HierarchicalTransport, host_split
+from unisono.reduce.host_transport import HierarchicalTransport, host_split
 from unisono.reduce.partial_sums import PIECE, PartialSums, Row
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
@@ -33,8 +33,8 @@ from unisono.reduce.tally import Tally, Witness, is_balanced
 from unisono.reduce.transport import Solo, Transport
 from unisono.testing.flip import flip
 from unisono.train.group.workers import Workers
-from unisono.train.model.digest import digest
 from unisono.train.model.prepared import Prepared
+from unisono.train.model.tensors import digest
 from unisono.train.step.engine import CHECKS, Call, Clip, Execution, StepEngine
 from unisono.words import sum_of_words
 

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from unisono.errors import NoProgress, WorkerLost
-from unisono.sync.staleness import Reads
-from unisono.train.strategies.tickets import Tickets
+from unisono.sync.parameter_server import Reads
+from unisono.train.strategies.shared_work import Tickets
 
 pytestmark = pytest.mark.unit
 

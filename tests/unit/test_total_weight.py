@@ -12,7 +12,7 @@ from unisono.errors import PolicyError
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.process_group import ProcessGroupTransport
-from unisono.train.step.total_weight import require_agreement, total_weight
+from unisono.train.step.loss import require_agreement, total_weight
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,7 @@ from torch import nn
 from unisono.launch.verify.comparison import Stage, read_moments
 from unisono.plan.batches import Batches, Position
 from unisono.train.group.control import ShardReport, StepReport
-from unisono.train.model.digest import digest, tensors_of
+from unisono.train.model.tensors import digest, tensors_of
 from unisono.train.record.trace import Trace, content_digest
 from unisono.train.step.engine import Call, Clip
 

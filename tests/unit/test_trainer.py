@@ -12,8 +12,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from unisono.errors import JobError
-from unisono.train.record.history import EpochRecord, History
-from unisono.train.record.progress import Bar, Lines
+from unisono.train.record.progress import Bar, EpochRecord, History, Lines
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 

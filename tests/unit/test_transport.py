@@ -23,7 +23,7 @@ from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import Bucket
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
-from unisono.reduce.reduction import native
+from unisono.reduce.reducer import native
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
 

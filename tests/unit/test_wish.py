@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch.forkserver.circumstances import circumstances
-from unisono.launch.forkserver.wish import Wish
+from unisono.launch.forkserver.request import Wish, circumstances
 
 pytestmark = pytest.mark.unit
 

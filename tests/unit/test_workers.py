@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unisono.errors import JobMismatch
-from unisono.membership.generation import Generation
+from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.reduce.transport import Transport
 from unisono.train.group.workers import Workers

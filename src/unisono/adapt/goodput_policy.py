@@ -6,15 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
-from unisono.adapt.decision import Figure
-from unisono.adapt.goodput import Bounds, goodput
-from unisono.adapt.layout import Layout
+from unisono.adapt.batch_size_policies import Ramp
 from unisono.adapt.policy import Policy
-from unisono.adapt.ramp import Ramp
-from unisono.adapt.step_time import StepTime, fit
-from unisono.adapt.stretch import layout_of
-from unisono.adapt.trial import Trial
-from unisono.adapt.view import View
+from unisono.adapt.step_time import Bounds, StepTime, fit, goodput
+from unisono.adapt.trial import Layout, Trial, layout_of
+from unisono.adapt.view import Figure, View
 from unisono.errors import JobError
 from unisono.received import value_of
 

@@ -5,13 +5,11 @@ from importlib import import_module
 from typing import Any
 
 from unisono.adapt.ada_scale import AdaScale
-from unisono.adapt.batch_size_schedule import BatchSizeSchedule
+from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
+from unisono.adapt.communication_policies import StragglerPolicy, TopologyPolicy
 from unisono.adapt.goodput_policy import GoodputPolicy
-from unisono.adapt.noise_scale_policy import NoiseScalePolicy
 from unisono.adapt.policy import Policy
 from unisono.adapt.scaling_policy import ScalingPolicy
-from unisono.adapt.straggler_policy import StragglerPolicy
-from unisono.adapt.topology_policy import TopologyPolicy
 from unisono.errors import JobError
 
 NAMED: dict[str, Callable[[int], Policy]] = {

@@ -1,7 +1,45 @@
 """What the squared norms of a step's gradients say about their noise."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from unisono.errors import JobError
+
+# Moving averages that know how much they have seen.
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """An exponential moving average, corrected for its start at nothing.
+
+    Attributes:
+        decay: of the past, per value: 0 keeps the newest alone.
+        total: of the values, each weighted with ``decay`` to the power of its age, times ``1 - decay``.
+        weight: of all values together: 0 before the first, towards 1.
+    """
+
+    decay: float
+    total: float = 0.0
+    weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay={self.decay!r}: needs to be at least 0 and below 1")
+
+    def after(self, value: float) -> "Average":
+        """The average with one more value."""
+        share = 1 - self.decay
+        return replace(self, total=self.decay * self.total + share * value, weight=self.decay * self.weight + share)
+
+    @property
+    def value(self) -> float | None:
+        """The average; None before the first value."""
+        return self.total / self.weight if self.weight else None
+
+
+# What the squared norms of a step's gradients say about their noise.
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +128,108 @@ class Noise:
         """
         scale = self.scale
         return 1.0 if scale is None else (scale + base) / (scale + batch)
+
+
+# What the shards' losses say of the samples' losses.
+
+
+def loss_variance(losses: Sequence[float], sizes: Sequence[float]) -> float | None:
+    """An unbiased estimate of the variance of one sample's loss, from the means over shards.
+
+    With means l over b samples each, and l̄ over all of them: Σ b (l - l̄)² / (S - 1), where S is the number of shards.
+
+    Args:
+        losses: the mean of each shard, without empty ones.
+        sizes: the shards' numbers of samples.
+
+    Returns:
+        None if there are fewer than two shards.
+    """
+    if len(losses) < 2:
+        return None
+    mean = sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
+    return sum(size * (loss - mean) ** 2 for loss, size in zip(losses, sizes, strict=True)) / (len(losses) - 1)
+
+
+# Which steps are watched, and how closely.
+
+ELEMENTS = 2**20
+"""Of a gradient that are read at least, unless the user says otherwise: then watching costs next to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Monitoring:
+    """What is measured in the steps themselves. It changes no bit of the weights.
+
+    Attributes:
+        every: steps from one that is watched to the next; 0 for none.
+        one_in: how many blocks of a gradient one that is read stands for; 0 for as many as leave a million elements.
+        links_every: steps from one after which latency and bandwidth between the workers are measured to the next; 0
+            for none.
+
+    Raises:
+        JobError: a number is below 0.
+    """
+
+    every: int = 0
+    one_in: int = 0
+    links_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise JobError(f"monitor={self.every!r}: use a number of steps, or 0 to watch none")
+        if self.links_every < 0:
+            raise JobError(f"Monitoring(links_every={self.links_every!r}): use a number of steps, or 0 for never")
+        if self.one_in < 0:
+            raise JobError(
+                f"Monitoring(one_in={self.one_in!r}): use 1 to read all of a gradient, or 0 to leave it to us"
+            )
+
+    def watches(self, step: int, call: int) -> bool:
+        """Whether a call of ``step.run`` is watched: the first of the step, if any."""
+        return bool(self.every) and call == 0 and step % self.every == 0
+
+    def measures_links(self, steps: int) -> bool:
+        """Whether the connections between workers are measured after so many steps."""
+        return bool(self.links_every) and steps % self.links_every == 0
+
+    def blocks_of(self, tensors: Iterable[Tensor]) -> int:
+        """How many blocks one stands for, in gradients of these tensors."""
+        return self.one_in or max(1, sum(tensor.numel() for tensor in tensors) // ELEMENTS)
+
+
+# The gradient noise scale over many steps.
+
+DECAY = 0.99
+_NOTHING = Average(DECAY)
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseAverage:
+    """Averages of variance and signal, each on its own: only their quotient is biased, and only once.
+
+    Attributes:
+        variance: of the steps so far.
+        signal: of the steps so far.
+    """
+
+    variance: Average = _NOTHING
+    signal: Average = _NOTHING
+
+    @classmethod
+    def of(cls, decay: float) -> "NoiseAverage":
+        """Nothing seen yet, with a decay per step."""
+        return cls(Average(decay), Average(decay))
+
+    def after(self, norms: GradientNorms) -> "NoiseAverage":
+        """With one more step; a step that says nothing changes nothing."""
+        if not norms.are_enough:
+            return self
+        noise = norms.noise
+        return NoiseAverage(self.variance.after(noise.variance), self.signal.after(noise.signal))
+
+    @property
+    def noise(self) -> Noise | None:
+        """The averages; None before the first step."""
+        variance, signal = self.variance.value, self.signal.value
+        return None if variance is None or signal is None else Noise(variance, signal)

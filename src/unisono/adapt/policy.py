@@ -8,8 +8,7 @@ from numbers import Real
 from reprlib import repr as short
 from typing import Any, ClassVar
 
-from unisono.adapt.decision import Decision, Figure, Verb
-from unisono.adapt.view import View
+from unisono.adapt.view import Decision, Figure, Verb, View
 from unisono.errors import Unreadable
 from unisono.received import value_of
 

@@ -10,10 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from unisono.adapt.decision import Figure
 from unisono.adapt.norms import GradientNorms, Noise
-from unisono.adapt.timings import Timings
-from unisono.adapt.view import LOCAL, View
+from unisono.adapt.view import LOCAL, Figure, Timings, View
 from unisono.errors import JobError
 from unisono.plan.links import Links
 

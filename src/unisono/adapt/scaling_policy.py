@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from unisono.adapt.layout import Layout, useful_sizes
 from unisono.adapt.policy import Policy
-from unisono.adapt.stretch import layout_of
-from unisono.adapt.trial import Trial
+from unisono.adapt.trial import Layout, Trial, layout_of, useful_sizes
 from unisono.adapt.view import View
 from unisono.errors import JobError
 

@@ -6,12 +6,44 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unisono.adapt.cadence import daly_s, mean_time_between_failures
-from unisono.adapt.decision import Figure
-from unisono.adapt.layout import useful_sizes
 from unisono.adapt.policy import Policy
-from unisono.adapt.view import View
+from unisono.adapt.trial import useful_sizes
+from unisono.adapt.view import Figure, View
 from unisono.errors import JobError
+
+# How often to write a checkpoint.
+
+
+def mean_time_between_failures(seconds: float, failures: int, prior_s: float) -> float:
+    """What is expected after so many failures in so many seconds, if one in ``prior_s`` was expected before.
+
+    The mean of the rate under a Gamma prior with one failure in ``prior_s`` seconds: before anything has failed the
+    estimate is the prior, or what was survived and the prior together; after many failures the prior counts for one.
+    """
+    return (seconds + prior_s) / (failures + 1)
+
+
+def daly_s(checkpoint_s: float, between_failures_s: float) -> float:
+    """Seconds of work between two checkpoints that lose the least time to writing them and to work done twice.
+
+    Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974: the square root of 2 δ M,
+    for a checkpoint of δ seconds and M seconds between failures. Daly, "A higher order estimate of the optimum
+    checkpoint interval for restart dumps", FGCS 22(3), 2006, equation 37::
+
+        √(2 δ M) · (1 + √(δ / 2M) / 3 + (δ / 2M) / 9) - δ        if δ < 2 M, and M otherwise
+
+    Args:
+        checkpoint_s: δ, that writing one takes; above 0.
+        between_failures_s: M, on average; above 0.
+    """
+    share = checkpoint_s / (2 * between_failures_s)
+    if share >= 1:
+        return between_failures_s
+    young = math.sqrt(2 * checkpoint_s * between_failures_s)
+    return young * (1 + math.sqrt(share) / 3 + share / 9) - checkpoint_s
+
+
+# Workers on machines that are cheap, and may be taken away.
 
 Market = Callable[[], Mapping[str, float | int | None]]
 """Says the ``price`` of one worker, and for how many of them there are ``notices`` now; either may be absent."""
@@ -25,8 +57,9 @@ class SpotPolicy(Policy):
     - **Notices**: for each new one a checkpoint is written and one worker less is asked for, after the same step. As
       long as notices stand, those workers are not asked for again.
     - **Checkpoints**: every τ + δ seconds, with Daly's τ for δ, the seconds that a checkpoint takes, and the mean time
-      between failures that was observed (:mod:`unisono.adapt.cadence`). Each worker that is lost, or leaves on notice,
-      counts as a failure: machines of one market tend to be taken together, and then there is only the checkpoint.
+      between failures that was observed (:mod:`unisono.adapt.spot_policy`). Each worker that is lost, or leaves on
+      notice, counts as a failure: machines of one market tend to be taken together, and then there is only the
+      checkpoint.
 
     Args:
         market: is called without arguments every so many steps on the main worker, and answers with a mapping, such as

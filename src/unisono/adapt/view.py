@@ -2,14 +2,161 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from unisono.adapt.decision import Figure
 from unisono.adapt.norms import GradientNorms, Noise
-from unisono.adapt.timings import Timings
 from unisono.plan.links import Links
+
+# What a policy wants, and why.
+
+Verb = Literal[
+    "resize",
+    "set_batch_size",
+    "set_learning_rate",
+    "set_topology",
+    "set_strategy",
+    "set_balance",
+    "replace",
+    "measure_links",
+    "checkpoint",
+    "stop",
+]
+
+Figure = float | int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One verb of one policy, taken after a step. All of a step take effect together.
+
+    Attributes:
+        policy: its name.
+        verb: what is to be done.
+        value: of what, if the verb takes one.
+        why: the figures behind it, by name.
+        shards: that batches are cut into from then on, if the verb says so.
+    """
+
+    policy: str
+    verb: Verb
+    value: float | int | str | None = None
+    why: Mapping[str, Figure] = field(default_factory=dict)
+    shards: int | None = None
+
+    def __str__(self) -> str:
+        cut = "" if self.shards is None else f", shards={self.shards}"
+        return f"{self.policy}: {self.verb}({'' if self.value is None else self.value}{cut})"
+
+
+def decisions_digest(decisions: Sequence[Decision]) -> int:
+    """A number above 0 and below 2**49 that differs where decisions do; the figures behind them do not count."""
+    told = json.dumps([[one.policy, one.verb, one.value, one.shards] for one in decisions])
+    return 1 + int.from_bytes(hashlib.blake2b(told.encode(), digest_size=6).digest(), "little")
+
+
+# What a worker measured of its own steps.
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """One worker's figures, all of its own clock. They ride with the control word, so that all workers see the same.
+
+    Attributes:
+        shard_s: seconds that one shard took, in this step.
+        step_s: seconds of the step before, from the end of the one before it to its own end.
+        data_s: of these, waiting for samples.
+        exposed_s: of these, waiting for the reduction after everything was computed.
+        update_s: of these, the optimizer's update.
+        sent_bytes: of gradients and control words, that others got from this worker in the step before.
+        formed_s: seconds that forming the present generation took; 0 in the first one.
+        checkpoint_s: seconds that the newest checkpoint took; 0 where none was written.
+        sent_messages: that others got from this worker in the step before.
+    """
+
+    shard_s: float = 0.0
+    step_s: float = 0.0
+    data_s: float = 0.0
+    exposed_s: float = 0.0
+    update_s: float = 0.0
+    sent_bytes: float = 0.0
+    formed_s: float = 0.0
+    checkpoint_s: float = 0.0
+    sent_messages: float = 0.0
+
+
+# How a step was computed.
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """By whom and how a step was computed: what its times depend on.
+
+    Attributes:
+        generation: of the workers.
+        world_size: how many there were.
+        batch_size: samples in the global batch that was wanted; the last one of an epoch may have had fewer.
+        shards: into which it was cut.
+        topology: the way of the partial sums over a process group; empty where there was none.
+        departures: workers that had been lost by then, or had left on notice, in the whole job.
+    """
+
+    generation: int = 0
+    world_size: int = 0
+    batch_size: int = 0
+    shards: int = 0
+    topology: str = ""
+    departures: int = 0
+
+
+# How large a global batch is, and how fine it is cut.
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """A global batch as numbers.
+
+    Attributes:
+        samples: in it.
+        shards: that it is cut into; they differ by one sample at most.
+    """
+
+    samples: int
+    shards: int
+
+    @property
+    def largest_shard(self) -> int:
+        """Samples in the largest shard."""
+        return -(-self.samples // self.shards)
+
+
+def shards_for(batch_size: int, base_shards: int, largest_shard: int) -> int:
+    """Into how many shards a batch is cut so that none is larger than a worker's memory allows.
+
+    Args:
+        batch_size: samples in the batch.
+        base_shards: of the job.
+        largest_shard: samples in one shard at most.
+
+    Returns:
+        the smallest power of two times ``base_shards`` that does it.
+
+    Raises:
+        ValueError: a number is below 1.
+    """
+    if min(batch_size, base_shards, largest_shard) < 1:
+        given = f"batch_size={batch_size}, base_shards={base_shards}, largest_shard={largest_shard}"
+        raise ValueError(f"shards_for({given}): all need to be above 0")
+    shards = base_shards
+    while BatchShape(batch_size, shards).largest_shard > largest_shard:
+        shards *= 2
+    return shards
+
+
+# What a policy sees.
 
 LOCAL = ("seconds", "samples_per_s", "generation", "world_size")
 """What workers may find different in a line of metrics. It has its places in the view, where it is the same on all."""

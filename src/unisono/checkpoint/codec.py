@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unisono.checkpoint.decoder import Decoder
-from unisono.checkpoint.forms import DEEPEST, FORMS, KINDS, MARK, is_plain
+from unisono.checkpoint.decoder import DEEPEST, FORMS, KINDS, MARK, Decoder, is_plain
 from unisono.checkpoint.layout import is_kept
 from unisono.errors import CheckpointError
 

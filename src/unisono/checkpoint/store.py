@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import psutil
 
-from unisono.checkpoint.origin import origin
 from unisono.checkpoint.snapshot import (
     MANIFEST,
     Digests,
@@ -25,7 +24,7 @@ from unisono.checkpoint.snapshot import (
     read_snapshot,
     sync_folder,
 )
-from unisono.checkpoint.writer import Writer
+from unisono.checkpoint.writer import Writer, origin
 from unisono.errors import CheckpointError, Superseded, UnisonoWarning
 
 __all__ = ["CheckpointStore", "Snapshot", "load_weights"]

@@ -1,6 +1,7 @@
 """The commands. Nothing here loads torch; a command that needs it loads it when it is called."""
 
 import io
+import json
 import os
 import sys
 from typing import Annotated
@@ -9,19 +10,32 @@ import typer
 
 from unisono.cli.batch_size import batch_size
 from unisono.cli.chaos import chaos
-from unisono.cli.doctor import doctor
 from unisono.cli.join import join
-from unisono.cli.leave import leave
-from unisono.cli.remote import RemoteCommand
+from unisono.cli.options import RemoteCommand
 from unisono.cli.replay import replay
-from unisono.cli.resize import resize
 from unisono.cli.run import run
 from unisono.cli.slurm import slurm
-from unisono.cli.status import status
-from unisono.cli.stop import stop
+from unisono.cli.status import leave, resize, status, stop
 from unisono.cli.study import StudyCommand, study
 from unisono.cli.verify import verify
 from unisono.errors import JobError, UnisonoError
+
+# ``unisono doctor``: everything that a bug report needs.
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it for programs.")] = False) -> None:
+    """Look at this machine: versions, devices, limits, and whether workers can talk to each other.
+
+    Exit code 1 if nothing can be trained here; other problems are listed with what to do.
+    """
+    from unisono.launch.doctor.doctor import examine
+
+    diagnosis = examine()
+    typer.echo(json.dumps(diagnosis.as_json(), indent=1) if as_json else diagnosis.as_text())
+    raise typer.Exit(1 if diagnosis.stops else 0)
+
+
+# The commands. Nothing here loads torch; a command that needs it loads it when it is called.
 
 USAGE = 2
 

@@ -17,12 +17,10 @@ from rich.console import Console
 from rich.text import Text
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.cli.options import Module, ScriptName, Shards, Threads, Tuned
-from unisono.cli.study_options import TRIAL_GRACE_S, ScriptArgs
+from unisono.cli.options import TRIAL_GRACE_S, Module, ScriptArgs, ScriptName, Shards, Threads, Tuned
 from unisono.errors import DataError, JobError, LaunchError
 from unisono.launch.ending.out_of_memory import ran_out_of_memory
-from unisono.launch.ending.report import in_a_line, last_lines
-from unisono.launch.ending.result import open_folder
+from unisono.launch.ending.result import in_a_line, last_lines, open_folder
 from unisono.launch.local import Launches
 from unisono.launch.memory import MIB, room_mib
 from unisono.launch.script import Script

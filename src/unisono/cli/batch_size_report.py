@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unisono.cli.study_options import STUDIES
+from unisono.cli.options import STUDIES
 from unisono.cli.tables import show_table
 from unisono.errors import JobError
-from unisono.study.analysis.wording import number, percent
+from unisono.study.analysis.estimate import number, percent
 
 if TYPE_CHECKING:
     from unisono.study.analysis.batch_curve import BatchCurve

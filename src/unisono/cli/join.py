@@ -17,16 +17,16 @@ from unisono.cli.options import (
     Shards,
     StrategyName,
     Threads,
+    TokenFile,
+    Trusted,
     Tuned,
+    Url,
     WarmStart,
 )
-from unisono.cli.remote import TokenFile, Trusted, Url
 from unisono.errors import JobError
-from unisono.launch.elastic.address import Whereabouts
-from unisono.launch.elastic.control import Control
+from unisono.launch.elastic.address import Control, Whereabouts
 from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, ElasticSettings, Range
-from unisono.launch.ending.report import report
-from unisono.launch.ending.result import open_folder
+from unisono.launch.ending.result import open_folder, report
 from unisono.launch.script import Script
 from unisono.launch.settings import GRACE_S, LaunchSettings
 from unisono.launch.terminal.terminal import Terminal

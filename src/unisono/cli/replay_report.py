@@ -17,9 +17,8 @@ from unisono.adapt.named import policies_named
 from unisono.cli.tables import show_table
 from unisono.cli.timeline import comparison_lines, comparison_table, timeline_lines, timeline_table
 from unisono.jsonl import to_json
-from unisono.study.replay.comparison import Pair, compared
 from unisono.study.replay.record import Record
-from unisono.study.replay.timeline import UNTOLD, decisions_that_hold, timeline
+from unisono.study.replay.timeline import UNTOLD, Pair, compared, decisions_that_hold, timeline
 
 if TYPE_CHECKING:
     from unisono.study.replay.replay import Replay

@@ -35,14 +35,13 @@ from unisono.launch.command import dry_run, elastic_dry_run
 from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
 from unisono.launch.elastic.entrance import Entrance
 from unisono.launch.ending.outcome import Outcome
-from unisono.launch.ending.report import report
-from unisono.launch.ending.result import RUNS, open_folder
+from unisono.launch.ending.result import RUNS, open_folder, report
 from unisono.launch.local import launch
 from unisono.launch.script import Script
 from unisono.launch.settings import GRACE_S, LaunchSettings
 from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.tuning import Tuning
-from unisono.membership.cores import usable_cores
+from unisono.membership.cgroup import usable_cores
 
 
 def run(

@@ -6,10 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.cli.options import RunningIn
-from unisono.cli.remote import TokenFile, Trusted, Url
-from unisono.launch.elastic.address import Whereabouts
-from unisono.launch.elastic.control import Control
+from unisono.cli.options import RunningIn, TokenFile, Trusted, Url
+from unisono.launch.elastic.address import Control, Whereabouts
 
 
 def status(
@@ -62,3 +60,44 @@ def _agent(agent: Mapping[str, Any]) -> str:
     notes = (", leaving" if agent["leaving"] else "") + ("" if agent["connected"] else ", not connected")
     notes += f", left out: {agent['left_out']}" if agent["left_out"] else ""
     return f"{agent['agent']} on {agent['host']}: room for {agent['workers']}{notes}"
+
+
+# ``unisono leave``: one worker, or all of one host, take part no more.
+
+
+def leave(
+    who: Annotated[str, typer.Argument(help="A worker's id or rank, or an agent's id, as status shows them.")],
+    run_dir: RunningIn = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    certificate: Trusted = None,
+) -> None:
+    """Have a worker of an elastic job leave after the step that is under way."""
+    typer.echo(line(Control(Whereabouts(url, token_file, certificate, run_dir).address()).leave(who)))
+
+
+# ``unisono resize``: another number of workers, while the job trains.
+
+
+def resize(
+    workers: Annotated[int, typer.Argument(help="How many workers there are to be.", metavar="N", min=1)],
+    run_dir: RunningIn = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    certificate: Trusted = None,
+) -> None:
+    """Have an elastic job go on with N workers. The weights stay the same, bit for bit."""
+    typer.echo(line(Control(Whereabouts(url, token_file, certificate, run_dir).address()).resize(workers)))
+
+
+# ``unisono stop``: the job ends with a checkpoint, from which it can be started again.
+
+
+def stop(
+    run_dir: RunningIn = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    certificate: Trusted = None,
+) -> None:
+    """Have all workers of an elastic job leave with a checkpoint; unisono run then ends with exit code 75."""
+    typer.echo(line(Control(Whereabouts(url, token_file, certificate, run_dir).address()).stop()))

@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from unisono.cli.options import Module, Shards, Threads, Tuned, read_workers
-from unisono.cli.study_options import (
+from unisono.cli.options import (
     STUDIES,
     TRIAL_GRACE_S,
     Baseline,
@@ -27,6 +26,7 @@ from unisono.cli.study_options import (
     From,
     KeepGoing,
     Label,
+    Module,
     Out,
     Predict,
     Price,
@@ -34,26 +34,29 @@ from unisono.cli.study_options import (
     ScalingMode,
     ScriptArgs,
     Seed,
+    Shards,
     Steps,
     StudyScript,
+    Threads,
+    Tuned,
     Waiting,
     Warmup,
     Workers,
+    read_workers,
 )
 from unisono.errors import JobError, LaunchError
-from unisono.launch.ending.report import in_a_line
-from unisono.launch.ending.result import open_folder
+from unisono.launch.ending.result import in_a_line, open_folder
 from unisono.launch.local import launch
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning
-from unisono.membership.cores import usable_cores
+from unisono.membership.cgroup import usable_cores
 
 if TYPE_CHECKING:
     from unisono.study.analysis.analysis import Wanted
-    from unisono.study.analysis.cells import PlannedCell
     from unisono.study.analysis.results import Results
+    from unisono.study.analysis.study_folder import PlannedCell
     from unisono.study.measure.measurement import Measurement
     from unisono.study.measure.measuring import Measured, RunEnd
 
@@ -109,7 +112,7 @@ def study(
     What is measured is kept: started again after an interruption, it measures only what is missing. Exit code 0 if
     there are figures of every run, 1 if not.
     """
-    from unisono.cli.study_sources import compare, name_of, report_from, wanted_of
+    from unisono.cli.study_report import compare, name_of, report_from, wanted_of
 
     wanted = partial(wanted_of, predict=predict, threshold=efficiency, price=price, waiting=waiting)
     if measured is not None:
@@ -253,8 +256,8 @@ def start(measurement: Measurement, path: Path, wanted: Wanted, *, keeps_going: 
 def results_of(measurement: Measurement, measured: Measured, cores: int) -> Results:
     """All that a report is made of."""
     from unisono.study.analysis.results import Results
+    from unisono.study.measure.measurement import surroundings
     from unisono.study.measure.measuring import network, notes, rows, shown_settings
-    from unisono.study.measure.surroundings import surroundings
 
     cells = rows(measurement, measured, cores)
     return Results(
@@ -268,7 +271,7 @@ def results_of(measurement: Measurement, measured: Measured, cores: int) -> Resu
 
 def commands(measurement: Measurement) -> list[str]:
     """How each kind of run could be started by hand."""
-    from unisono.study.analysis.cells import PlannedCell
+    from unisono.study.analysis.study_folder import PlannedCell
 
     runner = Runner(measurement)
     return [_typed(runner.settings(PlannedCell(kind, 0)), tuned=measurement.tuned) for kind in measurement.kinds]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from unisono.study.analysis.cells import PlannedCell
+from unisono.study.analysis.study_folder import PlannedCell
 from unisono.study.measure.measured_run import MeasuredRun
 from unisono.study.measure.measuring import Missing
 

@@ -9,9 +9,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from unisono.adapt.decision import Decision
-from unisono.study.replay.comparison import Pair
-from unisono.study.replay.timeline import Happening, decision_of, figure, figures, folded
+from unisono.adapt.view import Decision
+from unisono.study.replay.timeline import Happening, Pair, decision_of, figure, figures, folded
 
 
 def timeline_table(happenings: Sequence[Happening], *, unfolded: bool) -> Table:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono.cli.tables import show_table
-from unisono.launch.ending.report import last_lines
+from unisono.launch.ending.result import last_lines
 from unisono.launch.verify.cause import equal_until_then, repeated_text, weights_text, where, workers_text
 from unisono.launch.verify.comparison import Finding, Stage
 from unisono.launch.verify.hints import Hint

@@ -13,8 +13,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset, default_col
 
 from unisono.data.streams import seed_generators
 from unisono.errors import DataError
-from unisono.plan.order import Indices, sample_order
-from unisono.plan.streams import Stream, stream_seed
+from unisono.plan.order import Indices, Stream, sample_order, stream_seed
 
 Collate = Callable[[list[Any]], Any]
 

@@ -4,13 +4,50 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, MutableMapping
+from copy import copy
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from unisono.data.leaves import replaced
+# The leaves of a batch, whatever holds them.
+
+Leaf = TypeVar("Leaf")
+
+
+def replaced(tree: Any, kind: type[Leaf], replace: Callable[[Leaf], Any]) -> Any:
+    """A copy of lists, tuples and mappings in which every leaf of one kind is replaced.
+
+    Args:
+        tree: of leaves; what is no list, tuple or mapping is a leaf.
+        kind: of the leaves to replace.
+        replace: called once for each, also for one that stands in several places: it stays one.
+    """
+    known: dict[int, Any] = {}
+
+    def once(leaf: Leaf) -> Any:
+        if id(leaf) not in known:
+            known[id(leaf)] = replace(leaf)
+        return known[id(leaf)]
+
+    return _rebuilt(tree, kind, once)
+
+
+def _rebuilt(tree: Any, kind: type[Leaf], replace: Callable[[Leaf], Any]) -> Any:
+    if isinstance(tree, kind):
+        return replace(tree)
+    if isinstance(tree, MutableMapping):
+        changed = copy(tree)  # a defaultdict, or a class of its own, stays what it is
+        changed.update({key: _rebuilt(value, kind, replace) for key, value in tree.items()})
+        return changed
+    if isinstance(tree, list | tuple):
+        parts = [_rebuilt(part, kind, replace) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree
+
+
+# Memory that a process shares with those it forks: batches are written there, and read where they lie.
 
 ALIGNMENT = 64
 """Bytes: tensors begin at multiples of it, as torch's own do."""

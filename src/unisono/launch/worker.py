@@ -18,8 +18,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.launch.ending.ended import note_end
-from unisono.launch.ending.failure import Failure, dismissal_in
+from unisono.launch.ending.failure import Failure, dismissal_in, note_end
 from unisono.launch.script import Script
 from unisono.launch.terminal.name import WorkerName
 

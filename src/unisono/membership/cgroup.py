@@ -1,5 +1,7 @@
 """What a container or a Slurm job allows this process: the limits of its control groups, versions 1 and 2."""
 
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,3 +81,13 @@ def _used(folder: Path) -> int:
 
 def _words(path: Path) -> list[str]:
     return path.read_text().split() if path.is_file() else []
+
+
+# How many cores this process may use.
+
+
+def usable_cores() -> int:
+    """Those it may run on, and no more than its control groups allow; at least 1."""
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = read_limits().cpus
+    return mine if limit is None else max(1, min(mine, math.floor(limit)))

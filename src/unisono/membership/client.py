@@ -12,8 +12,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from unisono.errors import LaunchError
-from unisono.membership.call import call
-from unisono.membership.conversation import Conversation
+from unisono.membership.conversation import Conversation, call
 from unisono.membership.messages import (
     FromWorker,
     Refused,
@@ -24,8 +23,7 @@ from unisono.membership.messages import (
     to_worker,
 )
 from unisono.membership.parser import LONGEST_MESSAGE
-from unisono.membership.token import OUTDATED, REFUSED
-from unisono.membership.trust import context_for, is_private
+from unisono.membership.token import OUTDATED, REFUSED, context_for, is_private
 
 ANSWER_S = 60.0
 """Seconds that an answer may take besides what it waits for: enough for a coordinator to be started again."""
@@ -104,7 +102,7 @@ class Line:
             on_message: called with each message but answers to requests, on the line's thread, one at a time. On a new
                 connection the coordinator may say things again.
             timeout_s: how long to try to connect, in seconds.
-            certificates: whom to trust, PEM, as :func:`~unisono.membership.trust.context_for` says; None for those that
+            certificates: whom to trust, PEM, as :func:`~unisono.membership.token.context_for` says; None for those that
                 this host trusts.
             look_s: seconds between two looks at whether the coordinator is still there.
 

@@ -15,9 +15,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from unisono.errors import JobError, Unreadable
 from unisono.membership import state as machine
-from unisono.membership.journal import Journal
 from unisono.membership.keyvalue import Answer, KeyValue
-from unisono.membership.ledger import Everything, Ledger
+from unisono.membership.ledger import Everything, Journal, Ledger
 from unisono.membership.messages import (
     PROTOCOL,
     AgentHello,

@@ -11,7 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from unisono.errors import JobError
-from unisono.membership.call import SILENT
+from unisono.membership.conversation import SILENT
 
 REQUEST_LINE_S = 10.0
 """Seconds in which whoever connects has to say what it wants."""

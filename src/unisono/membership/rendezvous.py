@@ -1,6 +1,7 @@
 """How the workers of a generation find each other and form a process group."""
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,34 @@ import torch.distributed as dist
 from unisono.errors import LaunchError
 from unisono.membership.data_address import data_address
 from unisono.membership.environment import Environment, Rendezvous
-from unisono.membership.generation import Generation
+from unisono.plan.split import Split
+
+# One roster's life: who is in it, and which shards each worker computes.
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A generation as one of its workers sees it.
+
+    Attributes:
+        number: 1, 2, 3 …, never reused within a run.
+        rank: this worker's place in the roster.
+        split: which shards each worker computes, unless some only serve.
+        departures: workers that were lost or left on notice before it, in the whole job.
+    """
+
+    number: int
+    rank: int
+    split: Split
+    departures: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.split.workers
+
+
+# How the workers of a generation find each other and form a process group.
 
 LONGEST_NOTICE = 4096
 """Characters of what a worker posts."""

@@ -1,7 +1,8 @@
 """Buckets: several tensors fused into one flat buffer that is reduced together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -92,3 +93,104 @@ def _layout(tensor: Tensor) -> tuple[int, ...]:
             return tuple(torch.empty(tensor.shape, device="meta").stride())
         dense *= size
     return tuple(tensor.stride())
+
+
+# Tensors as bytes in a row.
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """All tensors' elements, each tensor at a multiple of 64 bytes: uint8, 1-D, on the CPU, a copy."""
+    packed = torch.zeros(sum(_padded(tensor) for tensor in tensors), dtype=torch.uint8)
+    for view, tensor in zip(_views(packed, tensors), tensors, strict=True):
+        view.copy_(tensor.detach())
+    return packed
+
+
+def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """What was packed, with the shapes, dtypes and devices of these tensors: views on the CPU, copies elsewhere.
+
+    Raises:
+        ValueError: not as many bytes as these tensors have when they are packed.
+    """
+    if packed.numel() != (expected := sum(_padded(tensor) for tensor in like)):
+        raise ValueError(f"{packed.numel()} bytes, where tensors of {expected} were expected")
+    return [view.to(tensor.device) for view, tensor in zip(_views(packed, like), like, strict=True)]
+
+
+def _views(packed: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+    offset = 0
+    for tensor in like:
+        yield packed[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        offset += _padded(tensor)
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+# Which topology carries buckets of which size: by what was measured between these workers.
+
+REPETITIONS = 5
+"""At most so many for each topology; the shortest counts."""
+
+ENOUGH_S = 0.2
+"""Seconds after which a topology is not repeated."""
+
+Trial = Callable[[], float]
+"""Reduces a bucket once; returns the seconds of the slowest worker, the same number on every worker."""
+
+
+class Choice:
+    """Takes the fastest topology for each class of sizes; a class is a power of two of bytes.
+
+    Every worker gets the same numbers from its trials, and so decides alike.
+
+    Args:
+        names: the topologies to choose from. The first is taken as long as nothing is measured.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._seconds: dict[int, dict[str, float]] = {}
+
+    def topology(self, size: int) -> str:
+        """The one to take for a bucket of ``size`` bytes: the fastest for what was measured of about that size."""
+        if not self._seconds:
+            return self._names[0]
+        seconds = self._seconds[min(self._seconds, key=lambda known: abs(known - size.bit_length()))]
+        return min(seconds, key=lambda name: seconds[name])
+
+    def open(self, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """The largest bucket of each class about which nothing is known yet, from small to large."""
+        largest: dict[int, Bucket] = {}
+        for bucket in sorted(buckets, key=_size):
+            largest[_size(bucket).bit_length()] = bucket
+        unknown = [bucket for known, bucket in largest.items() if known not in self._seconds]
+        return unknown if len(self._names) > 1 else []
+
+    def measure(self, bucket: Bucket, trial: Callable[[str], Trial]) -> dict[str, float]:
+        """Try every topology on buckets of this one's class.
+
+        Args:
+            bucket: of the class.
+            trial: gives a topology the buffers it needs.
+
+        Returns:
+            the seconds of each.
+        """
+        seconds: dict[str, float] = {}
+        for name in self._names:
+            once, best, spent = trial(name), inf, 0.0
+            for _ in range(REPETITIONS):
+                if spent < ENOUGH_S:
+                    last = once()
+                    best, spent = min(best, last), spent + last
+            seconds[name] = best
+        self._seconds[_size(bucket).bit_length()] = seconds
+        return seconds
+
+
+def _size(bucket: Bucket) -> int:
+    return bucket.numel * bucket.dtype.itemsize

@@ -13,10 +13,9 @@ from typing import Any
 
 from unisono.errors import NoProgress, UnisonoError, Unreadable, WorkerLost
 from unisono.reduce.admission import RETRY_S, Admission, present
-from unisono.reduce.letters import Letter, Line
+from unisono.reduce.letters import Letter, Line, address_of, family_of, is_host, is_name, listen
 from unisono.reduce.peers import limit
 from unisono.reduce.traffic import Traffic
-from unisono.reduce.whereabouts import address_of, family_of, is_host, is_name, listen
 
 Gather = Callable[[Any], list[Any]]
 """Every worker's JSON value, by rank. Collective."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import re
+import secrets
 import socket
 import struct
 from collections.abc import Mapping
@@ -15,8 +18,55 @@ from torch import Tensor
 
 from unisono.errors import Unreadable
 from unisono.received import memory, parse_object
-from unisono.reduce.admission import fill, receive
-from unisono.reduce.packing import NOTHING
+from unisono.reduce.admission import MOST_CALLERS, fill, receive
+from unisono.reduce.buckets import NOTHING
+
+# Where workers can be called: addresses that are made here, and those that came from others.
+
+_NAME = re.compile(r"\0unisono-[0-9a-f]{32}")
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that listens.
+
+    Args:
+        host: the address at which workers of other hosts call; empty for a Unix socket, which has no name among files.
+    """
+    listening = socket.socket(family_of(host) if host else socket.AF_UNIX)
+    try:
+        listening.bind((host, 0) if host else f"\0unisono-{secrets.token_hex(16)}")
+        listening.listen(MOST_CALLERS)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def address_of(listening: socket.socket) -> str | tuple[str, int]:
+    """Where to call, as JSON values."""
+    address = listening.getsockname()
+    return address.decode("ascii") if isinstance(address, bytes) else (address[0], address[1])
+
+
+def is_name(name: str) -> bool:
+    """Whether workers listen at Unix sockets of such names."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_host(host: str) -> bool:
+    """Whether this is an address of a host, and not a name that somebody would have to be asked for."""
+    try:
+        return "%" not in str(ipaddress.ip_address(host))  # that would be an interface of the other host
+    except ValueError:
+        return False
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """IPv6 where the address is one of these."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+# What two workers say to each other, and how it travels.
 
 LARGEST_HEADER = 2**20
 """Bytes of what is said besides the tensors."""
@@ -30,7 +80,7 @@ class Letter:
 
     Attributes:
         said: JSON values by name.
-        packed: tensors as bytes, see :func:`unisono.reduce.packing.pack`: uint8, 1-D.
+        packed: tensors as bytes, see :func:`unisono.reduce.buckets.pack`: uint8, 1-D.
     """
 
     said: Mapping[str, Any] = field(default_factory=dict)

@@ -16,8 +16,7 @@ from unisono.errors import NoProgress, WorkerLost
 from unisono.plan.links import Links
 from unisono.plan.split import Split
 from unisono.plan.topology import distinct
-from unisono.reduce.buckets import Bucket
-from unisono.reduce.choice import Choice, Trial
+from unisono.reduce.buckets import Bucket, Choice, Trial
 from unisono.reduce.exchange import Collectives, Exchange, Messages
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport

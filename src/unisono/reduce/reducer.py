@@ -1,17 +1,105 @@
 """Reduces buckets in the background, while the backward pass that fills the next ones is still under way."""
 
+from __future__ import annotations
+
 import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from time import perf_counter
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from unisono.reduce.handover import Handover, beside
-from unisono.reduce.reduction import Reduction, exact
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
+
+# Handing a tensor from one CUDA stream to another without stopping the device. On the CPU there is nothing to do.
+
+
+class Handover:
+    """A moment in the current stream of a device, for another stream to wait for.
+
+    Args:
+        device: where the tensors live that are handed over.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+        self.device = device
+
+    def accept(self) -> None:
+        """What the current stream does from now on happens after that moment."""
+        if self._event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._event)
+
+
+def beside(device: torch.device) -> AbstractContextManager[Any]:
+    """Work in a stream of its own, beside the one that computes."""
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
+
+
+# From every worker's partial sums of a bucket to the sum that all of them hold.
+
+
+class Reduction(Protocol):
+    """How partial sums become one flat total, the same on every worker."""
+
+    def __call__(
+        self,
+        transport: Transport,
+        bucket: Hashable,
+        partials: Sequence[Tensor],
+        divisor: float | None,
+        tally: Tally | None = None,
+    ) -> Tensor:
+        """The total of a bucket, divided; the partial sums may be overwritten. See :meth:`Transport.reduce`."""
+        ...
+
+
+def exact(
+    transport: Transport,
+    bucket: Hashable,
+    partials: Sequence[Tensor],
+    divisor: float | None,
+    tally: Tally | None = None,
+) -> Tensor:
+    """Along the summation tree: the same bits on any number of workers."""
+    return transport.reduce(bucket, partials, divisor, tally)
+
+
+def native(
+    transport: Transport,
+    bucket: Hashable,
+    partials: Sequence[Tensor],
+    divisor: float | None,
+    tally: Tally | None = None,
+) -> Tensor:
+    """By the backend's own all-reduce: its own order of additions, and nobody knows what it reads."""
+    total, *others = partials
+    if not transport.computes:
+        total.zero_()
+    for other in others:
+        total.add_(other)
+    total = transport.reduce_native(total)
+    return total if divisor is None else total.div_(divisor)
+
+
+REDUCTIONS: dict[str, Reduction] = {"exact": exact, "native": native}
+
+
+# Reduces buckets in the background, while the backward pass that fills the next ones is still under way.
 
 Weigh = Callable[[], float | None]
 """Asks all workers for the weights of their shards: returns what sums are divided by, or nothing. Collective."""
@@ -118,7 +206,7 @@ class _Attempt:
 
     buckets: Sequence[Hashable]
     weigh: Weigh
-    ready: "queue.SimpleQueue[_Ready | None]" = field(default_factory=queue.SimpleQueue)
+    ready: queue.SimpleQueue[_Ready | None] = field(default_factory=queue.SimpleQueue)
     totals: list[Tensor] = field(default_factory=list)
     handovers: list[Handover] = field(default_factory=list)
     seconds: float = 0.0

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 
 from unisono.errors import JobError
-from unisono.sync.all_reduce import AllReduce
-from unisono.sync.local_sgd import DiLoCo, LocalSGD
-from unisono.sync.model_averaging import ModelAveraging
-from unisono.sync.pair_averaging import PairAveraging
+from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
 from unisono.sync.parameter_server import ParameterServer
-from unisono.sync.strategy import Strategy
+from unisono.sync.strategy import AllReduce, Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {
     kind.name: kind for kind in (AllReduce, ParameterServer, ModelAveraging, PairAveraging, LocalSGD, DiLoCo)

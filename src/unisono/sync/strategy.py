@@ -100,3 +100,17 @@ class Rounds(Strategy):
     def round_steps(self) -> int:
         """As given."""
         return self.round_every
+
+
+# All workers add their gradients up, and make the same update.
+
+
+@dataclass(frozen=True)
+class AllReduce(Strategy):
+    """The default, and exact: w ← update(w, Σ gᵢ / n), the sum along the job's summation tree.
+
+    Every worker has the same weights after each step, and the final ones are those of the serial run, bit for bit.
+    """
+
+    name: ClassVar[str] = "all-reduce"
+    is_exact: ClassVar[bool] = True

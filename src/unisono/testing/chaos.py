@@ -21,10 +21,9 @@ from unisono.checkpoint.folder import write_json
 from unisono.errors import JobError, UnisonoError
 from unisono.jsonl import read_lines
 from unisono.launch.command import PER_WORKER
-from unisono.launch.elastic.address import address_of
-from unisono.launch.elastic.control import Control
+from unisono.launch.elastic.address import Control, address_of
 from unisono.launch.ending.outcome import FIRST_SIGNAL, PREEMPTED
-from unisono.launch.ending.report import last_lines
+from unisono.launch.ending.result import last_lines
 from unisono.launch.forkserver.born import NURSERY
 from unisono.launch.script import Script
 from unisono.received import read_object

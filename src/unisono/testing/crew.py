@@ -17,13 +17,13 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.errors import Dismissed, JobEnded, WorkerLost
 from unisono.job import Job
-from unisono.membership.generation import Generation
+from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.reduce.peers import meet
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
-from unisono.sync.all_reduce import AllReduce
 from unisono.sync.named import strategy_of
+from unisono.sync.strategy import AllReduce
 from unisono.train.config.settings import Settings
 from unisono.train.config.terms import Terms
 from unisono.train.group.acts import Acts

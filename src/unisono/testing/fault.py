@@ -1,11 +1,38 @@
 """One fault: what goes wrong, where, and before which step."""
 
-from typing import Annotated, Literal, Self
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from unisono.failpoints import Listener, listen
 from unisono.received import LONGEST_S
-from unisono.testing.failpoints import Point
+
+# Listening at the points at which a worker may be struck; see :mod:`unisono.failpoints`.
+
+Point = Literal["regroup begins", "generation formed", "state captured", "state received", "state taken", "engine made"]
+"""A point that workers pass while they recover from a loss, or take others in."""
+
+RECOVERY: tuple[Point, ...] = get_args(Point)
+
+OF_SOME = ("state captured", "state received", "state taken")
+"""Points that not all workers pass: only whoever gives the state, or gets it."""
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Have this be told of every point that is passed meanwhile."""
+    before = listen(listener)
+    try:
+        yield
+    finally:
+        listen(before)
+
+
+# One fault: what goes wrong, where, and before which step.
 
 Steps = Annotated[int, Field(ge=0)]
 Rank = Annotated[int, Field(ge=0)]

@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from unisono.errors import JobError
-from unisono.testing.failpoints import Point
 from unisono.testing.fault import (
     KINDS,
     Fault,
@@ -24,6 +23,7 @@ from unisono.testing.fault import (
     KillCoordinator,
     Leave,
     Partition,
+    Point,
     Resize,
     Slow,
     Stop,

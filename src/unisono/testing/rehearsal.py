@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.errors import JobError
 from unisono.failpoints import listen
-from unisono.testing.failpoints import OF_SOME
-from unisono.testing.fault import Fault, Join, KillCoordinator, Partition, Resize, Slow
+from unisono.testing.fault import OF_SOME, Fault, Join, KillCoordinator, Partition, Resize, Slow
 from unisono.testing.faults import Faults
 from unisono.testing.strike import strike
 

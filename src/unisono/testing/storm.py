@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from unisono.errors import JobError
-from unisono.testing.failpoints import RECOVERY
+from unisono.testing.fault import RECOVERY
 from unisono.testing.faults import Faults
 
 SHARES = {

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from unisono.errors import JobError, LaunchError, UnisonoError
-from unisono.launch.elastic.address import WHERE, Address
-from unisono.launch.elastic.control import Control
+from unisono.launch.elastic.address import WHERE, Address, Control
 from unisono.membership.token import read_token
 from unisono.testing import accomplice
 from unisono.testing.fault import (

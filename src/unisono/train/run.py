@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.adapt.setting import Setting
-from unisono.adapt.timings import Timings
+from unisono.adapt.view import Setting, Timings
 from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
 from unisono.data.shards import Collate, ShardSource, ShardsRequest, check_dataset
@@ -31,7 +30,7 @@ from unisono.job import Job
 from unisono.plan.audits import Finding
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
-from unisono.plan.streams import Stream, stream_seed
+from unisono.plan.order import Stream, stream_seed
 from unisono.received import value_of
 from unisono.train.group.acts import Change, Keeper
 from unisono.train.group.control import Flags
@@ -40,38 +39,30 @@ from unisono.train.group.membership import Arrival, Membership
 from unisono.train.group.signals import PREEMPTED
 from unisono.train.group.workers import Operation, Workers
 from unisono.train.loop.evaluation import Evaluation, Metrics, Predict
-from unisono.train.loop.feed import feed
-from unisono.train.loop.loop import Hooks, Loop
-from unisono.train.loop.supply import Load
+from unisono.train.loop.feed import feed, to_device
+from unisono.train.loop.loop import Hooks, Load, Loop
 from unisono.train.model.at_rest import Seen
-from unisono.train.model.digest import digest_tensors
 from unisono.train.model.prepared import Prepared, refuse_unset_memory, tensors_by_name
-from unisono.train.model.values import set_all
+from unisono.train.model.tensors import digest_tensors, set_all
+from unisono.train.record.measurements import Pace, Stopwatch, peak_memory, reduction_probe
 from unisono.train.record.notices import Notices
 from unisono.train.record.observers import Callback, Event, Observers
-from unisono.train.record.pace import Pace
-from unisono.train.record.peak_memory import peak_memory
-from unisono.train.record.recorder import Recorder
-from unisono.train.record.reduction_probe import reduction_probe
+from unisono.train.record.recorder import Recorder, StepLine, round_figures
 from unisono.train.record.sample_log import SampleLog
-from unisono.train.record.step_line import StepLine, round_figures
-from unisono.train.record.stopwatch import Stopwatch
 from unisono.train.record.trace import Trace
 from unisono.train.recovery.integrity import Integrity, Note
 from unisono.train.state.checkpoints import Checkpoints, require_same_job
 from unisono.train.state.monitors import NAMES
-from unisono.train.state.restoring import kept, restoring
+from unisono.train.state.registered import kept, restoring
 from unisono.train.state.sharing import shared_weights
 from unisono.train.state.state import Progress, Reading
 from unisono.train.state.trained import Trained
 from unisono.train.steering import Steering
-from unisono.train.step.device import to_device
 from unisono.train.step.engine import Attempt, Call, Clip, LossFunction, StepEngine
+from unisono.train.step.loss import require_agreement
 from unisono.train.step.step import Step
 from unisono.train.step.surroundings import Surroundings
-from unisono.train.step.total_weight import require_agreement
-from unisono.train.strategies.apart import Apart
-from unisono.train.strategies.serving import serve
+from unisono.train.strategies.apart import Apart, serve
 
 RESERVED = frozenset(
     (

@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from unisono.adapt.monitoring import Monitoring
 from unisono.adapt.named import policies_named
+from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
@@ -25,29 +25,26 @@ from unisono.data.streams import seed_generators
 from unisono.errors import JobError
 from unisono.job import Compression, Job, Precision, Reduction
 from unisono.membership.environment import Environment, recognise
-from unisono.membership.generation import Generation
+from unisono.membership.rendezvous import Generation
+from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
-from unisono.plan.streams import Stream, stream_seed
-from unisono.sync.all_reduce import AllReduce
 from unisono.sync.named import strategy_of
-from unisono.sync.strategy import Strategy
+from unisono.sync.strategy import AllReduce, Strategy
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
 from unisono.train.config.settings import Settings
 from unisono.train.config.terms import Terms
 from unisono.train.failure import FailureNote
 from unisono.train.group.acts import Acts
-from unisono.train.group.connect import Connection, TopologyName, TransportName, connect
+from unisono.train.group.connect import Connection, FixedMeeting, Meeting, TopologyName, TransportName, connect
 from unisono.train.group.elastic import elastic
-from unisono.train.group.meeting import FixedMeeting, Meeting
 from unisono.train.group.membership import Fixed, Membership
 from unisono.train.group.signals import LeaveRequest
 from unisono.train.group.workers import Workers
+from unisono.train.loop.feed import choose_device
 from unisono.train.plugins import load_plugins
 from unisono.train.run import Run
 from unisono.train.state.adaptation import Adaptation
-from unisono.train.state.agreed_folder import agreed_folder
-from unisono.train.state.checkpoints import Checkpoints
-from unisono.train.step.device import choose_device
+from unisono.train.state.checkpoints import Checkpoints, agreed_folder
 from unisono.train.step.engine import CHECKS, Execution
 from unisono.train.step.surroundings import BACKSTOP, Care, Surroundings
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from unisono.adapt.decision import Decision
 from unisono.adapt.policy import Policy
-from unisono.adapt.view import LOCAL, View
+from unisono.adapt.view import LOCAL, Decision, View
 from unisono.errors import PolicyError
 from unisono.job import Job
 from unisono.train.group.membership import Membership

@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from unisono.errors import JobError
 from unisono.plan.batches import Batches
 from unisono.train.loop.evaluation import Metrics, Predict
-from unisono.train.record.history import EpochRecord, History
-from unisono.train.record.progress import Display, choose_display
+from unisono.train.record.progress import Display, EpochRecord, History, choose_display
 from unisono.train.run import Run
 from unisono.train.start import init
 from unisono.train.step.engine import Clip, LossFunction

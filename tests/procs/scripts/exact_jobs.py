@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import unisono
-from unisono.adapt.monitoring import Monitoring
+from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import unisono
-from unisono.adapt.monitoring import Monitoring
+from unisono.adapt.norms import Monitoring
 
 TOPOLOGIES = ("ring", "tree", "auto", "star", "direct")
 SIZES = (3, 5, 2, 4, 1)
@@ -18,7 +18,7 @@ class Restless(unisono.Policy):
     def __init__(self) -> None:
         self.changes = 0
 
-    def observe(self, view: unisono.View) -> dict[str, unisono.adapt.decision.Figure]:
+    def observe(self, view: unisono.View) -> dict[str, unisono.adapt.view.Figure]:
         assert run.is_main
         return {"twice": 2 * view.step, "said": "main"}
 

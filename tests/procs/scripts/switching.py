@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import unisono
-from unisono.train.model.digest import digest
+from unisono.train.model.tensors import digest
 
 OTHERS = (
     "local-sgd:every=2,round_every=2",

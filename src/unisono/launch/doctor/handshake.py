@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.membership.environment import Environment, recognise
-from unisono.membership.generation import Generation
-from unisono.membership.rendezvous import form_group, open_store
+from unisono.membership.rendezvous import Generation, form_group, open_store
 from unisono.plan.split import Split
 
 TIMEOUT_S = 30.0

@@ -18,17 +18,13 @@ from pathlib import Path
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
 from unisono.launch.elastic.address import Address
-from unisono.launch.elastic.coordinator_line import CoordinatorLine
-from unisono.launch.elastic.coordinator_process import CoordinatorProcess
+from unisono.launch.elastic.coordinator_line import CoordinatorLine, Probes
+from unisono.launch.elastic.coordinator_process import CoordinatorProcess, invitation
 from unisono.launch.elastic.elastic import ElasticSettings, at_the_end, telling, verdict_of
-from unisono.launch.elastic.invitation import invitation
-from unisono.launch.elastic.probes import Probes
 from unisono.launch.elastic.starter import Process, Starter, Surroundings
-from unisono.launch.ending.ended import exit_code
-from unisono.launch.ending.failure import Failure
+from unisono.launch.ending.failure import Failure, exit_code
 from unisono.launch.ending.outcome import COMPLETE, Outcome, WorkerExit, describe
-from unisono.launch.ending.result import End, conclude
-from unisono.launch.ending.struck import with_faults
+from unisono.launch.ending.result import End, conclude, with_faults
 from unisono.launch.guard import Guard, kill_group
 from unisono.launch.local import KILL_S, SECOND_TERM_S
 from unisono.launch.surroundings import guarding, hearing_signals

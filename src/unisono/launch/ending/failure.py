@@ -5,13 +5,38 @@ import socket
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from unisono.checkpoint.folder import RunFolder, write_json
 from unisono.errors import Dismissed, LaunchError, UnisonoError, Unreadable, WorkerLost
 from unisono.launch.terminal.name import WorkerName, called
-from unisono.received import read_object
+from unisono.received import open_file, read_object
+
+# How a worker's script has ended, noted when nothing of it is left to do but to take its process apart.
+#
+# With torch loaded that takes a while, and whoever kills a process meanwhile takes nothing from anybody.
+
+
+def note_end(folder: RunFolder, worker: WorkerName, code: int) -> None:
+    """Note with which code a script has ended, once it has: its exit handlers and threads as well.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    folder.ended_of(worker).write_text(str(code))
+
+
+def exit_code(folder: RunFolder, worker: WorkerName, code: int) -> int:
+    """The exit code of a worker: of its script, if a signal has ended the process after that; else the process's."""
+    if code < 0:
+        with suppress(OSError, ValueError), open_file(folder.ended_of(worker)) as file:
+            return int(file.read(32))
+    return code
+
+
+# What a worker leaves behind when its script ends with an exception.
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unisono.errors import Unreadable
-from unisono.launch.forkserver.circumstances import circumstances
-from unisono.launch.forkserver.wish import Wish, ignored_signals
+from unisono.launch.forkserver.request import Wish, circumstances, ignored_signals
 from unisono.received import parse_json
 from unisono.same_user import is_same_user
 

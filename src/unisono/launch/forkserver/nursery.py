@@ -2,8 +2,9 @@
 
 ``python -P -u -m unisono.launch.forkserver.nursery FD VARYING…``, started in the environment that workers of the jobs
 will have. ``FD`` is a listening socket (AF_UNIX, SEQPACKET) in a folder that only this user enters. Whoever connects
-sends a :class:`~unisono.launch.forkserver.wish.Wish`, with the descriptor of a log, and hears ``{"born": pid}`` from a
-template that goes on at this connection as it would with the launcher that had started it; or ``{"refused": why}``.
+sends a :class:`~unisono.launch.forkserver.request.Wish`, with the descriptor of a log, and hears ``{"born": pid}``
+from a template that goes on at this connection as it would with the launcher that had started it; or ``{"refused":
+why}``.
 
 A template ends with its launcher, and the workers with the template. None of them needs the nursery any more, which
 ends with the process that has started it.
@@ -24,8 +25,7 @@ from unisono.launch import worker  # isort: skip  (first, as in the template)
 
 from unisono.errors import Unreadable
 from unisono.launch.forkserver import template
-from unisono.launch.forkserver.circumstances import circumstances, environment_at_start
-from unisono.launch.forkserver.wish import NEVER_IGNORED, Wish
+from unisono.launch.forkserver.request import NEVER_IGNORED, Wish, circumstances, environment_at_start
 from unisono.same_user import is_same_user
 
 LONGEST_WISH = 2**20

@@ -1,11 +1,131 @@
 """What a launcher asks of the template: one worker."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import os
+import signal
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from unisono.errors import Unreadable
 from unisono.received import is_text, parse_json
+
+# What a launcher asks of a nursery: a template, such as the launcher would have started itself.
+
+OURS = "UNISONO_"
+"""What such variables say is read when a worker begins, and not before."""
+
+SHELLS = {"PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES"}
+"""Shells and terminals set these anew for whatever they start."""
+
+NEVER_IGNORED = {signal.SIGPIPE, signal.SIGXFSZ}
+"""Python ignores them for itself, and starts programs with what the system does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A template that is asked for. The descriptor of its log travels beside it.
+
+    Attributes:
+        environment: of its workers, without what each has for itself.
+        circumstances: of the launcher; a program that it starts would have the same.
+        cwd: its working folder.
+        ignored: the signals that the launcher ignores, and so would what it starts.
+    """
+
+    environment: Mapping[str, str]
+    circumstances: Mapping[str, str]
+    cwd: str = "/"
+    ignored: tuple[int, ...] = ()
+
+    def to_json(self) -> bytes:
+        """As it travels."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "Wish":
+        """The inverse of ``to_json``.
+
+        Raises:
+            Unreadable: it is none.
+        """
+        match parse_json(data):
+            case {"environment": environment, "circumstances": about, "cwd": str(cwd), "ignored": [*ignored]}:
+                if is_text(environment) and is_text(about) and all(type(each) is int for each in ignored):
+                    return cls(environment, about, cwd, tuple(ignored))
+        raise Unreadable("it is no wish for a template")
+
+    def with_variables(self, further: Mapping[str, str]) -> "Wish":
+        """The same with more variables, unless it has them."""
+        return replace(self, environment={**further, **self.environment})
+
+    def obstacle(self, found: "Wish", varying: Collection[str] = ()) -> str:
+        """Why a fork of a process would not be what is wished for; empty if it would.
+
+        Args:
+            found: what that process is, as a wish that it fulfils.
+            varying: variables that were not read when it loaded what it has loaded, other than ours and the shell's.
+        """
+        for name in sorted(self.circumstances.keys() | found.circumstances.keys()):
+            if self.circumstances.get(name) != found.circumstances.get(name):
+                return f"{name} differs"
+        for name in sorted(self.environment.keys() | found.environment.keys()):
+            is_free = name.startswith(OURS) or name in SHELLS or name in varying
+            if not is_free and self.environment.get(name) != found.environment.get(name):
+                return f"the variable {name} differs"
+        return ""
+
+
+def ignored_signals() -> tuple[int, ...]:
+    """Those that a program started by this process would ignore."""
+    numbers = signal.valid_signals() - NEVER_IGNORED
+    return tuple(sorted(int(each) for each in numbers if signal.getsignal(each) is signal.SIG_IGN))
+
+
+# What a process has from the one that forked it, and that nobody can give it later. Linux only.
+
+STATUS = (
+    *("Umask", "Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed"),
+    *("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
+)
+"""Lines of ``/proc/self/status``: rights, and where it may run."""
+
+
+def circumstances(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those of this process: the name of each, and what it is. A fork stands in for a program where all are the same.
+
+    Args:
+        environment: of the program; its ``PYTHONPATH`` may depend on the working folder.
+    """
+    itself = Path("/proc/self")
+    status = dict(line.split(":\t", 1) for line in (itself / "status").read_text().splitlines() if ":\t" in line)
+    return {
+        "Python": sys.executable,
+        "Unisono": str(Path(__file__).resolve().parent),
+        "module path": _module_path(environment.get("PYTHONPATH", "")),
+        **{name: status.get(name, "") for name in STATUS},
+        "limits": (itself / "limits").read_text(),
+        "control group": (itself / "cgroup").read_text(),
+        "namespaces": " ".join(sorted(os.readlink(entry) for entry in (itself / "ns").iterdir())),  # noqa: PTH115 (not paths)
+        "root": os.readlink(itself / "root"),  # noqa: PTH115 (as text)
+        "priority": f"{os.getpriority(os.PRIO_PROCESS, 0)} {os.sched_getscheduler(0)}",
+        "memory": (itself / "oom_score_adj").read_text(),
+    }
+
+
+def _module_path(given: str) -> str:
+    """What is set, from wherever it is read; an empty entry is the working folder."""
+    return os.pathsep.join(map(os.path.abspath, given.split(os.pathsep))) if given else ""
+
+
+def environment_at_start() -> dict[str, str]:
+    """The environment that this process was started in, whatever has been changed since."""
+    variables = Path("/proc/self/environ").read_bytes().split(b"\0")
+    return dict(os.fsdecode(each).split("=", 1) for each in variables if b"=" in each)
+
+
+# What a launcher asks of the template: one worker.
 
 FIRST_KEPT = 3
 """The number that a descriptor has in the worker, if one comes behind those of its output and its errors."""

@@ -8,8 +8,7 @@ from pathlib import Path
 from unisono.errors import JobError
 from unisono.launch.ending.result import RUNS
 from unisono.launch.script import Script
-from unisono.launch.slurm.quoting import CONTROL, directive, require_line
-from unisono.launch.slurm.time_limit import NOTICE_S, seconds_of
+from unisono.launch.slurm.words import CONTROL, NOTICE_S, directive, require_line, seconds_of
 
 NAME = re.compile(r"\w[\w.,:@/+=~-]*")
 """Of an account, a partition or a module: no blank, and no dash at its beginning."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from unisono.errors import JobError, LaunchError
 from unisono.launch.ending.outcome import PREEMPTED
 from unisono.launch.slurm.batch_job import BatchJob
-from unisono.launch.slurm.quoting import shell_word
+from unisono.launch.slurm.words import shell_word
 
 TEMPLATE = Path(__file__).with_suffix(".sh.j2")
 

@@ -5,18 +5,23 @@ who is not connected is lost; whoever connects again is told what follows from t
 twice, and a coordinator that starts again from its last state goes on.
 """
 
-from unisono.membership.state.action import Action, Forget, Hangup, Note, Tell, TellAgent
 from unisono.membership.state.coordination import Coordination
 from unisono.membership.state.deadline import next_deadline
 from unisono.membership.state.event import (
+    Action,
     AgentHeard,
     Disconnected,
     Event,
+    Forget,
+    Hangup,
     Heard,
     LeaveAsked,
+    Note,
     Resized,
     Restarted,
     StopAsked,
+    Tell,
+    TellAgent,
     Tick,
 )
 from unisono.membership.state.state import Agent, Signs, State, Worker

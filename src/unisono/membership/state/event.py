@@ -1,8 +1,55 @@
 """What happens to the coordinator's state."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from unisono.membership.messages import FromAgent, FromWorker
+from unisono.membership.messages import FromAgent, FromWorker, ToAgent, ToWorker
+
+# What the coordinator has to do, once the state is where it outlasts the coordinator.
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a message to a worker, if it is connected."""
+
+    worker: str
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class TellAgent:
+    """Send a message to an agent, if it is connected."""
+
+    agent: str
+    message: ToAgent
+
+
+@dataclass(frozen=True, slots=True)
+class Hangup:
+    """End a worker's connection, after what it was told."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Write a line into the journal."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop the store's keys of the generations before this one; with None all keys, for the job starts over."""
+
+    below: int | None = None
+
+
+Action = Tell | TellAgent | Hangup | Note | Forget
+
+
+# What happens to the coordinator's state.
 
 
 @dataclass(frozen=True, slots=True)

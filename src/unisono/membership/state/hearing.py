@@ -22,18 +22,19 @@ from unisono.membership.messages import (
     WorkerEnded,
     WorkerHello,
 )
-from unisono.membership.state.action import Forget, Tell
 from unisono.membership.state.change import Change
 from unisono.membership.state.deadline import agent_deadline, is_past, probes_deadline, worker_deadline
 from unisono.membership.state.event import (
     AgentHeard,
     Disconnected,
     Event,
+    Forget,
     Heard,
     LeaveAsked,
     Resized,
     Restarted,
     StopAsked,
+    Tell,
     Tick,
 )
 from unisono.membership.state.reach import doubt, forget_agent, gave_no_answer, not_reached, probed

@@ -3,12 +3,20 @@
 from dataclasses import replace
 
 from unisono.membership.messages import JobOver, Minted, Seat, Start
-from unisono.membership.state.action import Forget
-from unisono.membership.state.arrival import are_steady, arrival, holds_state, newcomer, newest, survivor
-from unisono.membership.state.balance import is_unbalanced, split_for
+from unisono.membership.state.arrival import (
+    are_steady,
+    arrival,
+    exclude_unconnected,
+    holds_state,
+    is_unbalanced,
+    newcomer,
+    newest,
+    split_for,
+    survivor,
+)
 from unisono.membership.state.change import Change
 from unisono.membership.state.deadline import hangs
-from unisono.membership.state.exclusion import exclude_unconnected
+from unisono.membership.state.event import Forget
 from unisono.membership.state.reach import keep_in_reach
 from unisono.membership.state.state import Signs, State, Worker
 

@@ -1,9 +1,8 @@
 """From one state to the next."""
 
-from unisono.membership.state.action import Action
 from unisono.membership.state.change import Change
 from unisono.membership.state.deadline import excused
-from unisono.membership.state.event import Event
+from unisono.membership.state.event import Action, Event
 from unisono.membership.state.hearing import hear
 from unisono.membership.state.rules import settle
 from unisono.membership.state.state import State

@@ -12,10 +12,9 @@ from time import monotonic
 from typing import Any, Protocol
 
 from unisono.errors import JobError
-from unisono.study.analysis.cells import Kind, PlannedCell, modes_of, seconds_left
+from unisono.study.analysis.estimate import listed
 from unisono.study.analysis.results import Cell, Mode
-from unisono.study.analysis.study_folder import StudyFolder
-from unisono.study.analysis.wording import listed
+from unisono.study.analysis.study_folder import Kind, PlannedCell, StudyFolder, modes_of, seconds_left
 from unisono.study.measure.measured_run import MeasuredRun, measured_run, plain_run
 from unisono.study.measure.measurement import Measurement
 

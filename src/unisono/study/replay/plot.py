@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from unisono.adapt.decision import Decision
+from unisono.adapt.view import Decision
 from unisono.errors import JobError
 from unisono.study.replay.record import Record
 from unisono.study.replay.replay import Replay

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from unisono.adapt.decision import Decision
 from unisono.adapt.policy import Policy
 from unisono.adapt.recorded import RecordedStep, gaps, recorded_steps
-from unisono.adapt.view import View
+from unisono.adapt.view import Decision, View
 from unisono.errors import JobError, PolicyError
 from unisono.study.replay.record import Record
 from unisono.study.replay.timeline import decisions_that_hold, lines_that_hold

@@ -8,10 +8,9 @@ from typing import Any
 
 from unisono.study.analysis.analysis import Analysis, Curve
 from unisono.study.analysis.batch_curve import BatchCurve
-from unisono.study.analysis.estimate import Estimate
+from unisono.study.analysis.estimate import Estimate, shown
 from unisono.study.analysis.results import Mode
 from unisono.study.analysis.summary import PARTS, Row
-from unisono.study.analysis.wording import shown
 
 INK, FAINT, PAPER = "#1f2328", "#d3d8de", "#ffffff"
 

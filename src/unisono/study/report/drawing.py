@@ -6,9 +6,11 @@ import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 from unisono.study.report.charts import FAINT, INK, PAPER, PART_COLOURS, SERIES, Chart
+from unisono.study.report.document import Document
 
 DPI = 190
 
@@ -76,3 +78,24 @@ def inline(name: str, drawing: Drawing) -> str:
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
     return text
+
+
+# A report as one HTML file that needs nothing else: no network, no script.
+
+TEMPLATE = "report.html"
+
+
+def page(document: Document, drawings: Mapping[str, Drawing]) -> str:
+    """The report, light or dark as the reader's screen is. Whatever labels hold is text, never markup.
+
+    Args:
+        document: what it says.
+        drawings: of its charts, by their names.
+    """
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    text = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    drawn = {name: Markup(inline(name, one)) for name, one in drawings.items()}  # noqa: S704 (matplotlib has escaped it)
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
+    return str(template.render(document=document, drawn=drawn))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.adapt.layout import Layout
+from unisono.adapt.trial import Layout
 from unisono.study.analysis.analysis import Analysis, Curve
-from unisono.study.analysis.estimate import Estimate
+from unisono.study.analysis.estimate import NOTHING, Estimate, interval, listed, number, percent, shown
 from unisono.study.analysis.laws import Fit
 from unisono.study.analysis.summary import PARTS, Row
-from unisono.study.analysis.wording import NOTHING, interval, listed, number, percent, shown
 from unisono.study.report.written_table import Field, WrittenTable
 
 STEP_MODEL, STEP_TIME = "step model", "step time of Pollux"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from unisono.study.analysis.wording import JOINED
+from unisono.study.analysis.estimate import JOINED
 from unisono.study.report.charts import FAINT, INK, Chart
 from unisono.study.report.document import Block, Document
 from unisono.study.report.drawing import Drawing

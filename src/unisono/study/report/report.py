@@ -12,8 +12,7 @@ from unisono.study.analysis.batch_curve import BatchCurve
 from unisono.study.analysis.results import Results
 from unisono.study.report.charts import charts
 from unisono.study.report.document import Document, document
-from unisono.study.report.drawing import drawn
-from unisono.study.report.page import page
+from unisono.study.report.drawing import drawn, page
 from unisono.study.report.pdf import pdf
 
 HTML_NAME, PDF_NAME = "report.html", "report.pdf"

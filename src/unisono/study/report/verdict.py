@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unisono.study.analysis.analysis import Analysis, Curve
-from unisono.study.analysis.estimate import Estimate
+from unisono.study.analysis.estimate import Estimate, counted, duration, interval, listed, number, percent, shown
 from unisono.study.analysis.recommendation import Prices
 from unisono.study.analysis.summary import PARTS, Row
-from unisono.study.analysis.wording import counted, duration, interval, listed, number, percent, shown
 
 
 def verdict(analysis: Analysis) -> list[str]:

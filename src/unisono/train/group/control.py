@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from unisono.adapt.timings import Timings
+from unisono.adapt.view import Timings
 from unisono.errors import LossError
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree

@@ -18,7 +18,6 @@ from unisono.errors import Dismissed, JobEnded, LaunchError, WorkerLost
 from unisono.job import Job
 from unisono.membership.client import Line
 from unisono.membership.environment import Environment
-from unisono.membership.generation import Generation
 from unisono.membership.messages import (
     Arrived,
     Finished,
@@ -43,18 +42,17 @@ from unisono.membership.messages import (
     WorkerHello,
 )
 from unisono.membership.probe import PATIENCE_S
+from unisono.membership.rendezvous import Generation
 from unisono.membership.store import CoordinatorStore
 from unisono.membership.token import read_token
 from unisono.plan.split import Split
 from unisono.reduce.peers import Door, Peers, address_from, is_within_call
 from unisono.reduce.transport import Solo
 from unisono.train.config.settings import Coordination
-from unisono.train.group.heartbeat import Heartbeat
-from unisono.train.group.meeting import Meeting
+from unisono.train.group.connect import Meeting
+from unisono.train.group.liveness import Heartbeat, Probing, Tell, other_hosts
 from unisono.train.group.membership import Arrival, Membership, Standing
-from unisono.train.group.probing import Probing, Tell, other_hosts
-from unisono.train.group.published import packed, unpacked
-from unisono.train.group.publisher import Publisher
+from unisono.train.group.publisher import Publisher, packed, unpacked
 from unisono.train.group.workers import Workers
 
 LOOKS = 4

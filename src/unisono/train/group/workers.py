@@ -14,12 +14,12 @@ from unisono.checkpoint.codec import flatten, unflatten
 from unisono.checkpoint.layout import empty_as, form_of, require_values
 from unisono.errors import CheckpointError, JobMismatch, Unreadable
 from unisono.job import differences
-from unisono.membership.generation import Generation
+from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.received import LARGEST_JSON, parse_json
 from unisono.reduce.transport import Transport
-from unisono.train.model.digest import checksum
+from unisono.train.model.tensors import checksum
 
 Operation = Literal["mean", "sum", "max", "min"]
 

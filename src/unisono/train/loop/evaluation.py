@@ -15,12 +15,12 @@ from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import DataError
 from unisono.job import Job
+from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import even_bounds
-from unisono.plan.streams import Stream, stream_seed
 from unisono.plan.tree import Node, SummationTree
 from unisono.train.group.workers import Workers
+from unisono.train.loop.feed import to_device
 from unisono.train.model.prepared import Prepared
-from unisono.train.step.device import to_device
 
 Metrics = Callable[[Any, Any], Mapping[str, Any]] | Mapping[str, Callable[[Any, Any], Any]]
 """``metrics(model, batch) -> {name: mean}``, or one function per name."""

@@ -12,7 +12,7 @@ from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import ALIGNMENT
 from unisono.reduce.transport import Transport
 from unisono.train.model.prepared import BufferPlace
-from unisono.train.model.values import Values
+from unisono.train.model.tensors import Values
 
 LARGEST_STATISTIC = 2**16
 """Elements of the largest buffer that is compared by value."""
@@ -134,7 +134,7 @@ class Buffers:
 
         Returns:
             each buffer, and what it is to be, until the next collective call; see
-            :func:`unisono.train.model.values.set_all`.
+            :func:`unisono.train.model.tensors.set_all`.
         """
         if self._tree.shards == 1:
             return []

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 
 from unisono.errors import ModelError
-from unisono.train.model.digest import tensors_of
+from unisono.train.model.tensors import tensors_of
 
 
 @dataclass(frozen=True)

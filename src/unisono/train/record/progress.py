@@ -4,13 +4,54 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from unisono.train.record.history import EpochRecord
+# What ``fit`` returns: one record per epoch.
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRecord:
+    """One epoch.
+
+    Attributes:
+        epoch: from 0.
+        loss: the mean training loss over the epoch's samples.
+        metrics: means of what the loss function logged.
+        validation: what evaluation on the validation set gave, if there is one.
+        seconds: how long the epoch's training took.
+        samples_per_s: its throughput.
+    """
+
+    epoch: int
+    loss: float
+    metrics: dict[str, float]
+    validation: dict[str, float]
+    seconds: float
+    samples_per_s: float
+
+
+@dataclass(slots=True)
+class History:
+    """The epochs that this process trained, in order."""
+
+    epochs: list[EpochRecord] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of each epoch."""
+        return [record.loss for record in self.epochs]
+
+    def validation(self, name: str) -> list[float]:
+        """One validation metric, for each epoch that has it."""
+        return [record.validation[name] for record in self.epochs if name in record.validation]
+
+
+# What the main worker shows while it trains: a bar in a terminal, plain lines elsewhere.
 
 LINE_EVERY_S = 10.0
 """Seconds between plain lines within an epoch."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from unisono.train.model.digest import tensor_digest
+from unisono.train.model.tensors import tensor_digest
 
 if TYPE_CHECKING:
     from unisono.train.group.control import StepReport

@@ -11,18 +11,15 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from unisono.adapt.batch_shape import BatchShape
-from unisono.adapt.decision import Decision, Figure, Verb, decisions_digest
 from unisono.adapt.policy import Policy
-from unisono.adapt.view import View
+from unisono.adapt.view import BatchShape, Decision, Figure, Verb, View, decisions_digest
 from unisono.errors import JobError, PolicyError, Unreadable
 from unisono.plan.topology import TOPOLOGIES
 from unisono.received import value_of
-from unisono.sync.all_reduce import AllReduce
 from unisono.sync.named import strategy_of
-from unisono.sync.strategy import Strategy
+from unisono.sync.strategy import AllReduce, Strategy
 from unisono.train.config.terms import Terms
-from unisono.train.state.restoring import all_or_nothing
+from unisono.train.state.registered import all_or_nothing
 
 NAMES: dict[Verb, tuple[str, ...]] = {
     "set_topology": ("auto", *TOPOLOGIES),

@@ -7,11 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from unisono.adapt.losses import loss_variance
-from unisono.adapt.noise_average import NoiseAverage
-from unisono.adapt.norms import GradientNorms
-from unisono.adapt.setting import Setting
-from unisono.adapt.timings import Timings
+from unisono.adapt.norms import GradientNorms, NoiseAverage, loss_variance
+from unisono.adapt.view import Setting, Timings
 from unisono.plan.links import Links
 from unisono.received import value_of
 

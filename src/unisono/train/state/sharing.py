@@ -6,9 +6,8 @@ from torch import Tensor
 
 from unisono.errors import UnisonoWarning
 from unisono.train.group.workers import Workers
-from unisono.train.model.digest import digest_tensors
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.values import Values
+from unisono.train.model.tensors import Values, digest_tensors
 
 
 def shared_weights(workers: Workers, prepared: Prepared) -> Values:

@@ -17,7 +17,7 @@ from unisono.errors import CheckpointError, Unreadable
 from unisono.plan.batches import Position
 from unisono.received import value_of
 from unisono.train.model.prepared import Prepared, prefixed
-from unisono.train.state.restoring import kept
+from unisono.train.state.registered import kept
 
 VERSIONS = "_metadata"
 """Where ``Module.state_dict`` notes the versions of the modules, by which ``load_state_dict`` goes."""

@@ -14,8 +14,7 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.state.adaptation import Adaptation
 from unisono.train.state.checkpoints import as_snapshot, as_tree
 from unisono.train.state.monitors import Monitors
-from unisono.train.state.registered import Registered
-from unisono.train.state.restoring import all_or_nothing, kept, restoring
+from unisono.train.state.registered import Registered, all_or_nothing, kept, restoring
 from unisono.train.state.state import (
     Progress,
     capture,

@@ -12,19 +12,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.adapt.monitoring import Monitoring
-from unisono.adapt.norms import GradientNorms
+from unisono.adapt.norms import GradientNorms, Monitoring
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import LossError, MemoryFault, ModelError, NondeterministicOperation, NonFiniteLoss
 from unisono.job import Job
-from unisono.membership.cores import usable_cores
+from unisono.membership.cgroup import usable_cores
 from unisono.plan.audits import Finding
 from unisono.plan.batches import Batch
+from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
-from unisono.plan.streams import Stream, stream_seed
-from unisono.reduce.reducer import Reducer
-from unisono.reduce.reduction import REDUCTIONS
+from unisono.reduce.reducer import REDUCTIONS, Reducer
 from unisono.reduce.tally import Witness
 from unisono.reduce.transport import Transport
 from unisono.train.group.control import Balance, ControlWord, Flags, ShardReport, StepReport, signature_of
@@ -33,13 +31,12 @@ from unisono.train.group.workers import Workers
 from unisono.train.model.at_rest import AtRest, Seen, kept_by
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.prepared import Prepared
+from unisono.train.model.tensors import set_all
 from unisono.train.model.update import Update, may_change_gradients
-from unisono.train.model.values import set_all
 from unisono.train.recovery.audit import Audit, ShardDigest
 from unisono.train.step.gradients import Fusion, Gradients
-from unisono.train.step.loss import WeightedLoss
+from unisono.train.step.loss import WeightedLoss, require_agreement, total_weight
 from unisono.train.step.sharded_update import ShardedUpdate
-from unisono.train.step.total_weight import require_agreement, total_weight
 
 LossFunction = Callable[[Any, Any], Any]
 """``loss_fn(model, batch) -> loss`` or ``-> (loss, weight)``."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono.adapt.squared_norms import LARGE, SquaredNorms, squares_of
 from unisono.errors import ModelError
-from unisono.plan.windows import windows
+from unisono.plan.audits import windows
 from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import PartialSums, Row, views_of
 from unisono.reduce.reducer import Reducer, Weigh

@@ -14,7 +14,7 @@ from unisono.reduce.partial_sums import views_of
 from unisono.reduce.transport import Transport
 from unisono.train.model.at_rest import kept_by
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.untouched import Untouched
+from unisono.train.model.tensors import Untouched
 from unisono.train.model.update import READERS, may_change_gradients, tell_schedulers
 
 SCALARS = frozenset(("step", "mu_product"))

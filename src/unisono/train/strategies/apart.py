@@ -14,16 +14,40 @@ from unisono.data.streams import generators_kept
 from unisono.errors import JobError, WorkerLost
 from unisono.failpoints import failpoint
 from unisono.job import Job
+from unisono.sync.parameter_server import ParameterServer
+from unisono.sync.strategy import Strategy
 from unisono.train.group.acts import Acts, Change
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
+from unisono.train.loop.feed import to_device
 from unisono.train.state.trained import Trained
-from unisono.train.step.device import to_device
 from unisono.train.step.engine import Call
 from unisono.train.step.step import Step
 from unisono.train.step.surroundings import BACKSTOP
 from unisono.train.strategies.rounds import Recipe, Rounds
-from unisono.train.strategies.sums import Sums
+from unisono.train.strategies.synchroniser import Sums
+
+# Which workers serve, by the strategy.
+
+
+def serve(workers: Workers, strategy: Strategy) -> bool:
+    """Have workers serve from the next step on, as a strategy wants it; or all compute. All workers do this alike.
+
+    Args:
+        workers: of this generation.
+        strategy: that is in use.
+
+    Returns:
+        whether that can be: else there are too few workers, and all of them serve and compute.
+    """
+    central = strategy if isinstance(strategy, ParameterServer) and strategy.synchronous else None
+    workers.servers = 0 if central is None else central.servers
+    # Where no worker only serves, each finishes a share; where some do, there is no other way.
+    workers.transport.go_direct(always=central is not None and not central.servers)
+    return workers.servers < workers.world_size
+
+
+# Training under a strategy whose workers have weights of their own in between.
 
 
 class Apart:

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.reduce.buckets import pack, unpack
 from unisono.reduce.letters import Letter
-from unisono.reduce.packing import pack, unpack
-from unisono.sync.parameter_server import ParameterServer
-from unisono.sync.shares import shares
-from unisono.train.model.update import tell_schedulers
-from unisono.train.model.values import set_all
+from unisono.sync.parameter_server import ParameterServer, shares
+from unisono.train.model.tensors import set_all
+from unisono.train.model.update import hyperparameters_of, tell_schedulers
 from unisono.train.strategies.central_weights import CentralWeights
-from unisono.train.strategies.hyperparameters import hyperparameters_of
 from unisono.train.strategies.replica import set_states, states_of
 from unisono.train.strategies.shared_work import SharedWork
 from unisono.train.strategies.synchroniser import Ground, Synchroniser

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.reduce.buckets import pack, unpack
 from unisono.reduce.letters import Letter
-from unisono.reduce.packing import pack, unpack
 from unisono.sync.parameter_server import ParameterServer
 from unisono.train.model.prepared import Prepared
-from unisono.train.strategies.hyperparameters import set_hyperparameters
+from unisono.train.model.update import set_hyperparameters
 
 
 class CentralWeights:

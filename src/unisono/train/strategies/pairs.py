@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.reduce.buckets import pack, unpack
 from unisono.reduce.letters import Letter
-from unisono.reduce.packing import pack, unpack
-from unisono.sync.pair_averaging import average
+from unisono.sync.averaging import average
+from unisono.train.model.tensors import set_all
 from unisono.train.model.update import tell_schedulers
-from unisono.train.model.values import set_all
 from unisono.train.strategies.shared_work import SharedWork
 from unisono.train.strategies.synchroniser import Ground, Synchroniser
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from unisono.reduce.averaging import Averaging
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.values import Values, set_all
+from unisono.train.model.tensors import Values, set_all
 from unisono.train.step.sharded_update import SCALARS
 
 

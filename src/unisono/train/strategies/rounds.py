@@ -13,21 +13,16 @@ from unisono.errors import JobError
 from unisono.job import Job
 from unisono.plan.batches import Batch
 from unisono.plan.split import Split
-from unisono.sync.local_sgd import DiLoCo, LocalSGD
-from unisono.sync.model_averaging import ModelAveraging
-from unisono.sync.pair_averaging import PairAveraging
+from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import Strategy
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.step.engine import Attempt, Call, Execution, Scaled, StepEngine
-from unisono.train.strategies.alone import Alone
 from unisono.train.strategies.asynchronous_server import AsynchronousServer
-from unisono.train.strategies.central_averaging import CentralAveraging
-from unisono.train.strategies.local_updates import LocalUpdates, OuterUpdates
+from unisono.train.strategies.averaging import CentralAveraging, LocalUpdates, OuterUpdates
 from unisono.train.strategies.pairs import Pairs
-from unisono.train.strategies.sums import Sums
-from unisono.train.strategies.synchroniser import Ground, Synchroniser
+from unisono.train.strategies.synchroniser import Alone, Ground, Sums, Synchroniser
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,83 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from unisono.membership.rendezvous import Generation
+from unisono.plan.split import Split
 from unisono.reduce.averaging import Averaging
+from unisono.reduce.transport import Solo
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.update import Update
 from unisono.train.strategies.replica import Replica
+
+# A worker that computes something by itself.
+
+
+class Alone(Workers):
+    """One of several workers, which does without the others for a while.
+
+    Whoever watches those several sees that it gets on.
+
+    Args:
+        among: the several.
+        shards: of what it computes.
+    """
+
+    def __init__(self, among: Workers, shards: int) -> None:
+        super().__init__(Generation(among.generation.number, 0, Split.even(shards, 1)), Solo(shards))
+        self._among = among
+
+    def tick(self) -> None:
+        """So does the worker that it is among the others."""
+        super().tick()
+        self._among.tick()
+
+
+# What computed samples came to, added up.
+
+
+@dataclass(slots=True)
+class Sums:
+    """Of parts of the work that one worker computed one after the other.
+
+    Attributes:
+        samples: that were computed.
+        loss: the sum of their losses.
+        metrics: the sums of what the loss functions logged, over the same samples.
+        seconds: by what they went into.
+    """
+
+    samples: int = 0
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, samples: int, loss: float, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        """One more part, with its samples' mean loss and metrics."""
+        self.samples += samples
+        self.loss += loss * samples
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value * samples
+        for name, value in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + value
+
+    def mean_loss(self, otherwise: float) -> float:
+        """Of a sample; where none was computed, something else."""
+        return self.loss / self.samples if self.samples else otherwise
+
+    @property
+    def mean_metrics(self) -> dict[str, float]:
+        """Of a sample."""
+        return {name: value / self.samples for name, value in self.metrics.items()}
+
+
+# A worker's part in a strategy whose workers have weights of their own in between.
 
 
 @dataclass(frozen=True)

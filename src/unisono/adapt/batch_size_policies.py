@@ -1,15 +1,108 @@
-"""A batch that follows the gradients' noise."""
+"""Policies that change the size of the global batch."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 from unisono.adapt.policy import Policy
-from unisono.adapt.ramp import Ramp
-from unisono.adapt.shard_limit import ShardLimit
-from unisono.adapt.view import View
+from unisono.adapt.view import View, shards_for
 from unisono.errors import JobError
 from unisono.received import value_of
+
+# What a worker's memory allows.
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLimit:
+    """How large a shard may be. A worker computes its shards one after the other, so this bounds its activations.
+
+    Attributes:
+        samples: in one shard at most; None for no limit.
+
+    Raises:
+        JobError: the limit is below 1.
+    """
+
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.samples is not None and self.samples < 1:
+            raise JobError(f"largest_shard={self.samples}: a shard needs room for 1 sample at least")
+
+    def shards(self, batch_size: int, view: View) -> int | None:
+        """Into how many shards a batch is to be cut; None if it does not matter."""
+        return None if self.samples is None else shards_for(batch_size, view.base_shards, self.samples)
+
+    def is_kept(self, view: View) -> bool:
+        """Whether the batch is cut as it should be."""
+        return self.shards(view.batch_size, view) in (None, view.shards)
+
+
+# A learning rate that changes smoothly.
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """A factor, spread evenly over steps: an immediate jump hurts (Lin et al., arXiv 1904.12043).
+
+    Attributes:
+        steps_left: over which.
+        factor_left: by which the rate is still to be multiplied.
+    """
+
+    steps_left: int = 0
+    factor_left: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.steps_left < 0 or not 0 < self.factor_left < math.inf:
+            raise ValueError(f"{self.factor_left!r} over {self.steps_left!r} steps: a factor above 0 over 0 or more")
+
+    def step(self) -> tuple[float, Ramp]:
+        """The next step's factor, and what is left after it."""
+        each: float = self.factor_left ** (1 / self.steps_left)
+        return each, Ramp(self.steps_left - 1, self.factor_left / each)
+
+
+# A batch that grows at epochs that are known beforehand.
+
+
+class BatchSizeSchedule(Policy):
+    """Multiplies the batch at the beginning of some epochs, and leaves the learning rate alone.
+
+    In place of a decay of the learning rate: Smith et al., "Don't decay the learning rate, increase the batch size",
+    arXiv 1711.00489.
+
+    Args:
+        factors: by what, at the beginning of which epoch; of the batch before it.
+        largest_shard: samples in one shard at most: what a worker's memory allows. The number of shards grows and
+            shrinks with the batch; by default it stays.
+
+    Raises:
+        JobError: an epoch or a size below 1, or a factor that is not above 0.
+    """
+
+    def __init__(self, factors: Mapping[int, float] = {30: 5, 60: 5, 90: 5}, largest_shard: int | None = None) -> None:
+        if any(epoch < 1 or not factor > 0 for epoch, factor in factors.items()):
+            raise JobError(f"BatchSizeSchedule({dict(factors)}): epochs from 1 on, and factors above 0")
+        self._factors, self._limit = dict(factors), ShardLimit(largest_shard)
+
+    def before_train(self, view: View) -> None:
+        """The first batch may be too much at once for a worker."""
+        if not self._limit.is_kept(view):
+            shards = self._limit.shards(view.batch_size, view)
+            self.set_batch_size(view.batch_size, shards, largest_shard=self._limit.samples)
+
+    def after_epoch(self, view: View) -> None:
+        """The next one may be one of those."""
+        if (factor := self._factors.get(view.epoch + 1)) is not None:
+            batch = round(view.batch_size * factor)
+            self.set_batch_size(batch, self._limit.shards(batch, view), epoch=view.epoch + 1, factor=factor)
+
+
+# A batch that follows the gradients' noise.
 
 Rule = Literal["linear", "sqrt", "none"]
 

@@ -1,0 +1,223 @@
+"""Policies for slow workers and connections: fewer shards, another topology, another strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any, ClassVar
+
+from unisono.adapt.policy import Policy, ReadStrategy
+from unisono.adapt.view import Figure, View
+from unisono.errors import JobError
+
+# What to do about a worker that is slower than the others.
+
+UNEVEN_S = 20.0
+"""Seconds of training after which shards that could be split better have been: from then on they stay as they are."""
+
+
+class StragglerPolicy(Policy):
+    """Gives a slow worker fewer shards, and has it replaced if it is so slow that even this does not help.
+
+    Every step waits for the slowest worker. Shards that are split by speed make up for one that is somewhat slower;
+    one shard is the least that a worker can have, though, so a worker that takes several times as long for it as the
+    others holds them up anyway. Both take an elastic job. No bit of the weights depends on either.
+
+    Args:
+        factor: how many times as long as the others a worker takes for a shard when it is slow.
+        replace_at: how many times as long when it is replaced, once shards are split by speed.
+        patience: steps in a row that a worker has to be slow.
+
+    Raises:
+        JobError: a number is out of range.
+    """
+
+    _forms: ClassVar[Mapping[str, Any]] = {"generation": int, "slow": dict[str, list[float]], "balanced": list[float]}
+
+    def __init__(self, factor: float = 1.5, replace_at: float = 3.0, patience: int = 10) -> None:
+        if not 1 < factor <= replace_at or patience < 1:
+            raise JobError(
+                f"StragglerPolicy(factor={factor}, replace_at={replace_at}, patience={patience}): the factors need to "
+                f"be above 1, the second not below the first, and the patience above 0"
+            )
+        self._factor, self._replace_at, self._patience = factor, replace_at, patience
+        self.generation = 0
+        self.slow: dict[str, list[float]] = {}
+        self.balanced: list[float] = []  # in which generation that was asked for, and after how many seconds
+
+    def after_step(self, view: View) -> None:
+        """Compare the workers' times for a shard."""
+        if view.generation != self.generation:
+            self.generation, self.slow = view.generation, {}
+        if view.world_size < 2:
+            return
+        for rank, ratio in enumerate(_ratios([worker.shard_s for worker in view.workers])):
+            name = str(rank)
+            self.slow[name] = [*self.slow.get(name, []), ratio] if ratio > self._factor else []
+        slowest = max(self.slow, key=lambda name: self.slow[name][-1:])
+        ratios = self.slow[slowest][-self._patience :]
+        if len(ratios) < self._patience:
+            return
+        rank, ratio = int(slowest), median(ratios)
+        if not self.balanced:
+            self.balanced = [view.generation, view.seconds]
+            self.set_balance("speed", rank=rank, times_slower=ratio, shard_s=view.workers[rank].shard_s)
+        elif ratio > self._replace_at and self._is_split_anew(view):
+            self.replace(rank, times_slower=ratio, shard_s=view.workers[rank].shard_s)
+        else:
+            return
+        self.slow = {}
+
+    def _is_split_anew(self, view: View) -> bool:
+        generation, seconds = self.balanced
+        return view.generation > generation or view.seconds > seconds + UNEVEN_S
+
+
+def _ratios(seconds: list[float]) -> list[float]:
+    """How many times as long as the others each worker takes. Who only serves takes none for a shard."""
+    others = ([one for one in seconds[:rank] + seconds[rank + 1 :] if one > 0] for rank in range(len(seconds)))
+    return [each / median(other) if other else 1.0 for each, other in zip(seconds, others, strict=True)]
+
+
+# Another way for the sums when the one in use has become slow.
+
+SETTLED = 3
+"""Steps in one setting after which its times are usual ones."""
+
+
+class TopologyPolicy(Policy):
+    """Measures again when communication takes longer than it used to, and takes the topology that is fastest then.
+
+    Looked at is the exposed communication of the worker that waits least: a slow worker makes all others wait, a slow
+    connection makes all of them. What it was at first, in a setting, is what is usual there. When it stays far above
+    that, the connections are measured, so that the journal says which one has become slow, and then all topologies.
+
+    Args:
+        factor: how many times what is usual is too long.
+        patience: steps in a row that have to be too long; as many, at least, tell what is usual.
+        share: of the step's time that has to be at stake.
+
+    Raises:
+        JobError: a number is out of range.
+    """
+
+    _forms: ClassVar[Mapping[str, Any]] = {"generation": int, "first": list[float], "above": list[float]}
+
+    def __init__(self, factor: float = 1.5, patience: int = 5, share: float = 0.05) -> None:
+        if not factor > 1 or patience < 1 or not 0 <= share < 1:
+            raise JobError(
+                f"TopologyPolicy(factor={factor}, patience={patience}, share={share}): the factor needs to be above 1, "
+                f"the patience above 0, the share below 1"
+            )
+        self._factor, self._patience, self._share = factor, patience, share
+        self.generation = 0
+        self.first: list[float] = []
+        self.above: list[float] = []
+        self.measures = False
+
+    def after_step(self, view: View) -> None:
+        """Compare."""
+        if view.generation != self.generation:
+            self._begin(view.generation)
+        if not view.topology or view.steady < SETTLED:
+            return
+        if self.measures:
+            self.set_topology("auto", before=view.topology, **self._why(view))
+            self._begin(view.generation)
+            return
+        exposed_s = min(worker.exposed_s for worker in view.workers)
+        if len(self.first) < self._patience:
+            self.first.append(exposed_s)
+            return
+        is_long = exposed_s > self._factor * median(self.first) and exposed_s > self._share * view.step_s
+        self.above = [*self.above, exposed_s] if is_long else []
+        if len(self.above) >= self._patience:
+            self.measures = True
+            self.measure_links(exposed_s=median(self.above), usual_s=median(self.first))
+
+    def _begin(self, generation: int) -> None:
+        self.generation, self.first, self.above, self.measures = generation, [], [], False
+
+    def _why(self, view: View) -> dict[str, Figure]:
+        why: dict[str, Figure] = {"exposed_s": median(self.above), "usual_s": median(self.first)}
+        if view.links is None:
+            return why
+        a, b = view.links.slowest
+        return why | {"slowest_link": f"{a}-{b}", "bytes_per_s": view.links.bytes_per_s[a][b]}
+
+
+# When to synchronise in another way.
+
+MEASURED = 50
+"""Steps of all-reduce after which averages of the noise are good enough to go by."""
+
+
+class StrategyPolicy(Policy):
+    """Follows the number of workers, or the noise of the gradients, with the strategy.
+
+    By workers, as KungFu does (Mai et al., OSDI 2020): a few can wait for each other in every step, many had better
+    not. By noise: where the noise scale is many times the batch, gradients are mostly noise, and replicas that drift
+    apart for a while lose little. The noise is known from steps of all-reduce alone; so after ``look_every`` steps of
+    anything else there are some of these again.
+
+    Args:
+        workers: the strategy from so many workers on: ``{1: "all-reduce", 8: "local-sgd:every=8"}``.
+        noise: the strategy from so many times the batch on: ``{0: "all-reduce", 4: "local-sgd:every=8"}``.
+        look_every: steps.
+
+    Raises:
+        JobError: neither or both were given, or there is none for the least number.
+    """
+
+    def __init__(
+        self,
+        workers: Mapping[int, object] | None = None,
+        noise: Mapping[float, object] | None = None,
+        look_every: int = 1000,
+    ) -> None:
+        if (workers is None) == (noise is None):
+            raise JobError("StrategyPolicy: give workers={number: strategy} or noise={ratio: strategy}, one of them")
+        given: dict[float, object] = {float(bound): strategy for bound, strategy in (workers or noise or {}).items()}
+        least = 1 if workers is not None else 0
+        if not given or min(given) > least or look_every < 1:
+            raise JobError(
+                f"StrategyPolicy({given}, look_every={look_every}): needs a strategy from {least} on, such as "
+                f"{{{least}: 'all-reduce'}}, and at least 1 step"
+            )
+        self._given = sorted((bound, str(strategy)) for bound, strategy in given.items())
+        self._by_workers, self._look_every = workers is not None, look_every
+        self.since = 0
+        self.chosen = ""
+
+    @property
+    def needs_monitor(self) -> bool:  # type: ignore[override]
+        """If it follows the noise."""
+        return not self._by_workers
+
+    def read_strategies(self, read: ReadStrategy) -> None:
+        """All that were given."""
+        self._given = [(bound, read(strategy)) for bound, strategy in self._given]
+
+    def before_train(self, view: View) -> None:
+        """Begin with the right one."""
+        if self._by_workers:
+            self._choose(view, view.world_size)
+
+    def after_step(self, view: View) -> None:
+        """Choose again."""
+        if self._by_workers:
+            self._choose(view, view.world_size)
+        elif view.strategy != "all-reduce":
+            if view.step - self.since >= self._look_every:
+                self.since, self.chosen = view.step, "all-reduce"
+                self.set_strategy(self.chosen, steps_since=self._look_every)
+        elif view.step - self.since >= MEASURED and view.noise is not None and view.noise.scale is not None:
+            self._choose(view, view.noise.scale / view.batch_size)
+
+    def _choose(self, view: View, value: float) -> None:
+        fitting = [strategy for bound, strategy in self._given if bound <= value]
+        wanted = fitting[-1] if fitting else self._given[0][1]
+        if wanted != (self.chosen or view.strategy):
+            self.since, self.chosen = view.step, wanted
+            figure = {"workers": view.world_size} if self._by_workers else {"noise_to_batch": value}
+            self.set_strategy(wanted, **figure)

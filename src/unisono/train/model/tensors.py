@@ -1,0 +1,115 @@
+"""Tensors of weights: what they are set to, their digest, and a guard against changes by others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.checkpoint.layout import form_of
+from unisono.errors import CheckpointError, ModelError
+from unisono.words import sum_of_words
+
+# Tensors, and what they are to be.
+
+Values = Sequence[tuple[Tensor, Tensor]]
+"""Tensors of a model or an optimizer, each with the value that it is to have."""
+
+
+@torch.no_grad()
+def set_all(values: Values) -> None:
+    """Set every tensor to its value."""
+    for tensor, value in values:
+        tensor.copy_(value)
+
+
+def set_like(tensors: Sequence[Tensor], found: Any, what: str) -> None:
+    """Set tensors to those that were kept of them.
+
+    Raises:
+        CheckpointError: these are others; says what they are. Then nothing has changed.
+    """
+    if not isinstance(found, list | tuple) or not all(isinstance(value, Tensor) for value in found):
+        raise CheckpointError(f"the {what} of the strategy that was kept is no list of tensors")
+    if [form_of(value) for value in found] != [form_of(tensor) for tensor in tensors]:
+        raise CheckpointError(f"the {what} of the strategy that was kept is of another model")
+    set_all(list(zip(tensors, found, strict=True)))
+
+
+# One number for all weights.
+
+
+def digest(module: nn.Module) -> str:
+    """The sha256 of a module's parameters and buffers, in hex.
+
+    Covers names, dtypes, shapes and every bit of the values of ``module.state_dict()``, on any device.
+    """
+    return digest_tensors(tensors_of(module))
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """A module's parameters and persistent buffers by name."""
+    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """The sha256 of named tensors, in hex."""
+    return _sha256(f"{name}:{tensor_digest(tensor)}\n".encode() for name, tensor in tensors.items())
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """A quick digest of named tensors, in hex: names, dtypes, shapes, and the sum of each one's words.
+
+    It finds any single word that differs, at the speed of memory; it is no proof that all bits are equal.
+    """
+    parts = (f"{name}:{tensor.dtype}{list(tensor.shape)}:{sum_of_words(tensor)}\n" for name, tensor in tensors.items())
+    return hashlib.blake2b("".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """The sha256 of one tensor's dtype, shape and bits, in hex."""
+    data = tensor.detach().cpu().contiguous()
+    header = f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}".encode()
+    # An empty or 0-dim tensor has no last dimension to view as bytes.
+    values = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else b""
+    return _sha256([header, values])
+
+
+def _sha256(parts: Iterable[bytes | memoryview]) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(part)
+    return total.hexdigest()
+
+
+# Weights that only the run may change.
+
+
+class Untouched:
+    """Notices when the script changes weights of which the run has copies elsewhere.
+
+    Args:
+        weights: the parameters.
+        why: they must not be changed, as a sentence.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], why: str) -> None:
+        self._weights, self._why = weights, why
+        self.accept()
+
+    def accept(self) -> None:
+        """They are as they should be."""
+        self._versions = [weight._version for weight in self._weights]
+
+    def require(self) -> None:
+        """Refuse weights that were changed since they were accepted.
+
+        Raises:
+            ModelError: says why, and what to do.
+        """
+        if self._versions != [weight._version for weight in self._weights]:
+            about = "the script has changed weights between two steps"
+            raise ModelError(f"{about}. {self._why}: do it before run.prepare, or go without")

@@ -1,0 +1,161 @@
+"""What a worker measures of itself: the times of its steps, its memory, how fast sums travel."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from unisono.adapt.view import Timings
+from unisono.job import Reduction as Name
+from unisono.reduce.buckets import ALIGNMENT, Bucket
+from unisono.reduce.reducer import REDUCTIONS
+from unisono.train.group.workers import Workers
+
+# What this worker measures of its own steps, for all to see.
+
+
+class Stopwatch:
+    """Keeps the times of the step before until the next control word takes them along.
+
+    Attributes:
+        shard_s: seconds that one shard of the step under way took.
+        formed_s: seconds that forming the present generation took.
+        checkpoint_s: seconds that the newest checkpoint took.
+    """
+
+    def __init__(self) -> None:
+        self.shard_s = self.formed_s = self.checkpoint_s = 0.0
+        self._seconds: Mapping[str, float] = {}
+        self._sent = 0, 0
+
+    def step_ends(self, seconds: Mapping[str, float], sent: tuple[int, int]) -> None:
+        """A step is over.
+
+        Args:
+            seconds: that it took, by part, as in ``metrics.jsonl``.
+            sent: bytes and messages that others got from this worker since the step before.
+        """
+        self._seconds, self._sent = dict(seconds), sent
+
+    @property
+    def timings(self) -> Timings:
+        """All of it."""
+        return Timings(
+            shard_s=self.shard_s,
+            step_s=self._seconds.get("total", 0.0),
+            data_s=self._seconds.get("data", 0.0),
+            exposed_s=self._seconds.get("exposed_communication", 0.0),
+            update_s=self._seconds.get("update", 0.0),
+            sent_bytes=float(self._sent[0]),
+            formed_s=self.formed_s,
+            checkpoint_s=self.checkpoint_s,
+            sent_messages=float(self._sent[1]),
+        )
+
+
+# How fast this worker computes.
+
+RECENT = 9
+FEWEST = 3
+
+
+class Pace:
+    """The seconds that one shard takes on this worker, over the last calls of ``step.run``."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def note(self, seconds: float, shards: int) -> None:
+        """So many shards were computed in so many seconds; without any there is nothing to know."""
+        if shards:
+            self._recent.append(seconds / shards)
+
+    @property
+    def shard_s(self) -> float:
+        """The median; 0 as long as too little is known."""
+        return median(self._recent) if len(self._recent) >= FEWEST else 0.0
+
+
+# The most memory that a worker has needed.
+
+STATUS = Path("/proc/self/status")
+MIB = 2**20
+
+
+def peak_memory(device: torch.device) -> dict[str, Any]:
+    """What this process has needed at most so far, in MiB: of the host's memory, and of its device's if it has any."""
+    on_device = torch.cuda.max_memory_reserved(device) / MIB if device.type == "cuda" else None
+    return {
+        "device": str(device),
+        "peak_memory_mib": round(host_memory_mib(), 1),
+        "peak_device_memory_mib": None if on_device is None else round(on_device, 1),
+    }
+
+
+def host_memory_mib() -> float:
+    """The largest resident set of this process, in MiB."""
+    # Linux hands the maximum in rusage on to whatever a process starts; this one is the program's own.
+    if sys.platform == "linux" and STATUS.exists():
+        for line in STATUS.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most / MIB if sys.platform == "darwin" else most / 1024
+
+
+# How fast this run's workers add up gradients, apart from any model: latency and bandwidth of the reduction itself.
+
+LARGE = 2**20
+"""Elements of a bucket of 4 MiB."""
+
+ROUNDS = 10
+
+
+def reduction_probe(workers: Workers, reduction: Name, device: torch.device) -> dict[str, float] | None:
+    """Reduce a small and a large bucket of zeros some times, and take the shortest of each. Collective.
+
+    By the model of an all-reduce by halves: 2 ⌈log2 W⌉ latency + 2 (W - 1)/W · bytes / bandwidth (Thakur, Rabenseifner
+    and Gropp, IJHPCA 2005).
+
+    Args:
+        workers: the members; nothing is in flight between them.
+        reduction: that the job adds up with.
+        device: of the gradients.
+
+    Returns:
+        ``latency_s`` in seconds and ``bandwidth_bytes_per_s``; None with one worker.
+    """
+    count = workers.world_size
+    if count == 1:
+        return None
+    small, large = (_seconds(workers, reduction, device, numel) for numel in (ALIGNMENT, LARGE))
+    size = (LARGE - ALIGNMENT) * torch.float32.itemsize
+    return {
+        "latency_s": small / (2 * math.ceil(math.log2(count))),
+        "bandwidth_bytes_per_s": 2 * (count - 1) / count * size / max(large - small, 1e-9),
+    }
+
+
+def _seconds(workers: Workers, reduction: Name, device: torch.device, numel: int) -> float:
+    transport = workers.transport
+    mine = transport.split.of(workers.rank)
+    rows = len(transport.tree.cover(mine.start, mine.stop)) or 1  # who serves gives one that nobody reads
+    partials = [row[0] for row in transport.allocate([Bucket((), numel, torch.float32, device)], rows)]
+    found = []
+    for _ in range(ROUNDS):
+        workers.barrier()
+        begun = perf_counter()
+        REDUCTIONS[reduction](transport, ("probe", numel), partials, None)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(perf_counter() - begun)
+    return min(found)
