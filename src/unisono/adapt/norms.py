@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from unisono.errors import JobError
+
+if TYPE_CHECKING:
+    from torch import Tensor  # what policies have decided is shown without torch
 
 # Moving averages that know how much they have seen.
 
@@ -193,7 +195,7 @@ class Monitoring:
         """Whether the connections between workers are measured after so many steps."""
         return bool(self.links_every) and steps % self.links_every == 0
 
-    def blocks_of(self, tensors: Iterable[Tensor]) -> int:
+    def blocks_of(self, tensors: Iterable["Tensor"]) -> int:
         """How many blocks one stands for, in gradients of these tensors."""
         return self.one_in or max(1, sum(tensor.numel() for tensor in tensors) // ELEMENTS)
 
