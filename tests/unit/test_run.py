@@ -938,3 +938,55 @@ def test_a_worker_of_a_job_that_goes_on_later_leaves_a_checkpoint_and_says_so_wi
         assert left.value.code == 75
     assert json.loads((run.dir / "result.json").read_text())["exit_code"] == 75
     assert list((run.dir / "checkpoints").iterdir())
+
+
+class Growing(nn.Module):
+    """Its buffer gets its shape from the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.seen.numel():
+            self.seen = x.detach().mean(0)
+        return self.layer(x)
+
+
+def test_a_buffer_that_gets_another_shape_in_a_shard_is_named(start: Start) -> None:
+    run = start()
+    model = Growing()
+    run.prepare(model, sgd(model))
+    steps = run.steps(data())
+    step = next(steps)
+    with pytest.raises(ModelError, match=r"the buffer seen had the form \['float32', \[0\]\].*Run one batch through"):
+        step.run(cross_entropy)
+    run.close()
+
+
+def test_a_buffer_whose_elements_share_memory_is_named(start: Start) -> None:
+    model = net()
+    model.register_buffer("wide", torch.zeros(1).expand(5))
+    with start() as run, pytest.raises(ModelError, match=r"wide is an expanded tensor.*\.clone\(\)"):
+        run.prepare(model, sgd(model))
+
+
+def test_an_optimizer_with_its_parameters_in_another_order_is_not_resumed(start: Start) -> None:
+    def work(run: unisono.Run, turned: bool) -> None:
+        model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False), nn.Linear(6, 3))
+        parameters = list(model.parameters())
+        order = [1, 0, 2, 3] if turned else [0, 1, 2, 3]
+        run.prepare(model, torch.optim.Adam([parameters[each] for each in order]))
+        for step in run.steps(data(), epochs=2):
+            step.run(cross_entropy)
+            if step.number == 1:
+                run.close()
+                return
+
+    work(start(checkpoint_every=1), turned=False)
+    with (
+        start(checkpoint_every=1) as run,
+        pytest.raises(CheckpointError, match=r"0\.weight is where .* 1\.weight.*no set"),
+    ):
+        work(run, turned=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unisono.checkpoint.layout import form_of
+from unisono.errors import ModelError
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import ALIGNMENT
@@ -83,15 +85,30 @@ class Buffers:
         for place, base in zip(self._places, self._bases, strict=True):
             if _written(place, base):
                 place.registry[place.key] = base.tensor
-                base.tensor.copy_(base.value)
+                base.tensor.resize_(base.value.shape).copy_(base.value)
                 base.version = base.tensor._version
 
     def take(self, shard: int) -> None:
-        """Keep what ``shard`` has made of the buffers."""
-        single = self._tree.shards == 1
-        self._results[shard] = [
-            tensor if tensor is None or single else tensor.detach().clone() for tensor in self._made()
-        ]
+        """Keep what ``shard`` has made of the buffers.
+
+        Raises:
+            ModelError: it has given one another shape or dtype, and there are other shards.
+        """
+        made = self._made()
+        if self._tree.shards > 1:
+            self._require_same_form(made)
+            made = [None if tensor is None else tensor.detach().clone() for tensor in made]
+        self._results[shard] = made
+
+    def _require_same_form(self, made: Sequence[Tensor | None]) -> None:
+        for place, base, tensor in zip(self._places, self._bases, made, strict=True):
+            if tensor is not None and (tensor.shape, tensor.dtype) != (base.value.shape, base.value.dtype):
+                self.rewind()
+                raise ModelError(
+                    f"the buffer {place.name} had the form {form_of(base.value)} before a shard, and has "
+                    f"{form_of(tensor)} after it, so there is no mean over shards. Run one batch through the model "
+                    f"before run.prepare, if that gives the buffer its form; or use shards=1"
+                )
 
     def result(self, shard: int) -> Sequence[Tensor | None]:
         """What a shard of this worker has made of each buffer; None of those that it has not written."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -99,7 +100,15 @@ class Prepared:
     def layout(self) -> dict[str, str]:
         """Names, shapes and dtypes of all parameters and buffers, for comparison between workers."""
         described = {name: _form(tensor) for name, tensor in self.tensors().items()}
-        return described | {f"trained {name}": _form(tensor) for name, tensor in self.parameters.items()}
+        described |= {f"trained {name}": _form(tensor) for name, tensor in self.parameters.items()}
+        return described | {f"order of optimizer {n}": ", ".join(names) for n, names in enumerate(self.order())}
+
+    def order(self) -> list[list[str]]:
+        """The names of each optimizer's parameters, in its order: its state is kept by their numbers."""
+        named = {id(tensor): name for name, tensor in self.parameters.items()}
+        for prefix, module in prefixed(self.modules):
+            named |= {id(tensor): prefix + name for name, tensor in module.named_parameters()}
+        return [[named.get(id(tensor), "?") for tensor in _owned([one])] for one in self.optimizers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +117,7 @@ class BufferPlace:
 
     registry: dict[str, Any]
     key: str
+    name: str
 
     @property
     def tensor(self) -> Tensor:
@@ -143,6 +153,12 @@ def _check_kinds(modules: Sequence[Any], optimizers: Sequence[Any]) -> None:
             raise ModelError(f"run.prepare needs torch modules, got {type(module).__name__}")
         if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise ModelError("the model has lazy layers without a shape yet: run one batch through it first")
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+                raise ModelError(
+                    f"{name} is an expanded tensor: several of its elements share one place in memory, so it cannot be "
+                    f"set. Make it with .clone() or .contiguous()"
+                )
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ModelError(f"run.prepare needs torch optimizers, got {type(optimizer).__name__}")
@@ -171,11 +187,12 @@ def _named_parameters(modules: Sequence[nn.Module], optimizers: Sequence[Optimiz
 
 def _buffers(modules: Sequence[nn.Module]) -> tuple[BufferPlace, ...]:
     places: dict[int, BufferPlace] = {}
-    for root in modules:
-        for module in root.modules():
+    for prefix, root in prefixed(modules):
+        for path, module in root.named_modules(prefix=prefix.rstrip(".")):
             for key, buffer in module._buffers.items():
                 if buffer is not None:
-                    places.setdefault(id(buffer), BufferPlace(module._buffers, key))
+                    name = f"{path}.{key}" if path else key
+                    places.setdefault(id(buffer), BufferPlace(module._buffers, key, name))
     return tuple(places.values())
 
 

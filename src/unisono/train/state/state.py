@@ -86,6 +86,7 @@ def capture(prepared: Prepared, progress: Progress, registered: Mapping[str, Any
             "progress": progress.as_tree(),
             "registered": {name: thing.state_dict() for name, thing in registered.items()},
             "transient": _transient(prepared),
+            "order": prepared.order(),
             "evaluating": [name for name, module in _named_modules(prepared) if not module.training],
             **own,
         },
@@ -139,6 +140,7 @@ def restore_optimizers(prepared: Prepared, snapshot: Snapshot) -> None:
             f"the checkpoint of step {snapshot.step} holds {len(snapshot.optimizer)} optimizers, the script has "
             f"{len(prepared.optimizers)}"
         )
+    _require_same_order(prepared, snapshot)
     for optimizer, state in zip(prepared.optimizers, snapshot.optimizer, strict=True):
         try:
             optimizer.load_state_dict(state)
@@ -148,6 +150,19 @@ def restore_optimizers(prepared: Prepared, snapshot: Snapshot) -> None:
                 f"{type(optimizer).__name__}: {error}"
             ) from error
         _undo_casts(optimizer, state)
+
+
+def _require_same_order(prepared: Prepared, snapshot: Snapshot) -> None:
+    # What an optimizer keeps goes by its parameters' numbers. Other parameters are told of by the optimizer itself.
+    kept_order = value_of(list[list[str]], kept(snapshot, "order"), "order")
+    for number, (ours, theirs) in enumerate(zip(prepared.order(), kept_order, strict=False)):
+        if ours != theirs and sorted(ours) == sorted(theirs):
+            here, there = next(pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1])
+            raise CheckpointError(
+                f"the checkpoint of step {snapshot.step} holds the parameters of optimizer {number} in another order: "
+                f"{there} is where the script has {here}. Give the optimizer a list, whose order is always the same, "
+                f"and no set"
+            )
 
 
 def restore_update(prepared: Prepared, snapshot: Snapshot) -> None:
