@@ -943,6 +943,8 @@ def test_a_worker_of_a_job_that_goes_on_later_leaves_a_checkpoint_and_says_so_wi
 class Growing(nn.Module):
     """Its buffer gets its shape from the first batch."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)
@@ -951,7 +953,8 @@ class Growing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.seen.numel():
             self.seen = x.detach().mean(0)
-        return self.layer(x)
+        found: Tensor = self.layer(x)
+        return found
 
 
 def test_a_buffer_that_gets_another_shape_in_a_shard_is_named(start: Start) -> None:
