@@ -1,6 +1,7 @@
 """The random generators that a script may draw from, seeded and kept as one."""
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+_ONE_AT_A_TIME = threading.Lock()
+"""torch waits for its generator without letting other threads go on, and the one that has it may need to go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +28,14 @@ class Generators:
         """The generators' state now."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         # Not the bit generator's state alone: NumPy keeps every second normal number for the next call.
-        return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
+        with _ONE_AT_A_TIME:
+            cpu = torch.get_rng_state()
+        return cls(cpu, cuda, np.random.get_state(), random.getstate())
 
     def restore(self) -> None:
         """Set the generators back to this state."""
-        torch.set_rng_state(self.torch_cpu)
+        with _ONE_AT_A_TIME:
+            torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda is not None:
             torch.cuda.set_rng_state(self.torch_cuda)
         np.random.set_state(self.numpy)
@@ -38,7 +45,8 @@ class Generators:
 def seed_generators(seed: int) -> None:
     """Seed all generators from one 64-bit seed."""
     # torch.manual_seed would do, but reaches for every accelerator's lazy initialisation: 80 times slower.
-    torch.default_generator.manual_seed(seed)
+    with _ONE_AT_A_TIME:
+        torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
