@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
@@ -15,22 +15,42 @@ from unisono.errors import WorkerLost
 from unisono.job import Job
 from unisono.plan.batches import Batches, Position
 from unisono.sync.averaging import DiLoCo, LocalSGD
-from unisono.sync.strategy import AllReduce
+from unisono.sync.strategy import AllReduce, Strategy
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
+from unisono.train.state.adaptation import Adaptation
+from unisono.train.state.trained import Trained
 from unisono.train.step.engine import Call, Clip
-from unisono.train.strategies import rounds
 from unisono.train.strategies.apart import Apart
-from unisono.train.strategies.rounds import Recipe, Rounds, Tally
+from unisono.train.strategies.rounds import Recipe, Rounds, Tally, begin_rounds
 
 pytestmark = pytest.mark.unit
 
 
+JOB = Job.create(batch_size=8, shards=4)
+CPU = torch.device("cpu")
+
+
+def prepared_model() -> Prepared:
+    model = nn.Linear(3, 3)
+    return Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+
+
+def recipe_of(strategy: Strategy, prepared: Prepared) -> Recipe:
+    return Recipe(strategy, JOB, prepared, CPU, lambda optimizers: nullcontext(), PATIENCE_S)
+
+
+def trained_under(strategy: Strategy) -> Trained:
+    trained = Trained({}, Adaptation((), JOB.batch_size, JOB.shards, strategy=strategy))
+    trained.prepared = prepared_model()
+    return trained
+
+
 def test_what_a_strategy_keeps_is_forgotten_in_steps_of_all_reduce() -> None:
     kept = ("model-averaging:momentum=0.9", {"previous": [torch.ones(3)]})
-    trained = SimpleNamespace(adaptation=SimpleNamespace(strategy=AllReduce()), prepared=object(), strategy=kept)
-    nothing = cast("Any", SimpleNamespace(is_elastic=False))
-    apart = Apart(nothing, torch.device("cpu"), cast("Any", trained), nothing, nothing, timeout_s=1.0)
+    trained = trained_under(AllReduce())
+    trained.strategy = kept
+    apart = Apart(JOB, CPU, trained, Mock(is_elastic=False), Mock(), timeout_s=1.0)
     apart.make()
     assert apart.rounds is None
     assert trained.strategy == ("", {})
@@ -43,11 +63,8 @@ def test_whoever_watches_a_worker_sees_it_get_on_with_each_shard_that_it_compute
             return F.mse_loss(model(batch), batch)
 
         seen = list[tuple[bool, int]]()
-        model = nn.Linear(3, 3)
-        prepared = Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
-        job = Job.create(batch_size=8, shards=4)
-        recipe = Recipe(LocalSGD(), job, prepared, torch.device("cpu"), lambda optimizers: nullcontext(), PATIENCE_S)
-        mine = Rounds(recipe, workers, None)
+        prepared = prepared_model()
+        mine = begin_rounds(recipe_of(LocalSGD(), prepared), workers, None)
         batch = Batches(8, 8, 4).at(Position())
         shards = [torch.ones(2, 3)] * 4
         mine.train(Call(0, 0, batch, shards, loss_fn, prepared.optimizers, Clip()))
@@ -63,6 +80,7 @@ class Recorded:
 
     def __init__(self, losses: int) -> None:
         self.losses, self.is_open, self.steps = losses, False, list[int]()
+        self.goes_on = True
 
     def begin(self) -> None:
         self._lose()
@@ -81,9 +99,10 @@ class Recorded:
 def apart_with(losses: int) -> tuple[Apart, Recorded, Mock]:
     acts, membership = Mock(), Mock(is_elastic=True)
     membership.workers.is_aborted = False
-    apart = Apart(cast("Any", None), torch.device("cpu"), cast("Any", None), membership, acts, timeout_s=1.0)
     recorded = Recorded(losses)
-    apart._rounds = cast("Any", recorded)
+    begin = Mock(return_value=recorded)
+    apart = Apart(JOB, CPU, trained_under(LocalSGD()), membership, acts, timeout_s=1.0, begin=begin)
+    apart.make()
     return apart, recorded, acts
 
 
@@ -100,19 +119,21 @@ def test_an_exchange_in_which_a_worker_is_lost_is_made_with_those_who_are_left()
     assert recorded.steps == [7]
 
 
+RECIPE = recipe_of(LocalSGD(), prepared_model())
+
+
 def broken_off(*, is_open: bool, exchanged: int = 4) -> Any:
     return SimpleNamespace(is_open=is_open, exchanged=exchanged, synchroniser=object(), tally=Tally())
 
 
 @pytest.mark.parametrize("is_open", [(True, False), (False, True), (False, False)])
 def test_whoever_had_not_begun_the_round_comes_along_with_those_who_had(
-    monkeypatch: pytest.MonkeyPatch, is_open: tuple[bool, bool]
+    is_open: tuple[bool, bool],
 ) -> None:
-    monkeypatch.setattr(rounds, "_synchroniser", lambda strategy, ground: Mock())
     before = [broken_off(is_open=each) for each in is_open]
 
     def work(workers: Workers) -> Rounds:
-        return Rounds(cast("Any", Mock()), workers, before[workers.rank])
+        return Rounds(RECIPE, workers, Mock(), before[workers.rank])
 
     for rank, mine in enumerate(side_by_side(2, work)):
         assert (mine.goes_on, mine.is_open) == (any(is_open), any(is_open))
@@ -121,11 +142,9 @@ def test_whoever_had_not_begun_the_round_comes_along_with_those_who_had(
         assert synchroniser.settle.called == any(is_open)
 
 
-def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_synchroniser", lambda strategy, ground: Mock(figures=dict))
-
+def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more() -> None:
     def work(workers: Workers) -> list[int]:
-        mine = Rounds(cast("Any", Mock()), workers, None)
+        mine = Rounds(RECIPE, workers, Mock(figures=dict))
         for step in range(3):
             mine.begin()
             if step == 1:  # an evaluation
@@ -137,33 +156,22 @@ def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more(monkeypat
     assert side_by_side(2, work) == [[0, 2], [0, 2]]
 
 
-def test_rounds_of_another_strategy_are_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Rounds | None] = []
-
-    def made(recipe: object, workers: Workers, before: Rounds | None) -> Any:
-        seen.append(before)
-        return Mock(goes_on=False)
-
-    monkeypatch.setattr("unisono.train.strategies.apart.Rounds", made)
-    trained = SimpleNamespace(
-        adaptation=SimpleNamespace(strategy=LocalSGD(), scaled=None), prepared=object(), strategy=("", {})
-    )
-    membership = Mock(is_elastic=True)
-    apart = Apart(cast("Any", None), torch.device("cpu"), cast("Any", trained), membership, Mock(), timeout_s=1.0)
-    for strategy in (LocalSGD(), LocalSGD(), DiLoCo()):
-        before: Any = Mock(strategy=strategy)
-        apart._rounds, apart._trained.adaptation.strategy = before, cast("Any", LocalSGD())
+def test_rounds_of_another_strategy_are_not_gone_on_with() -> None:
+    begin = Mock(side_effect=lambda recipe, workers, before: Mock(strategy=recipe.strategy, goes_on=True))
+    trained = trained_under(LocalSGD())
+    apart = Apart(JOB, CPU, trained, Mock(is_elastic=True), Mock(), timeout_s=1.0, begin=begin)
+    for strategy in (LocalSGD(), LocalSGD(), DiLoCo(), LocalSGD()):
+        trained.adaptation.strategy = strategy
         apart.drop()
         apart.make()
-    assert [None if one is None else one.strategy for one in seen] == [LocalSGD(), LocalSGD(), None]
+    before = [made.args[2] for made in begin.call_args_list]
+    assert [None if one is None else one.strategy for one in before] == [None, LocalSGD(), None, None]
 
 
-def test_what_one_had_exchanged_when_a_worker_was_lost_nobody_exchanges_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_synchroniser", lambda strategy, ground: Mock())
-
+def test_what_one_had_exchanged_when_a_worker_was_lost_nobody_exchanges_again() -> None:
     def work(workers: Workers) -> list[int]:
         before = broken_off(is_open=True, exchanged=6 - workers.rank)
-        mine = Rounds(cast("Any", Mock()), workers, before)
+        mine = Rounds(RECIPE, workers, Mock(), before)
         mine.begin()
         for step in range(6 - workers.rank, 9):  # one was lost in the exchange that the first had behind it
             mine.step_ends(step, ends_round=False)

@@ -98,12 +98,21 @@ def trained(
     model = copy.deepcopy(NET)
     prepared = Prepared.of(model, [torch.optim.Adam(model.parameters(), lr=0.1)])
     shards = workers.transport.split.shards
+    found: list[list[Finding]] = []
+
+    def note(finding: Finding) -> None:
+        found[-1].append(finding)
+
     engine = StepEngine(
-        Job.create(batch_size=SAMPLES, shards=shards), workers, prepared, torch.device("cpu"), Execution(audit=audit)
+        Job.create(batch_size=SAMPLES, shards=shards),
+        workers,
+        prepared,
+        torch.device("cpu"),
+        Execution(audit=audit),
+        found=note,
     )
     if wrong == workers.rank and hook is not None:
         model.first.weight.register_hook(hook)
-    found: list[list[Finding]] = []
     bounds = tuple(SAMPLES * shard // shards for shard in range(shards + 1))
     try:
         for step in range(STEPS):
@@ -115,7 +124,6 @@ def trained(
                 step, 0, batch, [cut[one] for one in mine], loss_fn, prepared.optimizers, Clip(), load=cut.__getitem__
             )
             found.append([])
-            engine.found = found[-1].append
             update = engine.work_out(call, engine.attempt(call))
             assert update is not None
             update()

@@ -238,10 +238,10 @@ def trained(
     model = copy.deepcopy(MODEL)
     prepared = Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
     job = Job.create(batch_size=SAMPLES, shards=shards)
-    engine = StepEngine(job, workers, prepared, CPU, Execution(checked_bytes=CHECKS[checks]))
-    engine.witness = witness
     repeated: list[int] = []
-    engine.repeats = repeated.append
+    how = Execution(checked_bytes=CHECKS[checks])
+    engine = StepEngine(job, workers, prepared, CPU, how, repeats=repeated.append)
+    engine.witness = witness
     try:
         for step in range(STEPS):
             call = called(step, engine, workers, prepared, clip)

@@ -551,9 +551,11 @@ class Run:
 
         def call(part: range, shards: Sequence[Any]) -> Call:
             batch = step.batch.part(part)
-            return Call(step.number, step.calls, batch, shards, loss_fn, optimizers, clip, part.start)
+            computed = partial(self._computed, step, len(part))
+            about = (step.number, step.calls, batch, shards, loss_fn, optimizers, clip, part.start)
+            return Call(*about, computed=computed)
 
-        own = self._apart.compute(step, call, self._source, partial(self._computed, step))
+        own = self._apart.compute(step, call, self._source)
         self._computing = False
         step.metrics |= own.mean_metrics
         self._seconds = own.seconds
@@ -567,12 +569,22 @@ class Run:
     ) -> Change[Computed]:
         engine = self._require_engine()
         shards = [to_device(shard, self.device) for shard in step.shards]
-        about, load = (step.number, step.calls, step.batch), partial(self._load, step)
-        call = Call(*about, shards, loss_fn, optimizers, clip, load=load, is_last=step.is_last)
         generation, mine = workers.generation, self._shards_of(step.batch.shards)
+        call = Call(
+            step.number,
+            step.calls,
+            step.batch,
+            shards,
+            loss_fn,
+            optimizers,
+            clip,
+            load=partial(self._load, step),
+            is_last=step.is_last,
+            decided=self._adaptation.digest,
+            computed=partial(self._computed, step, len(mine)),
+        )
         if self._samples is not None:
             self._samples.computed(step.number, step.calls, generation.number, step.batch, mine)
-        engine.computed, engine.decided = partial(self._computed, step, len(mine)), self._adaptation.digest
         try:
             attempt = engine.attempt(call, self._flags)
         except PolicyError:
@@ -811,10 +823,17 @@ class Run:
             self._trained.anticipate()
         self._apart.make()
         if self._apart.rounds is None:
-            self._engine = StepEngine(self.job, self._workers, prepared, self.device, self._around.execution)
-            self._engine.scaled = self._adaptation.scaled
-            self._engine.repeats, self._engine.found = self._repeats, self._found
-            self._engine.has_lost = self._has_lost
+            self._engine = StepEngine(
+                self.job,
+                self._workers,
+                prepared,
+                self.device,
+                self._around.execution,
+                scaled=self._adaptation.scaled,
+                found=self._found,
+                repeats=self._repeats,
+                has_lost=self._has_lost,
+            )
 
     def _made_engine(self, workers: Workers) -> None:
         """Make what computes, as an act: so no worker goes on before all have."""

@@ -83,6 +83,8 @@ class Call:
         first: the number of the batch's first shard, where the batch is a worker's own part of another one.
         load: gets the batch of any shard, to audit it.
         is_last: whether the loop ends with this step, so that every worker is audited.
+        decided: a digest of what policies decided before the step.
+        computed: told when this worker's shards are computed, after so many seconds.
     """
 
     step: int
@@ -95,6 +97,8 @@ class Call:
     first: int = 0
     load: Callable[[int], Any] | None = None
     is_last: bool = False
+    decided: int = 0
+    computed: Callable[[float], None] = lambda seconds: None
 
 
 @dataclass(slots=True)
@@ -160,16 +164,16 @@ class StepEngine:
         device: where to compute.
         execution: how steps are carried out.
         update: what is done with the step's gradient; by default the optimizers' update.
-
-    Attributes:
-        rank: of this worker, for people.
+        rank: of this worker, for people; by default its rank among ``workers``.
         scaled: changes the optimizers' learning rates for an update.
-        decided: a digest of what policies decided before the step.
-        computed: told when this worker's shards are computed, after so many seconds.
         found: told what each audit came to, as soon as it has; an attempt has all of it.
         repeats: told before a step is computed again, since memory did not keep what was written to it.
-        has_lost: whether an update was made from a gradient that memory had not kept.
-        witness: is shown what was written to memory that is checked.
+        has_lost: whether an engine before has made an update from a gradient that memory had not kept.
+
+    Attributes:
+        has_lost: whether this one has, or one before.
+        witness: is shown what was written to memory that is checked. Set when a fault is injected, in the middle of a
+            run.
     """
 
     def __init__(
@@ -180,10 +184,16 @@ class StepEngine:
         device: torch.device,
         execution: Execution,
         update: Update | None = None,
+        *,
+        rank: int | None = None,
+        scaled: Scaled = nullcontext,
+        found: Callable[[Finding], None] = lambda finding: None,
+        repeats: Callable[[int], None] = lambda step: None,
+        has_lost: bool = False,
     ) -> None:
         self._job = job
         self._workers = workers
-        self.rank = workers.rank
+        self._rank = workers.rank if rank is None else rank
         overlap = execution.overlaps(workers.transport, job.threads)
         self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap)
         self._prepared = prepared
@@ -193,15 +203,11 @@ class StepEngine:
         self._monitoring = execution.monitoring
         self._known: dict[float, list[str]] = {signature_of(()): []}
         self._shard: ShardReport | None = None
-        self.scaled: Scaled = nullcontext
-        self.decided = 0
-        self.computed: Callable[[float], None] = lambda seconds: None
-        self.found: Callable[[Finding], None] = lambda finding: None
-        self.repeats: Callable[[int], None] = lambda step: None
+        self._scaled, self._found, self._repeats = scaled, found, repeats
         self.witness: Witness | None = None
         self._checked_bytes = execution.checked_bytes
         self._audit = Audit(job.seed, execution.audit, workers)
-        self.has_lost = False
+        self.has_lost = has_lost
         self._update: Update | ShardedUpdate = update or Update()
         if execution.shard_optimizer:
             self._update = ShardedUpdate(prepared, workers.transport, self._bucket_bytes)
@@ -271,7 +277,7 @@ class StepEngine:
 
         def make() -> None:
             set_all(buffers)
-            with self.scaled(call.optimizers):
+            with self._scaled(call.optimizers):
                 self._update.apply(call.optimizers)
             # Only now, when nobody reads it any more: so it was right whenever it was read.
             self.has_lost |= not any(map(may_change_gradients, call.optimizers)) and not gradients.has_kept()
@@ -371,7 +377,7 @@ class StepEngine:
             if attempt.report.again:
                 attempt.gradients.stop_listening()
             elif not attempt.report.is_balanced:
-                self.repeats(call.step)
+                self._repeats(call.step)
             else:
                 found = self._audited(call, attempt)
                 attempt.findings = findings = (*findings, *found)
@@ -385,7 +391,7 @@ class StepEngine:
         )
 
     def _attempt(self, call: Call, flags: Callable[[Seen], Flags]) -> Attempt:
-        gradients = self._gradients_of(call.optimizers)
+        gradients = self._gradients_of(call)
         gradients.witness = self.witness
         gradients.watch(call.step if self._monitoring.watches(call.step, call.number) else None)
         started = perf_counter()
@@ -398,9 +404,9 @@ class StepEngine:
                 self._workers.tick()
         if not shards:
             self._clear_gradients()
-            gradients.serve(partial(self._weigh, []))
+            gradients.serve(partial(self._weigh, call, []))
             self._workers.tick()
-        self.computed(perf_counter() - started)
+        call.computed(perf_counter() - started)
         computed = perf_counter()
         totals, reducing = gradients.totals()
         reduced = perf_counter()
@@ -425,7 +431,7 @@ class StepEngine:
         again = partial(self._again, call, attempt.gradients)
         findings = self._audit.examine(call.step, drawn, attempt.marks, again)
         for finding in findings:
-            self.found(finding)
+            self._found(finding)
         return findings
 
     def _again(self, call: Call, gradients: Gradients, number: int) -> str:
@@ -459,7 +465,7 @@ class StepEngine:
                 self._forward(call, shard, call.shards[shard.number - self._mine.start])
                 self._buffers.take(shard.number)
             if shard is shards[-1]:
-                gradients.send(partial(self._weigh, [each.report.weight for each in shards]))
+                gradients.send(partial(self._weigh, call, [each.report.weight for each in shards]))
             if shard.report.weight:
                 self._backward(shard, gradients)
             else:
@@ -468,7 +474,7 @@ class StepEngine:
             if shard.report.weight:
                 shard.report.squared_norm = gradients.squared_norm() / shard.report.weight**2
         except (LossError, ModelError) as error:
-            where = f"step {call.step}, shard {call.first + shard.number}, rank {self.rank}"
+            where = f"step {call.step}, shard {call.first + shard.number}, rank {self._rank}"
             raise type(error)(f"{where}: {error}") from error
 
     def _forward(self, call: Call, shard: "_Shard", batch: Any) -> None:
@@ -495,9 +501,9 @@ class StepEngine:
             (shard.loss * weight if weight != 1.0 else shard.loss).backward()
         shard.loss = shard.loss.detach()
 
-    def _weigh(self, weights: Sequence[float]) -> float | None:
+    def _weigh(self, call: Call, weights: Sequence[float]) -> float | None:
         # What is compressed is divided only when it is wide again.
-        weight = total_weight(self._workers.transport, weights, self.decided)
+        weight = total_weight(self._workers.transport, weights, call.decided)
         return weight if self._job.compression == "none" else None
 
     def _exchange(
@@ -539,7 +545,7 @@ class StepEngine:
             raise LossError(f"step {call.step}: all shards returned the weight 0, so there is no mean to follow")
         for shard, part in enumerate(report.shards):
             if part.weight and not math.isfinite(part.loss):
-                rank = self._split.owner(shard) if self._workers.world_size > 1 else self.rank
+                rank = self._split.owner(shard) if self._workers.world_size > 1 else self._rank
                 return f"the loss is {part.loss} in shard {call.first + shard} (rank {rank})"
         return ""
 
@@ -557,13 +563,13 @@ class StepEngine:
     def _bucket_bytes(self) -> int:
         return int(self._job.bucket_mb * 2**20)
 
-    def _gradients_of(self, optimizers: Sequence[Optimizer]) -> Gradients:
-        key = tuple(map(id, optimizers))
+    def _gradients_of(self, call: Call) -> Gradients:
+        key = tuple(map(id, call.optimizers))
         if key not in self._gradients:
-            require_agreement(self._workers.transport, self.decided)  # what follows is made together
+            require_agreement(self._workers.transport, call.decided)  # what follows is made together
             compressed = torch.bfloat16 if self._job.compression == "bf16" else None
             fusion = Fusion(self._bucket_bytes, compressed, self._checked_bytes)
-            trained = self._prepared.trained_by(optimizers)
+            trained = self._prepared.trained_by(call.optimizers)
             norms = SquaredNorms(len(trained), self._monitoring.blocks_of(trained.values()))
             self._gradients[key] = Gradients(trained, self._reducer, fusion, norms)
         return self._gradients[key]

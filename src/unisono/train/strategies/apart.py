@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from unisono.train.state.trained import Trained
 from unisono.train.step.engine import Call
 from unisono.train.step.step import Step
 from unisono.train.step.surroundings import BACKSTOP
-from unisono.train.strategies.rounds import Recipe, Rounds
+from unisono.train.strategies.rounds import Recipe, Rounds, begin_rounds
 from unisono.train.strategies.synchroniser import Sums
 
 # Which workers serve, by the strategy.
@@ -60,11 +59,20 @@ class Apart:
         membership: who trains.
         acts: the collective calls.
         timeout_s: how long another worker may be silent.
+        begin: begins rounds in a generation, after those before under the same strategy. Collective.
     """
 
     def __init__(
-        self, job: Job, device: torch.device, trained: Trained, membership: Membership, acts: Acts, timeout_s: float
+        self,
+        job: Job,
+        device: torch.device,
+        trained: Trained,
+        membership: Membership,
+        acts: Acts,
+        timeout_s: float,
+        begin: Callable[[Recipe, Workers, Rounds | None], Rounds] = begin_rounds,
     ) -> None:
+        self._begin = begin
         self._job, self._device, self._trained = job, device, trained
         self._membership, self._acts = membership, acts
         self._timeout_s = BACKSTOP * timeout_s if membership.is_elastic else timeout_s
@@ -109,7 +117,7 @@ class Apart:
             recipe = Recipe(strategy, self._job, self._trained.prepared, self._device, scaled, self._timeout_s)
             before = self._before
             is_same = before is not None and before.strategy == strategy
-            rounds = Rounds(recipe, self._membership.workers, before if is_same else None)
+            rounds = self._begin(recipe, self._membership.workers, before if is_same else None)
             name, state = self._trained.strategy
             if name == str(strategy) and not rounds.goes_on:
                 rounds.synchroniser.load_state_dict(state)
@@ -121,7 +129,6 @@ class Apart:
         step: Step,
         calls: Callable[[range, Sequence[Any]], Call],
         source: ShardSource,
-        told: Callable[[int, float], None],
     ) -> Sums:
         """Compute this worker's part of a step, and update its weights.
 
@@ -129,7 +136,6 @@ class Apart:
             step: that is under way.
             calls: makes a call for some shards, whose batches are here.
             source: where shards come from that nobody has loaded yet.
-            told: is told of each part that is computed: how many shards, and the seconds that it took.
 
         Returns:
             what the step came to on this worker alone.
@@ -145,7 +151,7 @@ class Apart:
                 f"is whoever's comes first, so it has one call. Use all-reduce or local-sgd"
             )
         self._with_others(lambda rounds: rounds.begin())
-        self._with_others(lambda rounds: self._parts(rounds, step, calls, source, told, own))
+        self._with_others(lambda rounds: self._parts(rounds, step, calls, source, own))
         self._loss = own.mean_loss(self._loss)
         return own
 
@@ -194,12 +200,10 @@ class Apart:
         step: Step,
         calls: Callable[[range, Sequence[Any]], Call],
         source: ShardSource,
-        told: Callable[[int, float], None],
         own: Sums,
     ) -> None:
         for part in rounds.parts(step.number, step.batch):
             shards = self._loaded(step, part, source) if rounds.shares_work else step.shards
-            rounds.computed = partial(told, len(part))
             call = calls(part, shards)
             attempt = rounds.train(call)
             if attempt is not None:

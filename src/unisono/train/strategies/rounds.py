@@ -70,6 +70,7 @@ class Rounds:
     Args:
         recipe: how steps are computed.
         workers: of this generation.
+        synchroniser: does what the strategy says, between these workers; closed with the rounds.
         before: this worker's rounds in the generation before, under the same strategy; None for one that was given
             another worker's state.
 
@@ -82,18 +83,18 @@ class Rounds:
         WorkerLost: from every method, when another worker is gone.
     """
 
-    def __init__(self, recipe: Recipe, workers: Workers, before: Rounds | None) -> None:
+    def __init__(
+        self, recipe: Recipe, workers: Workers, synchroniser: Synchroniser, before: Rounds | None = None
+    ) -> None:
         self.is_open = self.goes_on = False
         self.exchanged = -1
         self.tally = Tally()
         self.strategy = recipe.strategy
-        self.computed: Callable[[float], None] = lambda seconds: None
         self._recipe, self._workers = recipe, workers
         self._engines: dict[int, StepEngine] = {}
         self._engine: StepEngine | None = None
         self._sent = workers.transport.traffic.sent_bytes, workers.transport.traffic.sent_messages
-        ground = Ground(workers, recipe.prepared, recipe.timeout_s, recipe.job.seed)
-        self.synchroniser = _synchroniser(recipe.strategy, ground)
+        self.synchroniser = synchroniser
         try:
             self._take_over(before)
         except BaseException:
@@ -135,7 +136,6 @@ class Rounds:
             UnisonoError: whatever :meth:`StepEngine.attempt` and ``work_out`` raise.
         """
         self._engine = engine = self._engine_for(call.batch.shards)
-        engine.computed, engine.scaled = self.computed, self._recipe.scaled
         self._workers.is_called = True
         try:
             attempt = engine.attempt(call)
@@ -231,13 +231,32 @@ class Rounds:
     def _engine_for(self, shards: int) -> StepEngine:
         if shards not in self._engines:
             alone, how, recipe = Alone(self._workers, shards), Execution(overlap=False), self._recipe
-            engine = StepEngine(recipe.job, alone, recipe.prepared, recipe.device, how, self.synchroniser)
-            engine.rank = self._workers.rank
-            self._engines[shards] = engine
+            self._engines[shards] = StepEngine(
+                recipe.job,
+                alone,
+                recipe.prepared,
+                recipe.device,
+                how,
+                self.synchroniser,
+                rank=self._workers.rank,
+                scaled=recipe.scaled,
+            )
         return self._engines[shards]
 
 
-def _synchroniser(strategy: Strategy, ground: Ground) -> Synchroniser:
+def begin_rounds(recipe: Recipe, workers: Workers, before: Rounds | None) -> Rounds:
+    """A generation's rounds, with what does as their strategy says. Collective."""
+    return Rounds(recipe, workers, synchroniser_of(recipe, workers), before)
+
+
+def synchroniser_of(recipe: Recipe, workers: Workers) -> Synchroniser:
+    """Does what a strategy says. Collective.
+
+    Args:
+        recipe: with a strategy whose workers have weights of their own in between.
+        workers: of this generation.
+    """
+    strategy, ground = recipe.strategy, Ground(workers, recipe.prepared, recipe.timeout_s, recipe.job.seed)
     match strategy:
         case DiLoCo():
             return OuterUpdates(ground, strategy)
