@@ -14,7 +14,7 @@ from unisono.checkpoint.codec import unflatten
 from unisono.checkpoint.snapshot import Digests, FrozenSnapshot, Snapshot
 from unisono.plan.batches import Position
 from unisono.plan.tree import Node
-from unisono.train.group.acts import Acts, Change, Keeper
+from unisono.train.group.acts import Acts, Change, Stateless
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest_tensors, set_all
@@ -65,17 +65,15 @@ class Outcome:
     losses: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
-class Training:
+class Training(Stateless):
     """One worker's script, and what a run does around it."""
 
-    def __init__(self, membership: SimulatedMembership, memory: Memory) -> None:
-        self.membership, self.acts = membership, Acts(membership)
+    def __init__(self, membership: SimulatedMembership, memory: Memory, acts: type[Acts] = Acts) -> None:
+        self.membership, self.acts = membership, acts(membership, self)
         self.trained = Trained({}, Adaptation((), SHARDS, SHARDS))
         self.checkpoints = Checkpoints(lambda: memory)  # type: ignore[arg-type,return-value]
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        go_on = self.trained.go_on
-        self.acts.keeper = Keeper(give=self.trained.give, take=self.take, renew=self.renew, go_on=go_on)
         self.losses: dict[int, float] = {}
         self.regroups = False
         with torch.no_grad():
@@ -151,7 +149,13 @@ class Training:
     def leave_if(self, due: bool) -> None:
         self.regroups = self.regroups or due
 
-    def take(self, given: Any, joins: bool) -> None:
+    def give(self) -> Any:
+        return self.trained.give()
+
+    def go_on(self) -> None:
+        self.trained.go_on()
+
+    def take(self, given: Any, *, joins: bool) -> None:
         self.trained.take(given, joins=joins)
         if joins:
             self.trained.settle()
@@ -170,14 +174,19 @@ class Training:
 
 
 def train(
-    pool: ThreadPoolExecutor, workers: int, joiners: int = 0, *blows: Blow, memory: Memory | None = None
+    pool: ThreadPoolExecutor,
+    workers: int,
+    joiners: int = 0,
+    *blows: Blow,
+    memory: Memory | None = None,
+    acts: type[Acts] = Acts,
 ) -> Outcome:
     """Run a job to its end, from the newest checkpoint in a memory on, if there is one."""
     memory, found = memory or Memory(), {}
     losses: dict[str, dict[int, float]] = {}
 
     def script(membership: SimulatedMembership) -> None:
-        training = Training(membership, memory)
+        training = Training(membership, memory, acts)
         found[membership.worker.name] = training.run()
         losses[membership.worker.name] = training.losses
 

@@ -28,7 +28,7 @@ MUTANTS = (
     Mutant(
         "a count is handed over without its state",
         ACTS_FILE,
-        "            if changed or joins:\n                self.keeper.take(given, joins)\n",
+        "            if changed or joins:\n                self.recovery.take(given, joins=joins)\n",
         "",
         ACTS,
     ),

@@ -8,7 +8,7 @@ import pytest
 
 from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
 from unisono.membership.messages import Minted, Seat
-from unisono.train.group.acts import Acts, Change, Keeper
+from unisono.train.group.acts import Acts, Change, Stateless
 from unisono.train.group.elastic import arrival_in
 from unisono.train.group.membership import Arrival, Membership, Standing
 from unisono.train.group.workers import Workers
@@ -30,6 +30,28 @@ class FakeWorkers:
 
     def require_same(self, what: str, fields: Mapping[str, Any]) -> None:
         pass
+
+
+@dataclass
+class FakeRecovery(Stateless):
+    """Notes what it is given, and gives it; loses workers as it makes what computes."""
+
+    weights: Any = 0
+    given: int = 0
+    taken: list[tuple[Any, bool]] = field(default_factory=list)
+    losses: list[WorkerLost] = field(default_factory=list)
+
+    def give(self) -> Any:
+        self.given += 1
+        return self.weights
+
+    def take(self, given: Any, *, joins: bool) -> None:
+        self.weights = given
+        self.taken.append((given, joins))
+
+    def renew(self) -> None:
+        if self.losses:
+            raise self.losses.pop()
 
 
 Next = Callable[["FakeMembership"], Arrival]
@@ -136,29 +158,25 @@ def test_an_act_in_which_a_worker_is_lost_is_done_again_with_those_who_are_left(
 
 def test_an_act_that_the_others_have_completed_is_taken_from_them_and_not_done_again() -> None:
     membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs", "state"])])
-    acts, act = Acts(membership), Act(losses=9)
-    taken: list[tuple[Any, bool]] = []
-    acts.keeper = Keeper(take=lambda given, joins: taken.append((given, joins)))
+    recovery = FakeRecovery()
+    acts, act = Acts(membership, recovery), Act(losses=9)
     assert acts.together(act) == "theirs"
-    assert (act.calls, acts.done, taken) == (1, 1, [("state", False)])
+    assert (act.calls, acts.done, recovery.taken) == (1, 1, [("state", False)])
 
 
 def test_a_state_that_the_newest_act_has_not_changed_is_not_handed_over() -> None:
     membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, False, "theirs", None])])
-    acts = Acts(membership)
-    taken: list[Any] = []
-    acts.keeper = Keeper(take=lambda given, joins: taken.append(given))
-    assert acts.together(Act(losses=1)) == "theirs"
-    assert taken == []
+    recovery = FakeRecovery()
+    assert Acts(membership, recovery).together(Act(losses=1)) == "theirs"
+    assert recovery.taken == []
 
 
 def test_a_joiner_is_given_the_state_though_the_newest_act_has_changed_none() -> None:
-    acts = Acts(FakeMembership(coming=[together_again(1, 0, joiners=frozenset([1]))]))
-    given: list[str] = []
-    acts.keeper = Keeper(give=lambda: given.append("state"))
+    recovery = FakeRecovery()
+    acts = Acts(FakeMembership(coming=[together_again(1, 0, joiners=frozenset([1]))]), recovery)
     acts.together(Act(losses=0))
     acts.together(Act(losses=1))
-    assert given == ["state"]
+    assert recovery.given == 1
 
 
 def test_an_act_that_was_taken_from_the_others_has_its_number_among_those_that_joiners_read() -> None:
@@ -219,16 +237,11 @@ def test_losing_one_while_the_state_is_handed_over_leaves_this_worker_as_far_as_
 def test_losing_the_giver_when_its_state_is_here_does_not_apply_the_update_twice() -> None:
     taken = together_again(0, 1, source=1, told=[1, True, "theirs", 1])
     membership = FakeMembership(coming=[taken, together_again(1)])
-    acts, weights, losses = Acts(membership), [0], [WorkerLost("the giver, as the engine is made")]
-
-    def renew() -> None:
-        if losses:
-            raise losses.pop()
-
-    acts.keeper = Keeper(take=lambda given, joins: weights.__setitem__(0, given), renew=renew)
+    recovery = FakeRecovery(losses=[WorkerLost("the giver, as the engine is made")])
+    acts = Acts(membership, recovery)
 
     def add_one() -> str:
-        weights[0] += 1
+        recovery.weights += 1
         return "ours"
 
     def update(workers: Workers) -> Change[str]:
@@ -237,7 +250,7 @@ def test_losing_the_giver_when_its_state_is_here_does_not_apply_the_update_twice
         return Change(add_one)
 
     assert acts.change(update) == "theirs"
-    assert (weights, acts.done) == ([1], 1)
+    assert (recovery.weights, acts.done) == (1, 1)
     assert [standing.acts for standing in membership.standings] == [0, 1]
 
 
@@ -304,13 +317,7 @@ def test_a_joiner_that_loses_its_source_waits_for_the_next_chance() -> None:
 def test_a_joiner_that_has_the_state_and_loses_its_source_goes_on_as_a_member() -> None:
     taken_in = together_again(7, 0, rank=1, told=[7, True, None, "state"], joiners=frozenset([1]))
     membership = FakeMembership(joins=True, coming=[taken_in, together_again(7)])
-    acts, losses = Acts(membership), [WorkerLost("the source, as the engine is made")]
-
-    def renew() -> None:
-        if losses:
-            raise losses.pop()
-
-    acts.keeper = Keeper(renew=renew)
+    acts = Acts(membership, FakeRecovery(losses=[WorkerLost("the source, as the engine is made")]))
     assert acts.enter(2)
     assert (membership.entered, membership.joins) == ([2], False)
     assert [standing.acts for standing in membership.standings] == [7]

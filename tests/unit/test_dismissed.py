@@ -4,7 +4,7 @@ import base64
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -25,7 +25,7 @@ from unisono.membership.messages import (
     WorkerHello,
 )
 from unisono.reduce.transport import Solo
-from unisono.train.group.acts import Acts
+from unisono.train.group.acts import Acts, Stateless
 from unisono.train.group.elastic import Elastic
 from unisono.train.group.workers import Workers
 
@@ -120,13 +120,14 @@ PLACES = [
 def test_a_dismissed_worker_exits_with_code_0_wherever_it_stands(
     stands: Callable[[Acts], None], joins: bool, after: type[Message], opened: Opened
 ) -> None:
-    acts, departed = Acts(opened(joins=joins, after=after)), []
+    departed: list[str] = []
 
-    def depart(dismissed: Dismissed) -> Any:
-        departed.append(dismissed.reason)
-        raise dismissed
+    class Noting(Stateless):
+        def depart(self, dismissed: Dismissed) -> NoReturn:
+            departed.append(dismissed.reason)
+            raise dismissed
 
-    acts.depart = depart
+    acts = Acts(opened(joins=joins, after=after), Noting())
     with pytest.raises(SystemExit) as left:
         stands(acts)
     assert (left.value.code, departed) == (0, [SURPLUS.reason])

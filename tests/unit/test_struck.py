@@ -17,6 +17,7 @@ from one_at_a_time import Blow, blows_on
 from struck_training import Memory, Outcome, train
 from unisono.plan.batches import Position
 from unisono.train.group.acts import Acts
+from unisono.train.group.membership import Arrival
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.adaptation import Adaptation
 from unisono.train.state.trained import Trained
@@ -67,12 +68,16 @@ def wrong(outcome: Outcome, serial: Outcome) -> str:
 
 
 def failures(
-    pool: ThreadPoolExecutor, serial: Outcome, size: tuple[int, int], scripts: Sequence[Sequence[Blow]]
+    pool: ThreadPoolExecutor,
+    serial: Outcome,
+    size: tuple[int, int],
+    scripts: Sequence[Sequence[Blow]],
+    acts: type[Acts] = Acts,
 ) -> list[str]:
     """Those scripts of blows after which something is wrong."""
     found = []
     for blows in scripts:
-        outcome = train(pool, *size, *blows)
+        outcome = train(pool, *size, *blows, acts=acts)
         assert outcome.world.struck == len(blows), f"{blows}: not all of them fell"
         if trouble := wrong(outcome, serial):
             found.append(f"{list(blows)}: {trouble}")
@@ -116,23 +121,28 @@ def test_another_may_die_at_any_point_of_the_recovery(
     assert failures(pool, serial, size, pairs_of_blows(pool, size)) == []
 
 
-def test_a_count_that_follows_its_state_only_after_collectives_is_found(
-    pool: ThreadPoolExecutor, serial: Outcome, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def take_over(acts: Acts, done: int, value: Any, given: Any, *, changed: bool, joins: bool) -> None:
-        keeper = acts.keeper
+class LateCount(Acts):
+    """Sets the state that was handed over at once, and counts it when the collectives after it are done."""
+
+    late: tuple[int, Any, bool] | None = None
+
+    def _take_over(self, done: int, value: Any, given: Any, *, changed: bool, joins: bool) -> None:
         if changed:
-            keeper.take(given, joins)
+            self.recovery.take(given, joins=joins)
+        self.late = done, value, changed
 
-        def renew() -> None:
-            acts.keeper = keeper
-            keeper.renew()
-            acts._commit(done, lambda: value, changed=changed)
+    def _catch_up(self, arrival: Arrival) -> None:
+        self.late = None
+        super()._catch_up(arrival)
+        if self.late is not None:
+            done, value, changed = self.late
+            self._commit(done, lambda: value, changed=changed)
 
-        acts.keeper = replace(keeper, renew=renew)
 
-    monkeypatch.setattr(Acts, "_take_over", take_over)
-    found = failures(pool, serial, (3, 0), pairs_of_blows(pool, (3, 0)))
+def test_a_count_that_follows_its_state_only_after_collectives_is_found(
+    pool: ThreadPoolExecutor, serial: Outcome
+) -> None:
+    found = failures(pool, serial, (3, 0), pairs_of_blows(pool, (3, 0)), LateCount)
     assert any("ends with" in each for each in found), found
 
 

@@ -32,7 +32,7 @@ from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
 from unisono.received import value_of
-from unisono.train.group.acts import Change, Keeper
+from unisono.train.group.acts import Change, Recovers
 from unisono.train.group.control import Flags
 from unisono.train.group.majority import Verdict
 from unisono.train.group.membership import Arrival, Membership
@@ -90,8 +90,7 @@ class Run:
         self.job = job
         self.device = device
         self._membership = membership
-        self._acts = around.acts
-        self._acts.depart = self._dismiss
+        self._acts = around.acts.changing(_Recovery(self))
         self._around = around
         self._checkpoints = checkpoints
         self._recorder = Recorder(around.folder, writes=self.is_main)
@@ -103,12 +102,10 @@ class Run:
         self._adaptation = around.adaptation
         about = {"job": job.model_dump(mode="json"), "fingerprint": around.fingerprint}
         self._trained = Trained(about, self._adaptation)
-        go_on, digests = self._trained.go_on, self._digests
-        self._acts.keeper = Keeper(self._drop_engine, self._give, self._take, self._renew, go_on, digests)
-        self._steering = Steering(job, self._trained, membership, checkpoints, self._recorder, around)
+        self._steering = Steering(job, self._trained, membership, checkpoints, self._recorder, around, self._acts)
         self._engine: StepEngine | None = None
         timeout_s = around.care.failure_timeout_s
-        self._apart = Apart(job, device, self._trained, membership, around.acts, timeout_s)
+        self._apart = Apart(job, device, self._trained, membership, self._acts, timeout_s)
         audits = around.execution.audit > 0
         self._integrity = Integrity(
             self._trained,
@@ -118,7 +115,6 @@ class Run:
             audits=audits,
             shares=around.execution.shard_optimizer,
         )
-        self._acts.begins = self._begins
         self._strategy = self._adaptation.strategy  # that engine or rounds were made for
         self._source: ShardSource | None = None
         self._loops = 0
@@ -127,7 +123,7 @@ class Run:
         self._step: Step | None = None
         self._computing = False  # from the call of step.run until its commit
         self._evaluating = False
-        self._leaving = self._comes_together = self._goes_back = False
+        self._leaving = self._comes_together = False
         self._has_lost = False  # made an update, with an engine before, from a gradient that memory had not kept
         self._has_weights = False  # as all others have, or will have when they have the state: so an engine can be made
         self._regroups = False
@@ -223,6 +219,7 @@ class Run:
         prepared = Prepared.of(model, optimizers)
         if self.job.deterministic:
             refuse_unset_memory(prepared.optimizers)
+        self._before_call()
         self._acts.agree("model", prepared.layout())
         is_first, self._trained.prepared = self._trained.prepared is None, prepared
         self._acts.change(partial(self._first_weights, prepared, resumes=is_first))
@@ -289,6 +286,7 @@ class Run:
         if loader_workers < 0:
             raise JobError(f"loader_workers={loader_workers}: use 0 to load in this process, or a number of processes")
         samples = check_dataset(dataset)
+        self._before_call()
         self._acts.agree("data set", {"number of samples": samples})
         batches = Batches(samples, self.job.batch_size, self.job.shards, drop_last)
         if not batches.per_epoch:
@@ -381,17 +379,17 @@ class Run:
 
     def all_reduce(self, value: Any, operation: Operation = "mean") -> Any:
         """Combine one number or tensor per worker: ``mean``, ``sum``, ``max`` or ``min``."""
-        self._require_open()
+        self._before_call()
         return self._acts.together(lambda workers: workers.all_reduce(value, operation))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value that the worker ``source`` has: a tensor, a number, text, or lists and dicts of them."""
-        self._require_open()
+        self._before_call()
         return self._acts.together(lambda workers: workers.broadcast(value, source))
 
     def barrier(self) -> None:
         """Wait until every worker is here."""
-        self._require_open()
+        self._before_call()
         self._acts.together(lambda workers: workers.barrier())
 
     # -- keeping ---------------------------------------------------------------------------------------------
@@ -403,6 +401,7 @@ class Run:
         """
         self._checkpoints.requested = True
         if self._step is None:
+            self._before_call()
             self._checkpoint_if_due(self._require_right())
 
     def resize(self, workers: int) -> None:
@@ -440,7 +439,7 @@ class Run:
             live.close()  # a loop that was left, and whose steps somebody still holds
         if self._membership.joins:
             self._acts.await_end()
-        self._begins()
+        self._before_call()
         if self._engine is not None:
             self._engine.require_whole()
             if self._engine.has_lost and not self._integrity.is_on:
@@ -1031,19 +1030,25 @@ class Run:
             self._make_engine()
 
     def _measure_links(self) -> None:
+        self._before_call()
         measured = self._acts.together(_measured_links)
         if measured is not None:
             self._trained.monitors.links = Links.from_json(measured)
             self._line.values["links"] = measured
 
-    def _begins(self) -> None:
-        """The script makes a collective call.
+    def _before_call(self) -> None:
+        """A collective call follows, for which all workers need to hold the same weights.
+
+        Whoever joins makes none, but hears of it from the others.
 
         Raises:
             JobMismatch: it has left the loop in which the run was about to go back to an older state.
         """
+        self._require_open()
+        if self._membership.joins:
+            return
         doubt = self._trained.doubt
-        if doubt is not None and self._step is None and not self._goes_back:
+        if doubt is not None and self._step is None:
             raise JobMismatch(
                 f"{doubt.why}, and the script has left the loop before the steps since then could be computed again: "
                 f"start the job again, it goes on from its newest verified checkpoint"
@@ -1053,6 +1058,7 @@ class Run:
     def _enter_loop(self, *, joins: bool) -> None:
         """A loop begins. Whoever joins in the middle of it finds it compared."""
         if not joins:
+            self._before_call()
             self._require_right()
 
     def _at_boundary(self, is_end: bool) -> Progress:
@@ -1114,12 +1120,8 @@ class Run:
         def retrieve(workers: Workers) -> Change[None]:
             return Change(partial(self._set_back, self._integrity.retrieve(workers)))
 
-        self._goes_back = True
-        try:
-            self._acts.change(retrieve)
-            self._acts.together(self._made_engine)
-        finally:
-            self._goes_back = False
+        self._acts.change(retrieve)
+        self._acts.together(self._made_engine)
         step = self._acts.step = self._trained.progress.position.step
         self._discard_unconfirmed()
         self._recorder.go_back()
@@ -1152,7 +1154,7 @@ class Run:
         is_alike = self._has_weights and self._strategy.is_exact and not self._trained.is_doubted
         return list(self._trained.capture().digests().values()) if is_alike and self._integrity.is_on else None
 
-    def _take(self, given: Sequence[Any], joins: bool) -> None:
+    def _take(self, given: Sequence[Any], *, joins: bool) -> None:
         """Set the state that another worker has given."""
         form = tuple[list[Any], dict[str, Any], bool]
         state, known, self._leaving = value_of(form, given, "what another worker gave")
@@ -1212,11 +1214,41 @@ class Run:
         self, dataset: Any, batch_size: int | None, collate: Collate | None
     ) -> Callable[[Workers], Evaluation]:
         prepared = self._require_prepared()
-        self._acts.agree("data set", {"number of samples": check_dataset(dataset)})
+        samples = check_dataset(dataset)
+        self._before_call()
+        self._acts.agree("data set", {"number of samples": samples})
         step = self._trained.progress.position.step
         size = batch_size or -(-self.job.batch_size // self.job.shards)
         source = ShardSource(dataset, self.job.seed, collate)
         return lambda workers: Evaluation(self.job, workers, prepared, self.device, source, size, step)
+
+
+class _Recovery(Recovers):
+    """Keeps a run's state while workers come and go."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def leave(self) -> None:
+        self._run._drop_engine()
+
+    def give(self) -> list[Any]:
+        return self._run._give()
+
+    def take(self, given: Any, *, joins: bool) -> None:
+        self._run._take(given, joins=joins)
+
+    def renew(self) -> None:
+        self._run._renew()
+
+    def go_on(self) -> None:
+        self._run._trained.go_on()
+
+    def digests(self) -> list[int] | None:
+        return self._run._digests()
+
+    def depart(self, dismissed: Dismissed) -> NoReturn:
+        self._run._dismiss(dismissed)
 
 
 def _measured_links(workers: Workers) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from unisono.adapt.policy import Policy
 from unisono.adapt.view import LOCAL, Decision, View
 from unisono.errors import PolicyError
 from unisono.job import Job
+from unisono.train.group.acts import Acts
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.record.recorder import Recorder
@@ -28,7 +29,8 @@ class Steering:
         membership: which a policy may want to be another one.
         checkpoints: that a policy may ask for.
         recorder: has the newest line of metrics.
-        around: the run: its folder, for the journal; its collective calls.
+        around: the run: its folder, for the journal.
+        acts: the collective calls.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Steering:
         checkpoints: Checkpoints,
         recorder: Recorder,
         around: Surroundings,
+        acts: Acts,
     ) -> None:
         self._job = job
         self._trained = trained
@@ -46,7 +49,7 @@ class Steering:
         self._membership = membership
         self._checkpoints = checkpoints
         self._recorder = recorder
-        self._folder, self._acts = around.folder, around.acts
+        self._folder, self._acts = around.folder, acts
 
     @property
     def rates(self) -> dict[str, float]:

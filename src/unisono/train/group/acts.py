@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
 from unisono.failpoints import failpoint
@@ -37,25 +38,61 @@ class Change(Generic[R]):
     then: Callable[[], None] = _nothing
 
 
-@dataclass(frozen=True, slots=True)
-class Keeper:
-    """Who keeps the state that acts change.
+class Recovers(Protocol):
+    """Keeps the state that acts change, and knows how to go on when workers come and go."""
 
-    Attributes:
-        leave: the generation is over: let go of what was made for it.
-        give: the whole state, as a tree that can be broadcast.
-        take: set the state that another worker has given; told whether this one joins. Neither collective nor I/O.
-        renew: make what computes in the new generation. Collective.
-        go_on: a collective call is complete, so that all have completed the one before.
-        digests: of the state, alike on all who have completed the same acts; None where they may differ.
-    """
+    def leave(self) -> None:
+        """The generation is over: let go of what was made for it."""
 
-    leave: Callable[[], None] = _nothing
-    give: Callable[[], Any] = _nothing
-    take: Callable[[Any, bool], None] = lambda given, joins: None
-    renew: Callable[[], None] = _nothing
-    go_on: Callable[[], None] = _nothing
-    digests: Callable[[], Sequence[int] | None] = _nothing
+    def give(self) -> Any:
+        """The whole state, as a tree that can be broadcast."""
+
+    def take(self, given: Any, *, joins: bool) -> None:
+        """Set the state that another worker has given. Neither collective nor I/O.
+
+        Args:
+            given: what its :meth:`give` returned.
+            joins: whether this worker joins.
+        """
+
+    def renew(self) -> None:
+        """Make what computes in the new generation. Collective."""
+
+    def go_on(self) -> None:
+        """A collective call is complete, so that all have completed the one before."""
+
+    def digests(self) -> Sequence[int] | None:
+        """Of the state, alike on all who have completed the same acts; None where they may differ."""
+
+    def depart(self, dismissed: Dismissed) -> NoReturn:
+        """The others go on without this worker, or the job does later."""
+
+
+class Stateless(Recovers):
+    """Of acts that change no state."""
+
+    def leave(self) -> None:
+        """Nothing was made."""
+
+    def give(self) -> Any:
+        """Nothing."""
+
+    def take(self, given: Any, *, joins: bool) -> None:
+        """Nothing is given."""
+
+    def renew(self) -> None:
+        """Nothing computes."""
+
+    def go_on(self) -> None:
+        """Nothing was restored."""
+
+    def digests(self) -> Sequence[int] | None:
+        """Nothing is compared."""
+        return None
+
+    def depart(self, dismissed: Dismissed) -> NoReturn:
+        """Nothing is to be kept."""
+        raise dismissed
 
 
 class Acts:
@@ -71,27 +108,33 @@ class Acts:
     What is agreed on outside of loops is made known to those who join later: they run the same script from its first
     line, and get the same values.
 
+    Args:
+        membership: who takes part.
+        recovery: keeps the state that they change; by default they change none.
+
     Attributes:
+        recovery: as given.
         done: how many this worker has completed.
-        keeper: who keeps the state.
         step: that it has committed last.
-        begins: called before each of the script's calls, outside of acts.
         formed_s: seconds that connecting and catching up took in the present generation; 0 in the first.
     """
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, recovery: Recovers | None = None) -> None:
         self.done = 0
-        self.keeper = Keeper()
-        self.depart: Callable[[Dismissed], NoReturn] = _leave
-        self.begins: Callable[[], None] = lambda: None
         self.step = 0
         self.formed_s = 0.0
-        self._membership = membership
+        self._membership, self.recovery = membership, recovery or Stateless()
         self._loop = 0
         self._in_loop = False
         self._number = 0
         self._value: Any = None
         self._changed = False
+
+    def changing(self, recovery: Recovers) -> Acts:
+        """The acts that follow on these, and change a state."""
+        found = copy(self)
+        found.recovery = recovery
+        return found
 
     @property
     def standing(self) -> Standing:
@@ -207,12 +250,11 @@ class Acts:
         try:
             return wait()
         except Dismissed as dismissed:
-            self.depart(dismissed)
+            self.recovery.depart(dismissed)
 
     def _do(self, act: Callable[[Workers], Change[R]], *, changes: bool) -> R:
         if self._membership.joins:
             return self._known()  # type: ignore[no-any-return]
-        self.begins()
         number = self.done
         while self.done == number:
             try:
@@ -223,7 +265,7 @@ class Acts:
                 failpoint("act worked out")
                 self._commit(number + 1, change.make, changed=changes)
                 failpoint("act counted")
-                self.keeper.go_on()
+                self.recovery.go_on()
                 change.then()
                 self._tell_joiners()
         found: R = self._value
@@ -266,10 +308,10 @@ class Acts:
     def _catch_up(self, arrival: Arrival) -> None:
         begun = perf_counter()
         failpoint("generation formed")
-        self.keeper.leave()
+        self.recovery.leave()
         if arrival.behind:
             self._hand_over(arrival)
-        self.keeper.renew()
+        self.recovery.renew()
         failpoint("engine made")
         seconds = {**arrival.seconds, "copy": perf_counter() - begun}
         self.formed_s = seconds.get("form", 0.0) + seconds["copy"]
@@ -282,7 +324,7 @@ class Acts:
         arrival = self._trusted(arrival)
         if workers.rank == arrival.source:
             is_lacking = self._changed or arrival.joiners
-            told = [self.done, self._changed, self._value, self.keeper.give() if is_lacking else None]
+            told = [self.done, self._changed, self._value, self.recovery.give() if is_lacking else None]
             failpoint("state captured")
         told = workers.broadcast(told, arrival.source)
         done, changed, value, given = value_of(tuple[int, bool, Any, Any], told, "what the source handed over")
@@ -300,7 +342,7 @@ class Acts:
         if len(arrival.acts) - len(arrival.behind) == 1:  # with which nobody can compare its own
             return arrival
         workers, is_lacking = self._membership.workers, self._changed or arrival.joiners
-        own = self.keeper.digests() if is_lacking and workers.rank not in arrival.behind else None
+        own = self.recovery.digests() if is_lacking and workers.rank not in arrival.behind else None
         held = {rank: tuple(told) for rank, told in enumerate(workers.gather_json(own)) if told is not None}
         if (found := trusted(arrival, held)) is None:
             listed = ", ".join(f"rank {rank}: {'/'.join(f'{one:016x}' for one in each)}" for rank, each in held.items())
@@ -313,7 +355,7 @@ class Acts:
     def _take_over(self, done: int, value: Any, given: Any, *, changed: bool, joins: bool) -> None:
         def take() -> Any:
             if changed or joins:
-                self.keeper.take(given, joins)
+                self.recovery.take(given, joins=joins)
             return value
 
         is_new = done > self.done  # or this worker had held another state than most
@@ -322,7 +364,3 @@ class Acts:
             self._membership.joins = False
         elif is_new:
             self._tell_joiners()
-
-
-def _leave(dismissed: Dismissed) -> NoReturn:
-    raise dismissed

@@ -59,7 +59,7 @@ class Surroundings:
         settings: from the environment.
         folder: of the run.
         fingerprint: of the job and the machine.
-        acts: the collective calls.
+        acts: the collective calls so far.
         leave: whether this worker was asked to leave.
         execution: how steps are carried out.
         care: how workers look after each other.
