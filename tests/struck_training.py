@@ -20,7 +20,7 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest_tensors, set_all
 from unisono.train.state.adaptation import Adaptation
 from unisono.train.state.checkpoints import Checkpoints
-from unisono.train.state.sharing import shared_weights
+from unisono.train.state.first_weights import shared_weights
 from unisono.train.state.trained import Trained
 
 STEPS = 2

@@ -132,8 +132,8 @@ def test_a_run_that_goes_on_from_where_a_policy_has_stopped_a_loop_does_not_go_o
     assert steps == 2
     again, more = begin()
     assert more == 0
-    assert again.result()["steps"] == 2
-    again.close()
+    again.finish()
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 2
 
 
 class Rates(Policy):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import platform
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, astuple
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
@@ -24,7 +22,7 @@ from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
 from unisono.data.shards import Collate, ShardSource, ShardsRequest, check_dataset
 from unisono.data.streams import generators_kept, seed_generators
-from unisono.errors import DataError, Dismissed, JobError, JobMismatch, MemoryFault, ModelError, PolicyError, Superseded
+from unisono.errors import DataError, Dismissed, JobError, JobMismatch, MemoryFault, ModelError, PolicyError
 from unisono.failpoints import failpoint
 from unisono.job import Job
 from unisono.plan.audits import Finding
@@ -38,23 +36,24 @@ from unisono.train.group.majority import Verdict
 from unisono.train.group.membership import Arrival, Membership
 from unisono.train.group.signals import PREEMPTED
 from unisono.train.group.workers import Operation, Workers
-from unisono.train.loop.evaluation import Evaluation, Metrics, Predict
+from unisono.train.loop.evaluation import Evaluator, Metrics, Predict
 from unisono.train.loop.feed import feed, to_device
 from unisono.train.loop.loop import Hooks, Load, Loop
 from unisono.train.model.at_rest import Seen
 from unisono.train.model.prepared import Prepared, refuse_unset_memory, tensors_by_name
-from unisono.train.model.tensors import digest_tensors, set_all
+from unisono.train.model.tensors import digest_tensors
 from unisono.train.record.measurements import Pace, Stopwatch, peak_memory, reduction_probe
 from unisono.train.record.notices import Notices
 from unisono.train.record.observers import Callback, Event, Observers
 from unisono.train.record.recorder import Recorder, StepLine, round_figures
+from unisono.train.record.results import Results
 from unisono.train.record.sample_log import SampleLog
 from unisono.train.record.trace import Trace
 from unisono.train.recovery.integrity import Integrity, Note
-from unisono.train.state.checkpoints import Checkpoints, require_same_job
+from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.ending import Ending
+from unisono.train.state.first_weights import FirstWeights
 from unisono.train.state.monitors import NAMES
-from unisono.train.state.registered import kept, restoring
-from unisono.train.state.sharing import shared_weights
 from unisono.train.state.state import Progress, Reading
 from unisono.train.state.trained import Trained
 from unisono.train.steering import Steering
@@ -98,10 +97,20 @@ class Run:
             checkpoints.begin_writing()
         self._trace = Trace.open(around.settings.trace, self.rank)
         self._samples = self._open_samples(around)
+        self._ending = Ending(around.opened)
         self._observers = Observers()
         self._adaptation = around.adaptation
         about = {"job": job.model_dump(mode="json"), "fingerprint": around.fingerprint}
         self._trained = Trained(about, self._adaptation)
+        self._first_weights = FirstWeights(
+            self._trained,
+            checkpoints,
+            around.folder,
+            around.fingerprint,
+            allow_job_change=around.settings.allow_job_change,
+        )
+        self._evaluator = Evaluator(job, device, self._trained, self._acts)
+        self._results = Results(around.folder, self._trained, membership)
         self._steering = Steering(job, self._trained, membership, checkpoints, self._recorder, around, self._acts)
         self._engine: StepEngine | None = None
         timeout_s = around.care.failure_timeout_s
@@ -122,19 +131,14 @@ class Run:
         self._live: weakref.ref[Generator[Step, None, None]] | None = None
         self._step: Step | None = None
         self._computing = False  # from the call of step.run until its commit
-        self._evaluating = False
         self._leaving = self._comes_together = False
         self._has_lost = False  # made an update, with an engine before, from a gradient that memory had not kept
-        self._has_weights = False  # as all others have, or will have when they have the state: so an engine can be made
         self._regroups = False
         self._seconds: dict[str, float] = {}
         self._pace = Pace()
         self._stopwatch = Stopwatch()
         self._notices = Notices(job, around.folder)
-        self._batches: Batches | None = None  # of the last loop
-        self._started = perf_counter()
-        self._closed = False
-        self._farewell: Dismissed | None = None
+        self._ending.also(self._close_parts)
 
     # -- who and where ---------------------------------------------------------------------------------------
 
@@ -222,7 +226,7 @@ class Run:
         self._before_call()
         self._acts.agree("model", prepared.layout())
         is_first, self._trained.prepared = self._trained.prepared is None, prepared
-        self._acts.change(partial(self._first_weights, prepared, resumes=is_first))
+        self._acts.change(partial(self._first_weights.act, prepared, resumes=is_first))
         self._acts.together(self._made_engine)
         if self.is_main:
             self._notices.small_batch_norm(prepared)
@@ -318,7 +322,7 @@ class Run:
         """
         if name in RESERVED:
             raise JobError(f"run.log({name!r}): metrics.jsonl uses this name for itself; choose another")
-        if self._evaluating:
+        if self._evaluator.is_under_way:
             return
         number = float(value)
         computes = self._apart.rounds or self._engine
@@ -349,9 +353,9 @@ class Run:
         Returns:
             the mean of each metric over all samples, weighted by the batches' sizes or weights.
         """
-        evaluation = self._evaluation(dataset, batch_size, collate_fn)
-        with self._evaluation_under_way():
-            return self._acts.together(lambda workers: evaluation(workers).means(metrics))
+        self._require_prepared()
+        self._before_call()
+        return self._evaluator.carry_out(lambda one: one.means(metrics), dataset, batch_size, collate_fn)
 
     def predict(
         self,
@@ -373,9 +377,9 @@ class Run:
         Returns:
             what ``predict_fn`` returns, with one row per sample of the data set.
         """
-        evaluation = self._evaluation(dataset, batch_size, collate_fn)
-        with self._evaluation_under_way():
-            return self._acts.together(lambda workers: evaluation(workers).outputs(predict_fn))
+        self._require_prepared()
+        self._before_call()
+        return self._evaluator.carry_out(lambda one: one.outputs(predict_fn), dataset, batch_size, collate_fn)
 
     def all_reduce(self, value: Any, operation: Operation = "mean") -> Any:
         """Combine one number or tensor per worker: ``mean``, ``sum``, ``max`` or ``min``."""
@@ -416,7 +420,7 @@ class Run:
         Raises:
             JobError: the workers of this job stay the same, or the number is below 1; says what to do.
         """
-        self._require_open()
+        self._ending.require_open()
         if workers < 1:
             raise JobError(f"run.resize({workers}): at least 1 worker is needed")
         if not self._membership.joins:  # the others have asked already
@@ -471,38 +475,14 @@ class Run:
             about["gradient_bytes"] = sum(each.numel() * each.itemsize for each in trained)
             about["reduction"] = reduction_probe(workers, self.job.reduction, self.device)
         if self.is_main:
-            self._around.folder.journal("finished", step=self._trained.progress.position.step, weights_sha256=weights)
-            self._around.folder.write_result(self.result(weights_sha256=weights, **about))
+            self._results.finished(weights, about)
         workers.barrier()
-
-    def result(self, **fields: Any) -> dict[str, Any]:
-        """The fields of ``result.json``, as they are now."""
-        position = self._trained.progress.position
-        return {
-            "weights_sha256": None,
-            "steps": position.step,
-            "samples": position.samples,
-            "epoch_samples": None if self._batches is None else self._batches.epoch_samples,
-            "dataset_samples": None if self._batches is None else self._batches.samples,
-            "world_size": self.world_size,
-            "seconds": round(perf_counter() - self._started, 3),
-            "exit_code": 0,
-            "error": None,
-            **self._around.folder.mended(),
-            **fields,
-        }
-
-    def write_failure(self, error: Mapping[str, Any]) -> None:
-        """Leave a ``result.json`` that says what went wrong, on whichever worker it began."""
-        with suppress(Superseded):  # the job goes on elsewhere
-            self._around.folder.write_result(self.result(exit_code=1, error=dict(error)))
 
     def close(self) -> None:
         """Let go of connections, files and torch's switches. ``finish`` does it; not collective."""
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self.close)
+        self._ending.close()
+
+    def _close_parts(self) -> None:
         if (live := self._newest_loop) is not None and getgeneratorstate(live) != GEN_RUNNING:
             live.close()  # it may have loader processes
         self._drop_engine()
@@ -510,7 +490,6 @@ class Run:
             self._trace.close()
         if self._samples is not None:
             self._samples.close()
-        self._around.opened.close()
 
     def __enter__(self) -> Run:
         return self
@@ -782,18 +761,12 @@ class Run:
     def _newest_loop(self) -> Generator[Step, None, None] | None:
         return None if self._live is None else self._live()
 
-    def _require_open(self) -> None:
-        if self._farewell is not None:  # the script has caught it, and goes on
-            raise self._farewell
-        if self._closed:
-            raise JobError("this run has ended: start another with unisono.init")
-
     @property
     def _workers(self) -> Workers:
         return self._membership.workers
 
     def _require_prepared(self) -> Prepared:
-        self._require_open()
+        self._ending.require_open()
         if self._trained.prepared is None:
             raise ModelError("call model, optimizer = run.prepare(model, optimizer) first")
         return self._trained.prepared
@@ -812,7 +785,7 @@ class Run:
     def _make_engine(self) -> None:
         self._drop_engine()
         prepared, self._strategy = self._trained.prepared, self._adaptation.strategy
-        if prepared is None or not self._has_weights:
+        if prepared is None or not self._trained.has_weights:
             return
         if (chosen := self._adaptation.topology) is not None:
             self._workers.transport.use_topology(chosen)
@@ -846,35 +819,6 @@ class Run:
             self._engine.close()
             self._engine = None
 
-    def _first_weights(self, prepared: Prepared, workers: Workers, *, resumes: bool) -> Change[None]:
-        """Those of the main worker, or of the newest checkpoint."""
-        shared = shared_weights(workers, prepared)
-        found = self._checkpoints.newest(workers) if resumes else None
-        if found is not None:
-            where = f"the checkpoint of step {found.step} in {self.dir}"
-            with restoring(found, "fingerprint of its job"):
-                theirs = dict(kept(found, "about")["fingerprint"])
-            require_same_job(self._around.fingerprint, theirs, where, allow=self._around.settings.allow_job_change)
-
-        def make() -> None:
-            set_all(shared)
-            self._has_weights = True
-            if found is not None:
-                self._trained.resume_from(found, begins=True)
-
-        return Change(make, partial(self._resumed, found) if resumes else lambda: None)
-
-    def _resumed(self, found: Snapshot | None) -> None:
-        if found is None:
-            if self.is_main:  # what an earlier try in this folder measured is measured again
-                self._around.folder.metrics.truncate_after(-1)
-            return
-        step = self._trained.progress.position.step
-        if self.is_main:
-            self._around.folder.metrics.truncate_after(step - 1)
-            self._around.folder.journal("resumed", step=step, world_size=self.world_size)
-        self.print(f"unisono: resumes after step {step} from {self.dir}")
-
     def _settle(self, *, is_end: bool = False) -> None:
         """Restore the rest of a checkpoint, once the script has come to where it was written."""
         at = self._trained.progress
@@ -886,21 +830,13 @@ class Run:
         if self.is_main and not self._trained.registered:
             self._notices.unregistered_scheduler(self._require_prepared())
 
-    @contextmanager
-    def _evaluation_under_way(self) -> Iterator[None]:
-        self._evaluating = True
-        try:
-            yield
-        finally:
-            self._evaluating = False
-
     def _loop(
         self, batches: Batches, reading: Reading, epochs: int, load: Load, source: ShardSource
     ) -> Generator[Step, None, None]:
         number, self._loops = self._loops, self._loops + 1
         settings = self._around.settings
         loop = Loop(number, reading, batches, epochs, settings.stop_after, settings.stop_after_epochs)
-        self._batches = batches
+        self._results.batches = batches
         hooks = Hooks(
             shards=self._shards_to_load,
             compute=self._compute,
@@ -909,7 +845,7 @@ class Run:
             end=self._end,
             enter=partial(self._enter_loop, joins=self._membership.joins),
             boundary=self._at_boundary,
-            is_whole=lambda: not (self._computing or self._closed or self._trained.is_doubted),
+            is_whole=lambda: not (self._computing or self._ending.is_closed or self._trained.is_doubted),
             shape=lambda: self._adaptation.shape,
             is_stopped=lambda: self._adaptation.stopped == number,
         )
@@ -1044,7 +980,7 @@ class Run:
         Raises:
             JobMismatch: it has left the loop in which the run was about to go back to an older state.
         """
-        self._require_open()
+        self._ending.require_open()
         if self._membership.joins:
             return
         doubt = self._trained.doubt
@@ -1138,12 +1074,7 @@ class Run:
         """The others go on without this worker, or the job does later."""
         if dismissed.preempted:  # at a boundary, where all has just been compared
             self._depart(self._integrity.agreed(self._trained.progress.position.step))
-        self._leave(dismissed)
-
-    def _leave(self, farewell: Dismissed) -> NoReturn:
-        self._farewell = farewell
-        self.close()
-        raise farewell
+        self._ending.leave(dismissed)
 
     def _give(self) -> list[Any]:
         """The state, for a worker that lacks it, and all else that decides what comes next."""
@@ -1151,7 +1082,7 @@ class Run:
 
     def _digests(self) -> list[int] | None:
         """Of what an update changes, where all who have made the same updates hold the same."""
-        is_alike = self._has_weights and self._strategy.is_exact and not self._trained.is_doubted
+        is_alike = self._trained.has_weights and self._strategy.is_exact and not self._trained.is_doubted
         return list(self._trained.capture().digests().values()) if is_alike and self._integrity.is_on else None
 
     def _take(self, given: Sequence[Any], *, joins: bool) -> None:
@@ -1161,7 +1092,7 @@ class Run:
         self._apart.forget()
         self._trained.take(state, joins=joins)
         self._integrity.take(known)
-        self._has_weights = True
+        self._trained.has_weights = True
         self._has_lost = False  # whatever this worker made an update from, the weights are another one's
 
     def _renew(self) -> None:
@@ -1177,20 +1108,10 @@ class Run:
         step = self._trained.progress.position.step
         written = self._checkpoints.save(self._snapshot(), verified, wait=True)
         if self.is_main:
-            self._around.folder.journal("preempted", step=step)
-            self._around.folder.write_result(
-                self.result(
-                    exit_code=PREEMPTED,
-                    error={
-                        "rank": None,
-                        "type": "Preempted",
-                        "message": "asked to leave: start the job again to go on",
-                    },
-                )
-            )
+            self._results.preempted()
         kept = f"checkpoint after step {step}" if written else f"NO checkpoint of step {step} could be written"
         self.print(f"unisono: asked to leave: {kept} in {self.dir}; start the job again to go on")
-        self._leave(Dismissed("asked to leave", preempted=True, code=PREEMPTED))
+        self._ending.leave(Dismissed("asked to leave", preempted=True, code=PREEMPTED))
 
     def _checkpoint_if_due(self, verified: Digests | None) -> None:
         if self._trained.restored is not None:  # the script has not come to where the newest one was written
@@ -1209,18 +1130,6 @@ class Run:
         rate = float(optimizers[0].param_groups[0].get("lr", math.nan))
         about = {"generation": self.generation, "world_size": self.world_size, **metrics}
         self._line.computed(loss, rate, self._seconds, about)
-
-    def _evaluation(
-        self, dataset: Any, batch_size: int | None, collate: Collate | None
-    ) -> Callable[[Workers], Evaluation]:
-        prepared = self._require_prepared()
-        samples = check_dataset(dataset)
-        self._before_call()
-        self._acts.agree("data set", {"number of samples": samples})
-        step = self._trained.progress.position.step
-        size = batch_size or -(-self.job.batch_size // self.job.shards)
-        source = ShardSource(dataset, self.job.seed, collate)
-        return lambda workers: Evaluation(self.job, workers, prepared, self.device, source, size, step)
 
 
 class _Recovery(Recovers):

@@ -33,7 +33,6 @@ from unisono.sync.strategy import AllReduce, Strategy
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
 from unisono.train.config.settings import Settings
 from unisono.train.config.terms import Terms
-from unisono.train.failure import FailureNote
 from unisono.train.group.acts import Acts
 from unisono.train.group.connect import Connection, FixedMeeting, Meeting, TopologyName, TransportName, connect
 from unisono.train.group.elastic import elastic
@@ -42,6 +41,7 @@ from unisono.train.group.signals import LeaveRequest
 from unisono.train.group.workers import Workers
 from unisono.train.loop.feed import choose_device
 from unisono.train.plugins import load_plugins
+from unisono.train.record.failure import FailureNote
 from unisono.train.run import Run
 from unisono.train.state.adaptation import Adaptation
 from unisono.train.state.checkpoints import Checkpoints, agreed_folder
@@ -193,10 +193,10 @@ def _membership(job: Job, environment: Environment, how: Connection, settings: S
 
 def _begun(run: Run, environment: Environment, said: int) -> Run:
     _note_batch(said, run)
-    run._around.opened.enter_context(closing(FailureNote(run)))
+    run._ending.also(FailureNote(run._results).close)
     _announce(run, environment)
     seed_generators(stream_seed(run.job.seed, Stream.SCRIPT, -1))
-    atexit.register(run.close)
+    atexit.register(run._ending.close)
     try:
         for plugin in load_plugins(run._around.settings.plugins):
             plugin(run)

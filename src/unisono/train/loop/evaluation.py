@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint.layout import empty_as, form_of
-from unisono.data.shards import ShardSource, ShardsRequest
+from unisono.data.shards import Collate, ShardSource, ShardsRequest, check_dataset
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import DataError
 from unisono.job import Job
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import even_bounds
 from unisono.plan.tree import Node, SummationTree
+from unisono.train.group.acts import Acts
 from unisono.train.group.workers import Workers
 from unisono.train.loop.feed import to_device
 from unisono.train.model.prepared import Prepared
+from unisono.train.state.trained import Trained
+
+R = TypeVar("R")
 
 Metrics = Callable[[Any, Any], Mapping[str, Any]] | Mapping[str, Callable[[Any, Any], Any]]
 """``metrics(model, batch) -> {name: mean}``, or one function per name."""
@@ -117,6 +121,51 @@ class Evaluation:
                 f"return one row per sample"
             )
         return self.workers.gather_rows(local, counts)
+
+
+class Evaluator:
+    """Evaluates what a run trains, between its steps.
+
+    Args:
+        job: that is trained.
+        device: where to compute.
+        trained: with the model.
+        acts: the collective calls.
+
+    Attributes:
+        is_under_way: whether it evaluates now.
+    """
+
+    def __init__(self, job: Job, device: torch.device, trained: Trained, acts: Acts) -> None:
+        self.is_under_way = False
+        self._job, self._device, self._trained, self._acts = job, device, trained, acts
+
+    def carry_out(
+        self, action: Callable[[Evaluation], R], dataset: Any, batch_size: int | None, collate: Collate | None
+    ) -> R:
+        """Evaluate as one collective call.
+
+        Args:
+            action: what to ask of the evaluation.
+            dataset: map-style, with a length, the same on all workers.
+            batch_size: samples per call; by default as many as a training shard has.
+            collate: makes a batch of a list of samples.
+
+        Raises:
+            JobMismatch: the data sets differ.
+        """
+        prepared, job = self._trained.prepared, self._job
+        assert prepared is not None, "there is something to evaluate"
+        self._acts.agree("data set", {"number of samples": check_dataset(dataset)})
+        step, size = self._trained.progress.position.step, batch_size or -(-job.batch_size // job.shards)
+        source = ShardSource(dataset, job.seed, collate)
+        self.is_under_way = True
+        try:
+            return self._acts.together(
+                lambda workers: action(Evaluation(job, workers, prepared, self._device, source, size, step))
+            )
+        finally:
+            self.is_under_way = False
 
 
 @contextmanager

@@ -57,12 +57,14 @@ class Trained:
         strategy: what the present strategy keeps from round to round: its text, and its state by name.
         doubt: why the run has to go back to an older state; None as long as all is well.
         restored: what the script has yet to ask for of a state that models are restored from already.
+        has_weights: whether it has the weights that all workers have, or will have when they have the state.
         original: that state, when the script has asked for all of it, but another worker may still lack it.
     """
 
     def __init__(self, about: Mapping[str, Any], adaptation: Adaptation) -> None:
         self.adaptation = adaptation
         self.prepared: Prepared | None = None
+        self.has_weights = False
         self.progress = Progress()
         self.registered = Registered()
         self.monitors = Monitors()

@@ -1,0 +1,105 @@
+"""Every worker begins with the same weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.checkpoint.store import Snapshot
+from unisono.errors import UnisonoWarning
+from unisono.train.group.acts import Change
+from unisono.train.group.workers import Workers
+from unisono.train.model.prepared import Prepared
+from unisono.train.model.tensors import Values, digest_tensors, set_all
+from unisono.train.state.checkpoints import Checkpoints, require_same_job
+from unisono.train.state.registered import kept, restoring
+from unisono.train.state.trained import Trained
+
+
+class FirstWeights:
+    """Those of the main worker, or of the newest checkpoint.
+
+    Args:
+        trained: gets them.
+        checkpoints: of the run so far.
+        folder: of the run.
+        fingerprint: of the job and the machine.
+        allow_job_change: go on from the checkpoint of another job.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        checkpoints: Checkpoints,
+        folder: RunFolder,
+        fingerprint: Mapping[str, Any],
+        *,
+        allow_job_change: bool,
+    ) -> None:
+        self._trained, self._checkpoints, self._folder = trained, checkpoints, folder
+        self._fingerprint, self._allow_job_change = dict(fingerprint), allow_job_change
+
+    def act(self, prepared: Prepared, workers: Workers, *, resumes: bool) -> Change[None]:
+        """Work out which they are. Collective.
+
+        Args:
+            prepared: models and optimizers.
+            workers: that begin with them.
+            resumes: whether there may be a checkpoint to go on from.
+        """
+        shared = shared_weights(workers, prepared)
+        found = self._checkpoints.newest(workers) if resumes else None
+        if found is not None:
+            where = f"the checkpoint of step {found.step} in {self._folder.path}"
+            with restoring(found, "fingerprint of its job"):
+                theirs = dict(kept(found, "about")["fingerprint"])
+            require_same_job(self._fingerprint, theirs, where, allow=self._allow_job_change)
+
+        def make() -> None:
+            set_all(shared)
+            self._trained.has_weights = True
+            if found is not None:
+                self._trained.resume_from(found, begins=True)
+
+        return Change(make, partial(self._resumed, found, workers) if resumes else lambda: None)
+
+    def _resumed(self, found: Snapshot | None, workers: Workers) -> None:
+        if workers.rank != 0:
+            return
+        if found is None:  # what an earlier try in this folder measured is measured again
+            self._folder.metrics.truncate_after(-1)
+            return
+        step = self._trained.progress.position.step
+        self._folder.metrics.truncate_after(step - 1)
+        self._folder.journal("resumed", step=step, world_size=workers.world_size)
+        print(f"unisono: resumes after step {step} from {self._folder.path}", flush=True)  # noqa: T201
+
+
+def shared_weights(workers: Workers, prepared: Prepared) -> Values:
+    """The main worker's parameters and buffers, each with the tensor here that is to hold it. Collective.
+
+    Nothing is set here. Warns where the workers' weights differ.
+    """
+    if workers.world_size == 1:
+        return []
+    digests = workers.gather_json(digest_tensors(prepared.tensors()))
+    if workers.rank == 0 and len(set(digests)) > 1:
+        warnings.warn(
+            "the workers built models with different weights, and now all have those of rank 0: the next run "
+            "would start from others. Build the model after unisono.init, which seeds the random generators",
+            UnisonoWarning,
+            stacklevel=3,
+        )
+    shared: dict[int, tuple[Tensor, Tensor]] = {}
+    buffers = [place.tensor for place in prepared.buffers]
+    for tensor in [*prepared.tensors().values(), *prepared.parameters.values(), *buffers]:
+        if tensor.data_ptr() not in shared and tensor.numel():
+            value = tensor.detach().clone()
+            workers.transport.broadcast(value, 0)
+            shared[tensor.data_ptr()] = tensor, value
+    return list(shared.values())
