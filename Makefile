@@ -15,7 +15,7 @@ EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/te
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs test check lint unit procs alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-checks flips bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
+.PHONY: help demo docs test check lint unit procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-monitor bench-checks flips bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -42,11 +42,15 @@ lint: $(READY)  ## format, lint, types
 
 unit: $(READY)  ## layers and unit tests
 	@echo "==> layers and unit tests"
-	@$(BIN)/python -m pytest -m unit -n auto
+	@$(BIN)/python -m pytest -m "unit and not slow" -n auto
 
 procs: $(READY)  ## tests with processes of their own
 	@echo "==> tests with processes of their own"
-	@$(BIN)/python -m pytest -m "not unit and not alone" -n 3 --dist loadgroup
+	@$(BIN)/python -m pytest -m "not unit and not alone and not slow" -n 3 --dist loadgroup
+
+slow: $(READY)  ## more of them, which take longer than a change can wait
+	@echo "==> slow tests"
+	@$(BIN)/python -m pytest -m slow -n 3 --dist loadgroup
 
 alone: $(READY)  ## tests of what is promised to happen in time
 	@echo "==> tests of what is promised to happen in time"

@@ -94,11 +94,11 @@ def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(tmp_path: Pa
     ("name", "options"),
     [
         ("growth", ["--quick"]),
-        ("accuracy", ["--quick"]),
-        ("adaptive", ["--quick", "--workers=2"]),
+        pytest.param("accuracy", ["--quick"], marks=pytest.mark.slow),
+        pytest.param("adaptive", ["--quick", "--workers=2"], marks=pytest.mark.slow),
         ("strategies", ["--quick", "--models=digits", "--workers=2", "--strategy=all-reduce", "--strategy=local-sgd"]),
-        ("monitor", ["--quick", "--model=tiny", "--step-ms=20"]),
-        ("soak", ["--minutes=0.12", "--pause=1", "--rare=2", "--workers=3"]),
+        pytest.param("monitor", ["--quick", "--model=tiny", "--step-ms=20"], marks=pytest.mark.slow),
+        pytest.param("soak", ["--minutes=0.12", "--pause=1", "--rare=2", "--workers=3"], marks=pytest.mark.slow),
     ],
 )
 def test_the_benchmarks_of_elastic_jobs_find_something(name: str, options: list[str], tmp_path: Path) -> None:

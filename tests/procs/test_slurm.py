@@ -85,6 +85,7 @@ def test_an_array_trains_the_same_weights_on_one_two_and_four_workers(cluster: C
     assert cluster.calls == []
 
 
+@pytest.mark.slow
 def test_a_preempted_job_goes_on_when_it_starts_again_whatever_things_are_called(
     cluster: Cluster, tmp_path: Path
 ) -> None:

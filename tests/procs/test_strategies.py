@@ -16,10 +16,10 @@ SCRIPTS = Path(__file__).parent / "scripts"
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 LOOSE = (
     "local-sgd:every=4",
-    "diloco:every=8",
-    "model-averaging",
+    pytest.param("diloco:every=8", marks=pytest.mark.slow),
+    pytest.param("model-averaging", marks=pytest.mark.slow),
     "pair-averaging",
-    "parameter-server:synchronous=false",
+    pytest.param("parameter-server:synchronous=false", marks=pytest.mark.slow),
     "parameter-server:synchronous=false,servers=1,max_staleness=3",
 )
 
@@ -58,6 +58,7 @@ def test_a_strategy_learns_the_digits_while_workers_are_killed_and_replaced(stra
     assert all(sum(one["samples"]) > 0 for one in rounds)
 
 
+@pytest.mark.slow
 def test_strategies_change_twenty_times_with_kills_between_and_all_reduce_is_exact_from_where_it_starts(
     tmp_path: Path,
 ) -> None:

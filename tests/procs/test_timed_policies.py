@@ -38,6 +38,7 @@ def values(decided: list[Any], verb: str) -> list[Any]:
     return [value for _, _, wanted, value, _ in decided if wanted == verb]
 
 
+@pytest.mark.slow
 def test_scaling_stays_with_the_number_of_workers_that_pays(serial_with: SerialWith, tmp_path: Path) -> None:
     digest, decided = decided_by("scaling", tmp_path / "run", "-n", "1:4")
     resizes = values(decided, "resize")  # the job begins with as many workers as there are cores for

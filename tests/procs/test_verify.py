@@ -99,6 +99,7 @@ def test_a_loss_that_depends_on_the_rank_is_found_with_step_shard_and_line(tmp_p
     assert "train.py:16 return nn.functional.cross_entropy" in done.words
 
 
+@pytest.mark.slow
 def test_randomness_that_no_seed_covers_is_found_in_the_data(tmp_path: Path) -> None:
     change = ("torch.randn(8), index", "torch.randn(8) + os.urandom(1)[0], index")
     done = verify(tmp_path, "--workers 1,1 --steps 1", change)
@@ -110,6 +111,7 @@ def test_randomness_that_no_seed_covers_is_found_in_the_data(tmp_path: Path) -> 
     assert "train.py:10 return torch.randn(8) + os.urandom(1)[0]" in done.words
 
 
+@pytest.mark.slow
 def test_a_model_that_is_built_before_init_is_found_before_the_first_step(tmp_path: Path) -> None:
     init = "run = unisono.init(batch_size=48, shards=3)\n"
     done = verify(tmp_path, "--workers 1,1 --steps 1", (f"{init}model = build()", f"model = nn.Linear(8, 2)\n{init}"))
@@ -121,6 +123,7 @@ def test_a_model_that_is_built_before_init_is_found_before_the_first_step(tmp_pa
     assert "train.py:18 model = nn.Linear(8, 2)" in done.words
 
 
+@pytest.mark.slow
 def test_the_native_reduction_is_named_where_it_parts(tmp_path: Path) -> None:
     done = verify(tmp_path, "--workers 1,3 --steps 4", ("shards=3", 'shards=3, reduction="native"'))
 
