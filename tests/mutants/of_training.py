@@ -33,6 +33,13 @@ MUTANTS = (
         ACTS,
     ),
     Mutant(
+        "a state that one worker alone hands over is believed",
+        ACTS_FILE,
+        "                self.recovery.gives_alone()\n",
+        "                pass\n",
+        ("tests/unit/test_struck_runs.py",),
+    ),
+    Mutant(
         "only joiners get the state, so that a member that is behind keeps its old one",
         ACTS_FILE,
         "            if changed or joins:\n",

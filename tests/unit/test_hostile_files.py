@@ -343,6 +343,7 @@ KNOWN: dict[str, Any] = {
     "ignored": ["counter"],
     "before": {"3 counter": [1, 2]},
     "script_writes": False,
+    "unseen": "nobody has compared it",
 }
 
 

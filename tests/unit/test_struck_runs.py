@@ -83,7 +83,7 @@ def trouble_in(outcome: Outcome, serial: str, play: Play) -> str:
 
 def has_been_compared(blow: Blow, whole: Outcome, play: Play) -> bool:
     """Whether a worker falls when it is known what has struck another one; or that one itself falls."""
-    if not play.troubles or blow.worker in {trouble.worker for trouble in play.troubles}:
+    if play.workers > 2 or not play.troubles or blow.worker in {trouble.worker for trouble in play.troubles}:
         return True
     passed = whole.world.points[blow.worker]
     begun = whole.struck_at
@@ -124,3 +124,30 @@ def test_a_wrong_state_is_not_handed_over_where_others_hold_it_too(
     outcome = act_out(pool, play, Blow("a", newest, frozenset("bc")))  # b and c have made the step before, d has not
     assert isinstance(outcome.error, JobMismatch)
     assert "those that have come furthest hold different states" in str(outcome.error)
+
+
+@pytest.mark.parametrize("place", ["weights", "optimizer"])
+@pytest.mark.parametrize("workers", [3, 4])
+def test_a_state_that_one_worker_alone_hands_on_is_computed_again(
+    workers: int, place: FlippedPlace, pool: ThreadPoolExecutor, serial: str, tmp_path: Path
+) -> None:
+    play = Play(workers, tmp_path, verify_every=100, troubles=(flipped("b", 2, place),))
+    whole = act_out(pool, play)
+    passed = whole.world.points["a"][: whole.struck_at]
+    newest = len(passed) - 1 - passed[::-1].index("act worked out")
+    outcome = act_out(pool, play, Blow("a", newest, frozenset("b")))  # b alone has made the step before
+    assert not outcome.error
+    assert outcome.struck_at, "the bit has flipped"
+    assert set(outcome.digests) == set("bcd"[: workers - 1])
+    assert set(outcome.digests.values()) == {serial}
+
+
+def test_a_state_is_handed_on_by_one_worker_alone_where_there_is_none_to_go_back_to(
+    pool: ThreadPoolExecutor, serial: str, tmp_path: Path
+) -> None:
+    play = Play(3, tmp_path, verify_every=0)
+    passed = act_out(pool, play).world.points["a"]
+    newest = [point for point, name in enumerate(passed) if name == "act worked out"]
+    for point in newest:
+        outcome = act_out(pool, play, Blow("a", point, frozenset("b")))
+        assert not trouble_in(outcome, serial, play)

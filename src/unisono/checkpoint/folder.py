@@ -153,7 +153,7 @@ class RunFolder:
         except (OSError, Unreadable):  # what could not be written either was warned of
             events = []
         return {
-            name: [{key: one.get(key) for key in fields} for one in events if one.get("event") == event]
+            name: [{key: one.get(key) for key in fields} for one in events if _tells_of_fault(one, event)]
             for name, event, fields in (
                 ("healed", "healed", ("step", "what", "ranks", "hosts")),
                 ("rolled_back", "rolled back", ("step", "to", "why")),
@@ -255,6 +255,10 @@ def new_run_folder(base: Path, stem: str) -> Path:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file in one piece: a reader sees the old one or the new one."""
     _replace(path, to_json(value, indent=2))
+
+
+def _tells_of_fault(line: Mapping[str, Any], event: str) -> bool:
+    return line.get("event") == event and line.get("fault") is not False
 
 
 def _file_of(worker: int | str) -> str:

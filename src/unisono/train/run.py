@@ -545,6 +545,8 @@ class Run:
     def _train(
         self, step: Step, loss_fn: LossFunction, optimizers: tuple[Optimizer, ...], clip: Clip, workers: Workers
     ) -> Change[Computed]:
+        if (doubt := self._integrity.settle_suspicion(workers, (step.number, step.calls))) is not None:
+            return self._doubted(doubt)
         engine = self._require_engine()
         shards = [to_device(shard, self.device) for shard in step.shards]
         generation, mine = workers.generation, self._shards_of(step.batch.shards)
@@ -1063,7 +1065,7 @@ class Run:
         self._recorder.go_back()
         if self.is_main:
             self._around.folder.metrics.truncate_after(step - 1)
-            self._notices.rolled_back(reached, step, doubt.why)
+            self._notices.rolled_back(reached, step, doubt)
 
     def _set_back(self, snapshot: Snapshot) -> None:
         self._trained.go_back(snapshot)
@@ -1084,6 +1086,10 @@ class Run:
         """Of what an update changes, where all who have made the same updates hold the same."""
         is_alike = self._trained.has_weights and self._strategy.is_exact and not self._trained.is_doubted
         return list(self._trained.capture().digests().values()) if is_alike and self._integrity.is_on else None
+
+    def _gives_alone(self) -> None:
+        if (digests := self._digests()) is not None:
+            self._integrity.suspect(self._trained.progress.position.step, digests)
 
     def _take(self, given: Sequence[Any], *, joins: bool) -> None:
         """Set the state that another worker has given."""
@@ -1155,6 +1161,9 @@ class _Recovery(Recovers):
 
     def digests(self) -> list[int] | None:
         return self._run._digests()
+
+    def gives_alone(self) -> None:
+        self._run._gives_alone()
 
     def depart(self, dismissed: Dismissed) -> NoReturn:
         self._run._dismiss(dismissed)

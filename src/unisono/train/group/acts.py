@@ -64,6 +64,9 @@ class Recovers(Protocol):
     def digests(self) -> Sequence[int] | None:
         """Of the state, alike on all who have completed the same acts; None where they may differ."""
 
+    def gives_alone(self) -> None:
+        """Members get a state that this one alone has, so that nobody can compare it. Called before :meth:`give`."""
+
     def depart(self, dismissed: Dismissed) -> NoReturn:
         """The others go on without this worker, or the job does later."""
 
@@ -89,6 +92,9 @@ class Stateless(Recovers):
     def digests(self) -> Sequence[int] | None:
         """Nothing is compared."""
         return None
+
+    def gives_alone(self) -> None:
+        """Nothing is given."""
 
     def depart(self, dismissed: Dismissed) -> NoReturn:
         """Nothing is to be kept."""
@@ -323,6 +329,8 @@ class Acts:
         workers, told = self._membership.workers, None
         arrival = self._trusted(arrival)
         if workers.rank == arrival.source:
+            if self._changed and arrival.is_alone and arrival.behind - arrival.joiners:
+                self.recovery.gives_alone()
             is_lacking = self._changed or arrival.joiners
             told = [self.done, self._changed, self._value, self.recovery.give() if is_lacking else None]
             failpoint("state captured")
@@ -339,7 +347,7 @@ class Acts:
         Raises:
             JobMismatch: no majority of them holds the same.
         """
-        if len(arrival.acts) - len(arrival.behind) == 1:  # with which nobody can compare its own
+        if arrival.is_alone:
             return arrival
         workers, is_lacking = self._membership.workers, self._changed or arrival.joiners
         own = self.recovery.digests() if is_lacking and workers.rank not in arrival.behind else None

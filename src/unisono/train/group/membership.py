@@ -48,6 +48,11 @@ class Arrival:
         late = {rank for rank, acts in enumerate(self.acts) if acts < self.acts[self.source]}
         return frozenset(late) | self.joiners
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody but the source has completed what it has."""
+        return len(self.acts) - len(self.behind) == 1
+
 
 class Membership(ABC):
     """This worker's place among the others.

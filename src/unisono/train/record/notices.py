@@ -12,6 +12,7 @@ from unisono.job import SAMPLES_PER_SHARD, Job
 from unisono.plan.audits import Finding
 from unisono.train.group.control import StepReport
 from unisono.train.model.prepared import Prepared, batch_norm_in
+from unisono.train.state.trained import Doubt
 
 
 class Notices:
@@ -91,17 +92,17 @@ class Notices:
             stacklevel=3,
         )
 
-    def rolled_back(self, reached: int, step: int, why: str) -> None:
+    def rolled_back(self, reached: int, step: int, doubt: Doubt) -> None:
         """The run has gone back to an older state, and computes the steps after it again.
 
         Args:
             reached: steps that were committed before.
             step: steps that are committed now.
-            why: for people.
+            doubt: why.
         """
-        self._folder.journal("rolled back", step=reached, to=step, why=why)
+        self._folder.journal("rolled back", step=reached, to=step, why=doubt.why, fault=doubt.is_fault)
         warnings.warn(
-            f"{why}: the run goes back to step {step}, where all workers held the same state, and computes the "
+            f"{doubt.why}: the run goes back to step {step}, where all workers held the same state, and computes the "
             f"{reached - step} steps after it again",
             UnisonoWarning,
             stacklevel=3,

@@ -40,6 +40,7 @@ FORMS = {
     "ignored": list[str],
     "before": dict[str, list[int]],
     "script_writes": bool,
+    "unseen": str,
 }
 """Of what a worker that lacks the state is given."""
 
@@ -120,6 +121,7 @@ class Integrity:
         self._trail = Trail()
         self._ignored: set[str] = set()  # registered objects that the script has another one of on each worker
         self._before: dict[str, list[int]] = {}  # how they differed when the run went back last
+        self._unseen = ""  # why nobody can tell whether the state is right; empty if workers have compared theirs
         self.script_writes = False
 
     @property
@@ -199,6 +201,8 @@ class Integrity:
         Returns:
             what comes to the digests on which all agree; to none if the state is doubted then.
         """
+        if (doubt := self.settle_suspicion(workers, (step, 0))) is not None:
+            return _noted(doubt)
         snapshot = self._trained.capture()
         digests = snapshot.digests()
         compared = list(digests.values())[: 1 if weights_only else None]
@@ -220,6 +224,7 @@ class Integrity:
 
         def know() -> None:
             note()
+            self._unseen = ""
             if not weights_only:
                 self._know(step, digests)
 
@@ -246,6 +251,35 @@ class Integrity:
             return self._doubting(place, f"step {place[0]}: the workers hold different states{NO_MAJORITY}")
         self._mend(workers, arrival, "weights")
         return None
+
+    def suspect(self, step: int, digests: Sequence[int]) -> None:
+        """This worker alone has the newest state, and hands it to others: what it has decided goes with it.
+
+        Args:
+            step: that is under way, or comes next.
+            digests: of the state. Where all have agreed on them, there is nothing to suspect.
+        """
+        agreed = self.agreed(step)
+        if self._kept is not None and (agreed is None or list(agreed.values()) != list(digests)):
+            self._unseen = (
+                f"step {step}: when a worker was lost, another one alone had made the newest update, so nobody could "
+                f"compare the weights that it gave to the others"
+            )
+
+    def settle_suspicion(self, workers: Workers, place: Place) -> Note | None:
+        """Nobody has compared the state that was handed over: doubt it, if there is one to go back to. Collective.
+
+        A loss is no fault: where the run cannot go back, it goes on.
+
+        Returns:
+            nothing if nothing is suspected, or nobody has a copy of a verified state of the present loop.
+        """
+        if not self._unseen:
+            return None
+        copy, loop = self._whole_copy(), self._trained.progress.loop
+        can_return = copy is not None and copy.text["state"]["progress"]["loop"] == loop
+        is_back = any(workers.gather_json(can_return))
+        return self._doubting(place, self._unseen, is_fault=False) if is_back else None
 
     def _know(self, step: int, digests: Digests) -> None:
         """All agree: from now on this is the state to go back to."""
@@ -280,16 +314,17 @@ class Integrity:
         self._trail = Trail({place: seen for place, seen in self._trail.digests.items() if place >= since})
         self._forget_copies()
 
-    def _doubting(self, place: Place, why: str) -> Note:
+    def _doubting(self, place: Place, why: str, *, is_fault: bool = True) -> Note:
         """Have the run go back to the kept state at the next boundary.
 
         Args:
             place: the first call whose result is not to be believed; what went before was right.
             why: for people.
+            is_fault: whether anything wrong was seen.
         """
 
         def note() -> None:
-            self._trained.doubt = Doubt(*place, why)
+            self._trained.doubt, self._unseen = Doubt(*place, why, is_fault), ""
             self._trail.digests = {at: seen for at, seen in self._trail.digests.items() if at < place}
 
         return note
@@ -326,6 +361,7 @@ class Integrity:
             "ignored": sorted(self._ignored),
             "before": self._before,
             "script_writes": self.script_writes,
+            "unseen": self._unseen,
         }
 
     def take(self, given: Mapping[str, Any]) -> None:
@@ -342,7 +378,7 @@ class Integrity:
             {(step, call): said for step, call, said in found["wrong"]},
         )
         self._ignored, self._before = set(found["ignored"]), found["before"]
-        self.script_writes = found["script_writes"]
+        self.script_writes, self._unseen = found["script_writes"], found["unseen"]
 
     def retrieve(self, workers: Workers) -> Snapshot:
         """The kept state, on every worker. Collective.
@@ -351,9 +387,7 @@ class Integrity:
             JobMismatch: there is none, or no copy is what was kept.
             MemoryFault: it is of a loop that is over.
         """
-        kept = self._kept
-        copy = None if kept is None else self._copies.get(kept.step)
-        whole = copy if kept is not None and copy is not None and copy.digests() == kept.digests else None
+        whole = self._whole_copy()
         told = workers.gather_json(None if whole is None else whole.step)
         newest = max((step for step in told if step is not None), default=None)
         if newest is None:
@@ -369,6 +403,12 @@ class Integrity:
                 f"whose steps the script cannot make again. {START_AGAIN}"
             )
         return found
+
+    def _whole_copy(self) -> FrozenSnapshot | None:
+        """This worker's copy of the kept state; nothing if it has none, or not as it was kept."""
+        kept = self._kept
+        copy = None if kept is None else self._copies.get(kept.step)
+        return copy if kept is not None and copy is not None and copy.digests() == kept.digests else None
 
     def _follow(self, place: Place, digest: int) -> Note:
         before = self._trail.digests.get(place, digest)

@@ -35,11 +35,13 @@ class Doubt:
         step: the first whose result is not to be believed.
         call: of ``step.run`` in it.
         why: for people.
+        is_fault: whether anything wrong was seen. If not, nobody could compare the state.
     """
 
     step: int
     call: int
     why: str
+    is_fault: bool = True
 
 
 class Trained:
