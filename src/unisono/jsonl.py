@@ -19,9 +19,14 @@ def open_lines(path: Path) -> int:
     """A descriptor to append to a file with; the file is made if it is not there.
 
     Raises:
-        OSError: it cannot be opened, or is no file.
+        OSError: it cannot be opened, or is no file, or a symbolic link, which could lead anywhere.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", str(path)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe would take lines until it is full, and then wait
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no file", str(path))

@@ -99,6 +99,15 @@ def test_a_script_of_faults_that_makes_no_sense_starts_nothing(
     assert not Path("started").exists()
 
 
+@pytest.mark.parametrize("command", [("run", "train.py"), ("join", "train.py"), ("chaos", "train.py"), ("status",)])
+def test_a_run_folder_without_a_name_is_a_usage_error(
+    command: tuple[str, ...], script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert unisono(command[0], "--run-dir", "", *command[1:]) == 2
+    assert "the name is empty" in " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert [path.name for path in script.parent.iterdir()] == ["train.py"]
+
+
 def test_a_number_that_is_none_is_a_usage_error(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert unisono("run", "-n", "many", "train.py") == 2
     assert "--workers" in capsys.readouterr().err

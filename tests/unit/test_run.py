@@ -207,6 +207,13 @@ def resumable(run: unisono.Run, stop_at: int | None = None) -> str | None:
     return run.finish()
 
 
+def test_a_run_folder_without_a_name_is_refused(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(JobError, match="names no folder"):
+        start(run_dir="")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("stop_at", [1, 2, 3, 6, 7, 8, 11])
 def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(start: Start, tmp_path: Path, stop_at: int) -> None:
     expected = resumable(start(run_dir=tmp_path / "undisturbed"))

@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from unisono.checkpoint.folder import MetricsFile, RunFolder, new_run_folder, write_json
 from unisono.errors import JobError, UnisonoWarning
+from unisono.testing.rehearsal import FOLDER, _claim
 
 pytestmark = pytest.mark.unit
 
@@ -204,3 +206,30 @@ def test_half_a_line_on_a_full_disk_does_not_spoil_the_next(tmp_path: Path, monk
     metrics.write({"step": 2})
     metrics.truncate_after(5)
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 2}]
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl"])
+def test_lines_are_not_written_to_where_a_link_leads(name: str, tmp_path: Path) -> None:
+    behind = tmp_path / "behind"
+    behind.write_bytes(b"somebody else's")
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    (folder.path / name).symlink_to(behind)
+    writes = partial(folder.journal, "begun") if name == "journal.jsonl" else partial(folder.metrics.write, {"step": 1})
+    with pytest.warns(UnisonoWarning, match="symbolic link"):
+        writes()
+    assert behind.read_bytes() == b"somebody else's"
+
+
+def test_a_json_file_is_not_written_to_where_a_link_leads(tmp_path: Path) -> None:
+    behind = tmp_path / "behind"
+    behind.write_bytes(b"somebody else's")
+    path = tmp_path / "result.json"
+    (tmp_path / f".result.json.{os.getpid()}.{threading.get_ident()}").symlink_to(behind)
+    with pytest.raises(OSError, match="symbolic"):
+        write_json(path, {})
+    assert behind.read_bytes() == b"somebody else's"
+
+
+def test_nobody_claims_a_fault_in_a_run_folder_that_is_gone(tmp_path: Path) -> None:
+    assert _claim(tmp_path / "run" / FOLDER / "1") is False

@@ -282,13 +282,17 @@ def _replace(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with beside.open("wb") as file:
+        with open(beside, "wb", opener=_opened_itself) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _opened_itself(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def _belongs(line: bytes, step: int) -> bool:

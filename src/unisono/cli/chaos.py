@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unisono.cli.options import Module
+from unisono.cli.options import Module, named_folder
 from unisono.cli.tables import show_table
 from unisono.errors import JobError
 from unisono.launch.elastic.elastic import Range
@@ -37,7 +37,10 @@ def chaos(
     ] = None,
     workers: Annotated[str, typer.Option("-n", "--workers", metavar="A:B", help="How many workers.")] = "1:4",
     module: Module = False,
-    run_dir: Annotated[Path | None, typer.Option(help="A new folder for both jobs and the report.")] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(parser=named_folder, metavar="FOLDER", help="A new folder for both jobs and the report."),
+    ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between checkpoints; by default fifty in the whole run.")
     ] = None,

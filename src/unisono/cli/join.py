@@ -22,6 +22,7 @@ from unisono.cli.options import (
     Tuned,
     Url,
     WarmStart,
+    named_folder,
 )
 from unisono.errors import JobError
 from unisono.launch.elastic.address import Control, Whereabouts
@@ -41,7 +42,12 @@ def join(
     url: Url = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="The job's run folder. With URL: one of this host's own; by default a new one.", envvar=None),
+        typer.Option(
+            parser=named_folder,
+            metavar="FOLDER",
+            help="The job's run folder. With URL: one of this host's own; by default a new one.",
+            envvar=None,
+        ),
     ] = None,
     workers: Annotated[int, typer.Option("-n", "--workers", min=1, help="How many workers there is room for.")] = 1,
     token_file: TokenFile = None,

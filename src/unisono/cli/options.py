@@ -94,13 +94,36 @@ From = Annotated[
 
 # The options that several commands have in common, each declared once.
 
+
+def named_folder(text: str) -> Path:
+    """A run folder that somebody has named. No name (a variable that is not set, say) would be the working folder.
+
+    Raises:
+        BadParameter: the name is empty.
+    """
+    if not text:
+        raise typer.BadParameter("the name is empty: name a folder (the working folder is .), or leave the option out")
+    return Path(text)
+
+
 Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")]
 RunDir = Annotated[
     Path | None,
-    typer.Option(envvar="UNISONO_RUN_DIR", help="Run folder; one with checkpoints of this job is resumed."),
+    typer.Option(
+        parser=named_folder,
+        metavar="FOLDER",
+        envvar="UNISONO_RUN_DIR",
+        help="Run folder; one with checkpoints of this job is resumed.",
+    ),
 ]
 RunningIn = Annotated[
-    Path | None, typer.Option("--run-dir", help="The job's run folder, if more than one elastic job runs.")
+    Path | None,
+    typer.Option(
+        "--run-dir",
+        parser=named_folder,
+        metavar="FOLDER",
+        help="The job's run folder, if more than one elastic job runs.",
+    ),
 ]
 Shards = Annotated[
     int | None, typer.Option(envvar="UNISONO_SHARDS", help="Shards of the job, unless the script sets them.")

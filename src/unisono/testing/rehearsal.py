@@ -118,9 +118,11 @@ def _victim(fault: Fault, workers: int) -> int:
 
 def _claim(marker: Path) -> bool:
     """Whether this worker, and no other, is to carry a fault out: each strikes once in a run folder."""
-    marker.parent.mkdir(exist_ok=True)
     try:
+        marker.parent.mkdir(exist_ok=True)
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:
+        return False
+    except FileNotFoundError:  # somebody has removed the run folder: there is nowhere to note that it has struck
         return False
     return True

@@ -282,6 +282,8 @@ def _number(settings: Settings) -> int:
 
 def _folder(argument: str | Path | None, settings: Settings, number: int) -> Path | None:
     # Under `unisono verify` and `unisono study` even a script that names its folder must leave that one alone.
+    if argument == "":
+        raise JobError('run_dir="" names no folder: name one (the working folder is "."), or leave it out')
     if argument is not None and settings.trace is None and not settings.study:
         return Path(argument)
     # A script that starts several runs has one folder from its launcher: the later ones go inside of it.

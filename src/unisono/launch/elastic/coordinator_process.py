@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unisono.errors import LaunchError
+from unisono.jsonl import open_lines
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.elastic import ElasticSettings
 from unisono.launch.elastic.entrance import LOOPBACK, Certificate, certificate_file
@@ -176,7 +177,7 @@ class CoordinatorProcess:
     async def _run(self, *, fresh: bool) -> int:
         """One coordinator's life; its exit code."""
         try:
-            with self._log.open("ab") as log:
+            with os.fdopen(open_lines(self._log), "ab") as log:
                 process = await asyncio.create_subprocess_exec(
                     *server_command(self._settings, self._run_dir, self._listening, fresh=fresh),
                     env={name: value for name, value in os.environ.items() if name not in PER_WORKER},

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unisono.errors import Unreadable
+from unisono.jsonl import open_lines
 from unisono.launch.forkserver.request import Wish, circumstances, ignored_signals
 from unisono.received import parse_json
 from unisono.same_user import is_same_user
@@ -97,7 +98,7 @@ async def _ask(channel: socket.socket, door: str, wish: Wish, log: Path) -> int:
     await loop.sock_connect(channel, door)
     if not is_same_user(channel):
         raise Unborn(f"a process of another user answers at {door}")
-    with log.open("ab") as output:
+    with os.fdopen(open_lines(log), "ab") as output:
         socket.send_fds(channel, [wish.to_json()], [output.fileno()])
     match parse_json(await loop.sock_recv(channel, LONGEST_ANSWER) or "{}"):
         case {"born": int(pid)}:

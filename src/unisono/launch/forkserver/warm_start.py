@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from unisono.jsonl import open_lines
 from unisono.launch.forkserver.born import NURSERY, Unborn, born
 from unisono.launch.forkserver.request import Request
 from unisono.received import parse_object
@@ -93,7 +94,7 @@ class WarmStart:
             return cls(*await born(environment, log))
         except Unborn as why:
             if NURSERY in environment:
-                with log.open("a") as output:
+                with os.fdopen(open_lines(log), "a") as output:
                     output.write(f"this template loads torch itself: {why}\n")
         return cls(*await _begun(environment, log))
 
@@ -199,7 +200,7 @@ async def _begun(environment: Mapping[str, str], log: Path) -> tuple[socket.sock
         raise ColdStart(str(error)) from error
     ours.setblocking(False)
     try:
-        with theirs, log.open("ab") as output:
+        with theirs, os.fdopen(open_lines(log), "ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-u", "-m", "unisono.launch.forkserver.template", str(theirs.fileno())),
                 env={**environment, "UNISONO_LAUNCHER_PID": str(os.getpid())},

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from unisono.jsonl import open_lines
 from unisono.launch.terminal.name import WorkerName
 from unisono.launch.terminal.terminal import Stream, Terminal
 
@@ -110,8 +111,8 @@ class Log:
     """
 
     def __init__(self, path: Path, say: Say) -> None:
-        self._file = path.open("ab", buffering=0)
-        self._say = say
+        self._file = os.fdopen(open_lines(path), "ab", buffering=0)
+        self._path, self._say = path, say
         self._broken = False
 
     def write(self, data: bytes) -> None:
@@ -122,7 +123,7 @@ class Log:
             self._file.write(data)
         except OSError as error:
             self._broken = True
-            self._say(f"{self._file.name} cannot be written any more ({error.strerror}); the job goes on without it")
+            self._say(f"{self._path} cannot be written any more ({error.strerror}); the job goes on without it")
 
     def close(self) -> None:
         """Close the file."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from unisono.jsonl import open_lines
 from unisono.plan.batches import Batch
 from unisono.plan.order import Indices
 
@@ -32,7 +33,7 @@ class SampleLog:
     def __init__(self, run_dir: Path, worker: str) -> None:
         path = run_dir / FOLDER / f"{worker}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._descriptor = open_lines(path)
         self._about: dict[str, Any] = {}
         self._order: Order | None = None
         self._generation, self._computed = 0, set[tuple[int, int]]()
