@@ -96,6 +96,27 @@ print(torch.get_num_threads(), torch.get_num_interop_threads(), torch.cuda.is_in
 """Shows a script's surroundings."""
 
 
+TRAINING = """
+import torch, unisono
+from torch import nn
+run = unisono.init(batch_size=32, seed=3, shards=4)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 4))
+optimizer = torch.optim.Adam(model.parameters())
+run.prepare(model, optimizer)
+generator = torch.Generator().manual_seed(5)
+data = torch.utils.data.TensorDataset(
+    torch.randn(200, 8, generator=generator), torch.randint(0, 4, (200,), generator=generator)
+)
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+for step in run.steps(data, epochs=3):
+    step.run(loss)
+run.finish(model)
+print("digest", unisono.digest(model))
+"""
+"""Trains for a moment, and prints the digest of the weights."""
+
+
 def seen(ended: Ended) -> list[str]:
     """What ``LOOK`` has shown, without what differs from process to process."""
     # `cold` has not put it into a session of its own, as a launcher does

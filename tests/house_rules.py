@@ -21,7 +21,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("job",),
     ("jsonl",),
-    ("received", "same_user", "words"),
+    ("parent_death", "received", "same_user", "words"),
     ("errors", "failpoints"),
 )
 DEPTHS = {room: depth for depth, row in enumerate(ROWS) for room in row}

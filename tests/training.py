@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 
 from unisono.launch.elastic.address import Control, address_of
+from unisono.testing import start
 
 SCRIPT = Path(__file__).parent / "procs" / "scripts" / "elastic_training.py"
 SETTINGS = (
@@ -67,9 +67,9 @@ class Training(Trained):
         self._hurry = folder.with_suffix(".hurry")
         own = {"FAULTS": json.dumps(list(faults)), "HURRY": str(self._hurry)}
         environment = {**os.environ, **own, **settings}
-        command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(folder), str(SCRIPT)]
+        words = ("run", *options, "--run-dir", str(folder), str(SCRIPT))
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            self.process = start(*words, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def end(self) -> str:
         """Wait for the end; returns the digest of the weights."""
@@ -82,8 +82,8 @@ class Training(Trained):
         self._hurry.touch()
 
     def ask(self, *words: str) -> None:
-        command = [sys.executable, "-m", "unisono", *words, "--run-dir", str(self.run_dir)]
-        subprocess.run(command, check=True, timeout=PATIENCE_S, stdout=subprocess.DEVNULL)
+        code = start(*words, "--run-dir", str(self.run_dir), stdout=subprocess.DEVNULL).wait(PATIENCE_S)
+        assert code == 0, words
 
     def until(self, event: str, **fields: Any) -> None:
         """Wait until the journal has an event with these fields."""
@@ -113,8 +113,7 @@ class Training(Trained):
 
     def kill_everything(self) -> None:
         """The launcher, its workers, the template, the coordinator, the guard: at once."""
-        launcher = psutil.Process(self.process.pid)
-        family = [launcher, *launcher.children(recursive=True), *self._forked()]
+        family = family_of(self.process.pid, self.run_dir)
         for one in family:
             one.send_signal(signal.SIGSTOP)  # so that none of them sees another one's end
         for one in family:
@@ -122,19 +121,24 @@ class Training(Trained):
         psutil.wait_procs(family[1:], timeout=PATIENCE_S)
         self.process.wait(PATIENCE_S)
 
-    def _forked(self) -> list[psutil.Process]:
-        """The template and its workers, when it is not the launcher that has started it."""
-        log = str(self.run_dir / "logs" / "template.log")
-        for one in psutil.Process().children(recursive=True):
-            with suppress(OSError):  # it has just ended
-                if os.readlink(f"/proc/{one.pid}/fd/1") == log:  # noqa: PTH115 (as text)
-                    return [one, *one.children(recursive=True)]
-        return []
-
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+def family_of(launcher: int, run_dir: Path) -> list[psutil.Process]:
+    """A launcher, and all that has been started for its job.
+
+    What a nursery has forked for it is not below it, but writes to the job's logs; nor is what that has started.
+    """
+    itself = psutil.Process(launcher)
+    found = {itself.pid: itself} | {one.pid: one for one in itself.children(recursive=True)}
+    for one in psutil.Process().children(recursive=True):
+        with suppress(OSError):  # it has just ended
+            if Path(os.readlink(f"/proc/{one.pid}/fd/1")).parent == run_dir / "logs":  # noqa: PTH115 (as text)
+                found |= {each.pid: each for each in (one, *one.children(recursive=True))}
+    return list(found.values())
 
 
 def control_of(run_dir: Path) -> Control:

@@ -42,7 +42,7 @@ from unisono.launch.forkserver.born import NURSERY
 from unisono.testing import warm_jobs
 with warm_jobs({[*SETTINGS, *ALLOWED_VARIABLES]}):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nothing:
-        nothing.connect(os.environ[NURSERY])
+        nothing.connect(os.path.join(os.environ[NURSERY], 'torch'))
         nothing.shutdown(socket.SHUT_WR)
         nothing.recv(1)  # it hangs up on whoever says nothing, once it has loaded torch
     print(os.environ[NURSERY], flush=True)

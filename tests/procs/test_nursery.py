@@ -17,9 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forked import LOOK, PATIENCE_S, Host, cold, seen
+from forked import LOOK, PATIENCE_S, TRAINING, Host, cold, seen
 from leaks import ALLOWED_VARIABLES
-from unisono.launch.forkserver.born import NURSERY, Unborn, born
+from unisono.launch.forkserver.born import NURSERY, Unborn, asked
+from unisono.launch.forkserver.request import TEMPLATE
 from unisono.launch.forkserver.warm_start import WarmStart
 from unisono.launch.tuning import Tuning
 from unisono.testing import warm_jobs
@@ -40,10 +41,12 @@ def environment(**further: str) -> dict[str, str]:
 @asynccontextmanager
 async def template(folder: Path, **further: str) -> AsyncIterator[Host]:
     folder.mkdir(exist_ok=True)
-    warm = WarmStart(*await born(environment(**further), folder / "template.log"))
+    log = folder / "template.log"
+    warm = await WarmStart.open(environment(**further), log)
     try:
         async with asyncio.timeout(PATIENCE_S):
             await warm.ready()
+        assert log.read_text() == ""  # it was forked
         yield Host(folder, warm)
     finally:
         await warm.close()
@@ -131,12 +134,11 @@ def test_template_and_workers_end_with_a_launcher_that_is_killed(tmp_path: Path)
     program = """
         import asyncio, os
         from pathlib import Path
-        from unisono.launch.forkserver.born import born
         from unisono.launch.forkserver.request import Request
         from unisono.launch.forkserver.warm_start import WarmStart
 
         async def main():
-            warm = WarmStart(*await born(os.environ, Path("log")))
+            warm = await WarmStart.open(os.environ, Path("log"))
             worker = await warm.start(Request(("wait.py",), {}, os.getcwd()), 1, 2)
             print(warm.pid, worker.pid, flush=True)
             await worker.wait()
@@ -151,6 +153,7 @@ def test_template_and_workers_end_with_a_launcher_that_is_killed(tmp_path: Path)
         assert launcher.stdout is not None
         family = [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()]
         assert len(family) == 2
+        assert (tmp_path / "log").read_text() == ""
         launcher.kill()
         assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
 
@@ -170,12 +173,12 @@ async def test_workers_whose_template_is_killed_are_lost_and_the_nursery_serves_
 def test_when_the_nursery_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_itself(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])\n"
-        "print('pids', os.getpid(), os.getppid(), flush=True)\nsignal.sigwait([signal.SIGUSR2])"
+        f"print('pids', os.getpid(), os.getppid(), flush=True)\nsignal.sigwait([signal.SIGUSR2])\n{TRAINING}"
     )
-    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--run-dir"]
+    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--max-restarts", "0", "--run-dir"]
     before = set(psutil.Process().children())
     with warm_jobs(ALLOWED_VARIABLES):
-        (nursery,) = set(psutil.Process().children()) - before
+        nurseries = set(psutil.Process().children()) - before
         with (
             subprocess.Popen(
                 [*command, "one", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
@@ -186,45 +189,43 @@ def test_when_the_nursery_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_it
             assert launcher.stdout is not None
             workers = [re.findall(r"pids (\d+) (\d+)", launcher.stdout.readline())[0] for _ in range(2)]
             (template,) = {int(parent) for _, parent in workers}
-            assert psutil.Process(template).ppid() == nursery.pid
-            nursery.kill()
-            nursery.wait(PATIENCE_S)
+            assert psutil.Process(template).parent() in nurseries
+            for nursery in nurseries:
+                nursery.kill()
+                nursery.wait(PATIENCE_S)
             for worker, _ in workers:
                 os.kill(int(worker), signal.SIGUSR2)
             assert launcher.wait(PATIENCE_S) == 0
-        (tmp_path / "train.py").write_text("pass")
+        (tmp_path / "train.py").write_text(TRAINING)
         assert (
             subprocess.run([*command, "two", "train.py"], cwd=tmp_path, check=False, timeout=PATIENCE_S).returncode == 0
         )
     assert (tmp_path / "one" / "logs" / "template.log").read_text() == ""
-    assert "this template loads torch itself: the nursery" in (tmp_path / "two" / "logs" / "template.log").read_text()
+    for name in ("template", "coordinator"):
+        assert "loads all that it needs itself: the nursery" in (tmp_path / "two" / "logs" / f"{name}.log").read_text()
 
 
 # --- when it does not help
 
 ASKS = """
-import asyncio, os
-from pathlib import Path
-from unisono.launch.forkserver.born import Unborn, born
+import os
+from unisono.launch.forkserver.born import Unborn, asked, code_in, pid_in
+from unisono.launch.forkserver.request import TEMPLATE
 
-async def main():
-    try:
-        channel, process = await born(os.environ, Path("log"))
-    except Unborn as why:
-        print(why)
-    else:
-        channel.close()
-        await process.wait()
-        print("born")
-
-asyncio.run(main())
+try:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    with asked((TEMPLATE, str(nothing)), os.environ, dict.fromkeys(range(3), nothing)) as channel:
+        pid_in(channel.recv(1000))
+        print("born", code_in(channel))
+except Unborn as why:
+    print(why)
 """
 
 
 @pytest.mark.parametrize(
     ("launcher", "answer"),
     [
-        ("exec", "born"),
+        ("exec", "born 1"),
         ("OMP_NUM_THREADS=2 exec", "the variable OMP_NUM_THREADS differs"),
         ("LD_BIND_NOW=1 exec", "the variable LD_BIND_NOW differs"),
         ("unset MKL_NUM_THREADS; exec", "the variable MKL_NUM_THREADS differs"),
@@ -251,7 +252,7 @@ def test_a_launcher_whose_workers_would_be_others_is_refused(launcher: str, answ
 async def test_who_hangs_up_or_comes_from_a_folder_that_is_gone_does_not_keep_it_from_others(folder: Path) -> None:
     for words in (b"", None):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rude:
-            rude.connect(os.environ[NURSERY])
+            rude.connect(str(Path(os.environ[NURSERY], "torch")))
             if words is not None:
                 rude.send(words)
     gone = folder / "gone"
@@ -261,7 +262,7 @@ async def test_who_hangs_up_or_comes_from_a_folder_that_is_gone_does_not_keep_it
     gone.rmdir()
     try:
         with pytest.raises(Unborn, match="No such file"):
-            await born(environment(), folder / "log")
+            asked((TEMPLATE, "0"), environment(), {})
     finally:
         os.chdir(before)
     async with template(folder) as host:
@@ -277,5 +278,5 @@ def test_a_job_with_other_threads_loads_torch_itself_and_says_why(tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert "[rank 1] threads 2" in done.stdout
     log = (tmp_path / "run" / "logs" / "template.log").read_text()
-    assert re.search(r"loads torch itself: the variable (OMP|MKL)_NUM_THREADS differs", log)
+    assert re.search(r"loads all that it needs itself: the variable (OMP|MKL)_NUM_THREADS differs", log)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["exit_code"] == 0

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from forked import LOOK, PATIENCE_S, Host, cold, environment, seen
+from forked import LOOK, PATIENCE_S, TRAINING, Host, cold, environment, seen
 from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
 
 pytestmark = [
@@ -100,26 +100,6 @@ async def test_generators_are_seeded_anew_in_each_worker(host: Host) -> None:
         assert len(set(each)) == 3
     random.seed(0)
     assert str(random.random()) not in {each[0] for each in drawn}
-
-
-TRAINING = """
-import torch, unisono
-from torch import nn
-run = unisono.init(batch_size=32, seed=3, shards=4)
-model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 4))
-optimizer = torch.optim.Adam(model.parameters())
-run.prepare(model, optimizer)
-generator = torch.Generator().manual_seed(5)
-data = torch.utils.data.TensorDataset(
-    torch.randn(200, 8, generator=generator), torch.randint(0, 4, (200,), generator=generator)
-)
-def loss(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-for step in run.steps(data, epochs=3):
-    step.run(loss)
-run.finish(model)
-print("digest", unisono.digest(model))
-"""
 
 
 @with_template

@@ -108,15 +108,14 @@ def test_a_dry_run_shows_one_worker_for_all() -> None:
 def test_the_coordinator_understands_what_it_is_told(tmp_path: Path) -> None:
     launch = LaunchSettings(TRAIN, workers=8)
     settings = ElasticSettings(launch, Range(2, 8), 3, max_restarts=5, restart_on_error=True, failure_timeout_s=7.5)
-    words = server_command(settings, tmp_path, Listening(9), fresh=True)
-    assert words[1:4] == ["-P", "-m", "unisono.membership.server"]
-    options = server._arguments(words[4:])
+    module, *words = server_command(settings, tmp_path, Listening(9), fresh=True)
+    assert module == server.__name__
+    options = server._arguments(words)
     assert (options.run_dir, options.fd, options.fresh, options.restart_on_error) == (tmp_path, 9, True, True)
     assert (options.smallest, options.largest, options.wanted, options.max_restarts) == (2, 8, 3, 5)
     assert options.failure_timeout == 7.5
-    later = server._arguments(
-        server_command(ElasticSettings(launch, Range(2, 8)), tmp_path, Listening(9), fresh=False)[4:]
-    )
+    _, *words = server_command(ElasticSettings(launch, Range(2, 8)), tmp_path, Listening(9), fresh=False)
+    later = server._arguments(words)
     assert (later.fresh, later.restart_on_error, later.wanted) == (False, False, None)
 
 

@@ -141,7 +141,7 @@ def test_a_launcher_waits_for_no_pipe_in_place_of_the_note_how_a_script_ended(tm
     assert exit_code(folder, "w1", -9) == -9
 
 
-WISH = Wish({"A": "b"}, {"limits": "c"}, "/", (1, 2))
+WISH = Wish({"A": "b"}, {"limits": "c"}, ("unisono", "run"), (0, 1, 2, 7), "/", (1, 2))
 REQUEST = Request(("train.py", "--x"), {"A": "b"}, "/")
 
 

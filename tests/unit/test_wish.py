@@ -1,6 +1,4 @@
-"""Whether a fork of a process would be the template that a launcher asks for."""
-
-from pathlib import Path
+"""Whether a fork of a process would be the program that somebody asks for."""
 
 import pytest
 
@@ -48,19 +46,16 @@ def test_variables_that_libraries_have_set_are_added_unless_the_launcher_has_the
 
 
 def test_a_wish_travels_unchanged() -> None:
-    sent = Wish({"A": "1"}, {"b": "2"}, "/here", (1, 10))
+    sent = Wish({"A": "1"}, {"b": "2"}, ("unisono", "run"), (0, 1, 2, 7), "/here", (1, 10))
     assert Wish.from_json(sent.to_json()) == sent
 
 
-def test_where_nothing_is_set_the_working_folder_is_no_part_of_the_module_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_is_set_the_working_folder_is_no_part_of_the_module_path() -> None:
     paths = {}
     for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
         for given in ("", "modules", "/modules"):
-            paths[name, given] = circumstances({"PYTHONPATH": given} if given else {})["module path"]
+            environment = {"PYTHONPATH": given} if given else {}
+            paths[name, given] = circumstances(environment, f"/{name}")["module path"]
     assert paths["one", ""] == paths["other", ""]
     assert paths["one", "/modules"] == paths["other", "/modules"]
     assert paths["one", "modules"] != paths["other", "modules"]

@@ -1,13 +1,11 @@
 """A loader process: loads what it is asked for, beside the worker that computes."""
 
-import ctypes
 import faulthandler
 import gc
 import multiprocessing
 import os
 import select
 import signal
-import sys
 import traceback
 from collections import deque
 from collections.abc import Sequence
@@ -20,8 +18,8 @@ import torch
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.slot import Packed, Slot
 from unisono.errors import DataError
+from unisono.parent_death import end_with_parent
 
-PR_SET_PDEATHSIG = 1
 STANDARD_ERROR = 2
 LONGEST_MS = 2**31 - 1
 LAST_WORDS_S = 1.0
@@ -155,10 +153,7 @@ def _settle_in(worker: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignored)  # unlike SIG_IGN not passed on to programs that the data set starts
     faulthandler.register(signal.SIGUSR1, file=STANDARD_ERROR)
-    if sys.platform == "linux":  # not to outlive the worker with copies of its connections
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != worker:
-        os._exit(1)
+    end_with_parent(worker)  # not to outlive it with copies of its connections
     with suppress(AttributeError, OSError):  # Linux: waking it up does not push the worker off its core
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     gc.freeze()  # what the worker left for its collector is not collected here

@@ -5,7 +5,6 @@ it. Torch is left to the script.
 """
 
 import atexit
-import ctypes
 import faulthandler
 import importlib.abc
 import os
@@ -21,8 +20,8 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.launch.ending.failure import Failure, dismissal_in, note_end
 from unisono.launch.script import Script
 from unisono.launch.terminal.name import WorkerName
+from unisono.parent_death import end_with_parent
 
-PR_SET_PDEATHSIG = 1
 failures: list[int] = []
 """The exit code, once the script has failed."""
 
@@ -35,7 +34,7 @@ LINGER_S = 1.0
 
 def main() -> None:
     """Run the script that the arguments name."""
-    die_with(os.environ.get("UNISONO_LAUNCHER_PID"))
+    end_with_launcher()
     keep_from_children(os.environ.get("UNISONO_STORE_FD"))
     # A launcher in the background of a shell script has Ctrl-C ignored, and its workers would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,14 +61,10 @@ def main() -> None:
         ends.append((os.getpid(), 0))
 
 
-def die_with(launcher: str | None) -> None:
-    """Have Linux end this process with its launcher, however that ends; other systems leave it to the guard."""
-    if launcher is None:
-        return
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):  # it died before the kernel was told
-        os.kill(os.getpid(), signal.SIGKILL)
+def end_with_launcher() -> None:
+    """End with who has started this process, if that has asked for it; elsewhere than on Linux the guard sees to it."""
+    if launcher := os.environ.get("UNISONO_LAUNCHER_PID"):
+        end_with_parent(int(launcher))
 
 
 def keep_from_children(descriptor: str | None) -> None:

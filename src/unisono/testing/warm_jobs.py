@@ -1,12 +1,12 @@
-"""Many jobs, one after the other or beside each other, that load torch once: for test suites of training scripts."""
+"""Many jobs, one after the other or beside each other, that load what they need once: for test suites."""
 
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from unisono.launch.command import elastic_command
@@ -23,10 +23,12 @@ WAITING = 128
 def warm_jobs(varying: Collection[str] = ()) -> Iterator[None]:
     """As long as the context lasts, jobs that are started from this process fork their workers from one that has torch.
 
-    A job whose workers would differ from such forks in more than their script loads torch for itself: one with other
-    variables, threads, tuning, limits, rights or priority, or in other namespaces. ``logs/template.log`` in its run
-    folder then says why. One worker alone (``-n 1`` without ``--max-restarts``) is a program of its own, as always.
-    Where no forks can be trusted (on all but Linux), nothing changes.
+    They fork their coordinators, too, from one that has loaded those; and :func:`~unisono.testing.start` forks
+    launchers. A job whose workers would differ from such forks in more than their script loads torch for itself: one
+    with other variables, threads, tuning, limits, rights or priority, or in other namespaces. ``logs/template.log`` in
+    its run folder then says why, and ``logs/coordinator.log`` of its coordinator. One worker alone (``-n 1`` without
+    ``--max-restarts``) is a program of its own, as always. Where no forks can be trusted (on all but Linux), nothing
+    changes.
 
     Args:
         varying: variables in which jobs may differ all the same, since nothing reads them while torch is loaded. Those
@@ -35,17 +37,11 @@ def warm_jobs(varying: Collection[str] = ()) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="unisono-nursery-") as folder, _listening(Path(folder, "door")) as door:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-u", "-m", "unisono.launch.forkserver.nursery", str(door.fileno()), *varying],
-            env={**_environment(Path(folder)), "UNISONO_LAUNCHER_PID": str(os.getpid())},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=[door.fileno()],
-        )
-        door.close()  # so that launchers hear of its end
+    with tempfile.TemporaryDirectory(prefix="unisono-nursery-") as folder, ExitStack() as opened:
+        opened.enter_context(_nursery("torch", Path(folder), _of_workers(Path(folder)), varying))
+        opened.enter_context(_nursery("commands", Path(folder), os.environ, varying))
         before = os.environ.get(NURSERY)
-        os.environ[NURSERY] = str(Path(folder, "door"))
+        os.environ[NURSERY] = folder
         try:
             yield
         finally:
@@ -53,20 +49,31 @@ def warm_jobs(varying: Collection[str] = ()) -> Iterator[None]:
                 del os.environ[NURSERY]
             else:
                 os.environ[NURSERY] = before
-            process.kill()
-            process.wait()
 
 
 @contextmanager
-def _listening(path: Path) -> Iterator[socket.socket]:
-    """A socket in a folder that only this user enters."""
+def _nursery(name: str, folder: Path, environment: Mapping[str, str], varying: Collection[str]) -> Iterator[None]:
+    """One nursery, which listens at the socket of its name in a folder that only this user enters."""
+    unbuffered = ["-u"] if name == "torch" else []  # as what it forks would be started
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(str(path))
+        door.bind(str(folder / name))
         door.listen(WAITING)
-        yield door
+        module = "unisono.launch.forkserver.nursery"
+        process = subprocess.Popen(
+            [sys.executable, "-P", *unbuffered, "-m", module, name, str(door.fileno()), *varying],
+            env={**environment, "UNISONO_LAUNCHER_PID": str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[door.fileno()],
+        )
+    try:  # the socket is closed here, so that who asks hears of the nursery's end
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """That of the workers of a job that is started without further options."""
+def _of_workers(folder: Path) -> dict[str, str]:
+    """The environment of the workers of a job that is started without further options."""
     settings = LaunchSettings(Script(""), tuning=Tuning.of_this_process())
     return elastic_command(settings, folder, None).environment(os.environ)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unisono.errors import LaunchError
-from unisono.jsonl import open_lines
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.elastic import ElasticSettings
 from unisono.launch.elastic.entrance import LOOPBACK, Certificate, certificate_file
 from unisono.launch.ending.result import last_lines
+from unisono.launch.forkserver.program import Process, Program
 from unisono.launch.guard import Guard, kill_group
 from unisono.membership.token import token_file
 
@@ -79,6 +78,7 @@ SETTLED_S = 10.0
 
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 5.0
+SERVER = "unisono.membership.server"
 PATIENCE_S = 5.0
 USAGE = 2
 
@@ -177,16 +177,12 @@ class CoordinatorProcess:
     async def _run(self, *, fresh: bool) -> int:
         """One coordinator's life; its exit code."""
         try:
-            with os.fdopen(open_lines(self._log), "ab") as log:
-                process = await asyncio.create_subprocess_exec(
-                    *server_command(self._settings, self._run_dir, self._listening, fresh=fresh),
-                    env={name: value for name, value in os.environ.items() if name not in PER_WORKER},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    pass_fds=[self._listener.fileno()],
-                )
+            process = await Program(
+                server_command(self._settings, self._run_dir, self._listening, fresh=fresh),
+                {name: value for name, value in os.environ.items() if name not in PER_WORKER},
+                self._log,
+                kept=(self._listener.fileno(),),
+            ).start()
         except OSError as error:
             raise LaunchError(f"the coordinator could not be started: {error}") from error
         self._guard.watch(process.pid)
@@ -197,7 +193,7 @@ class CoordinatorProcess:
             self._guard.forget(process.pid)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(process: Process) -> None:
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.terminate()
@@ -208,8 +204,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def server_command(settings: ElasticSettings, run_dir: Path, listening: Listening, *, fresh: bool) -> list[str]:
-    """The command of a coordinator.
+def server_command(settings: ElasticSettings, run_dir: Path, listening: Listening, *, fresh: bool) -> tuple[str, ...]:
+    """A coordinator's module, and its arguments.
 
     Args:
         settings: of the job.
@@ -231,4 +227,4 @@ def server_command(settings: ElasticSettings, run_dir: Path, listening: Listenin
         *(["--fresh"] if fresh else []),
     ]
     words = [word for pair in options.items() for word in pair]
-    return [sys.executable, "-P", "-m", "unisono.membership.server", *words, *flags]
+    return (SERVER, *words, *flags)

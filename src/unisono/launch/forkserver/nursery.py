@@ -1,121 +1,189 @@
-"""A process that has torch and unisono loaded, and forks templates: for those who start many jobs. Linux only.
+"""A process that has programs of ours loaded, and forks them: for those who start many jobs. Linux only.
 
-``python -P -u -m unisono.launch.forkserver.nursery FD VARYING…``, started in the environment that workers of the jobs
-will have. ``FD`` is a listening socket (AF_UNIX, SEQPACKET) in a folder that only this user enters. Whoever connects
-sends a :class:`~unisono.launch.forkserver.request.Wish`, with the descriptor of a log, and hears ``{"born": pid}``
-from a template that goes on at this connection as it would with the launcher that had started it; or ``{"refused":
-why}``.
+``python -P -m unisono.launch.forkserver.nursery NAME FD VARYING…``, started in the environment that its forks will
+have. ``NAME`` is ``torch`` (it forks templates) or ``commands`` (launchers, coordinators, and whatever else needs no
+torch). ``FD`` is a listening socket (AF_UNIX, SEQPACKET) in a folder that only this user enters. Whoever connects
+sends a :class:`~unisono.launch.forkserver.request.Wish`, with the descriptors of the program. It hears ``{"born":
+pid}`` from the fork, and ``{"ended": code}`` from here when that has ended; or ``{"refused": why}``.
 
-A template ends with its launcher, and the workers with the template. None of them needs the nursery any more, which
-ends with the process that has started it.
+No program needs the nursery any more, which ends with the process that has started it.
 """
 
 import gc
+import importlib
 import json
 import os
-import signal
+import select
 import socket
 import sys
-import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import Any
-
-from unisono.launch import worker  # isort: skip  (first, as in the template)
+from dataclasses import dataclass
 
 from unisono.errors import Unreadable
-from unisono.launch.forkserver import template
-from unisono.launch.forkserver.request import NEVER_IGNORED, Wish, circumstances, environment_at_start
+from unisono.launch.forkserver.fork import arrange, become, run
+from unisono.launch.forkserver.request import TEMPLATE, Wish, circumstances, door_of, environment_at_start
+from unisono.parent_death import end_with_parent
 from unisono.same_user import is_same_user
 
+LOADED = {
+    "torch": (TEMPLATE,),
+    "commands": ("unisono.cli.app", "unisono.launch.elastic.agent", "unisono.membership.server"),
+}
+"""The modules that a nursery of this name has loaded, with all that they import."""
+
 LONGEST_WISH = 2**20
+MOST_SENT = 16
+"""Descriptors that a program may be given."""
+
 PATIENCE_S = 5.0
 """How long someone who has connected may take to say what is wished for. Wishes are sent at once."""
 
 
-class Nursery:
-    """Forks templates.
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A program that this process has forked.
 
-    Args:
-        door: where launchers connect.
-        found: what each fork of this process is.
-        varying: variables in which launchers may differ from it.
+    Attributes:
+        pid: its process id.
+        channel: where its end is told.
     """
 
-    def __init__(self, door: socket.socket, found: Wish, varying: Collection[str]) -> None:
-        self._door, self._found, self._varying = door, found, varying
-        self._set_by_libraries = {name: os.environ[name] for name in os.environ if name not in found.environment}
+    pid: int
+    channel: socket.socket
 
-    def serve(self) -> socket.socket:
-        """Fork as often as asked, for ever. In each fork, the socket that leads to its launcher."""
+
+class Nursery:
+    """Forks programs.
+
+    Args:
+        name: what it forks, as ``door_of`` says.
+        door: where others connect.
+        found: what each fork of this process is.
+        varying: variables in which who asks may differ from it.
+    """
+
+    def __init__(self, name: str, door: socket.socket, found: Wish, varying: Collection[str]) -> None:
+        self._name, self._door, self._found, self._varying = name, door, found, varying
+        self._set_by_libraries = {name: os.environ[name] for name in os.environ if name not in found.environment}
+        self._running: dict[int, Running] = {}
+        self._events = select.poll()
+
+    def serve(self) -> tuple[str, ...]:
+        """Fork as often as asked, for ever. In each fork, the command that it is to run."""
         gc.collect()
         gc.freeze()  # as in the template: a collection in a fork would copy every page
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here wants to know how they end
+        self._events.register(self._door, select.POLLIN)
         while True:
-            channel, _ = self._door.accept()
-            with suppress(OSError, Unreadable):  # whoever it was has hung up, says nothing, or what is no wish
-                if self._answer(channel):
-                    return channel
-            channel.close()
+            for descriptor, _ in self._events.poll():
+                if descriptor != self._door.fileno():
+                    self._tell_end(descriptor)
+                elif (command := self._answer()) is not None:
+                    return command
 
-    def _answer(self, channel: socket.socket) -> bool:
-        """Fork, or say why not. True in the fork."""
-        if not is_same_user(channel):
-            return False
-        channel.settimeout(PATIENCE_S)
-        data, descriptors, _, _ = socket.recv_fds(channel, LONGEST_WISH, 1)
+    def _answer(self) -> tuple[str, ...] | None:
+        """Fork, or say why not. In the fork, the command that it is to run."""
+        channel, _ = self._door.accept()
+        received: list[int] = []
+        child = None
         try:
-            if not data:
-                return False
-            wish = Wish.from_json(data)
-            if why := wish.obstacle(self._found, self._varying):
-                channel.send(json.dumps({"refused": why}).encode())
-                return False
-            if os.fork() != 0:
-                return False
-            self._door.close()
-            channel.settimeout(None)
-            _begin(channel, wish.with_variables(self._set_by_libraries), *descriptors)
-            return True
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            if is_same_user(channel):
+                wish = _heard(channel, received)
+                child = self._forked(wish, channel)
+        except (OSError, Unreadable):  # whoever it was has hung up, says nothing, or what is no wish
+            pass
+        if child == 0:
+            self._begin(wish, received, channel)
+            return wish.command
+        for descriptor in received:
+            os.close(descriptor)
+        if child is None:
+            channel.close()
+        else:
+            self._keep(child, channel)
+        return None
+
+    def _forked(self, wish: Wish, channel: socket.socket) -> int | None:
+        """The process id of a new child, 0 in it; None if there is none, and why not was said."""
+        if why := self._obstacle(wish):
+            channel.send(json.dumps({"refused": why}).encode())
+            return None
+        return os.fork()
+
+    def _obstacle(self, wish: Wish) -> str:
+        """Why a fork would be another program than is wished for; empty if it would not."""
+        threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 (counts names, opens nothing)
+        if threads > 1:
+            return f"{threads} threads run in the nursery, and a fork would have one of them only"
+        if (door := door_of(wish.command[0])) != self._name:
+            return f"{wish.command[0]} is forked at {door}, and not at {self._name}"
+        return wish.obstacle(self._found, self._varying)
+
+    def _begin(self, wish: Wish, received: Sequence[int], channel: socket.socket) -> None:
+        """In a fork: be what was asked for, and say so."""
+        for one in (self._door, *(running.channel for running in self._running.values())):
+            one.detach()  # their numbers are others' now
+        try:
+            channel = arrange(received, wish.descriptors, channel)
+            become(wish.with_variables(self._set_by_libraries))
+            channel.send(json.dumps({"born": os.getpid()}).encode())
+            channel.close()
+        except BaseException as error:  # noqa: BLE001 (whatever it is: a fork that went on would be a second nursery)
+            with suppress(OSError):
+                channel.send(json.dumps({"refused": repr(error)}).encode())
+            os._exit(1)
+
+    def _keep(self, child: int, channel: socket.socket) -> None:
+        itself = os.pidfd_open(child)
+        self._running[itself] = Running(child, channel)
+        self._events.register(itself, select.POLLIN)
+
+    def _tell_end(self, itself: int) -> None:
+        """A program has ended: say how."""
+        self._events.unregister(itself)
+        os.close(itself)
+        ended = self._running.pop(itself)
+        code = os.waitstatus_to_exitcode(os.waitpid(ended.pid, 0)[1])
+        with ended.channel, suppress(OSError):  # nobody wants to know
+            ended.channel.send(json.dumps({"ended": code}).encode())
 
 
-def _begin(channel: socket.socket, wish: Wish, log: int) -> None:
-    """In a fork: be the template that the launcher would have started, and say so."""
-    try:
-        _become(wish, log)
-        channel.send(json.dumps({"born": os.getpid()}).encode())
-    except BaseException:  # noqa: BLE001 (whatever it is: a fork that went on would be a second nursery)
-        traceback.print_exc()
-        os._exit(1)
+def _heard(channel: socket.socket, received: list[int]) -> Wish:
+    """What is wished for.
 
+    Args:
+        channel: where it is said.
+        received: is given the descriptors that come with it.
 
-def _become(wish: Wish, log: int) -> None:
-    os.setsid()
-    for output in (template.STANDARD_OUTPUT, template.STANDARD_ERROR):
-        os.dup2(log, output)
-    os.environ.clear()
-    os.environ.update(wish.environment)
-    os.chdir(wish.cwd)
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        signal.signal(number, _as_python_begins(number, wish.ignored))
-
-
-def _as_python_begins(number: int, ignored: Collection[int]) -> signal.Handlers | Callable[[int, Any], Any]:
-    if number in ignored or number in NEVER_IGNORED:
-        return signal.SIG_IGN
-    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    Raises:
+        OSError: nobody says anything.
+        Unreadable: it is no wish.
+    """
+    channel.settimeout(PATIENCE_S)
+    data, descriptors, _, _ = socket.recv_fds(channel, LONGEST_WISH, MOST_SENT)
+    received += descriptors
+    wish = Wish.from_json(data)
+    if len(wish.descriptors) != len(descriptors) or not {0, 1, 2} <= set(wish.descriptors):
+        raise Unreadable("a program has its input, output and errors, and as many descriptors as were sent")
+    return wish
 
 
 def main() -> None:
-    """Serve; or, in a fork, be a template; or, in a fork of that, a worker."""
-    worker.die_with(os.environ.get("UNISONO_LAUNCHER_PID"))
-    door = socket.socket(fileno=int(sys.argv[1]))
-    template.load()
+    """Serve; or, in a fork, be the program that was asked for."""
+    name, door = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    end_with_parent(int(os.environ["UNISONO_LAUNCHER_PID"]))
+    load(name)
     began = environment_at_start()
-    template.serve(Nursery(door, Wish(began, circumstances(began)), frozenset(sys.argv[2:])).serve())
+    found = Wish(began, circumstances(began, os.getcwd()))  # noqa: PTH109 (as text)
+    run(Nursery(name, door, found, frozenset(sys.argv[3:])).serve())
+
+
+def load(name: str) -> None:
+    """Load what the programs that this process forks would load."""
+    for module in LOADED[name]:
+        importlib.import_module(module)
+    if name == "torch":
+        sys.modules[TEMPLATE].load()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,32 @@
-"""What a launcher asks of the template: one worker."""
+"""What is asked of processes that fork: a program of a nursery, a worker of a template."""
 
 import json
 import os
 import signal
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from unisono.errors import Unreadable
 from unisono.received import is_text, parse_json
 
-# What a launcher asks of a nursery: a template, such as the launcher would have started itself.
+# What is asked of a nursery: a program, such as whoever asks would have started itself.
+
+TEMPLATE = "unisono.launch.forkserver.template"
+"""The module that only a nursery with torch forks."""
+
+
+def door_of(module: str) -> str:
+    """The name of the socket at which a nursery listens that has loaded this module."""
+    return "torch" if module == TEMPLATE else "commands"
+
+
+def cold_command(command: Sequence[str]) -> list[str]:
+    """What runs a module with its arguments as a program of its own. No module of the working folder is in its way."""
+    flags = ["-P", "-u"] if command[0] == TEMPLATE else ["-P"]
+    return [sys.executable, *flags, "-m", *command]
+
 
 OURS = "UNISONO_"
 """What such variables say is read when a worker begins, and not before."""
@@ -23,19 +38,27 @@ NEVER_IGNORED = {signal.SIGPIPE, signal.SIGXFSZ}
 """Python ignores them for itself, and starts programs with what the system does."""
 
 
+MOST_DESCRIPTORS = 512
+"""No program is given one of a higher number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A template that is asked for. The descriptor of its log travels beside it.
+    """A program that is asked for: ``python -m MODULE ARGUMENTS``. Its descriptors travel beside it.
 
     Attributes:
-        environment: of its workers, without what each has for itself.
-        circumstances: of the launcher; a program that it starts would have the same.
+        environment: of the program.
+        circumstances: of who asks; a program that it starts would have the same.
+        command: the module, and its arguments.
+        descriptors: the number that each of those that travel beside it has in the program.
         cwd: its working folder.
-        ignored: the signals that the launcher ignores, and so would what it starts.
+        ignored: the signals that who asks ignores, and so would what it starts.
     """
 
     environment: Mapping[str, str]
     circumstances: Mapping[str, str]
+    command: tuple[str, ...] = ()
+    descriptors: tuple[int, ...] = ()
     cwd: str = "/"
     ignored: tuple[int, ...] = ()
 
@@ -51,10 +74,17 @@ class Wish:
             Unreadable: it is none.
         """
         match parse_json(data):
-            case {"environment": environment, "circumstances": about, "cwd": str(cwd), "ignored": [*ignored]}:
-                if is_text(environment) and is_text(about) and all(type(each) is int for each in ignored):
-                    return cls(environment, about, cwd, tuple(ignored))
-        raise Unreadable("it is no wish for a template")
+            case {
+                "environment": environment,
+                "circumstances": about,
+                "command": [str(module), *arguments],
+                "descriptors": [*descriptors],
+                "cwd": str(cwd),
+                "ignored": [*ignored],
+            } if is_text(environment) and is_text(about) and all(isinstance(each, str) for each in arguments):
+                if all(type(each) is int and 0 <= each < MOST_DESCRIPTORS for each in (*descriptors, *ignored)):
+                    return cls(environment, about, (module, *arguments), tuple(descriptors), cwd, tuple(ignored))
+        raise Unreadable("it is no wish for a program")
 
     def with_variables(self, further: Mapping[str, str]) -> "Wish":
         """The same with more variables, unless it has them."""
@@ -92,18 +122,19 @@ STATUS = (
 """Lines of ``/proc/self/status``: rights, and where it may run."""
 
 
-def circumstances(environment: Mapping[str, str]) -> dict[str, str]:
+def circumstances(environment: Mapping[str, str], cwd: str) -> dict[str, str]:
     """Those of this process: the name of each, and what it is. A fork stands in for a program where all are the same.
 
     Args:
-        environment: of the program; its ``PYTHONPATH`` may depend on the working folder.
+        environment: of the program.
+        cwd: its working folder, on which its ``PYTHONPATH`` may depend.
     """
     itself = Path("/proc/self")
     status = dict(line.split(":\t", 1) for line in (itself / "status").read_text().splitlines() if ":\t" in line)
     return {
         "Python": sys.executable,
         "Unisono": str(Path(__file__).resolve().parent),
-        "module path": _module_path(environment.get("PYTHONPATH", "")),
+        "module path": _module_path(environment.get("PYTHONPATH", ""), cwd),
         **{name: status.get(name, "") for name in STATUS},
         "limits": (itself / "limits").read_text(),
         "control group": (itself / "cgroup").read_text(),
@@ -114,9 +145,10 @@ def circumstances(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _module_path(given: str) -> str:
+def _module_path(given: str, cwd: str) -> str:
     """What is set, from wherever it is read; an empty entry is the working folder."""
-    return os.pathsep.join(map(os.path.abspath, given.split(os.pathsep))) if given else ""
+    entries = given.split(os.pathsep) if given else []
+    return os.pathsep.join(os.path.normpath(os.path.join(cwd, entry)) for entry in entries)  # noqa: PTH118 (as text)
 
 
 def environment_at_start() -> dict[str, str]:

@@ -175,7 +175,7 @@ def become(birth: Birth) -> None:
 
 def main() -> None:
     """Serve the launcher, or, in a fork, be the worker that it asked for."""
-    worker.die_with(os.environ.get("UNISONO_LAUNCHER_PID"))
+    worker.end_with_launcher()
     load()
     serve(socket.socket(fileno=int(sys.argv[1])))
 

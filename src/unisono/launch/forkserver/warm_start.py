@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from unisono.jsonl import open_lines
-from unisono.launch.forkserver.born import NURSERY, Unborn, born
-from unisono.launch.forkserver.request import Request
+from unisono.launch.forkserver.program import Process, Program
+from unisono.launch.forkserver.request import TEMPLATE, Request
 from unisono.received import parse_object
 
 LONGEST_ANSWER = 64 * 1024
@@ -22,27 +20,6 @@ LONGEST_ANSWER = 64 * 1024
 
 class ColdStart(Exception):
     """The template cannot start a worker; says why. The launcher starts it as a program of its own."""
-
-
-class TemplateProcess(Protocol):
-    """A template that runs."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        ...
-
-    def kill(self) -> None:
-        """End it.
-
-        Raises:
-            ProcessLookupError: it has ended already.
-        """
-        ...
-
-    async def wait(self) -> object:
-        """Until it has ended."""
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +46,7 @@ class WarmWorker:
 class WarmStart:
     """Starts the template, and has it fork workers. Use :meth:`open`."""
 
-    def __init__(self, channel: socket.socket, process: TemplateProcess) -> None:
+    def __init__(self, channel: socket.socket, process: Process) -> None:
         self._channel, self._process = channel, process
         self._gone = ""
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -90,12 +67,6 @@ class WarmStart:
         """
         if sys.platform != "linux":
             raise ColdStart(f"{sys.platform} is not Linux")
-        try:
-            return cls(*await born(environment, log))
-        except Unborn as why:
-            if NURSERY in environment:
-                with os.fdopen(open_lines(log), "a") as output:
-                    output.write(f"this template loads torch itself: {why}\n")
         return cls(*await _begun(environment, log))
 
     @property
@@ -192,25 +163,18 @@ def _settle(answer: asyncio.Future[WarmWorker], found: WarmWorker | ColdStart) -
         answer.set_result(found)
 
 
-async def _begun(environment: Mapping[str, str], log: Path) -> tuple[socket.socket, TemplateProcess]:
-    """A template that begins by loading torch."""
+async def _begun(environment: Mapping[str, str], log: Path) -> tuple[socket.socket, Process]:
+    """A template, and the socket that leads to it."""
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
         raise ColdStart(str(error)) from error
     ours.setblocking(False)
+    told = {**environment, "UNISONO_LAUNCHER_PID": str(os.getpid())}
     try:
-        with theirs, os.fdopen(open_lines(log), "ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-u", "-m", "unisono.launch.forkserver.template", str(theirs.fileno())),
-                env={**environment, "UNISONO_LAUNCHER_PID": str(os.getpid())},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-            )
+        with theirs:
+            number = theirs.fileno()
+            return ours, await Program((TEMPLATE, str(number)), told, log, kept=(number,)).start()
     except OSError as error:
         ours.close()
         raise ColdStart(str(error)) from error
-    return ours, process

@@ -1,0 +1,86 @@
+"""A program of ours that is forked from a nursery, which has loaded it already; without one, started as any program."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from unisono.jsonl import open_lines
+from unisono.launch.forkserver.born import NURSERY, Unborn, born
+from unisono.launch.forkserver.request import cold_command
+
+
+class Process(Protocol):
+    """A program that runs, as ``asyncio.subprocess.Process`` describes it."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """End it.
+
+        Raises:
+            ProcessLookupError: it has ended already.
+        """
+        ...
+
+    def terminate(self) -> None:
+        """Ask it to end.
+
+        Raises:
+            ProcessLookupError: it has ended already.
+        """
+        ...
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """``python -m MODULE ARGUMENTS``, in a session of its own, with nothing to read.
+
+    Attributes:
+        command: the module, and its arguments.
+        environment: its variables; may say where a nursery is.
+        log: where its output and errors go.
+        kept: further descriptors of this process that it has, by the same numbers.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    log: Path
+    kept: tuple[int, ...] = ()
+
+    async def start(self) -> Process:
+        """Start it. If there is a nursery that does not help, the log says why.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        with os.fdopen(open_lines(self.log), "ab", 0) as log, Path(os.devnull).open("rb") as nothing:
+            numbers = {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno(), **{each: each for each in self.kept}}
+            try:
+                return await born(self.command, self.environment, numbers)
+            except Unborn as why:
+                if NURSERY in self.environment:
+                    log.write(f"{self.command[0]} loads all that it needs itself: {why}\n".encode())
+            return await asyncio.create_subprocess_exec(
+                *cold_command(self.command),
+                env=self.environment,
+                stdin=nothing,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=self.kept,
+            )

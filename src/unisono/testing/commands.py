@@ -1,0 +1,156 @@
+"""``unisono`` commands as processes, forked from a nursery where there is one: for test suites that start many."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Self
+
+from unisono.launch.forkserver.born import LONGEST_ANSWER, UNKNOWN, Unborn, asked, code_in, pid_in
+from unisono.launch.forkserver.request import cold_command
+
+Output = IO[bytes] | IO[str] | int | None
+"""Where a program writes, as ``subprocess.Popen`` takes it; but no pipe is made."""
+
+
+class ForkedCommand:
+    """A command that a nursery has forked; like a ``subprocess.Popen``. Use :func:`start`.
+
+    Args:
+        args: its command line.
+        pid: its process id.
+        channel: where the nursery says how it has ended.
+
+    Attributes:
+        returncode: its exit code, negative for a signal, once ``poll`` or ``wait`` has found that it has ended; 255 if
+            its nursery has ended before it.
+    """
+
+    def __init__(self, args: list[str], pid: int, channel: socket.socket) -> None:
+        self.args, self.pid = args, pid
+        self.returncode: int | None = None
+        self._itself = os.pidfd_open(pid)
+        self._channel = channel
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._look(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        code = self._look(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # it has ended just now
+                signal.pidfd_send_signal(self._itself, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.wait()
+
+    def _look(self, timeout: float | None) -> int | None:
+        if self.returncode is None and _is_ready(self._channel, timeout):
+            code = code_in(self._channel)
+            if code is None and _is_ready(self._itself, timeout):
+                code = UNKNOWN
+            if code is not None:
+                self._channel.close()
+                os.close(self._itself)
+                self.returncode = code
+        return self.returncode
+
+
+def start(
+    *words: str,
+    cwd: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: Output = None,
+    stderr: Output = None,
+) -> "ForkedCommand | subprocess.Popen[bytes]":
+    """Start ``unisono WORDS``, in a session of its own, with nothing to read. In ``warm_jobs`` it loads nothing first.
+
+    Args:
+        words: the command, and its arguments.
+        cwd: its working folder; by default that of this process.
+        env: its variables; by default those of this process.
+        stdout: where its output goes: a file, a descriptor, or DEVNULL; by default where that of this process goes.
+        stderr: the same of its errors; or STDOUT.
+
+    Returns:
+        the process. One that a nursery has forked is no child of this process, and has no ``communicate``.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    command, environment = ("unisono", *words), os.environ if env is None else env
+    with open(os.devnull, "r+b", buffering=0) as nothing:  # noqa: PTH123 (no path)
+        out = _number(stdout, 1, nothing)
+        err = out if stderr == subprocess.STDOUT else _number(stderr, 2, nothing)
+        try:
+            return _forked(command, environment, {0: nothing.fileno(), 1: out, 2: err}, cwd)
+        except Unborn:
+            return subprocess.Popen(
+                cold_command(command),
+                cwd=cwd,
+                env=environment,
+                stdin=nothing,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+
+def _forked(
+    command: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int], cwd: str | Path | None
+) -> ForkedCommand:
+    channel = asked(command, environment, descriptors, None if cwd is None else str(Path(cwd).absolute()))
+    try:
+        return ForkedCommand(cold_command(command), pid_in(channel.recv(LONGEST_ANSWER)), channel)
+    except OSError as error:
+        channel.close()
+        raise Unborn(f"the nursery does not answer: {error}") from error
+    except BaseException:
+        channel.close()
+        raise
+
+
+def _number(output: Output, own: int, nothing: IO[bytes]) -> int:
+    """The descriptor that is meant."""
+    if output is None:
+        return own
+    if output == subprocess.DEVNULL:
+        return nothing.fileno()
+    return output if isinstance(output, int) else output.fileno()
+
+
+def _is_ready(source: socket.socket | int, timeout: float | None) -> bool:
+    """Whether there is something to hear; waits for it for so many seconds, or for as long as it takes."""
+    ready = select.poll()
+    ready.register(source, select.POLLIN)
+    return bool(ready.poll(None if timeout is None else timeout * 1000))
