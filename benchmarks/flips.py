@@ -3,9 +3,9 @@
 import sys
 from dataclasses import asdict, dataclass
 
+from benchmarks.flip_campaign import PLACES, Result, campaign, counts, drawn
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
-from unisono.testing.flips import PLACES, Result, campaign, counts, drawn
 
 NOTES = (
     "right: the weights of the undisturbed training. error: it ended with one. missed: nothing was there to strike.",

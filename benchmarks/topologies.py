@@ -9,11 +9,11 @@ import torch
 from benchmarks.allreduce import shown_size, shown_time
 from benchmarks.crew import Crew, CrewFailed
 from benchmarks.figures import slowest_turns
+from benchmarks.forecast import Forecast, forecast
 from benchmarks.link import Cable, switched
 from benchmarks.noise import NoiseMeter
 from benchmarks.programs.reduced import Reduce, Reduced, ways
 from benchmarks.report import Grid, Report
-from unisono.plan.forecast import Forecast, forecast
 from unisono.plan.split import Split
 from unisono.plan.topology import plan
 from unisono.reduce.exchange import pieces_of

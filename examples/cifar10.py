@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import unisono
-from unisono.data.cifar10 import Cifar10, SyntheticCifar10
+from cifar10_images import Cifar10, SyntheticCifar10
 
 arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 source = arguments.add_mutually_exclusive_group(required=True)

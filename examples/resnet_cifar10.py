@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 import unisono
-from unisono.data.cifar10 import Cifar10, SyntheticCifar10
+from cifar10_images import Cifar10, SyntheticCifar10
 
 BLOCKS = {"resnet50v2": (3, 4, 6, 3), "resnet152v2": (3, 8, 36, 3)}
 

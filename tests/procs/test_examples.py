@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unisono.data.cifar10 import RECORD_BYTES, TEST_FILES, TRAIN_FILES
+from examples.cifar10_images import RECORD_BYTES, TEST_FILES, TRAIN_FILES
 
 pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("warm")]
 
@@ -82,7 +82,7 @@ def run_all(folder: Path, commands: Sequence[str], workers: int | None = None) -
         f"sys.argv = {[name, *flags]!r}\nrunpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')\n"
         for name, *flags in map(str.split, commands)
     )
-    (folder / "all.py").write_text(f"import runpy, sys\n{calls}")
+    (folder / "all.py").write_text(f"import runpy, sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n{calls}")
     launcher = [] if workers is None else ["-m", "unisono", "run", "-n", str(workers)]
     done = subprocess.run(
         [sys.executable, *launcher, "all.py"],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from unisono.data.cifar10 import RECORD_BYTES, TEST_FILES, TRAIN_FILES, Cifar10, SyntheticCifar10
+from examples.cifar10_images import RECORD_BYTES, TEST_FILES, TRAIN_FILES, Cifar10, SyntheticCifar10
 from unisono.errors import DataError
 
 pytestmark = pytest.mark.unit

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.testing.flips import PLACES, campaign, drawn
+from benchmarks.flip_campaign import PLACES, campaign, drawn
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(240)]
 

@@ -21,7 +21,7 @@ SHARES = {
     "kill_agent": 3,
 }
 """How often each kind is drawn, in parts of a hundred. What memory and processors do wrong is left out: a job may
-rightly end with an error by it, as after its last step. ``unisono.testing.flips`` strikes with that."""
+rightly end with an error by it, as after its last step. ``benchmarks.flip_campaign`` strikes with that."""
 
 FOREVER = 8
 """One worker in so many that stand still does not go on."""
