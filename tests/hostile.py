@@ -20,7 +20,7 @@ NAMES = ["load", "__dict__", "_dynamo", "onnx", "float32", "qint8", "bool", "com
 WORDS = ["", "~", "a", "w", "bytes", "flags", "text", "absent", "__metadata__", "\x00", "\ud800", "x" * 300, "cuda:9"]
 WORDS += ["cuda:99999", "privateuseone", "meta", "cpu:-1", "7ff8000000000000", "7ff8", "zz", "41" * 8, "0"]
 KINDS = ["tuple", "shape", "set", "frozenset", "deque", "counter", "bytes", "float", "complex", "dtype", "device"]
-KINDS += ["tensor", "array", "number", "ordered", "items", "pickle", "object", "", "~"]
+KINDS += ["tensor", "pairs", "array", "number", "ordered", "items", "pickle", "object", "", "~"]
 PIECES = [b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\\ud800", b"\xff", b"NaN", b"Infinity", b"1e999", b"-0.0"]
 PIECES += [b"9" * 400, b"9" * 5000, b'{"~":', b'["tensor"', b'"|O"', b"null", b"[" * 3000, b"\x00", b"-1", b"true"]
 

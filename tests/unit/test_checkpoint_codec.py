@@ -38,6 +38,7 @@ DTYPES = [
     torch.float8_e4m3fn,
     torch.float8_e5m2,
     torch.complex64,
+    torch.complex128,
     torch.int64,
     torch.int32,
     torch.int16,
@@ -126,6 +127,36 @@ def test_tied_tensors_with_a_layout_of_their_own_come_back_tied() -> None:
     assert back[0].stride() == weight.stride()
 
 
+@pytest.mark.parametrize(
+    "parameter", [torch.randn(3, dtype=torch.complex128), nn.Parameter(torch.randn(2, 3).cdouble())]
+)
+def test_complex_numbers_of_128_bits_that_are_tied_come_back_tied(parameter: Tensor) -> None:
+    skeleton, tensors = flatten({"a": parameter, "b": parameter, "c": parameter.conj()})
+    assert [tensor.dtype for tensor in tensors.values()] == [torch.float64] * 2
+    back = unflatten(skeleton, copies(tensors))
+    assert back["a"] is back["b"]
+    assert same(back["a"], parameter.detach())
+    assert same(back["c"], parameter.detach().conj().resolve_conj())
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        torch.zeros(3, 2),
+        torch.zeros(3, 2, dtype=torch.complex64),
+        torch.zeros(3, dtype=torch.float64),
+        torch.zeros((), dtype=torch.float64),
+        torch.zeros(2, 3, dtype=torch.float64),
+    ],
+    ids=["float32", "complex", "a row", "a number", "triples"],
+)
+def test_complex_numbers_are_made_of_pairs_and_nothing_else(pairs: Tensor) -> None:
+    with pytest.raises(CheckpointError):
+        unflatten({"~": ["pairs", {"~": ["tensor", "it"]}]}, {"it": pairs})
+    with pytest.raises(CheckpointError):
+        unflatten({"~": ["pairs", {"~": ["tensor", "it", [1, 2]]}]}, {"it": torch.zeros(2, 2, dtype=torch.float64)})
+
+
 def test_tensors_that_share_memory_but_not_values_stay_apart() -> None:
     whole, real = torch.randn(6, dtype=torch.complex64), torch.randn(4)
     views = [whole[:3], whole[3:], whole.conj(), whole.view(torch.float32), whole.reshape(2, 3), whole.conj().imag]
@@ -178,8 +209,10 @@ def test_parameters_and_buffers_of_a_model_keep_their_own_names() -> None:
         torch.randn(2, 3, 4, 4, 4).to(memory_format=torch.channels_last_3d),
         torch.randn(5, 3).t(),
         torch.randn(4, 1, 3, 3).to(memory_format=torch.channels_last),
+        torch.randn(5, 3, dtype=torch.complex128).t(),
+        torch.randn(4, 1, 3, 3, dtype=torch.complex128).to(memory_format=torch.channels_last),
     ],
-    ids=["channels last", "channels last 3d", "transposed", "one channel"],
+    ids=["channels last", "channels last 3d", "transposed", "one channel", "complex transposed", "complex one channel"],
 )
 def test_a_dense_tensor_comes_back_with_its_strides(tensor: Tensor) -> None:
     back = there_and_back(tensor)
@@ -189,8 +222,16 @@ def test_a_dense_tensor_comes_back_with_its_strides(tensor: Tensor) -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.arange(100.0)[::10], torch.randn(8, 8)[:, :2], torch.zeros(1).expand(1000), torch.randn(3, 4)[1]],
-    ids=["every tenth", "two columns", "expanded", "a row"],
+    [
+        torch.arange(100.0)[::10],
+        torch.randn(8, 8)[:, :2],
+        torch.zeros(1).expand(1000),
+        torch.randn(3, 4)[1],
+        torch.randn(8, 8, dtype=torch.complex128)[:, :2],
+        torch.zeros(1, dtype=torch.complex128).expand(1000),
+        torch.zeros(1, 3, dtype=torch.complex128).expand(4, 3).t(),
+    ],
+    ids=["every tenth", "two columns", "expanded", "a row", "complex columns", "complex expanded", "complex rows"],
 )
 def test_a_part_of_a_larger_tensor_comes_back_compact(tensor: Tensor) -> None:
     back = there_and_back(tensor)

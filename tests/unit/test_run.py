@@ -207,6 +207,36 @@ def resumable(run: unisono.Run, stop_at: int | None = None) -> str | None:
     return run.finish()
 
 
+class Turned(nn.Module):
+    """A model of complex numbers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3, dtype=dtype)
+        self.register_buffer("phase", torch.ones(3, dtype=dtype))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.layer(inputs.to(self.layer.weight.dtype)) * self.phase).abs()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_model_of_complex_numbers_goes_on_to_the_same_bits(start: Start, tmp_path: Path, dtype: torch.dtype) -> None:
+    def trains(run: unisono.Run, stop_at: int | None = None) -> str | None:
+        torch.manual_seed(1)
+        model = Turned(dtype)
+        run.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
+        for step in run.steps(data(), epochs=2):
+            step.run(cross_entropy)
+            if step.number == stop_at:
+                run.close()
+                return None
+        return run.finish()
+
+    expected = trains(start(run_dir=tmp_path / "undisturbed"))
+    trains(start(checkpoint_every=2), stop_at=3)
+    assert trains(start(checkpoint_every=2)) == expected
+
+
 def test_a_run_folder_without_a_name_is_refused(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(JobError, match="names no folder"):

@@ -106,14 +106,20 @@ class _Writer:
 
     def _encode_numbers(self, value: Tensor | np.ndarray[Any, Any] | np.generic, place: _Place) -> Any:
         if isinstance(value, Tensor):
-            name = self._name(value, place)
-            return _marked("tensor", name, *_layout(self.tensors[name]))
+            _require_dense(value, place)
+            if value.dtype == torch.complex128:  # which safetensors does not have
+                return _marked("pairs", self._encode_tensor(torch.view_as_real(value.detach().resolve_conj()), place))
+            return self._encode_tensor(value, place)
         if not is_kept(value.dtype) or (isinstance(value, np.ndarray) and type(value) is not np.ndarray):
             raise _unsupported(f"{_type(value)} of {value.dtype}", place)
         if isinstance(value, np.generic):
             return _marked("number", value.dtype.str, value.tobytes().hex())
         names = [self._name(_bytes_of(value), place)] if value.nbytes else []
         return _marked("array", value.dtype.str, list(value.shape), *names)
+
+    def _encode_tensor(self, tensor: Tensor, place: _Place) -> Any:
+        name = self._name(tensor, place)
+        return _marked("tensor", name, *_layout(self.tensors[name]))
 
     def _name(self, tensor: Tensor, place: _Place) -> str:
         """The name of a tensor among those that are kept; the same tensor has one."""

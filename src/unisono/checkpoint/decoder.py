@@ -105,6 +105,7 @@ class Decoder:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self._laid: dict[str, Tensor] = {}
+        self._paired: dict[int, Tensor] = {}
         self._bytes: dict[str, np.ndarray[Any, Any]] = {}
 
     def tree(self, skeleton: Any) -> Any:
@@ -135,6 +136,8 @@ class Decoder:
         match parts:
             case [str(kind), simpler] if kind in FORMS:
                 return self._built(kind, self._decode(simpler, depth))
+            case ["pairs", pairs]:
+                return self._complex(self._decode(pairs, depth))
             case ["tensor", str(name)]:
                 return self._tensor(name, None)
             case ["tensor", str(name), strides]:
@@ -177,6 +180,12 @@ class Decoder:
                 stored = laid.copy_(stored)
             self._laid[name] = stored
         return self._laid[name]
+
+    def _complex(self, pairs: Any) -> Tensor:
+        """Float64 pairs as complex128: a view. Safetensors does not have complex128."""
+        if not isinstance(pairs, Tensor) or pairs.dtype != torch.float64 or pairs.shape[-1:] != (2,):
+            raise CheckpointError("complex128 is not made of anything but pairs of float64")
+        return self._paired.setdefault(id(pairs), torch.view_as_complex(pairs))
 
     def _array(self, dtype_name: Any, shape: list[int], names: list[Any]) -> np.ndarray[Any, Any]:
         dtype = numpy_dtype(dtype_name)
