@@ -128,7 +128,7 @@ def test_tied_tensors_with_a_layout_of_their_own_come_back_tied() -> None:
 
 
 @pytest.mark.parametrize(
-    "parameter", [torch.randn(3, dtype=torch.complex128), nn.Parameter(torch.randn(2, 3).cdouble())]
+    "parameter", [torch.randn(3, dtype=torch.complex128), nn.Parameter(torch.randn(2, 3, dtype=torch.complex128))]
 )
 def test_complex_numbers_of_128_bits_that_are_tied_come_back_tied(parameter: Tensor) -> None:
     skeleton, tensors = flatten({"a": parameter, "b": parameter, "c": parameter.conj()})

@@ -216,7 +216,8 @@ class Turned(nn.Module):
         self.register_buffer("phase", torch.ones(3, dtype=dtype))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return (self.layer(inputs.to(self.layer.weight.dtype)) * self.phase).abs()
+        turned: Tensor = self.layer(inputs.to(self.layer.weight.dtype)) * self.phase
+        return turned.abs()
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
@@ -324,6 +325,37 @@ def test_a_finished_run_started_again_trains_nothing_and_has_the_same_weights(st
     again = start(checkpoint_every=1)
     train(again, loss_fn=None)
     assert again.finish() == weights
+
+
+def unfreezes(run: unisono.Run, *, at: int, stop_at: int | None = None, later: bool = False) -> str | None:
+    """Unfreezes a layer in the loop's body, in one step or from it on."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    optimizer = sgd(model)
+    run.prepare(model, optimizer)
+    for step in run.steps(data(), epochs=2):
+        if step.number == at or (later and step.number > at and not model[0].weight.requires_grad):
+            model[0].requires_grad_(True)
+            run.prepare(model, optimizer)
+        step.run(cross_entropy)
+        if step.number == stop_at:
+            run.close()
+            return None
+    return run.finish()
+
+
+def test_a_run_that_resumes_does_not_train_other_parameters_than_before(start: Start) -> None:
+    unfreezes(start(checkpoint_every=1), at=1, stop_at=3)
+    words = "0.bias is frozen here, and was trained after step 3, where .*freeze and unfreeze between two loops"
+    with pytest.raises(CheckpointError, match=words):
+        unfreezes(start(checkpoint_every=1), at=1)
+
+
+def test_a_run_that_resumes_may_unfreeze_in_its_first_step(start: Start, tmp_path: Path) -> None:
+    expected = unfreezes(start(run_dir=tmp_path / "undisturbed"), at=1)
+    unfreezes(start(checkpoint_every=1), at=1, stop_at=3)
+    assert unfreezes(start(checkpoint_every=1), at=1, later=True) == expected
 
 
 def test_a_model_can_be_prepared_again_after_a_change_without_going_back_to_a_checkpoint(start: Start) -> None:

@@ -15,11 +15,13 @@ import torch
 
 from one_at_a_time import Blow, blows_on
 from struck_training import Memory, Outcome, train
+from unisono.errors import CheckpointError
 from unisono.plan.batches import Position
 from unisono.train.group.acts import Acts
 from unisono.train.group.membership import Arrival
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.adaptation import Adaptation
+from unisono.train.state.state import Reading
 from unisono.train.state.trained import Trained
 
 pytestmark = pytest.mark.unit
@@ -163,6 +165,17 @@ def test_one_worker_may_die_at_any_point_of_a_run_that_resumes(pool: ThreadPoolE
     tried = random.Random(0).sample(blows, min(len(blows), 2 * BLOWS))
     troubles = {blow: wrong(resumed(3, blow), serial) for blow in tried}
     assert {blow: trouble for blow, trouble in troubles.items() if trouble} == {}
+
+
+def test_a_worker_that_joins_in_a_loop_does_not_train_other_parameters_than_the_others() -> None:
+    member, joiner = (Trained({}, Adaptation((), 8, 8)) for _ in range(2))
+    for one, is_frozen in ((member, False), (joiner, True)):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        model[0].requires_grad_(not is_frozen)
+        one.prepared = Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    member.progress = replace(member.progress, reading=Reading(8, shuffle=False, drop_last=False))
+    with pytest.raises(CheckpointError, match="freeze and unfreeze between two loops"):
+        joiner.take(member.give(), joins=True)
 
 
 def test_a_checkpoint_is_handed_on_as_it_was_until_all_have_restored_it() -> None:

@@ -508,6 +508,7 @@ class Run:
         if self._trained.is_doubted:  # the run goes back at the end of the body
             return float(self.metrics.get("loss", math.nan))
         prepared.check_unchanged()
+        self._trained.require_same_trained()
         self._computing = True
         optimizers = _chosen(prepared, optimizer)
         if self._apart.rounds is not None:

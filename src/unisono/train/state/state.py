@@ -87,6 +87,7 @@ def capture(prepared: Prepared, progress: Progress, registered: Mapping[str, Any
             "registered": {name: thing.state_dict() for name, thing in registered.items()},
             "transient": _transient(prepared),
             "order": prepared.order(),
+            "trained": list(prepared.parameters),
             "evaluating": [name for name, module in _named_modules(prepared) if not module.training],
             **own,
         },
@@ -127,6 +128,22 @@ def restore_modes(prepared: Prepared, snapshot: Snapshot) -> None:
     evaluating = set(kept(snapshot, "evaluating"))
     for name, module in _named_modules(prepared):
         module.training = name not in evaluating
+
+
+def require_same_trained(prepared: Prepared, snapshot: Snapshot) -> None:
+    """Refuse to go on in the middle of a loop with other parameters frozen.
+
+    Raises:
+        CheckpointError: names the first one, and says what to do.
+    """
+    ours, theirs = set(prepared.parameters), set(value_of(list[str], kept(snapshot, "trained"), "trained"))
+    if odd := sorted(ours ^ theirs):
+        here, there = ("trained", "frozen") if odd[0] in ours else ("frozen", "trained")
+        raise CheckpointError(
+            f"{odd[0]} is {here} here, and was {there} after step {snapshot.step}, where this worker goes on "
+            f"({len(odd)} parameters differ). Whoever joins, resumes or goes back has not run the loop's body of the "
+            f"steps before: freeze and unfreeze between two loops"
+        )
 
 
 def restore_optimizers(prepared: Prepared, snapshot: Snapshot) -> None:

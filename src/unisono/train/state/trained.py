@@ -19,6 +19,7 @@ from unisono.train.state.state import (
     Progress,
     capture,
     holds_models,
+    require_same_trained,
     restore_kept,
     restore_models,
     restore_modes,
@@ -75,6 +76,7 @@ class Trained:
         self.restored: Snapshot | None = None
         self.original: Snapshot | None = None
         self._about = about
+        self._settled: Snapshot | None = None  # in the middle of a loop; as long as no step was computed after it
 
     @property
     def is_doubted(self) -> bool:
@@ -148,7 +150,18 @@ class Trained:
         with restoring(snapshot, "optimizers"):
             restore_optimizers(self.prepared, snapshot)
         self.original = snapshot
+        self._settled = snapshot if self.progress.reading is not None else None
         return True
+
+    def require_same_trained(self) -> None:
+        """Refuse to compute the first step after a restored one with other parameters frozen.
+
+        Raises:
+            CheckpointError: some are; says what to do.
+        """
+        if self._settled is not None and self.prepared is not None:
+            require_same_trained(self.prepared, self._settled)
+            self._settled = None
 
     def go_on(self) -> None:
         """Another collective call is complete: all workers have restored what this one has."""
@@ -174,6 +187,8 @@ class Trained:
             self.go_back(snapshot)
         elif joins or (is_restored and self.original is None):
             self.resume_from(snapshot, begins=is_restored)
+            if joins and self.progress.reading is not None:  # what computes is made before its script's next line
+                require_same_trained(self.prepared, snapshot)
         else:
             with all_or_nothing(self, self.monitors):
                 self._recall(snapshot)
