@@ -12,11 +12,12 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli.batch_size import Runner, read_mib
+from unisono.cli.batch_size import read_mib
 from unisono.launch.local import Launches
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.tuning import Tuning
+from unisono.study.measure.batch_runner import BatchRunner
 from unisono.study.measure.batch_search import BatchSearch
 from unisono.study.measure.batch_searching import searched
 
@@ -64,7 +65,7 @@ def compared(workers: int, limit: str, steps: int, folder: Path) -> str:
         tuning=Tuning.of_this_process(),
         memory_limit_mib=read_mib(limit),
     )
-    runner = Runner(settings, steps, folder / "failed")
+    runner = BatchRunner(settings, steps, folder / "failed")
     with Launches(share=True) as launches:
         whole = searched(BatchSearch(workers), lambda batch: runner.attempt(batch, launches, folder), _tell)
         found = whole.found.largest
@@ -80,7 +81,7 @@ def compared(workers: int, limit: str, steps: int, folder: Path) -> str:
     )
 
 
-def _fits(runner: Runner, batch: int, launches: Launches, folder: Path) -> bool:
+def _fits(runner: BatchRunner, batch: int, launches: Launches, folder: Path) -> bool:
     tried = runner.attempt(batch, launches, folder)
     _tell(tried)
     return tried.fits

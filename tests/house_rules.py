@@ -15,7 +15,8 @@ from pathlib import Path
 
 ROWS: tuple[tuple[str, ...], ...] = (
     ("cli",),
-    ("launch", "study", "dashboard"),
+    ("study",),
+    ("launch",),
     ("train",),
     ("adapt", "sync", "checkpoint", "data", "reduce", "membership"),
     ("plan",),

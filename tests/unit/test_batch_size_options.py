@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.cli.batch_size import LEAST_STEPS, batch_size, failure_words, read_mib
+from unisono.cli.batch_size import LEAST_STEPS, batch_size, read_mib
 from unisono.cli.batch_size_report import answer, file_of
 from unisono.errors import JobError
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import Outcome, WorkerExit
+from unisono.study.measure.batch_runner import failure_words
 from unisono.study.measure.batch_search import BatchSearch, Found, Tried
 from unisono.study.measure.batch_searching import Searched
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import unisono.cli.study as command
 from studies import MadeUp
-from unisono.cli.study import commands, plain_workers
 from unisono.cli.study_report import compare, report_from
 from unisono.errors import JobError
 from unisono.study.analysis.analysis import Wanted
+from unisono.study.measure import cell_runner
+from unisono.study.measure.cell_runner import commands, plain_workers
 from unisono.study.measure.measurement import Measurement
 
 pytestmark = pytest.mark.unit
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.unit
 def test_the_plain_loop_gets_the_threads_of_as_many_workers_as_there_are_cores_for(
     workers: tuple[int, ...], threads: int, plain: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "usable_cores", lambda: 4)
+    monkeypatch.setattr(cell_runner, "usable_cores", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert plain_workers(workers, threads) == plain
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

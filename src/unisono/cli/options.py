@@ -52,9 +52,6 @@ Trusted = Annotated[
 STUDIES = Path("studies")
 """Where studies are, unless somebody says otherwise; a search for the largest batch lies beside its script's."""
 
-TRIAL_GRACE_S = 5.0
-"""How long the workers of a run that is interrupted may take to leave: nobody wants their checkpoint."""
-
 StudyScript = Annotated[
     str | None, typer.Argument(help="The script to measure; a module's name with -m.", metavar="SCRIPT")
 ]

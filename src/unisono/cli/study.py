@@ -6,8 +6,6 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,6 @@ from typer.core import TyperCommand
 
 from unisono.cli.options import (
     STUDIES,
-    TRIAL_GRACE_S,
     Baseline,
     Efficiency,
     Epochs,
@@ -44,21 +41,13 @@ from unisono.cli.options import (
     Workers,
     read_workers,
 )
-from unisono.errors import JobError, LaunchError
-from unisono.launch.ending.result import in_a_line, open_folder
-from unisono.launch.local import launch
+from unisono.errors import JobError
 from unisono.launch.script import Script
-from unisono.launch.settings import LaunchSettings
-from unisono.launch.terminal.terminal import SilentTerminal
-from unisono.launch.tuning import Tuning
 from unisono.membership.cgroup import usable_cores
 
 if TYPE_CHECKING:
     from unisono.study.analysis.analysis import Wanted
-    from unisono.study.analysis.results import Results
-    from unisono.study.analysis.study_folder import PlannedCell
     from unisono.study.measure.measurement import Measurement
-    from unisono.study.measure.measuring import Measured, RunEnd
 
 COMPARE = "compare"
 """In the place of a script: studies follow. A script of this name is started as ``./compare``."""
@@ -122,6 +111,7 @@ def study(
         return compare(studies, out, wanted(f"Scaling studies: {' and '.join(map(name_of, studies))}"))
     if script is None:
         raise JobError("name the script to measure: unisono study train.py --workers 1,2")
+    from unisono.study.measure.cell_runner import plain_workers
     from unisono.study.measure.measurement import Measurement
 
     launched = Script(script, tuple(args or ()), is_module=module)
@@ -149,67 +139,6 @@ def study(
     raise typer.Exit(start(measurement, out or STUDIES / measurement.label, wanted(title), keeps_going=keep_going))
 
 
-def plain_workers(workers: Sequence[int], threads: int) -> tuple[int, ...]:
-    """The numbers of workers whose threads the plain loop is to have: what cores there are for, where there is no GPU.
-
-    A loop on one GPU has nothing of the others.
-    """
-    import torch
-
-    most = 1 if torch.cuda.is_available() else usable_cores() // threads
-    return tuple(sorted({1, *(number for number in workers if number <= most)}))
-
-
-@dataclass(frozen=True, slots=True)
-class Runner:
-    """Runs one cell of a study with this machine's launcher."""
-
-    measurement: Measurement
-
-    def check(self) -> None:
-        """Refuse what cannot be started, before anything is.
-
-        Raises:
-            JobError: says which option to change.
-        """
-        for cell in self.measurement.cells:
-            self.settings(cell).check()
-
-    def __call__(self, cell: PlannedCell, place: Path) -> RunEnd:
-        """From its start to its end. Main thread only."""
-        from unisono.study.measure.measuring import RunEnd
-
-        settings = self.settings(cell)
-        folder = open_folder(place, settings.script.stem)
-        try:
-            outcome = launch(settings, folder, SilentTerminal())
-        except LaunchError as error:
-            return RunEnd(1, str(error))
-        words, log = in_a_line(outcome, folder)
-        return RunEnd(outcome.exit_code, words, str(log.relative_to(folder.path)), outcome.interrupted, outcome.reason)
-
-    def settings(self, cell: PlannedCell) -> LaunchSettings:
-        """How to start one."""
-        wanted, kind = self.measurement, cell.kind
-        is_plain = kind.mode == "baseline"
-        return LaunchSettings(
-            Script.from_argv(wanted.baseline if is_plain else wanted.script),
-            workers=1 if is_plain else kind.workers,
-            # Of weak scaling's batch there are more shards than these, one for every worker at least.
-            shards=None if is_plain or kind.mode == "weak" else wanted.shards,
-            threads=wanted.plain_threads(kind) if is_plain else wanted.threads,
-            grace_s=TRIAL_GRACE_S,
-            tuning=Tuning.of_this_process(wanted=wanted.tuned),
-            extra_environment={} if is_plain else self._told(cell),
-        )
-
-    def _told(self, cell: PlannedCell) -> dict[str, str]:
-        told = self.measurement.variables(cell.kind, os.environ)
-        if self.measurement.shards is not None and cell.kind.mode == "weak":
-            told["UNISONO_SHARDS"] = str(self.measurement.shards)
-        return told
-
-
 def start(measurement: Measurement, path: Path, wanted: Wanted, *, keeps_going: bool = False) -> int:
     """Measure what is missing, and report.
 
@@ -222,10 +151,11 @@ def start(measurement: Measurement, path: Path, wanted: Wanted, *, keeps_going: 
     from unisono.cli.study_progress import StudyProgress
     from unisono.cli.study_report import report
     from unisono.study.analysis.study_folder import StudyFolder
+    from unisono.study.measure.cell_runner import CellRunner, results_of
     from unisono.study.measure.measuring import Interrupted, measure
 
     folder, cores, err = StudyFolder(path), usable_cores(), Console(stderr=True, highlight=False, emoji=False)
-    runner = Runner(measurement)
+    runner = CellRunner(measurement)
     runner.check()
     with folder.opened(measurement.settings(os.environ, cores)):
         cells = measurement.cells
@@ -243,7 +173,8 @@ def start(measurement: Measurement, path: Path, wanted: Wanted, *, keeps_going: 
             words = f"unisono: ended by {signal.Signals(number).name}: start it again to go on with what is missing"
             err.print(Text(words), soft_wrap=True)
             return 128 + number
-        report(results_of(measurement, measured, cores), folder.path, wanted)
+        command = shlex.join(["unisono", *sys.argv[1:]])
+        report(results_of(measurement, measured, cores, command), folder.path, wanted)
     for missing in measured.missing:
         words = f"unisono: no figures of {missing.cell}: {missing.words} (log: {missing.log})"
         err.print(Text(words, "red"), soft_wrap=True)
@@ -251,36 +182,3 @@ def start(measurement: Measurement, path: Path, wanted: Wanted, *, keeps_going: 
         words = f"unisono: all failed for the same reason, so the other {len(measured.left_out)} runs were left out"
         err.print(Text(f"{words} (--keep-going runs them)", "red"), soft_wrap=True)
     return 1 if measured.missing else 0
-
-
-def results_of(measurement: Measurement, measured: Measured, cores: int) -> Results:
-    """All that a report is made of."""
-    from unisono.study.analysis.results import Results
-    from unisono.study.measure.measurement import surroundings
-    from unisono.study.measure.measuring import network, notes, rows, shown_settings
-
-    cells = rows(measurement, measured, cores)
-    return Results(
-        cells=tuple(cells),
-        environment={**surroundings(cores), **network(measured)},
-        commands=(shlex.join(["unisono", *sys.argv[1:]]), *commands(measurement)),
-        settings=shown_settings(measurement, measured),
-        notes=tuple(notes(measurement, measured)),
-    )
-
-
-def commands(measurement: Measurement) -> list[str]:
-    """How each kind of run could be started by hand."""
-    from unisono.study.analysis.study_folder import PlannedCell
-
-    runner = Runner(measurement)
-    return [_typed(runner.settings(PlannedCell(kind, 0)), tuned=measurement.tuned) for kind in measurement.kinds]
-
-
-def _typed(settings: LaunchSettings, *, tuned: bool) -> str:
-    words = [f"{name}={value}" for name, value in settings.extra_environment.items() if value]
-    words += ["unisono", "run", "-n", str(settings.workers)]
-    words += [] if settings.shards is None else ["--shards", str(settings.shards)]
-    words += [] if settings.threads is None else ["--threads", str(settings.threads)]
-    words += [] if tuned else ["--no-tuning"]
-    return shlex.join([*words, *settings.script.argv])

@@ -1,0 +1,118 @@
+"""Runs of a study, each started by this host's launcher, and the results that they come to."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.errors import LaunchError
+from unisono.launch.ending.result import in_a_line, open_folder
+from unisono.launch.local import launch
+from unisono.launch.script import Script
+from unisono.launch.settings import LaunchSettings
+from unisono.launch.terminal.terminal import SilentTerminal
+from unisono.launch.tuning import Tuning
+from unisono.membership.cgroup import usable_cores
+from unisono.study.analysis.results import Results
+from unisono.study.analysis.study_folder import PlannedCell
+from unisono.study.measure.measurement import Measurement, surroundings
+from unisono.study.measure.measuring import Measured, RunEnd, network, notes, rows, shown_settings
+
+TRIAL_GRACE_S = 5.0
+"""How long the workers of a run that is interrupted may take to leave: nobody wants their checkpoint."""
+
+
+def plain_workers(workers: Sequence[int], threads: int) -> tuple[int, ...]:
+    """The numbers of workers whose threads the plain loop is to have: what cores there are for, where there is no GPU.
+
+    A loop on one GPU has nothing of the others.
+    """
+    import torch  # takes a second or two
+
+    most = 1 if torch.cuda.is_available() else usable_cores() // threads
+    return tuple(sorted({1, *(number for number in workers if number <= most)}))
+
+
+@dataclass(frozen=True, slots=True)
+class CellRunner:
+    """Runs one cell of a study with this machine's launcher."""
+
+    measurement: Measurement
+
+    def check(self) -> None:
+        """Refuse what cannot be started, before anything is.
+
+        Raises:
+            JobError: says which option to change.
+        """
+        for cell in self.measurement.cells:
+            self.settings(cell).check()
+
+    def __call__(self, cell: PlannedCell, place: Path) -> RunEnd:
+        """From its start to its end. Main thread only."""
+        settings = self.settings(cell)
+        folder = open_folder(place, settings.script.stem)
+        try:
+            outcome = launch(settings, folder, SilentTerminal())
+        except LaunchError as error:
+            return RunEnd(1, str(error))
+        words, log = in_a_line(outcome, folder)
+        return RunEnd(outcome.exit_code, words, str(log.relative_to(folder.path)), outcome.interrupted, outcome.reason)
+
+    def settings(self, cell: PlannedCell) -> LaunchSettings:
+        """How to start one."""
+        wanted, kind = self.measurement, cell.kind
+        is_plain = kind.mode == "baseline"
+        return LaunchSettings(
+            Script.from_argv(wanted.baseline if is_plain else wanted.script),
+            workers=1 if is_plain else kind.workers,
+            # Of weak scaling's batch there are more shards than these, one for every worker at least.
+            shards=None if is_plain or kind.mode == "weak" else wanted.shards,
+            threads=wanted.plain_threads(kind) if is_plain else wanted.threads,
+            grace_s=TRIAL_GRACE_S,
+            tuning=Tuning.of_this_process(wanted=wanted.tuned),
+            extra_environment={} if is_plain else self._told(cell),
+        )
+
+    def _told(self, cell: PlannedCell) -> dict[str, str]:
+        told = self.measurement.variables(cell.kind, os.environ)
+        if self.measurement.shards is not None and cell.kind.mode == "weak":
+            told["UNISONO_SHARDS"] = str(self.measurement.shards)
+        return told
+
+
+def results_of(measurement: Measurement, measured: Measured, cores: int, command: str) -> Results:
+    """All that a report is made of.
+
+    Args:
+        measurement: that was wanted.
+        measured: what came of it.
+        cores: of this host.
+        command: that asked for the study, as it was typed.
+    """
+    cells = rows(measurement, measured, cores)
+    return Results(
+        cells=tuple(cells),
+        environment={**surroundings(cores), **network(measured)},
+        commands=(command, *commands(measurement)),
+        settings=shown_settings(measurement, measured),
+        notes=tuple(notes(measurement, measured)),
+    )
+
+
+def commands(measurement: Measurement) -> list[str]:
+    """How each kind of run could be started by hand."""
+    runner = CellRunner(measurement)
+    return [_typed(runner.settings(PlannedCell(kind, 0)), tuned=measurement.tuned) for kind in measurement.kinds]
+
+
+def _typed(settings: LaunchSettings, *, tuned: bool) -> str:
+    words = [f"{name}={value}" for name, value in settings.extra_environment.items() if value]
+    words += ["unisono", "run", "-n", str(settings.workers)]
+    words += [] if settings.shards is None else ["--shards", str(settings.shards)]
+    words += [] if settings.threads is None else ["--threads", str(settings.threads)]
+    words += [] if tuned else ["--no-tuning"]
+    return shlex.join([*words, *settings.script.argv])
