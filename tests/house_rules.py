@@ -22,7 +22,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("job",),
     ("jsonl",),
-    ("parent_death", "received", "same_user", "words"),
+    ("received", "host", "words"),
     ("errors", "failpoints"),
 )
 DEPTHS = {room: depth for depth, row in enumerate(ROWS) for room in row}
@@ -46,8 +46,8 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("worker",),
         ("ending",),
         ("terminal",),
-        ("memory", "surroundings", "command"),
-        ("guard", "settings"),
+        ("surroundings", "command"),
+        ("settings",),
         ("script", "tuning"),
     ),
     "study": (("report",), ("measure",), ("analysis",), ("replay",)),

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from unisono.membership.cgroup import usable_cores
+from unisono.host.cgroup import usable_cores
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 

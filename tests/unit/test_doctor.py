@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from unisono.host.cgroup import Limits, read_limits
 from unisono.launch.doctor import doctor
 from unisono.launch.doctor.diagnosis import FAILED, Diagnosis
-from unisono.membership.cgroup import Limits, read_limits
 
 pytestmark = pytest.mark.unit
 

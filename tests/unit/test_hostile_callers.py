@@ -13,11 +13,11 @@ import pytest
 
 from office import HOSTS, PATIENCE_S, Office, Table, called, echo
 from unisono.errors import Unreadable, WorkerLost
+from unisono.host.same_user import is_same_user
 from unisono.reduce.admission import MOST_STRANGERS, Admission, present
 from unisono.reduce.courier import Courier
 from unisono.reduce.letters import Letter, Line, listen
 from unisono.reduce.traffic import Traffic
-from unisono.same_user import is_same_user
 
 pytestmark = pytest.mark.unit
 

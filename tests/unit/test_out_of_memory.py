@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.launch import memory
+from unisono.host import memory
+from unisono.host.cgroup import Limits
+from unisono.host.memory import peak_mib, room_mib
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.out_of_memory import ran_out_of_memory
 from unisono.launch.ending.outcome import Outcome, WorkerExit
-from unisono.launch.memory import peak_mib, room_mib
-from unisono.membership.cgroup import Limits
 
 pytestmark = pytest.mark.unit
 

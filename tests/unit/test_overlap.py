@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from unisono.membership import cgroup as cores
-from unisono.membership.cgroup import Limits
+from unisono.host import cgroup as cores
+from unisono.host.cgroup import Limits
 from unisono.plan.split import Split
 from unisono.reduce.transport import Solo
 from unisono.train.step import engine

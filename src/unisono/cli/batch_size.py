@@ -15,8 +15,8 @@ from rich.text import Text
 
 from unisono.cli.options import Module, ScriptArgs, ScriptName, Shards, Threads, Tuned
 from unisono.errors import JobError
+from unisono.host.memory import MIB, room_mib
 from unisono.launch.local import Launches
-from unisono.launch.memory import MIB, room_mib
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.tuning import Tuning

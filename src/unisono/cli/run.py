@@ -31,6 +31,7 @@ from unisono.cli.options import (
     WarmStart,
     WorkerRange,
 )
+from unisono.host.cgroup import usable_cores
 from unisono.launch.command import dry_run, elastic_dry_run
 from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
 from unisono.launch.elastic.entrance import Entrance
@@ -41,7 +42,6 @@ from unisono.launch.script import Script
 from unisono.launch.settings import GRACE_S, LaunchSettings
 from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.tuning import Tuning
-from unisono.membership.cgroup import usable_cores
 
 
 def run(

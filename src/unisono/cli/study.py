@@ -42,8 +42,8 @@ from unisono.cli.options import (
     read_workers,
 )
 from unisono.errors import JobError
+from unisono.host.cgroup import usable_cores
 from unisono.launch.script import Script
-from unisono.membership.cgroup import usable_cores
 
 if TYPE_CHECKING:
     from unisono.study.analysis.analysis import Wanted

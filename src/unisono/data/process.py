@@ -18,7 +18,7 @@ import torch
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.slot import Packed, Slot
 from unisono.errors import DataError
-from unisono.parent_death import end_with_parent
+from unisono.host.parent_death import end_with_parent
 
 STANDARD_ERROR = 2
 LONGEST_MS = 2**31 - 1

@@ -16,13 +16,13 @@ from typing import Self
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
+from unisono.host.guard import Guard, kill_group
+from unisono.host.memory import LOOK_S, offer, peak_mib
 from unisono.launch.command import Meeting, elastic_command, worker_command
 from unisono.launch.ending.failure import Failure, exit_code
 from unisono.launch.ending.outcome import Blame, Outcome, WorkerExit
 from unisono.launch.ending.result import End, conclude, digest_in, with_faults
 from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
-from unisono.launch.guard import Guard, kill_group
-from unisono.launch.memory import LOOK_S, offer, peak_mib
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.surroundings import guarding, hearing_signals
 from unisono.launch.terminal.output import WorkerOutput

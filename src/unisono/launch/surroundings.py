@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from unisono.errors import LaunchError
-from unisono.launch.guard import Guard
+from unisono.host.guard import Guard
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from unisono.checkpoint.folder import RunFolder
+from unisono.host.parent_death import end_with_parent
 from unisono.launch.ending.failure import Failure, dismissal_in, note_end
 from unisono.launch.script import Script
 from unisono.launch.terminal.name import WorkerName
-from unisono.parent_death import end_with_parent
 
 failures: list[int] = []
 """The exit code, once the script has failed."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from unisono.host.cgroup import read_limits
 from unisono.launch.doctor.diagnosis import FAILED, GIB, Diagnosis, Facts
 from unisono.launch.ending.result import open_folder
 from unisono.launch.local import launch
@@ -23,7 +24,6 @@ from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning, assignments
-from unisono.membership.cgroup import read_limits
 from unisono.membership.environment import recognise
 from unisono.received import parse_object
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
+from unisono.host.guard import Guard, kill_group
 from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.coordinator_line import CoordinatorLine, Probes
 from unisono.launch.elastic.coordinator_process import CoordinatorProcess, invitation
@@ -25,7 +26,6 @@ from unisono.launch.elastic.starter import Process, Starter, Surroundings
 from unisono.launch.ending.failure import Failure, exit_code
 from unisono.launch.ending.outcome import COMPLETE, Outcome, WorkerExit, describe
 from unisono.launch.ending.result import End, conclude, with_faults
-from unisono.launch.guard import Guard, kill_group
 from unisono.launch.local import KILL_S, SECOND_TERM_S
 from unisono.launch.surroundings import guarding, hearing_signals
 from unisono.launch.terminal.output import WorkerOutput

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unisono.errors import LaunchError
+from unisono.host.guard import Guard, kill_group
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.elastic import ElasticSettings
 from unisono.launch.elastic.entrance import LOOPBACK, Certificate, certificate_file
 from unisono.launch.ending.result import last_lines
 from unisono.launch.forkserver.program import Process, Program
-from unisono.launch.guard import Guard, kill_group
 from unisono.membership.token import token_file
 
 # What a person types on another host to bring more workers.

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from unisono.errors import Unreadable
+from unisono.host.same_user import is_same_user
 from unisono.launch.forkserver.request import Wish, circumstances, door_of, ignored_signals
 from unisono.received import parse_json
-from unisono.same_user import is_same_user
 
 NURSERY = "UNISONO_NURSERY"
 """The variable that tells where nurseries listen: a folder with a socket for each."""

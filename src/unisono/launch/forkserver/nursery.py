@@ -21,10 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from unisono.errors import Unreadable
+from unisono.host.parent_death import end_with_parent
+from unisono.host.same_user import is_same_user
 from unisono.launch.forkserver.fork import arrange, become, run
 from unisono.launch.forkserver.request import TEMPLATE, Wish, circumstances, door_of, environment_at_start
-from unisono.parent_death import end_with_parent
-from unisono.same_user import is_same_user
 
 LOADED = {
     "torch": (TEMPLATE,),

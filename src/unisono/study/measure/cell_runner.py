@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import LaunchError
+from unisono.host.cgroup import usable_cores
 from unisono.launch.ending.result import in_a_line, open_folder
 from unisono.launch.local import launch
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning
-from unisono.membership.cgroup import usable_cores
 from unisono.study.analysis.results import Results
 from unisono.study.analysis.study_folder import PlannedCell
 from unisono.study.measure.measurement import Measurement, surroundings

@@ -16,8 +16,8 @@ from unisono.adapt.norms import GradientNorms, Monitoring
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import LossError, MemoryFault, ModelError, NondeterministicOperation, NonFiniteLoss
+from unisono.host.cgroup import usable_cores
 from unisono.job import Job
-from unisono.membership.cgroup import usable_cores
 from unisono.plan.audits import Finding
 from unisono.plan.batches import Batch
 from unisono.plan.order import Stream, stream_seed

@@ -1,4 +1,4 @@
-"""How much memory workers need, seen from outside, and a limit to it.
+"""How much memory processes need, seen from inside and outside, and what the host has left.
 
 A resource limit would not do: RLIMIT_AS counts addresses, of which torch and CUDA reserve many times what they use,
 and RLIMIT_DATA counts no shared memory; both make allocations fail in places that were never tested for it. A control
@@ -7,13 +7,15 @@ group needs rights. So the launcher looks itself, at what Linux keeps anyway: th
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from unisono.membership.cgroup import read_limits
+from unisono.host.cgroup import read_limits
 
 MIB = 2**20
 KIB_PER_MIB = 1024
@@ -27,7 +29,7 @@ FIRST_TO_GO = "1000"
 def peak_mib(pid: int) -> float:
     """What a process needed at most, and what its children have to themselves now, in MiB; 0 if it has ended."""
     with suppress(OSError, psutil.Error):
-        return _own_mib(pid) + sum(_alone_mib(child) for child in _children(pid))
+        return own_peak_mib(pid) + sum(_alone_mib(child) for child in _children(pid))
     return 0.0
 
 
@@ -37,13 +39,22 @@ def offer(pid: int) -> None:
         Path(f"/proc/{pid}/oom_score_adj").write_text(FIRST_TO_GO)
 
 
-def _own_mib(pid: int) -> float:
-    if sys.platform == "linux":
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+def own_peak_mib(pid: int) -> float:
+    """The largest resident set that a process has had by itself, in MiB.
+
+    Raises:
+        OSError: there is no such process.
+        psutil.Error: likewise.
+    """
+    status = Path(f"/proc/{pid}/status")
+    if sys.platform == "linux" and status.exists():
+        # Not from rusage: Linux hands that on to whatever a process starts.
+        for line in status.read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / KIB_PER_MIB
-        return 0.0  # it has ended, and nobody has asked for its exit code yet
-    return float(psutil.Process(pid).memory_info().rss) / MIB
+    if pid != os.getpid():
+        return float(psutil.Process(pid).memory_info().rss) / MIB  # 0 if nobody has asked for its exit code yet
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (MIB if sys.platform == "darwin" else KIB_PER_MIB)
 
 
 def _children(pid: int) -> list[int]:
