@@ -21,7 +21,7 @@ class LinearScaling(Policy):
     For a batch that is ``factor`` times the one for which the rate was made: Goyal et al., arXiv 1706.02677.
 
     Args:
-        factor: how many times as large the batch is.
+        factor: the batch size divided by that of the start.
         samples: over which the rate grows: 5 epochs of the data set, say.
 
     Raises:
@@ -73,7 +73,7 @@ class AdaScale(Policy):
 
     Attributes:
         tau: scale-invariant iterations so far.
-        gain: of the next step.
+        gain: the gain of the next step.
         factor: by which the script's learning rate is multiplied.
 
     Raises:

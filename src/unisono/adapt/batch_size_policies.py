@@ -121,7 +121,7 @@ class NoiseScalePolicy(Policy):
         rule: for the learning rate.
         every: steps between two looks, and at least as many before the first one.
         ramp: steps over which the learning rate follows.
-        share: of the noise scale that the batch is to have.
+        share: the batch size to aim at, as a share of the noise scale.
         largest_shard: samples in one shard at most: what a worker's memory allows. The number of shards grows and
             shrinks with the batch; by default it stays.
 

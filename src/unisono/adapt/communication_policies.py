@@ -24,8 +24,8 @@ class StragglerPolicy(Policy):
     others holds them up anyway. Both take an elastic job. No bit of the weights depends on either.
 
     Args:
-        factor: how many times as long as the others a worker takes for a shard when it is slow.
-        replace_at: how many times as long when it is replaced, once shards are split by speed.
+        factor: a worker is slow if its shard takes so many times as long as the others'.
+        replace_at: a slow worker is replaced if its shard takes so many times as long, once shards are split by speed.
         patience: steps in a row that a worker has to be slow.
 
     Raises:
@@ -93,9 +93,9 @@ class TopologyPolicy(Policy):
     that, the connections are measured, so that the journal says which one has become slow, and then all topologies.
 
     Args:
-        factor: how many times what is usual is too long.
+        factor: a step is too long if it takes so many times the usual time.
         patience: steps in a row that have to be too long; as many, at least, tell what is usual.
-        share: of the step's time that has to be at stake.
+        share: the least share of a step's time that communication must take.
 
     Raises:
         JobError: a number is out of range.

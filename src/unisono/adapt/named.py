@@ -28,8 +28,8 @@ def policies_named(names: Sequence[str], batch_size: int) -> list[Policy]:
     """Make policies.
 
     Args:
-        names: of our own, or ``module:Class`` of somebody else's, which is called without arguments.
-        batch_size: of the job.
+        names: names of our own policies, or ``module:Class`` of others, which are called without arguments.
+        batch_size: the job's global batch size.
 
     Raises:
         JobError: there is no such policy; says which there are, or what failed.

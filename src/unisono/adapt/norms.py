@@ -17,9 +17,9 @@ class Average:
     """An exponential moving average, corrected for its start at nothing.
 
     Attributes:
-        decay: of the past, per value: 0 keeps the newest alone.
-        total: of the values, each weighted with ``decay`` to the power of its age, times ``1 - decay``.
-        weight: of all values together: 0 before the first, towards 1.
+        decay: the weight of the past, per value: 0 keeps the newest value alone.
+        total: the sum of the values, each times ``decay`` to the power of its age, times ``1 - decay``.
+        weight: the weight of all values together: 0 before the first, towards 1.
     """
 
     decay: float
@@ -49,9 +49,9 @@ class GradientNorms:
     """Squared norms of the gradients of one step. The groups are the shards, so that no figure depends on the workers.
 
     Attributes:
-        groups: of each shard's mean gradient, without empty shards.
+        groups: the squared norm of each shard's mean gradient, without empty shards.
         sizes: the shards' numbers of samples, in the same order.
-        mean: of the mean gradient over the global batch.
+        mean: the squared norm of the mean gradient over the global batch.
     """
 
     groups: Sequence[float]
@@ -165,7 +165,7 @@ class Monitoring:
 
     Attributes:
         every: steps from one that is watched to the next; 0 for none.
-        one_in: how many blocks of a gradient one that is read stands for; 0 for as many as leave a million elements.
+        one_in: one block in so many of a gradient is read; 0 chooses so that a million elements are read.
         links_every: steps from one after which latency and bandwidth between the workers are measured to the next; 0
             for none.
 
@@ -211,8 +211,8 @@ class NoiseAverage:
     """Averages of variance and signal, each on its own: only their quotient is biased, and only once.
 
     Attributes:
-        variance: of the steps so far.
-        signal: of the steps so far.
+        variance: the average of the steps' variances so far.
+        signal: the average of the steps' signals so far.
     """
 
     variance: Average = _NOTHING

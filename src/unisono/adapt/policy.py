@@ -80,7 +80,7 @@ class Policy:
 
         Args:
             samples: in it.
-            shards: that it is cut into, a multiple of the job's (``view.base_shards``). A worker computes its shards
+            shards: the number of shards, a multiple of the job's (``view.base_shards``). A worker computes its shards
                 one after the other, so its memory is that of the largest. By default the number that there is stays,
                 and shards become larger or smaller.
             why: the figures behind it.

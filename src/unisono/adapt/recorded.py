@@ -21,10 +21,10 @@ class RecordedStep:
     """A step of a run that is over, or under way elsewhere.
 
     Attributes:
-        view: what policies saw after it, or would have seen, with the batch that the job began with.
-        lr_factor: what the run's policies had made of the script's learning rates.
+        view: the view of policies after the step, with the batch that the job began with.
+        lr_factor: the factor by which the run's policies had changed the script's learning rates.
         ends_epoch: whether an epoch ended with it.
-        observed_before: what policies had observed before it.
+        observed_before: the observations of policies before the step.
     """
 
     view: View
@@ -65,10 +65,10 @@ def recorded_steps(
     """What lines of ``metrics.jsonl`` tell of steps, in their order; what scripts logged beside them is left out.
 
     Args:
-        lines: of one run.
+        lines: the lines of one run's file.
         batch_size: samples in a batch, as the job says.
-        shards: of the job.
-        observations: of policies: the steps committed by then, the policy's name, the figures; in their order.
+        shards: the job's number of shards.
+        observations: the policies' observations, in order: committed steps, the policy's name, the figures.
 
     Raises:
         JobError: a line lacks what every step has; names the step and the field.

@@ -27,7 +27,8 @@ class ScalingPolicy(Policy):
     the next two larger and smaller ones are tried, larger ones if they would pay, did they scale perfectly.
 
     Args:
-        price: of a worker's hour, where 1 is what it is worth that the job ends an hour earlier. 0 for the fastest.
+        price: the price of a worker's hour. 1 is as much as it is worth to end the job an hour earlier; 0 is for the
+            fastest.
         fewest: workers.
         most: workers; None for as many as there are shards.
         patience: steps that are timed before anything follows from them.

@@ -79,7 +79,7 @@ class SpotPolicy(Policy):
     Attributes:
         target: workers that the price allows; 0 before the first look.
         asked_for: workers; 0 if that was never necessary.
-        notices: that stood at the last look.
+        notices: the notices at the last look.
         room: workers that notices leave; 0 while there are none.
         kept_s: seconds of training at which the last checkpoint was asked for.
     """

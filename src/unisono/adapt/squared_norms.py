@@ -28,12 +28,12 @@ class SquaredNorms:
     the last block lacks, are always read.
 
     Args:
-        tensors: how many a gradient has.
-        one_in: how many blocks one stands for.
+        tensors: the number of tensors of a gradient.
+        one_in: the number of blocks that one block stands for.
 
     Attributes:
         one_in: the same.
-        offset: of the first block that is read.
+        offset: the number of the first block that is read.
     """
 
     def __init__(self, tensors: int, one_in: int = 1) -> None:

@@ -27,7 +27,7 @@ def goodput(layout: Layout, step_s: float, noise: Noise, base: int) -> float:
     Args:
         layout: with the batch B.
         step_s: T, seconds of a step.
-        noise: of the gradients, with the noise scale φ.
+        noise: the gradients' noise, with the noise scale φ.
         base: B0, samples in the batch that the job began with.
     """
     return layout.batch_size / step_s * noise.efficiency(base, layout.batch_size)

@@ -22,7 +22,7 @@ class Wish:
     """What was asked for, and what could not be had.
 
     Attributes:
-        workers: that were asked for, and are not there yet; 0 for none.
+        workers: the number of workers that was asked for and has not come yet; 0 for none.
         since_s: seconds of training at which that was.
         since_step: the step after which that was.
         refused: numbers that did not come, how many workers there were instead, and the seconds of training then.
@@ -63,10 +63,10 @@ class Layout:
     """How a step is computed.
 
     Attributes:
-        workers: that take part.
+        workers: the number of workers.
         batch_size: samples in the global batch.
-        shards: that it is cut into.
-        cut: how many of these each of the job's shards has become; one worker has all of them.
+        shards: the number of shards of the batch.
+        cut: the number of shards that each of the job's shards was cut into. One worker computes all of them.
     """
 
     workers: int
@@ -96,7 +96,7 @@ def useful_sizes(shards: int, fewest: int, most: int) -> list[int]:
     With 8 shards those are 1, 2, 3, 4 and 8: 5, 6 and 7 workers wait for the one with two shards, as 4 do.
 
     Args:
-        shards: of the job.
+        shards: the job's number of shards.
         fewest: workers; is among them in any case, if there are as many shards.
         most: workers.
 
@@ -199,7 +199,7 @@ class Trial:
     Attributes:
         wish: for another number of workers.
         stretch: the steps that are being timed.
-        figures: of the layouts that were timed.
+        figures: the step time of each layout that was timed.
         noted: the step after which the newest figure was noted.
     """
 

@@ -35,10 +35,10 @@ class Decision:
 
     Attributes:
         policy: its name.
-        verb: what is to be done.
-        value: of what, if the verb takes one.
+        verb: the action.
+        value: the action's value, if it takes one.
         why: the figures behind it, by name.
-        shards: that batches are cut into from then on, if the verb says so.
+        shards: the new number of shards of a batch, if the verb sets it.
     """
 
     policy: str
@@ -68,13 +68,13 @@ class Timings:
     Attributes:
         shard_s: seconds that one shard took, in this step.
         step_s: seconds of the step before, from the end of the one before it to its own end.
-        data_s: of these, waiting for samples.
-        exposed_s: of these, waiting for the reduction after everything was computed.
-        update_s: of these, the optimizer's update.
-        sent_bytes: of gradients and control words, that others got from this worker in the step before.
+        data_s: seconds of the step spent waiting for samples.
+        exposed_s: seconds of the step spent waiting for the reduction after everything was computed.
+        update_s: seconds of the step spent in the optimizer's update.
+        sent_bytes: bytes of gradients and control words that this worker sent in the step before.
         formed_s: seconds that forming the present generation took; 0 in the first one.
         checkpoint_s: seconds that the newest checkpoint took; 0 where none was written.
-        sent_messages: that others got from this worker in the step before.
+        sent_messages: messages that this worker sent in the step before.
     """
 
     shard_s: float = 0.0
@@ -96,8 +96,8 @@ class Setting:
     """By whom and how a step was computed: what its times depend on.
 
     Attributes:
-        generation: of the workers.
-        world_size: how many there were.
+        generation: the number of the workers' generation.
+        world_size: the number of workers.
         batch_size: samples in the global batch that was wanted; the last one of an epoch may have had fewer.
         shards: into which it was cut.
         topology: the way of the partial sums over a process group; empty where there was none.
@@ -121,7 +121,7 @@ class BatchShape:
 
     Attributes:
         samples: in it.
-        shards: that it is cut into; they differ by one sample at most.
+        shards: the number of shards, whose sizes differ by at most one sample.
     """
 
     samples: int
@@ -138,7 +138,7 @@ def shards_for(batch_size: int, base_shards: int, largest_shard: int) -> int:
 
     Args:
         batch_size: samples in the batch.
-        base_shards: of the job.
+        base_shards: the job's number of shards.
         largest_shard: samples in one shard at most.
 
     Returns:
@@ -175,23 +175,23 @@ class View:
         samples: used so far.
         batch_size: samples in a global batch, now.
         base_batch_size: the one that the job began with.
-        shards: that a global batch is cut into, now.
-        base_shards: that the job began with; there are always a multiple of these.
+        shards: the present number of shards of a global batch.
+        base_shards: the number of shards that the job began with; ``shards`` is a multiple of it.
         world_size: workers that computed the step.
-        learning_rate: of the first parameter group, now.
+        learning_rate: the present learning rate of the first parameter group.
         metrics: the newest line of ``metrics.jsonl``, without what each worker measures by itself.
-        noise: of the gradients, averaged; None as long as nothing is known.
-        norms: of the newest step's gradients; None if it was not watched.
-        workers: what each worker measured, by rank.
+        noise: the averaged noise of the gradients; None as long as it is unknown.
+        norms: the squared norms of the newest step's gradients; None if they were not measured.
+        workers: the measurements of each worker, by rank.
         steady: steps in a row, with this one, that these workers computed with this batch and these shards. Timings of
             the step before belong to the present setting from 2 on; below 3, memory was still made anew.
-        seconds: of training so far: the slowest worker's step times, added up.
-        generation: of the workers.
+        seconds: the seconds of training so far: the sum of the slowest worker's step times.
+        generation: the number of the workers' generation.
         departures: workers that were lost or left on notice so far, in the whole job.
         topology: the way of the partial sums over a process group; empty where there is none.
         strategy: by which workers synchronise, as its text.
         links: between the workers, as measured last; None as long as nobody has, or where workers share memory.
-        observed: what policies' :meth:`~unisono.Policy.observe` said last, by the policy's name.
+        observed: the newest result of each policy's :meth:`~unisono.Policy.observe`, by the policy's name.
     """
 
     step: int
