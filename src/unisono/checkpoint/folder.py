@@ -23,7 +23,7 @@ class RunFolder:
     left out: no run ends for want of a line in its journal.
 
     Args:
-        path: of the folder; stays the same folder when the script changes its working directory.
+        path: the absolute path, so that the script may change its working directory.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -159,8 +159,8 @@ def array_of(data: np.ndarray[Any, Any], dtype: np.dtype[Any], shape: Sequence[i
 
     Args:
         data: uint8, 1-D, of as many bytes as the array has.
-        dtype: of the array, one that is kept.
-        shape: of the array.
+        dtype: the array's dtype, one of those that checkpoints keep.
+        shape: the array's shape.
 
     Raises:
         CheckpointError: not every element is a value of the dtype.

@@ -33,8 +33,8 @@ class Snapshot:
     """Everything a run needs to go on, and nothing that depends on the number of workers.
 
     Attributes:
-        step: how many steps are committed.
-        model: what the modules' ``state_dict`` say: parameters and buffers by name.
+        step: the number of committed steps.
+        model: the modules' ``state_dict``: parameters and buffers by name.
         optimizer: the optimizers' state.
         state: position, registered objects, whose state this is.
     """
@@ -58,9 +58,9 @@ class FrozenSnapshot:
     """A copy of a snapshot on the CPU, taken apart for writing: later updates do not reach it.
 
     Attributes:
-        step: how many steps were committed.
-        text: what becomes ``state.json``.
-        tensors: of each part, by name.
+        step: the number of committed steps.
+        text: the content of ``state.json``.
+        tensors: the tensors of each part, by name.
         verified: digests on which all workers agreed before it was copied; None if they were not compared.
     """
 
@@ -108,8 +108,8 @@ class FrozenSnapshot:
         """Write everything into an empty folder, the manifest last.
 
         Args:
-            folder: that is there.
-            written_by: whose turn it was: for the manifest.
+            folder: an existing folder of a checkpoint.
+            written_by: the turn in which it was written, for the manifest.
 
         Returns:
             the number of bytes.

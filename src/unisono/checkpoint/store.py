@@ -42,13 +42,13 @@ class CheckpointStore:
     """The checkpoints of one run, as folders ``step-00000020``.
 
     Args:
-        folder: where they are.
-        keep: how many stay; older ones are removed.
+        folder: the folder of all checkpoints.
+        keep: the number of checkpoints that stay; older ones are removed.
         on_event: told what happened, for the journal; also from the thread that writes.
         writer: whether this worker may write here; None if nobody else does.
 
     Attributes:
-        seconds: that the newest one took, from :meth:`save` until it was on disk; 0 before the first.
+        seconds: the duration of the newest checkpoint, from :meth:`save` until it was on disk; 0 before the first.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CheckpointStore:
         """Copy a snapshot now and write it in the background.
 
         Args:
-            snapshot: of the state.
+            snapshot: the state to save.
             verified: digests of it on which all workers have agreed. What was written gets its name only if they are
                 still those of the copy.
 

@@ -58,7 +58,7 @@ class Turn:
 
     Attributes:
         term: the start of the job in this run folder.
-        generation: of the workers.
+        generation: the number of the workers' generation.
     """
 
     term: int
@@ -74,7 +74,7 @@ class Writer:
 
     Args:
         folder: the run folder.
-        turn: of this worker, now.
+        turn: this worker's present turn.
         away: why the job may go on without this worker; empty if it cannot.
 
     Attributes:

@@ -36,7 +36,7 @@ def load(source: ShardSource, requests: Iterator[ShardsRequest], workers: int, t
     """Load steps.
 
     Args:
-        source: where shards come from.
+        source: gives the samples of each shard.
         requests: one per step. Consumed as far ahead as is loaded.
         workers: processes that load ahead; 0 loads in this process when a batch is asked for.
         timeout_s: seconds after which a loader process is taken to hang.

@@ -38,9 +38,9 @@ class LoaderProcess:
     """A forked process, and the connection to it. It answers in the order in which it is asked.
 
     Args:
-        number: of the process, from 0.
-        source: where batches come from; the process has the data set as it is now.
-        slots: where batches go to.
+        number: the process' number, from 0.
+        source: gives the batches. The process gets a copy of the data set as it is now.
+        slots: the shared memory that batches are written to.
         others: connections to the loader processes before this one; they are none of its business.
     """
 

@@ -37,7 +37,7 @@ class ShardSource:
 
     Attributes:
         dataset: map-style, with a length.
-        seed: of the job.
+        seed: the job's seed.
         collate: makes a batch of a list of samples; torch's ``default_collate`` by default.
         shuffle: whether the places of a step are those of the epoch's order, or the samples' own.
     """

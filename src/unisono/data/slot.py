@@ -20,8 +20,8 @@ def replaced(tree: Any, kind: type[Leaf], replace: Callable[[Leaf], Any]) -> Any
     """A copy of lists, tuples and mappings in which every leaf of one kind is replaced.
 
     Args:
-        tree: of leaves; what is no list, tuple or mapping is a leaf.
-        kind: of the leaves to replace.
+        tree: lists, tuples and mappings; anything else is a leaf.
+        kind: the type of the leaves to replace.
         replace: called once for each, also for one that stands in several places: it stays one.
     """
     known: dict[int, Any] = {}
@@ -110,7 +110,7 @@ class Slot:
         """The batch that was written here. Its tensors are not copied: they lie in this memory.
 
         Args:
-            packed: what ``write`` returned.
+            packed: the value that ``write`` returned.
             when_unused: called once the last of the tensors, and of whatever shares their memory, is gone.
         """
         lease = memoryview(self._memory(packed.size))

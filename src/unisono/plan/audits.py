@@ -15,8 +15,8 @@ def windows(lengths: Sequence[int], size: int, budget: int | None, turn: int) ->
     """Of each buffer the elements that are looked at: all of them, or equal parts in turn.
 
     Args:
-        lengths: of the buffers, in elements.
-        size: of all together, in bytes.
+        lengths: the buffers' lengths, in elements.
+        size: bytes of all buffers together.
         budget: bytes that may be looked at in one turn; None for all.
         turn: the number of the turn. As many as there are parts, one after the other, see every element.
     """
@@ -43,11 +43,11 @@ def audited(seed: int, share: float, step: int, call: int, shards: int) -> tuple
     """The shards of a call of ``step.run`` that are computed again: the same on any number of workers.
 
     Args:
-        seed: of the job.
-        share: of the work.
-        step: of the job.
+        seed: the job's seed.
+        share: the share of the work that is computed twice.
+        step: the step's number in the job.
         call: in the step.
-        shards: of the batch.
+        shards: the number of shards in the batch.
     """
     return tuple(shard for shard in range(shards) if stream_seed(seed, Stream.AUDIT, step, call, shard) < share * WORDS)
 
@@ -59,7 +59,7 @@ def auditors(owner: int, workers: int, step: int, shard: int) -> tuple[int, int]
 
     Args:
         owner: the rank that computes the shard anyway.
-        workers: how many there are.
+        workers: the number of workers.
         step: so that not always the same audit each other.
         shard: likewise.
     """
@@ -73,7 +73,7 @@ class Finding:
     """What an audit of one shard came to.
 
     Attributes:
-        shard: of the batch.
+        shard: the shard's number in the batch.
         right: the ranks whose results are those of the others.
         wrong: the rank that computes otherwise than the others; None if there is none, or nobody can say who.
         is_transient: whether whoever was wrong computes right again.
@@ -96,7 +96,7 @@ def judged(shard: int, first: Mapping[int, Sequence[str]]) -> Finding | None:
     """What follows from all results of a shard.
 
     Args:
-        shard: of the batch.
+        shard: the shard's number in the batch.
         first: digests of each rank's results, from the first to the last.
 
     Returns:

@@ -30,8 +30,8 @@ def stream_seed(seed: int, stream: Stream, *key: int) -> int:
 
     Args:
         seed: the job's seed, of any sign and below 2**63 in size.
-        stream: what the numbers are for.
-        key: where in the job, as listed beside each :class:`Stream`.
+        stream: the purpose of the numbers.
+        key: the place in the job, as listed beside each :class:`Stream`.
     """
     words = struct.pack(f"<{len(key) + 2}q", seed, stream, *key)
     return int.from_bytes(hashlib.blake2b(words, digest_size=8, person=b"unisono").digest(), "little")

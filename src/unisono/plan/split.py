@@ -40,8 +40,8 @@ class Split:
         """Ranges that are all computed at about the same time: the slowest worker's time is as short as it can be.
 
         Args:
-            shards: of the job.
-            seconds: that each worker takes for a shard, by rank; each gets one at least.
+            shards: the job's number of shards.
+            seconds: the time of one shard on each worker, by rank. Each worker gets at least one shard.
 
         Raises:
             ValueError: more workers than shards.
@@ -60,7 +60,7 @@ class Split:
         The others share the shards out evenly; where they do not now, by the speeds that this split speaks of.
 
         Args:
-            servers: how many; none if nobody would be left to compute.
+            servers: the number of servers; 0 if nobody would be left to compute.
         """
         computing = self.workers - servers
         if servers == 0 or computing < 1:
@@ -75,7 +75,7 @@ class Split:
         """The same parts of a batch that is cut finer: each shard into equally many, which are neighbours.
 
         Args:
-            shards: that there are then.
+            shards: the new number of shards.
 
         Raises:
             ValueError: no multiple of those that there are.

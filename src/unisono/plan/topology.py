@@ -87,7 +87,7 @@ class Plan:
     tree adds them; nobody adds anything else. The root goes down the same tree.
 
     Attributes:
-        split: which shards each worker computes.
+        split: the shards of each worker.
         pieces: into how many a bucket is cut.
         rounds: a message can be sent when those of the rounds before have arrived.
     """
@@ -134,7 +134,7 @@ def plan(split: Split, topology: str, pieces: int) -> Plan:
     """The graph of sends for buckets that are cut into so many pieces.
 
     Args:
-        split: which shards each worker computes. Where some only serve, they finish the pieces, and all others send to
+        split: the shards of each worker. Where some only serve, they finish the pieces, and all others send to
             them.
         topology: one of :data:`TOPOLOGIES`, for workers that all compute.
         pieces: any number. They follow each other on the same way; where workers share them out, in turn.

@@ -45,7 +45,7 @@ class SummationTree:
         Args:
             partials: the value of each subtree of a cover.
             add: adds two siblings; may reuse its left argument.
-            node: where to stop.
+            node: the node at which to stop.
 
         Raises:
             KeyError: a leaf of the tree is covered by no partial sum.

@@ -81,7 +81,7 @@ class DiLoCo(LocalSGD):
 
         Args:
             start: θ_prev, of any shape.
-            mean: of the replicas, of the same shape.
+            mean: the mean of the replicas, of the same shape.
             velocity: v, of the same shape, changed in place.
 
         Returns:

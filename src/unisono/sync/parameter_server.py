@@ -17,7 +17,7 @@ def shares(sizes: Sequence[int], servers: int) -> list[list[int]]:
 
     Args:
         sizes: bytes of each tensor.
-        servers: how many there are, at least 1.
+        servers: the number of servers, at least 1.
 
     Returns:
         the numbers of each server's tensors, in order; the same for the same sizes.

@@ -15,7 +15,7 @@ class Strategy:
     ``str(strategy)`` is its text on the command line: the name, and what differs from the defaults.
 
     Attributes:
-        name: of the strategy.
+        name: the strategy's name.
         is_exact: whether all workers have the same weights after each step, and those of the serial run.
     """
 
@@ -31,7 +31,7 @@ class Strategy:
         """Refuse what cannot be before anything is trained.
 
         Args:
-            workers: that there are; None where that may change.
+            workers: the number of workers; None if it may change.
             shards_optimizer: whether the update is to be split over the workers of a host.
 
         Raises:
