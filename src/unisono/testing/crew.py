@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from unisono.sync.strategy import AllReduce
 from unisono.train.config.settings import Settings
 from unisono.train.config.terms import Terms
 from unisono.train.group.acts import Acts
-from unisono.train.group.membership import Arrival, Membership, Standing
+from unisono.train.group.membership import Arrival, Fixed, Membership, Standing
 from unisono.train.group.signals import LeaveRequest
 from unisono.train.group.workers import Workers
 from unisono.train.run import Run
@@ -104,27 +104,18 @@ class _Board:
         return self.crew.read(self.generation, name)
 
 
-class CrewMembership(Membership):
+class CrewMembership(Fixed):
     """One thread's place in the crew. Nobody is lost in it, and nobody joins."""
 
     def __init__(self, crew: Crew, name: int, trade: Trade) -> None:
         self.is_elastic = trade.is_elastic
         self._crew, self._name, self._shards = crew, name, trade.job.shards
-        self._workers = self._formed(1)
-
-    @property
-    def workers(self) -> Workers:
-        """Those of the present generation."""
-        return self._workers
+        super().__init__(self._connected(1))
 
     @property
     def is_due(self) -> bool:
         """Whether somebody is to leave."""
         return bool(self._crew.leaving & set(self._crew.roster(self._workers.generation.number)))
-
-    def leave(self) -> bool:
-        """Nobody asks."""
-        return False
 
     def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
         """Part, and meet again without those who leave."""
@@ -138,14 +129,8 @@ class CrewMembership(Membership):
         self._workers.close()
         if self._name in self._crew.leaving:
             raise Dismissed("it is replaced")
-        self._workers = self._formed(number + 1)
+        self._workers = self._connected(number + 1)
         return Arrival(0, [standing.acts] * self._workers.world_size, frozenset(), {})
-
-    def formed(self, seconds: Mapping[str, float]) -> None:
-        """Nobody asks."""
-
-    def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None:
-        """Nobody asks."""
 
     def resize(self, workers: int) -> None:
         """Nobody comes."""
@@ -154,29 +139,7 @@ class CrewMembership(Membership):
         """It leaves at the next boundary, and nobody comes instead."""
         self._crew.leaving.add(self._crew.roster(generation)[rank])
 
-    def finished(self, digest: str) -> None:
-        """Nobody asks."""
-
-    def publish(self, name: str, value: Any) -> None:
-        """Nobody joins."""
-
-    def published(self, name: str) -> Any:
-        """Nobody joins."""
-        raise NotImplementedError
-
-    def enter(self, loop: int) -> Arrival | None:
-        """Nobody joins."""
-        raise NotImplementedError
-
-    def await_end(self) -> NoReturn:
-        """Nobody joins."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Let go of the connections."""
-        self._workers.close()
-
-    def _formed(self, number: int) -> Workers:
+    def _connected(self, number: int) -> Workers:
         roster = self._crew.roster(number)
         rank, split = roster.index(self._name), Split.even(self._shards, len(roster))
         transport: Transport = Solo(self._shards)

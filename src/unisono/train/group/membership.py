@@ -177,8 +177,6 @@ class Membership(ABC):
 class Fixed(Membership):
     """The workers that were started together. Without one of them the others cannot go on."""
 
-    is_due = False
-
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
@@ -186,6 +184,11 @@ class Fixed(Membership):
     def workers(self) -> Workers:
         """All of them."""
         return self._workers
+
+    @property
+    def is_due(self) -> bool:
+        """Nobody comes, and nobody leaves alone."""
+        return False
 
     def leave(self) -> bool:
         """They leave together."""
