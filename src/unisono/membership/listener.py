@@ -3,7 +3,6 @@
 import asyncio
 import ipaddress
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from unisono.errors import JobError
 from unisono.membership.conversation import SILENT
+from unisono.membership.token import is_loopback
 
 REQUEST_LINE_S = 10.0
 """Seconds in which whoever connects has to say what it wants."""
@@ -45,18 +45,16 @@ def listen(address: Address, *, tls: bool) -> socket.socket:
     Raises:
         JobError: it cannot be had; or others than this host can reach it, without TLS.
     """
-    if not tls and address.fd is None and not _is_loopback(address.host):
-        raise _needs_tls(address.host)
     try:
-        found = _bound(address) if address.fd is None else socket.socket(fileno=address.fd)
+        found = _bound(address, tls=tls) if address.fd is None else socket.socket(fileno=address.fd)
     except OSError as error:
         where = f"{address.host}:{address.port}" if address.fd is None else f"descriptor {address.fd}"
         raise JobError(f"the coordinator cannot listen on {where}: {error}") from error
     found.set_inheritable(False)
-    host = found.getsockname()[0]
-    if not tls and not _is_loopback(host):
+    bound = found.getsockname()[0]
+    if not tls and not is_loopback(bound):
         found.close()
-        raise _needs_tls(host)
+        raise _needs_tls(bound)
     found.listen(_BACKLOG)
     return found
 
@@ -65,7 +63,7 @@ def hosts(listening: socket.socket, address: Address) -> frozenset[str]:
     """The ``name:port`` that clients may have connected to."""
     bound, port = listening.getsockname()[:2]
     names = {"localhost", "127.0.0.1", "::1", bound, address.host.lower(), *(name.lower() for name in address.names)}
-    if not _is_loopback(bound):
+    if not is_loopback(bound):
         names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
     return frozenset(f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names)
 
@@ -78,8 +76,10 @@ def url(listening: socket.socket, address: Address, *, tls: bool) -> str:
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _bound(address: Address) -> socket.socket:
+def _bound(address: Address, *, tls: bool) -> socket.socket:
     family, kind, protocol, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+    if not tls and not is_loopback(str(where[0])):
+        raise _needs_tls(address.host)
     found = socket.socket(family, kind, protocol)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,16 +88,6 @@ def _bound(address: Address) -> socket.socket:
         found.close()
         raise
     return found
-
-
-def _is_loopback(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise JobError(f"{host} is the address of no host: {error}") from error
-    return all(ipaddress.ip_address(where[0]).is_loopback for *_, where in found)
 
 
 def _needs_tls(host: str) -> JobError:
