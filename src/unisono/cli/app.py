@@ -19,6 +19,7 @@ from unisono.cli.status import leave, resize, status, stop
 from unisono.cli.study import StudyCommand, study
 from unisono.cli.verify import verify
 from unisono.errors import JobError, UnisonoError
+from unisono.exit_codes import USAGE
 
 # ``unisono doctor``: everything that a bug report needs.
 
@@ -37,7 +38,6 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it for pr
 
 # The commands. Nothing here loads torch; a command that needs it loads it when it is called.
 
-USAGE = 2
 
 app = typer.Typer(
     name="unisono",

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from unisono.cli.options import Module, ScriptArgs, ScriptName, Shards, Threads, Tuned
 from unisono.errors import JobError
+from unisono.exit_codes import FIRST_SIGNAL
 from unisono.host.memory import MIB, room_mib
 from unisono.launch.local import Launches
 from unisono.launch.script import Script
@@ -148,7 +149,7 @@ def start(search: BatchSearch, runner: BatchRunner, path: Path) -> int:
     except (Interrupted, KeyboardInterrupt) as interrupted:
         number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
         err.print(Text(f"unisono: ended by {signal.Signals(number).name}: nothing is kept"), soft_wrap=True)
-        return 128 + number
+        return FIRST_SIGNAL + number
     command = shlex.join(["unisono", *sys.argv[1:]])
     report(whole, whole.curve(search, settings.memory_limit_mib, command), path)
     return 1 if whole.found.largest is None else 0

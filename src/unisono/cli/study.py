@@ -42,6 +42,7 @@ from unisono.cli.options import (
     read_workers,
 )
 from unisono.errors import JobError
+from unisono.exit_codes import FIRST_SIGNAL
 from unisono.host.cgroup import usable_cores
 from unisono.launch.script import Script
 
@@ -172,7 +173,7 @@ def start(measurement: Measurement, path: Path, wanted: Wanted, *, keeps_going: 
             number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
             words = f"unisono: ended by {signal.Signals(number).name}: start it again to go on with what is missing"
             err.print(Text(words), soft_wrap=True)
-            return 128 + number
+            return FIRST_SIGNAL + number
         command = shlex.join(["unisono", *sys.argv[1:]])
         report(results_of(measurement, measured, cores, command), folder.path, wanted)
     for missing in measured.missing:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from unisono.checkpoint.folder import RunFolder
+from unisono.exit_codes import FIRST_SIGNAL
 from unisono.host.parent_death import end_with_parent
 from unisono.launch.ending.failure import Failure, dismissal_in, note_end
 from unisono.launch.script import Script
@@ -49,7 +50,7 @@ def main() -> None:
         raise
     except KeyboardInterrupt as error:
         print(f"KeyboardInterrupt{_place(error)}", file=sys.stderr)  # noqa: T201
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(FIRST_SIGNAL + signal.SIGINT)
     except BaseException as error:  # noqa: BLE001 (reported, recorded, and turned into the exit code)
         if (dismissed := dismissal_in(error)) is not None:
             said = "".join(traceback.format_exception_only(error)).strip()

@@ -22,6 +22,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from unisono.errors import JobError, UnisonoError
+from unisono.exit_codes import FIRST_SIGNAL, PREEMPTED, USAGE
 from unisono.membership import state as machine
 from unisono.membership.coordinator import Coordinator
 from unisono.membership.gate import Gate, Limits
@@ -32,9 +33,6 @@ from unisono.membership.token import make_token
 
 LONELY_S = 60.0
 """Seconds, and twice the job's ``failure_timeout_s``, after which a coordinator that nobody is connected to ends."""
-
-AGAIN = 75
-"""The exit code of a coordinator whose job is not over."""
 
 PING_S = 20.0
 """How often connections on which nothing is said are tried, in seconds; more often if the job's ``failure_timeout_s``
@@ -111,7 +109,7 @@ def main() -> None:
         sys.exit(_run(options))
     except UnisonoError as error:
         sys.stderr.write(f"unisono: {error}\n")
-        sys.exit(2)
+        sys.exit(USAGE)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -128,14 +126,16 @@ def _run(options: argparse.Namespace) -> int:
         token = make_token(folder)
         _say_where(where, url(listening, address, tls=bool(tls)))
         server = Server(coordinator, token, hosts(listening, address), tls)
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as soon as uvicorn has ended
+        signal.signal(
+            signal.SIGTERM, lambda number, frame: sys.exit(FIRST_SIGNAL + number)
+        )  # as soon as uvicorn has ended
         server.run([listening])
         if server.error is not None:
             raise server.error
     finally:
         coordinator.close()
         where.unlink(missing_ok=True)
-    return 0 if coordinator.state.over is not None else AGAIN
+    return 0 if coordinator.state.over is not None else PREEMPTED
 
 
 def _arguments(arguments: list[str]) -> argparse.Namespace:

@@ -19,10 +19,10 @@ import psutil
 
 from unisono.checkpoint.folder import write_json
 from unisono.errors import JobError, UnisonoError
+from unisono.exit_codes import FIRST_SIGNAL, PREEMPTED
 from unisono.jsonl import read_lines
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.address import Control, address_of
-from unisono.launch.ending.outcome import FIRST_SIGNAL, PREEMPTED
 from unisono.launch.ending.result import last_lines
 from unisono.launch.forkserver.born import NURSERY
 from unisono.launch.script import Script

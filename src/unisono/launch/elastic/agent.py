@@ -17,6 +17,7 @@ from pathlib import Path
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
+from unisono.exit_codes import NOT_STARTED
 from unisono.host.guard import Guard, kill_group
 from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.coordinator_line import CoordinatorLine, Probes
@@ -44,9 +45,6 @@ from unisono.membership.messages import (
 )
 from unisono.membership.messages import End as EndWorkers
 from unisono.membership.token import new_token, token_file
-
-NOT_STARTED = 126
-"""The exit code of a worker that the system would not start, as shells have it."""
 
 STACKS_S = 0.5
 """How long a worker that hangs may take to write where it hangs, before it is killed."""

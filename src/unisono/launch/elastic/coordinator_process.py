@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unisono.errors import LaunchError
+from unisono.exit_codes import USAGE
 from unisono.host.guard import Guard, kill_group
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.elastic import ElasticSettings
@@ -80,7 +81,6 @@ FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 5.0
 SERVER = "unisono.membership.server"
 PATIENCE_S = 5.0
-USAGE = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from unisono.errors import JobError
+from unisono.exit_codes import PREEMPTED
 from unisono.launch.elastic.entrance import Entrance
-from unisono.launch.ending.outcome import PREEMPTED, Blame, Verdict, WorkerExit
+from unisono.launch.ending.outcome import Blame, Verdict, WorkerExit
 from unisono.launch.settings import LaunchSettings
 from unisono.received import LONGEST_S
 

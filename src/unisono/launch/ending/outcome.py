@@ -5,14 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from unisono.exit_codes import FIRST_SIGNAL, PREEMPTED
 from unisono.launch.ending.failure import Failure
 from unisono.launch.terminal.name import WorkerName, called, number
-
-PREEMPTED = 75
-"""The exit code of a worker that left with a checkpoint and can be started again."""
-
-FIRST_SIGNAL = 128
-"""A process that a signal ended has, for a shell, the exit code 128 + the signal's number."""
 
 HINTS = {
     "SIGKILL": "likely the memory ran out (see dmesg, and the memory limit of the container or of the Slurm job): "

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unisono.errors import JobError, LaunchError
-from unisono.launch.ending.outcome import PREEMPTED
+from unisono.exit_codes import FIRST_SIGNAL, PREEMPTED
 from unisono.launch.slurm.batch_job import BatchJob
 from unisono.launch.slurm.words import shell_word
 
@@ -19,7 +19,7 @@ TEMPLATE = Path(__file__).with_suffix(".sh.j2")
 MARK = "written by: "
 """How the second line begins: a file with it may be written anew."""
 
-INTERRUPTED = 128 + signal.SIGTERM
+INTERRUPTED = FIRST_SIGNAL + signal.SIGTERM
 """Exit code of a study that was asked to leave: what it has measured is kept."""
 
 PATIENCE_S = 120.0

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from unisono.exit_codes import NOT_STARTED, PREEMPTED
 from unisono.membership.messages import (
     AgentHello,
     AgentLeaving,
@@ -273,7 +274,7 @@ def _why_ended(state: State, worker: Worker, ended: WorkerEnded) -> tuple[str, b
         return "its script ended before the others'", is_early
     how = f"signal {-ended.code}" if ended.code < 0 else f"code {ended.code}"
     why = f"it ended with {how}" + (f": {ended.error}" if ended.error else "")
-    return why, 1 <= ended.code <= 125 and ended.code != 75 and bool(ended.error)
+    return why, 1 <= ended.code < NOT_STARTED and ended.code != PREEMPTED and bool(ended.error)
 
 
 def _agent_leaves(change: Change, name: str) -> None:

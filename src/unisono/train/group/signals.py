@@ -6,8 +6,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-PREEMPTED = 75
-"""Exit code of a worker that left with a checkpoint and can be started again."""
+from unisono.exit_codes import PREEMPTED as PREEMPTED  # a worker that was asked to leave ends with it
 
 
 class LeaveRequest:
