@@ -34,7 +34,7 @@ class StepModel:
     Attributes:
         compute_s: seconds of forward and backward on one worker.
         rest_s: seconds of what each worker does for itself: the update, and waiting for data.
-        gradient_bytes: that are reduced in a step.
+        gradient_bytes: the bytes of gradients that are reduced in a step.
         latency_s: seconds of a message between two workers.
         bandwidth: bytes per second between two workers.
     """
@@ -102,7 +102,7 @@ class Wanted:
     """What a reader of a study wants to know.
 
     Attributes:
-        title: of the report.
+        title: the report's title.
         predict: numbers of workers to predict; empty for twice and four times as many as were measured.
         threshold: the efficiency that workers have to reach, 0 … 1.
         prices: None to leave costs out.
@@ -120,11 +120,11 @@ class Curve:
 
     Attributes:
         mode: strong or weak.
-        label: of what was measured.
+        label: the name of what was measured.
         rows: all numbers of workers, fewest first.
         plain: the plain loops, with the threads of one worker or of more; none if they were not measured.
-        fits: of the laws that there are figures enough for.
-        model: of a step, from its parts; None if they were not measured.
+        fits: the fits of those laws for which there are enough figures.
+        model: the model of a step, from its parts; None if they were not measured.
         step_time: as policies fit it; None if steps were not measured.
         predict: numbers of workers to predict.
         advice: None if no number of workers can be advised.
@@ -162,11 +162,11 @@ class Analysis:
     """A study and what follows from it.
 
     Attributes:
-        results: what was measured.
+        results: the measurements.
         wanted: by the reader.
         summary: medians and ratios.
         curves: strong ones first.
-        batches: of the batch size search, by label.
+        batches: the results of the batch size search, by label.
     """
 
     results: Results

@@ -35,14 +35,14 @@ class BatchCurve(BaseModel):
     """All of them. Batches are samples per worker.
 
     Attributes:
-        rows: what was tried.
+        rows: the trials.
         largest: batch that fits; None if none did.
         best: batch with the highest throughput, among those that leave the margin.
         with_margin: the largest that leaves the margin.
-        workers: how many there were.
-        memory_limit_mib: that each of them had.
+        workers: the number of workers.
+        memory_limit_mib: the memory limit of each worker.
         margin: share of the largest batch by which the other two stay below it.
-        command: of the search.
+        command: the command of the search.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")

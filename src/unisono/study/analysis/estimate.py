@@ -61,7 +61,7 @@ def ratio(values: Sequence[float], others: Sequence[float], *, paired: bool) -> 
 
     Args:
         values: measured figures.
-        others: what they are divided by.
+        others: the divisors.
         paired: values of the same place were measured side by side, and are drawn together: what disturbed both then
             says nothing about their ratio.
     """

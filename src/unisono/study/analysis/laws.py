@@ -23,13 +23,13 @@ class Law:
     """Speedup as a function of the number of workers.
 
     Attributes:
-        name: of the law.
+        name: the law's name.
         short: the same, where there is little room.
         formula: as people write it.
-        source: where it comes from.
-        symbols: of its parameters, each 0 or above, with what they say.
-        largest: that each of them may be.
-        speedup: of an array of worker numbers and the parameters.
+        source: the publication that it comes from.
+        symbols: the symbols of its parameters, each 0 or above, with their meanings.
+        largest: the largest value of each parameter.
+        speedup: the function from an array of worker numbers and the parameters to the speedups.
     """
 
     name: str
@@ -75,14 +75,15 @@ class Fit:
     """A law with its parameters.
 
     Attributes:
-        law: that was fitted.
+        law: the law that was fitted.
         parameters: by symbol, each with its interval.
         rate: samples per second of one worker, as the fit has it.
         misfit: the largest deviation of the fit from a median, as a share of that.
-        figures: that it was fitted to.
+        figures: the number of figures that it was fitted to.
         values: the logarithm of ``rate``, and the parameters.
-        covariance: of these; None if there are as many unknowns as figures, so that no interval can be given.
-        quantile: of Student's t.
+        covariance: the parameters' covariance; None if there are as many unknowns as figures, so that no interval can
+            be given.
+        quantile: the quantile of Student's t.
         bic: Schwarz's criterion; of two fits to the same figures the one with the lower is the better explanation.
     """
 
@@ -126,7 +127,7 @@ def fitted(law: Law, measured: Mapping[int, Sequence[float]]) -> Fit | None:
     has an interval that reaches below 0 as often as not; it ends at the bounds here, and so does the figure itself.
 
     Args:
-        law: which one.
+        law: the law to fit.
         measured: samples per second of each run, by workers.
 
     Returns:

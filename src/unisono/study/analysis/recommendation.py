@@ -21,8 +21,8 @@ class Prices:
     :class:`~unisono.adapt.scaling_policy.ScalingPolicy`, whose ``waiting`` is 1.
 
     Attributes:
-        worker: of an hour of one worker.
-        waiting: what it is worth that the training ends an hour earlier.
+        worker: the price of an hour of one worker.
+        waiting: the value of ending the training an hour earlier.
     """
 
     worker: float

@@ -33,29 +33,29 @@ class Cell(BaseModel):
     epoch, epoch 1 is left out of all figures as long as the same run has later ones.
 
     Attributes:
-        label: of the model, the machine or the version that was measured; what is compared has different ones.
+        label: the name of the measured model, machine or version. Things that are compared have different labels.
         mode: ``strong`` keeps the global batch, ``weak`` the batch per worker, ``baseline`` is the plain loop, in one
             process without Unisono.
-        workers: how many trained; for a baseline, those whose threads it had.
-        repeat: which of several measurements of the same, from 0.
+        workers: the number of workers; for a baseline, it had the threads of so many workers.
+        repeat: the number of the repeat, from 0.
         batch_size: samples in a global batch.
         learning_rate: after the warm-up.
         epoch: its number, from 1, if the row is one epoch of a run.
-        samples: that were trained on in the measured time.
+        samples: the number of samples of the measured time.
         seconds: the measured time.
         epoch_s: seconds of a whole epoch.
         step_s: median seconds of a step.
-        data_s: of a step: waiting for data.
-        compute_s: of a step: forward and backward.
-        exposed_s: of a step: communication that no computation covers.
-        update_s: of a step: the optimizer.
-        wait_s: of a step: waiting for the slowest worker.
-        peak_memory_mib: of the worker that needed most.
+        data_s: seconds of a step spent waiting for data.
+        compute_s: seconds of a step spent in forward and backward.
+        exposed_s: seconds of a step's communication that no computation covers.
+        update_s: seconds of a step spent in the optimizer.
+        wait_s: seconds of a step spent waiting for the slowest worker.
+        peak_memory_mib: the peak memory of the worker that needed most.
         loss: after the same samples in all runs of a label and a mode; one that is not finite is as good as none.
         accuracy: a share, 0 … 1, at the same moment.
         digest: SHA-256 of the weights at the same moment.
         oversubscribed: workers times threads were more than the machine has cores (or workers more than GPUs).
-        exit_code: of the run; other than 0 leaves the row out of all figures.
+        exit_code: the run's exit code; a row with another one than 0 is left out of all figures.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -116,14 +116,14 @@ class Results(BaseModel):
     """All of a study.
 
     Attributes:
-        cells: what was measured, in the order of measuring.
+        cells: the measurements, in the order of measuring.
         environment: of the machine and its software, shown as it is. What else is made of it: ``cores``, and for the
             model of a step ``latency_s`` (of a message between two workers) and ``bandwidth_bytes_per_s``.
-        commands: that were run, each as one could type it.
+        commands: the commands that were run, each as one could type it.
         settings: of the study, shown as they are. What else is made of them: ``epoch_samples`` (the samples of an
             epoch, for epoch times that were not measured), and for models of a step ``shards`` and ``gradient_bytes``
             (that are reduced in a step). Each is a number, or a number for each label.
-        notes: what a reader of the figures should know, in sentences.
+        notes: sentences that a reader of the figures should know.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -30,7 +30,7 @@ class Kind:
 
     Attributes:
         mode: ``strong``, ``weak``, or ``baseline`` for the plain loop.
-        workers: how many; of the plain loop, which is one process, those whose threads it has.
+        workers: the number of workers. The plain loop is one process; it has the threads of so many workers.
     """
 
     mode: Mode
@@ -52,8 +52,8 @@ class PlannedCell:
     """One run of a study.
 
     Attributes:
-        kind: what is run.
-        repeat: which time, from 0.
+        kind: the kind of run.
+        repeat: the number of the repeat, from 0.
     """
 
     kind: Kind
@@ -72,7 +72,7 @@ def kinds_of(workers: Sequence[int], modes: Sequence[Mode], baselines: Sequence[
     """What a study measures. One worker is strong and weak scaling's beginning alike, and is measured once for both.
 
     Args:
-        workers: how many train together.
+        workers: the number of workers that train together.
         modes: strong, weak or both.
         baselines: the plain loop, with the threads of so many workers.
     """
@@ -109,7 +109,7 @@ def seconds_left(cells: Iterable[PlannedCell], took: Mapping[Kind, Sequence[floa
     """How long cells will take: each as long as its kind so far, or as all kinds on average; None if nothing is known.
 
     Args:
-        cells: that are left.
+        cells: the cells that are left.
         took: seconds of those that are done.
     """
     means = {kind: sum(seconds) / len(seconds) for kind, seconds in took.items() if seconds}
@@ -132,7 +132,7 @@ class StudyFolder:
     has its own name is whole, and is never measured again.
 
     Args:
-        path: of the folder.
+        path: the folder's path.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,7 +144,8 @@ class StudyFolder:
         """Nobody else measures in this folder meanwhile.
 
         Args:
-            settings: that decide what is measured; those of the figures that are in the folder already must be alike.
+            settings: the settings that decide what is measured. Those of figures that are in the folder already must
+                be equal.
 
         Raises:
             JobError: they are not, somebody else does, or the folder cannot be used; says what to do.

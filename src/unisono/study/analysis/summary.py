@@ -32,12 +32,12 @@ class Row:
     scaling it is the scaled speedup.
 
     Attributes:
-        label: of what was measured.
+        label: the name of what was measured.
         mode: strong, weak or baseline.
-        workers: how many.
+        workers: the number of workers.
         cells: the measurements that count.
         rates: samples per second of each run, or of each epoch where there is but one run.
-        repeats: which runs these are; none where they are epochs.
+        repeats: the numbers of the runs; none if these are epochs.
         samples_per_s: throughput.
         epoch_s: seconds of an epoch.
         speedup: against one worker; None if that was not measured, or if workers shared cores.
@@ -129,7 +129,7 @@ class Summary:
     """All rows of a study.
 
     Attributes:
-        rows: of strong and weak scaling, never mixed, by label and workers.
+        rows: the rows of strong or of weak scaling, by label and workers.
         baselines: the plain loops, by label; each with the threads of one worker or of more, fewest first.
         failed: runs that did not succeed.
     """

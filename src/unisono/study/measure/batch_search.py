@@ -27,10 +27,10 @@ class Tried:
     Attributes:
         batch: samples per worker.
         fits: whether every worker took all its steps within its memory.
-        samples_per_s: of all workers together; None if it could not be timed.
+        samples_per_s: samples per second of all workers together; None if it could not be timed.
         peak_mib: memory that a worker needed at most; None if it is not known.
-        shards: of the job; None if it did not come so far.
-        data_samples: of the script's data set; None likewise.
+        shards: the job's number of shards; None if it did not come so far.
+        data_samples: the number of samples in the script's data set; None likewise.
         words: why it does not fit.
     """
 
@@ -51,7 +51,7 @@ class Found:
         largest: batch that fits; None if none does.
         with_margin: the largest that leaves the margin; it was tried, too.
         best: the batch with the best throughput among those that leave the margin; None if none could be timed.
-        bound: what keeps the largest from being larger.
+        bound: the reason why the largest is not larger.
     """
 
     largest: int | None
@@ -65,7 +65,7 @@ class BatchSearch:
     """What to search for.
 
     Attributes:
-        workers: how many.
+        workers: the number of workers.
         first: the batch per worker to begin with.
         most: the largest to try; None without such a bound.
         margin: share of the largest batch by which the recommended ones stay below it.

@@ -37,9 +37,9 @@ class Searched:
         """As it is kept for reports.
 
         Args:
-            search: what was searched for.
-            memory_limit_mib: of each worker.
-            command: of the search.
+            search: the search and its limits.
+            memory_limit_mib: the memory limit of each worker.
+            command: the command of the search.
         """
         rows = tuple(
             BatchTrial(
@@ -66,7 +66,7 @@ def searched(search: BatchSearch, attempt: Try, tell: Callable[[Tried], None]) -
     """Search until there is an answer.
 
     Args:
-        search: what to search for; must have been checked.
+        search: the search to make, which was checked before.
         attempt: tries one.
         tell: gets what came of each.
     """

@@ -26,22 +26,22 @@ class MeasuredRun:
     """What a run was found to take.
 
     Attributes:
-        samples: that were trained on in the measured time.
+        samples: the number of samples of the measured time.
         seconds: the measured time.
         trained: samples that were trained on in all.
         epoch_s: seconds of a whole epoch.
-        times: of a step, the median of each part; None of a plain loop.
-        peak_memory_mib: of the worker that needed most.
+        times: the median of each part of a step; None for a plain loop.
+        peak_memory_mib: the peak memory of the worker that needed most.
         batch_size: samples in a global batch.
         learning_rate: in the last step.
         accuracy: the last one that the script logged.
-        digest: of the weights.
-        threads: of each worker.
+        digest: the weights' digest.
+        threads: the number of threads of each worker.
         epoch_samples: samples of an epoch.
-        shards: of the job.
-        gradient_bytes: that are reduced in a step.
+        shards: the job's number of shards.
+        gradient_bytes: the bytes of gradients that are reduced in a step.
         reduction: latency and bandwidth of the reduction itself, if there were several workers.
-        devices: that the workers trained on, by rank.
+        devices: the workers' devices, by rank.
         losses: for each step or epoch: the samples before and after it, and its loss.
         epoch: the number of the epoch, from 1, of a plain loop that has trained but one.
     """
@@ -87,8 +87,8 @@ def measured_run(folder: Path, warmup_steps: int) -> MeasuredRun:
     """What a run folder tells.
 
     Args:
-        folder: of a run that ended well.
-        warmup_steps: that are left out at its beginning.
+        folder: the folder of a run that ended well.
+        warmup_steps: the number of steps that are left out at its beginning.
 
     Raises:
         JobError: it holds nothing that could be timed; says what is missing.
@@ -146,7 +146,7 @@ def plain_run(log: Path) -> MeasuredRun:
     A line may have ``loss`` and ``accuracy`` as well. The first epoch is left out if there are more.
 
     Args:
-        log: what the script wrote.
+        log: the output of the script.
 
     Raises:
         JobError: there is no such line, or one has no figures.

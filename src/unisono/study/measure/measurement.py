@@ -27,7 +27,7 @@ def surroundings(cores: int) -> dict[str, Any]:
     """What figures depend on besides the script, by name.
 
     Args:
-        cores: that this process may use.
+        cores: the number of cores that this process may use.
     """
     return {
         "system": f"{platform.system()} {platform.release()}",
@@ -84,15 +84,15 @@ class Measurement:
         script: the user's, with its arguments, as Python takes them: ``train.py --lr 0.1`` or ``-m package.train``.
         workers: with how many to run it.
         modes: ``strong`` keeps the batch, ``weak`` multiplies it by the workers.
-        repeats: how often each.
+        repeats: the number of repeats of each cell.
         steps: after which a run is cut short.
         epochs: after which a run is cut short.
         baseline: the plain loop with its arguments; empty without.
         baseline_workers: the plain loop has the threads of so many workers, one number after the other.
-        shards: of the job, if set here.
-        threads: of each worker, if set here.
-        warmup_steps: that are left out of all figures.
-        seed: of the order.
+        shards: the job's number of shards, if set here.
+        threads: the threads of each worker, if set here.
+        warmup_steps: the number of steps that are left out of all figures.
+        seed: the seed of the order.
         label: a name for what is measured, for comparisons.
         tuned: whether the launcher sets the workers' memory allocator.
     """
@@ -155,7 +155,7 @@ class Measurement:
         """What the workers of a run are told besides what the launcher tells them.
 
         Args:
-            kind: of the run.
+            kind: the kind of run.
             environ: this process's.
         """
         found: dict[str, Any] = {"UNISONO_STUDY": 1}
@@ -182,7 +182,7 @@ class Measurement:
 
         Args:
             environ: this process's.
-            cores: that it may use.
+            cores: the number of cores that it may use.
         """
         names = [f"UNISONO_{name}" for name in (*DECIDING, *ADDING)]
         return {

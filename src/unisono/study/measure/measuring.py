@@ -24,9 +24,9 @@ class RunEnd:
     """How a run ended.
 
     Attributes:
-        exit_code: of the launcher.
-        words: what went wrong, for people.
-        log: of the worker that failed, as a path inside of the run folder.
+        exit_code: the launcher's exit code.
+        words: an error message for people.
+        log: the log of the worker that failed, as a path inside of the run folder.
         interrupted: the signal that was to end the study, if any.
         reason: the words without who it was; by default the words.
     """
@@ -47,10 +47,10 @@ class Missing:
     """A run of which there are no figures, and why.
 
     Attributes:
-        cell: that was planned.
-        exit_code: of its run; 1 if it ended well and nothing could be timed.
-        words: what went wrong.
-        log: where there is more; a file or a folder.
+        cell: the planned cell.
+        exit_code: its run's exit code; 1 if it ended well and nothing could be timed.
+        words: an error message.
+        log: the file or folder with more about it.
         reason: the words without who it was.
     """
 
@@ -121,7 +121,7 @@ def measure(
     """Run what is missing in a folder, and read everything.
 
     Args:
-        measurement: what to measure; must have been checked.
+        measurement: the measurement to make, which was checked before.
         folder: opened.
         run_cell: runs one.
         progress: is told.
@@ -170,9 +170,9 @@ def rows(measurement: Measurement, measured: Measured, cores: int) -> list[Cell]
     """The figures as rows of results, in the order of measuring.
 
     Args:
-        measurement: that they are of.
+        measurement: the measurement that they belong to.
         measured: the figures.
-        cores: that this machine has for them.
+        cores: the number of cores of this machine.
     """
     shown = {cell: modes_of(cell.kind, measurement.modes) for cell in measurement.cells}
     trained: dict[Mode, list[int]] = defaultdict(list)

@@ -49,8 +49,8 @@ class Picture:
     """What is drawn.
 
     Args:
-        record: of the run.
-        replay: what policies would have done; None to leave that out.
+        record: the run's record.
+        replay: the replayed decisions of policies; None to leave them out.
 
     Raises:
         JobError: there is nothing to draw.
@@ -115,8 +115,8 @@ def draw(record: Record, path: Path, replay: Replay | None = None) -> None:
     """Draw a run into a file: PNG, SVG or PDF, by its name.
 
     Args:
-        record: of the run.
-        path: of the file.
+        record: the run's record.
+        path: the file's path.
         replay: drawn beside what the run did; None to leave it out.
 
     Raises:

@@ -20,11 +20,11 @@ class Record:
     """A run as its folder has it, whether it is over or not.
 
     Attributes:
-        path: of the folder.
-        job: that was trained.
-        journal: what happened, in the order in which it was written down.
+        path: the folder's path.
+        job: the job that was trained.
+        journal: the events, in the order in which they were written.
         metrics: lines of steps, and what the script logged beside them.
-        damaged: what could not be read and is left out, for people.
+        damaged: the lines that could not be read and are left out, for people.
     """
 
     path: Path

@@ -44,7 +44,7 @@ def replay(record: Record, policies: Sequence[Policy]) -> Replay:
     are what they made of them, for policies go by what they have reached.
 
     Args:
-        record: of the run.
+        record: the run's record.
         policies: new ones, that nobody has asked yet.
 
     Raises:

@@ -44,8 +44,8 @@ class Chart:
     """A picture.
 
     Attributes:
-        name: of its files, without an ending.
-        title: what it shows.
+        name: the name of its files, without an ending.
+        title: the chart's title.
         words: the same for who cannot see it, and how to read it.
         figure: matplotlib's.
     """

@@ -75,7 +75,7 @@ class Block:
     """A part of a section; one of its fields is filled.
 
     Attributes:
-        kind: which.
+        kind: the kind of block.
         texts: paragraphs, items, or lines of code.
         table: its content.
         pictures: beside each other, where there is room.
@@ -102,9 +102,9 @@ class Document:
     """A report.
 
     Attributes:
-        title: of all.
+        title: the document's title.
         verdict: sentences that come first.
-        advice: what to do.
+        advice: the recommendation.
         sections: all else.
     """
 

@@ -89,8 +89,8 @@ def page(document: Document, drawings: Mapping[str, Drawing]) -> str:
     """The report, light or dark as the reader's screen is. Whatever labels hold is text, never markup.
 
     Args:
-        document: what it says.
-        drawings: of its charts, by their names.
+        document: the document's content.
+        drawings: the drawings of its charts, by their names.
     """
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup

@@ -36,8 +36,8 @@ def pdf(document: Document, drawings: Mapping[str, Drawing]) -> bytes:
     """The report on A4 pages, with their numbers.
 
     Args:
-        document: what it says.
-        drawings: of its charts, by their names.
+        document: the document's content.
+        drawings: the drawings of its charts, by their names.
     """
     from reportlab.lib.pagesizes import A4
     from reportlab.platypus import SimpleDocTemplate

@@ -37,10 +37,10 @@ def write_report(
     """Write ``report.html``, ``report.pdf``, ``results.csv``, ``results.json``, and each plot as PNG and as SVG.
 
     Args:
-        results: what was measured.
+        results: the measurements.
         folder: made if it is not there.
         wanted: by the reader.
-        batches: what the search for the largest batch found, by label.
+        batches: the results of the search for the largest batch, by label.
 
     Returns:
         what the report says.

@@ -24,9 +24,9 @@ class WrittenTable:
     """Rows of fields.
 
     Attributes:
-        head: of each column.
-        rows: as many fields in each.
-        text_columns: that are words, from the left; the others are figures.
+        head: the head of each column.
+        rows: the rows, with one field for each column.
+        text_columns: the number of columns of words, from the left; the others are figures.
         note: below the table.
     """
 
