@@ -51,10 +51,10 @@ class Admission:
 
     Args:
         listening: the socket, which listens; closed in the end.
-        secret: that callers know.
+        secret: the secret that callers know.
         admit: called on the thread.
         most: callers that may be under way.
-        patience_s: how long each of them may take.
+        patience_s: the seconds that each caller may take.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class _Caller:
     Attributes:
         connection: to it.
         talk: see :func:`greet`.
-        until: when it has to be through, by the clock that only goes forward.
+        until: the end of its time, on the monotonic clock.
     """
 
     connection: socket.socket
@@ -206,7 +206,7 @@ def greet(connection: socket.socket, secret: str) -> Generator[int, bytes, int]:
 
     Args:
         connection: to the caller.
-        secret: of this worker.
+        secret: this worker's secret.
 
     Raises:
         Impostor: it does not know the secret.
@@ -228,8 +228,8 @@ def present(connection: socket.socket, rank: int, secret: str) -> None:
 
     Args:
         connection: to it; whoever answers on a Unix socket has to belong to this user.
-        rank: of this worker.
-        secret: of the one who is called.
+        rank: this worker's rank.
+        secret: the secret of the worker that is called.
 
     Raises:
         Impostor: somebody else answers.

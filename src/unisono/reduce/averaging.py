@@ -38,7 +38,7 @@ class Averaging:
 
         Args:
             tensors: floating-point, of the same shapes and dtypes on every worker.
-            divisor: what the sums are divided by; by default the number of workers.
+            divisor: the divisor of the sums; by default the number of workers.
 
         Returns:
             tensors of the same shapes and dtypes, the same on every worker; to be read, and valid until the next call.

@@ -54,7 +54,7 @@ def plan_buckets(
     The first bucket of a kind has 1 MiB at most, unless its first tensor alone has more.
 
     Args:
-        tensors: what the buckets will hold.
+        tensors: the tensors that the buckets will hold.
         bucket_bytes: the size of a bucket, in bytes of the buffer.
         compressed: the dtype of the buffer for floating-point tensors of a wider one; by default each keeps its own.
 
@@ -174,7 +174,7 @@ class Choice:
         """Try every topology on buckets of this one's class.
 
         Args:
-            bucket: of the class.
+            bucket: a bucket of the class.
             trial: gives a topology the buffers it needs.
 
         Returns:

@@ -52,8 +52,8 @@ class Messages(Exchange):
     Args:
         group: a ``ProcessGroupGloo``.
         like: a tensor of the length, dtype and device of the buckets.
-        rank: of this worker.
-        split: which shards each worker computes.
+        rank: this worker's rank.
+        split: the shards of each worker.
         topology: one of :data:`unisono.plan.topology.TOPOLOGIES`.
     """
 
@@ -146,8 +146,8 @@ class Collectives(Exchange):
     Args:
         group: any backend.
         like: a tensor of the length, dtype and device of the buckets.
-        rank: of this worker.
-        split: which shards each worker computes.
+        rank: this worker's rank.
+        split: the shards of each worker.
     """
 
     def __init__(self, group: Any, like: Tensor, rank: int, split: Split) -> None:

@@ -20,7 +20,7 @@ class HostMemory:
     Args:
         peers: the workers of this host; their ranks count from 0 on this host.
         tree: over the shards of all hosts.
-        shards: of each of this host's workers.
+        shards: the shards of each of this host's workers.
     """
 
     def __init__(self, peers: Peers, tree: SummationTree, shards: Sequence[range]) -> None:
@@ -149,7 +149,7 @@ class _Pool:
         rows: for each worker, its rows of flat buffers.
         result: a flat buffer per bucket, in which every worker fills its part.
         twins: copies of the result that this worker may write to.
-        segment: of the result and its twins.
+        segment: the segment of the result and its twins.
     """
 
     rows: list[list[tuple[Tensor, ...]]]

@@ -21,8 +21,8 @@ class HostTransport(Transport, ABC):
 
     Args:
         peers: the workers of this host, as many as on every other.
-        rank: of this worker among all.
-        split: which shards each worker computes.
+        rank: this worker's rank among all workers.
+        split: the shards of each worker.
     """
 
     def __init__(self, peers: Peers, rank: int, split: Split) -> None:
@@ -57,7 +57,7 @@ class HostTransport(Transport, ABC):
         """Which elements of a bucket this worker adds, for its host.
 
         Args:
-            numel: of the bucket.
+            numel: the bucket's number of elements.
         """
         return self.part(numel)
 
@@ -105,8 +105,8 @@ class HierarchicalTransport(HostTransport):
 
     Args:
         peers: the workers of this host; every host has as many.
-        rank: of this worker among all.
-        split: which shards each worker computes.
+        rank: this worker's rank among all workers.
+        split: the shards of each worker.
         across: to the workers of equal local rank, one per host.
         everyone: to all workers, for what is small.
     """
@@ -225,7 +225,7 @@ def host_split(split: Split, workers: int) -> Split:
     """The shards of each host, if every host has so many workers.
 
     Raises:
-        ValueError: that many do not divide the workers.
+        ValueError: the number does not divide the number of workers.
     """
     if split.workers % workers:
         raise ValueError(f"{split.workers} workers cannot be {workers} on every host")

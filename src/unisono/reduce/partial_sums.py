@@ -23,7 +23,7 @@ class Row:
     Attributes:
         flats: one per bucket.
         views: one per tensor, in the order of the tensors' list.
-        pieces: of each tensor's memory with its padding, in the same order.
+        pieces: the memory of each tensor with its padding, in the same order.
     """
 
     flats: tuple[Tensor, ...]
@@ -85,7 +85,7 @@ class PartialSums:
 
     Args:
         tree: the summation tree.
-        shards: of this worker.
+        shards: the shards of this worker.
         rows: as many as ``tree.most_kept`` of these shards; one without shards, which tells what the buckets are like.
     """
 
@@ -112,9 +112,9 @@ class PartialSums:
         An absent one counts as -0.0, the identity of float addition.
 
         Args:
-            number: of the tensor in the list.
+            number: the tensor's number in the list.
             tensor: as wide as the row's, or wider.
-            tally: of its bucket, if its memory is checked.
+            tally: the tally of its bucket, if its memory is checked.
         """
         merges = self._merges[-1]
         views = [self._stack[-depth].views[number] for depth in range(1, max(merges, 1) + 1)]

@@ -42,7 +42,7 @@ class ProcessGroupTransport(Transport):
 
     Args:
         group: a ``ProcessGroupGloo`` or ``ProcessGroupNCCL``; used by one thread, closed by :meth:`close`.
-        device: where the backend wants its tensors; others are staged there and back.
+        device: the device of the backend's tensors; tensors on other devices are copied there and back.
         topology: the way of the partial sums, or ``auto``: the fastest one, as measured when buckets are allocated;
             None for backends that are only asked for standard collectives.
     """

@@ -24,7 +24,7 @@ class Handover:
     """A moment in the current stream of a device, for another stream to wait for.
 
     Args:
-        device: where the tensors live that are handed over.
+        device: the device of the tensors that are handed over.
     """
 
     def __init__(self, device: torch.device) -> None:

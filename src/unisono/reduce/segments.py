@@ -18,7 +18,7 @@ class Segment:
     """Anonymous shared memory, mapped by all workers of this host.
 
     Args:
-        descriptor: of the memory; taken over and closed.
+        descriptor: the memory's file descriptor; taken over and closed.
         size: in bytes.
 
     Attributes:

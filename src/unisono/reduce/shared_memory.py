@@ -30,8 +30,8 @@ class SharedMemoryTransport(HostTransport):
 
     Args:
         peers: the other workers, all on this host.
-        rank: of this worker.
-        split: which shards each worker computes.
+        rank: this worker's rank.
+        split: the shards of each worker.
     """
 
     needs_core = True
@@ -92,7 +92,7 @@ class SharedMemoryTransport(HostTransport):
         """Piece by piece through memory that is given back at once, or as a message.
 
         Raises:
-            JobMismatch: what arrives as a message has another size than ``tensor``; names the rank.
+            JobMismatch: a message has another size than ``tensor``; names the rank.
         """
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if data.numel() == 0:

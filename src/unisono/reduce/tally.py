@@ -26,8 +26,8 @@ class Tally:
         witness: see :data:`Witness`; for rehearsals.
 
     Attributes:
-        balance: what is left on this worker, of what is read once.
-        copies: what is left, of what every worker gets.
+        balance: the words written less those read on this worker, of memory that is read once.
+        copies: the same, of memory that every worker gets.
     """
 
     def __init__(self, start: int = 0, stop: int = 2**62, witness: Witness | None = None) -> None:
@@ -41,8 +41,8 @@ class Tally:
 
         Args:
             values: 1-D; given as words, they are summed sooner.
-            start: where they lie in the bucket, in elements.
-            copies: so many workers will instead receive these very values, this one among them.
+            start: their offset in the bucket, in elements.
+            copies: the number of workers, this one included, that receive these very values instead.
         """
         if copies:
             self.copies += copies * self._sum(values, start)

@@ -29,7 +29,7 @@ class Transport(ABC):
             buckets its ``bytes``, the ``seconds`` of every topology, and the ``fastest`` one.
         needs_core: whether reducing keeps a core busy. Else it is mostly waiting.
         tallies: whether reducing tells what was read of partial sums that are tallied.
-        traffic: what this worker gave the others.
+        traffic: counts what this worker sent to the others.
 
     Raises:
         WorkerLost: from every verb, when another worker is gone.
@@ -59,7 +59,7 @@ class Transport(ABC):
         """Take another way for the partial sums from now on, where there are several. All workers do.
 
         Args:
-            name: of :data:`unisono.plan.topology.TOPOLOGIES`, or ``auto``, which measures them anew.
+            name: one of :data:`unisono.plan.topology.TOPOLOGIES`, or ``auto``, which measures them anew.
         """
 
     def go_direct(self, *, always: bool) -> None:  # noqa: B027 (likewise)
@@ -101,7 +101,7 @@ class Transport(ABC):
 
         Args:
             buckets: the layout of a row, the same on every worker.
-            rows: how many this worker needs; others may need another number.
+            rows: the number of rows that this worker needs; others may need another number.
         """
         return [tuple(bucket.allocate() for bucket in buckets) for _ in range(rows)]
 
@@ -120,7 +120,8 @@ class Transport(ABC):
             partials: this worker's partial sums, the cover of its shards from left to right: 1-D tensors of
                 one length, a multiple of 64 elements. They may be overwritten. A worker that serves gives one tensor
                 that is like them; its values are not read.
-            divisor: what the root's value is divided by, once, where it is finished; the same on every worker.
+            divisor: the divisor of the root's value, the same on every worker. The division happens once, where the
+                sum is finished.
             tally: in which the partial sums were written. They are read from it, and the total is kept there, by every
                 worker what nobody else keeps of the memory that it reads. All workers give one, or none does.
 
@@ -147,7 +148,7 @@ class Transport(ABC):
         """Which elements of a flat buffer that all workers of this host see are this worker's to change.
 
         Args:
-            numel: of the buffer, a multiple of 64; so are the ends of the part.
+            numel: the buffer's number of elements, a multiple of 64; so are the ends of the part.
         """
         return range(numel)
 
