@@ -46,7 +46,7 @@ class Line:
     the job, is through.
 
     Attributes:
-        url: of the coordinator.
+        url: the coordinator's URL.
         kept: whatever has to live as long as the line.
         local_address: by which this host was last seen from the coordinator's.
     """
@@ -96,12 +96,12 @@ class Line:
         """Connect and say hello.
 
         Args:
-            url: of the coordinator, ``http://…`` or ``https://…``.
-            token: of the job.
-            hello: who this worker is.
+            url: the coordinator's URL, ``http://…`` or ``https://…``.
+            token: the job's token.
+            hello: this worker's first message, which says who it is.
             on_message: called with each message but answers to requests, on the line's thread, one at a time. On a new
                 connection the coordinator may say things again.
-            timeout_s: how long to try to connect, in seconds.
+            timeout_s: the seconds for which to try to connect.
             certificates: whom to trust, PEM, as :func:`~unisono.membership.token.context_for` says; None for those that
                 this host trusts.
             look_s: seconds between two looks at whether the coordinator is still there.
@@ -146,8 +146,8 @@ class Line:
         """Ask the key-value store, and wait. The line numbers its requests itself.
 
         Args:
-            request: what to ask.
-            answer_s: how long the answer may take, in seconds, besides the request's own ``timeout_s``.
+            request: the request to send.
+            answer_s: the seconds that the answer may take, besides the request's own ``timeout_s``.
 
         Raises:
             LaunchError: no answer came in time, or the line has ended.

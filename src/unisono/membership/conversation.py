@@ -45,10 +45,10 @@ def call(
     """A connection to the coordinator, to be awaited or entered.
 
     Args:
-        url: of the coordinator, ``http://…`` or ``https://…``.
+        url: the coordinator's URL, ``http://…`` or ``https://…``.
         route: behind it.
-        token: of the job.
-        tls: what is trusted; None without TLS.
+        token: the job's token.
+        tls: the TLS context with the trusted certificates; None without TLS.
         open_s: seconds in which it opens.
         ping_s: between two looks at whether the other side is still there, and how long one takes.
         close_s: seconds in which it closes.
@@ -89,7 +89,7 @@ class Conversation:
     became of it.
 
     Args:
-        hello: who this worker is.
+        hello: this worker's first message, which says who it is.
 
     Attributes:
         is_connected: whether there is a connection.

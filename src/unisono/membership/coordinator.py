@@ -57,8 +57,9 @@ class Coordinator:
     """The state, who is connected, the key-value store, and where all that is kept.
 
     Args:
-        run_folder: of the job; it exists. What an earlier coordinator left there is taken up.
-        settings: of a job that begins; one that is taken up keeps its own.
+        run_folder: the job's run folder, which exists. A new coordinator continues with the state of an earlier one
+            there.
+        settings: the settings of a new job; a job that is continued keeps its own.
         clock: in seconds, from any start, never going back.
         fresh: begin anew, whatever an earlier coordinator left. Only the numbers of generations and workers go on from
             there: none is ever used twice in a run folder.

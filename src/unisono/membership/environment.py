@@ -38,14 +38,14 @@ class Environment:
     """Where a worker stands among the workers that were started with it.
 
     Attributes:
-        launcher: who started it: ``unisono``, ``torchrun``, ``env``, ``slurm`` or ``single``.
+        launcher: the launcher that started it: ``unisono``, ``torchrun``, ``env``, ``slurm`` or ``single``.
         rank: its place, 0 … ``world_size`` - 1.
         world_size: the number of workers.
         local_rank: its place among the workers of its host.
         local_world_size: the number of workers of its host.
         host: the name of its host.
-        rendezvous: where the workers meet; None for a worker that is alone.
-        note: what had to be assumed, for the person who reads; empty if nothing.
+        rendezvous: the address at which the workers meet; None for a worker that is alone.
+        note: the assumptions that had to be made, for people; empty if there were none.
     """
 
     launcher: str

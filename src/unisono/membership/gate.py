@@ -23,8 +23,8 @@ class Limits:
     Attributes:
         body: bytes of a request.
         request_s: seconds in which a request has to be here as a whole.
-        requests_per_s: of all together; four times as many may come at once.
-        connections: that workers and agents keep open, all together.
+        requests_per_s: requests per second of all clients together; four times as many may come at once.
+        connections: the connections that all workers and agents together keep open.
         messages_per_s: on each of those; as for requests. Whoever sends faster is read more slowly.
     """
 
@@ -39,7 +39,7 @@ class Rate:
     """Lets so many things happen per second on average, and four times as many at once.
 
     Args:
-        per_s: how many.
+        per_s: the allowed number per second.
         clock: in seconds.
     """
 
@@ -74,8 +74,8 @@ class Gate:
     """Lets a request or a connection in if it holds the token, was meant for this address, and is within limits.
 
     Args:
-        app: what is behind it.
-        token: of the job.
+        app: the application that serves admitted requests.
+        token: the job's token.
         hosts: ``name:port`` under which clients know this address.
     """
 

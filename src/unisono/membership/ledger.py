@@ -24,7 +24,7 @@ class Journal:
     What cannot be written is warned of and left out: no job ends for want of a line in its journal.
 
     Args:
-        path: of the file; it is made with the first line.
+        path: the file's path. The file is made with the first line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +70,7 @@ class Ledger:
     that the coordinator could start again.
 
     Args:
-        path: of the file; its folder exists.
+        path: the file's path. Its folder exists.
         everything: the entries that say all that is known now.
         small: bytes up to which it is never written anew.
 

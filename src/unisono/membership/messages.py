@@ -29,7 +29,7 @@ class Unreached(Message):
     """A host to which no connection can be made.
 
     Attributes:
-        agent: that runs its workers.
+        agent: the agent that runs its workers.
         why: for people.
     """
 
@@ -45,8 +45,8 @@ class WorkerHello(Message):
 
     Attributes:
         worker: its id, which the coordinator gave to the agent that started it.
-        shards: of its job: the most workers that can take part.
-        generation: that it is in; 0 if none.
+        shards: its job's number of shards: the most workers that can take part.
+        generation: the number of its generation; 0 if it is in none.
     """
 
     kind: Literal["worker"] = "worker"
@@ -64,7 +64,7 @@ class Ready(Message):
     Attributes:
         loop: at the start of which it waits, counted from 0 in the script; None before the first generation, where
             it waits in ``unisono.init``.
-        address: where its peers reach it, for the transport's use alone.
+        address: the address at which its peers reach it, for the transport alone.
         generation: the newest that it was part of; 0 if none. A joiner that was taken in, and has lost the others
             before it had their state, leaves that generation by being ready once more.
         unreached: hosts of that generation that it could not connect to.
@@ -81,12 +81,13 @@ class Arrived(Message):
     """A member has left its generation's work and waits for the next generation.
 
     Attributes:
-        generation: that it was in.
-        acts: how many collective calls (steps, evaluations …) it has completed. Members differ by one at most.
-        loop: that it is in.
+        generation: the number of the generation that it was in.
+        acts: the number of collective calls (steps, evaluations …) that it has completed. Members differ by one at
+            most.
+        loop: the number of the loop that it is in.
         at_boundary: whether it stands between two steps of that loop, where joiners can enter.
-        step: that it has committed last; for people.
-        address: where its peers reach it, for the transport's use alone.
+        step: the number of its last committed step, for people.
+        address: the address at which its peers reach it, for the transport alone.
         unreached: hosts of the generation that it could not connect to, so that it did not form.
     """
 
@@ -104,7 +105,7 @@ class Formed(Message):
     """A member works in its new generation.
 
     Attributes:
-        seconds: that it took, by part: ``detect``, ``regroup``, ``form``, ``copy``.
+        seconds: the seconds that forming took, by part: ``detect``, ``regroup``, ``form``, ``copy``.
     """
 
     kind: Literal["formed"] = "formed"
@@ -122,11 +123,11 @@ class Pulse(Message):
     """How a worker's main thread does, by its own measure.
 
     Attributes:
-        doing: what it is at: a collective call (a step, an evaluation …), waiting for other workers, or the script's
-            own work between calls.
+        doing: the worker's present activity: a collective call (a step, an evaluation …), waiting for other workers,
+            or the script's own work between calls.
         still_s: for how long it has come no further.
         longest_s: the longest that it took from one sign of getting on to the next so far.
-        shard_s: that computing one shard takes lately; 0 if shards are not to be split by speed.
+        shard_s: the recent seconds per shard; 0 if shards are not to be split by speed.
     """
 
     doing: Literal["call", "wait", "script"] = "script"
@@ -140,10 +141,11 @@ class Progress(Message):
 
     Attributes:
         acts: as in :class:`Arrived`.
-        step: that it has committed last.
-        samples_per_s: of the whole job, lately.
-        loop: that it is in, if it says so: no generation has to end for joiners that wait at an earlier one.
-        pulse: of its main thread, which this message does not come from.
+        step: the number of its last committed step.
+        samples_per_s: the whole job's recent samples per second.
+        loop: the number of the loop that it is in, if it says so. No generation has to end for joiners that wait at an
+            earlier loop.
+        pulse: the pulse of its main thread. Another thread sends this message.
     """
 
     kind: Literal["progress"] = "progress"
@@ -158,7 +160,7 @@ class Finished(Message):
     """This worker's script has finished its run; with it, the job is done.
 
     Attributes:
-        digest: of the weights, in hex.
+        digest: the weights' digest, in hex.
     """
 
     kind: Literal["finished"] = "finished"
@@ -176,8 +178,8 @@ class Replace(Message):
     """A policy wants another worker instead of one that is too slow.
 
     Attributes:
-        generation: that the worker is in.
-        rank: that it has there.
+        generation: the number of the worker's generation.
+        rank: the worker's rank in that generation.
     """
 
     kind: Literal["replace"] = "replace"
@@ -192,7 +194,7 @@ class StoreRequest(Message):
     as the generations that use them.
 
     Attributes:
-        id: that the reply repeats.
+        id: a number that the reply repeats.
         operation: ``set``; ``get`` (waits for the key); ``wait`` (for all keys); ``add`` (an integer);
             ``compare_set``; ``delete``; ``check`` (whether all keys are there).
         keys: one, but for ``wait`` and ``check``.
@@ -218,10 +220,10 @@ class AgentHello(Message):
 
     Attributes:
         agent: its id, which it made up at random when it started.
-        workers: how many workers it can run.
+        workers: the number of workers that it can run.
         running: the ids of those that it was told to start and whose end it has not told yet, on a new connection
             after the coordinator was gone.
-        probes: where it answers probes of other hosts; empty if it does not.
+        probes: the address at which it answers probes of other hosts; empty if it does not.
     """
 
     kind: Literal["agent"] = "agent"
@@ -238,7 +240,7 @@ class WorkerEnded(Message):
 
     Attributes:
         code: its exit code; negative for a signal.
-        error: what ended it, if it left word.
+        error: the worker's own account of why it ended, if it left one.
     """
 
     kind: Literal["ended"] = "ended"
@@ -284,7 +286,7 @@ class RegroupDue(Message):
     """A new generation is due: members arrive at the next boundary that they agree on.
 
     Attributes:
-        generation: that is going to end.
+        generation: the number of the generation that is going to end.
     """
 
     kind: Literal["regroup"] = "regroup"
@@ -295,7 +297,7 @@ class Lost(Message):
     """The generation's work cannot go on: whoever waits for others in it stops waiting, and arrives.
 
     Attributes:
-        generation: which one.
+        generation: the number of the generation.
         workers: its members that are gone. There may be none: one has left the work in the middle, and tries again.
     """
 
@@ -308,10 +310,10 @@ class Seat(Message):
     """A worker's place in a roster.
 
     Attributes:
-        acts: that it has completed; 0 for a joiner.
+        acts: the number of collective calls that it has completed; 0 for a joiner.
         joins: whether it is new.
-        agent: that runs it.
-        probes: where that agent answers probes; empty if it does not.
+        agent: the agent that runs it.
+        probes: the address at which that agent answers probes; empty if it does not.
     """
 
     worker: Name
@@ -329,9 +331,9 @@ class Minted(Message):
     Attributes:
         generation: its number.
         roster: its workers, in the order of ranks.
-        bounds: which shards each computes: rank r those from ``bounds[r]`` to ``bounds[r + 1]``.
+        bounds: the shards of each worker: rank r computes those from ``bounds[r]`` to ``bounds[r + 1]``.
         source: the rank whose state is the newest; all that are behind take it.
-        loop: that its members are in; None before the first.
+        loop: the number of the loop that its members are in; None before the first.
         departures: members that were lost or left on notice so far, in the whole job.
     """
 
@@ -372,9 +374,9 @@ class JobOver(Message):
     """The job is done, has failed, or was preempted.
 
     Attributes:
-        digest: of the weights; empty if it is not done.
-        main: of a job that is done, the worker of rank 0; perhaps it is gone by now.
-        finished: of a job that is done, those that have all that training comes to.
+        digest: the weights' digest; empty if the job is not done.
+        main: the worker of rank 0, if the job is done. The worker may be gone by now.
+        finished: the workers that have the complete result, if the job is done.
         reason: for people.
         preempted: whether it is to go on later; to an agent that leaves a job that goes on without it, too.
     """
@@ -391,9 +393,9 @@ class StoreReply(Message):
     """The answer to a :class:`StoreRequest`.
 
     Attributes:
-        id: of the request.
+        id: the request's number.
         value: as base64; a decimal number for ``add``; ``1`` or ``0`` for ``check`` and ``delete``.
-        error: what went wrong, for people; empty if nothing.
+        error: an error message for people; empty if the request succeeded.
     """
 
     kind: Literal["stored"] = "stored"
@@ -410,7 +412,7 @@ class Start(Message):
 
     Attributes:
         workers: new ids, never used before.
-        delay_s: how long to wait before, after failures.
+        delay_s: the seconds to wait before the start, after failures.
     """
 
     kind: Literal["start"] = "start"
@@ -436,9 +438,9 @@ class Target(Message):
     """A host that is to be probed.
 
     Attributes:
-        agent: that runs its workers.
+        agent: the agent that runs its workers.
         host: its name.
-        address: where the agent answers probes.
+        address: the address at which the agent answers probes.
     """
 
     agent: Name

@@ -53,7 +53,7 @@ class Call(Message):
 
     Attributes:
         wanted: the agent that it means to reach.
-        back: where it answers probes itself; none if nobody is to connect back.
+        back: the address at which it answers probes itself; none if nobody is to connect back.
     """
 
     nonce: Nonce
@@ -89,9 +89,9 @@ async def probe(targets: Sequence[Target], token: str, patience_s: float, back: 
 
     Args:
         targets: the agents of those hosts.
-        token: of the job.
+        token: the job's token.
         patience_s: seconds after which one is given up.
-        back: where they are to connect back; None if they need not.
+        back: the address to which they are to connect back; None if they need not.
 
     Returns:
         of each agent, why it is not reached; empty if it is.
@@ -110,8 +110,8 @@ class Answering:
     """A listener that answers probes.
 
     Args:
-        agent: whose.
-        token: of the job.
+        agent: the id of the agent that answers.
+        token: the job's token.
     """
 
     def __init__(self, agent: str, token: str) -> None:

@@ -23,7 +23,7 @@ class Generation:
     Attributes:
         number: 1, 2, 3 …, never reused within a run.
         rank: this worker's place in the roster.
-        split: which shards each worker computes, unless some only serve.
+        split: the shards of each worker, unless some only serve.
         departures: workers that were lost or left on notice before it, in the whole job.
     """
 
@@ -90,8 +90,8 @@ class Noticeboard:
     """Where the workers of a generation post how others can reach them.
 
     Args:
-        store: that all of them can read and write, and where no others have posted anything.
-        timeout_s: how long to wait for a notice.
+        store: a store that all of them can read and write, and in which nobody else has posted anything.
+        timeout_s: the seconds to wait for a notice.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:

@@ -43,8 +43,8 @@ class Server(uvicorn.Server):
     """Serves a coordinator, with its gate and its clock, until the job is over or a signal comes.
 
     Args:
-        coordinator: that decides.
-        token: that clients need.
+        coordinator: the coordinator that decides.
+        token: the token that clients need.
         names: the ``name:port`` under which they know this address.
         tls: uvicorn's options for it; empty for none.
     """

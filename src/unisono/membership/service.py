@@ -98,8 +98,8 @@ class Service:
     """The coordinator's routes, and its clock.
 
     Args:
-        coordinator: that decides.
-        limits: of each connection.
+        coordinator: the coordinator that decides.
+        limits: the limits of each connection.
         end: called when the service is no longer of use.
     """
 

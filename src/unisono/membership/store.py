@@ -27,7 +27,7 @@ class CoordinatorStore(dist.Store):
 
     Args:
         line: to the coordinator.
-        timeout: how long ``get`` and ``wait`` wait for a key.
+        timeout: the time for which ``get`` and ``wait`` wait for a key.
     """
 
     timeout: timedelta  # a property of torch's

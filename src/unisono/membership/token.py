@@ -39,7 +39,7 @@ def context_for(url: str, certificate: Path | None) -> ssl.SSLContext | None:
     whatever name or address it was reached. Any other has to be made out for the name in the URL.
 
     Args:
-        url: of the coordinator.
+        url: the coordinator's URL.
         certificate: a file with the coordinator's certificate, or with those of who may vouch for it, PEM; None for
             those that this system trusts.
 

@@ -70,7 +70,7 @@ def split_for(shards: int, workers: Sequence[Worker]) -> Split:
     """The split for these workers: even, unless they are known to differ by much.
 
     Args:
-        shards: of the job.
+        shards: the job's number of shards.
         workers: in the order of ranks. Who is new is taken to be like the others.
     """
     even = Split.even(shards, len(workers))

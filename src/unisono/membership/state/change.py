@@ -22,12 +22,12 @@ class Change:
 
     Args:
         state: before the step.
-        now: when it happens, in seconds.
+        now: the time of the event, in seconds.
 
     Attributes:
         state: as it has become so far.
-        now: when it happens, in seconds.
-        actions: what is to be done, in order.
+        now: the time of the event, in seconds.
+        actions: the actions that follow, in order.
     """
 
     def __init__(self, state: State, now: float) -> None:
@@ -115,7 +115,7 @@ class Change:
         """A worker that was to take part, or did, is given up.
 
         Args:
-            worker: that is given up.
+            worker: the worker that is given up.
             why: for people.
             ended: whether its process is known to be gone.
         """
@@ -157,7 +157,7 @@ class Change:
         """A worker is to end, for nobody's fault.
 
         Args:
-            worker: that is to end.
+            worker: the worker that is to end.
             reason: for people.
             preempted: whether the job is to go on later.
         """

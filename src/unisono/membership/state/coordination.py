@@ -12,7 +12,7 @@ class Coordination:
     Attributes:
         smallest: the fewest workers with which training starts. Once it is under way, survivors go on, however few.
         largest: the most workers.
-        wanted: how many; None for as many as the agents have room for.
+        wanted: the number of workers; None for as many as the agents have room for.
         max_restarts: times ``largest`` is how many lost workers are replaced at most.
         restart_on_error: replace a worker that an exception of its script has ended, too.
         failure_timeout_s: seconds without a sign after which a worker or an agent counts as lost.

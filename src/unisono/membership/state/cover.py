@@ -16,8 +16,8 @@ def lightest_cover(pairs: Iterable[tuple[str, str]], weights: Mapping[str, int])
     into groups of any size; else a cover from which no vertex can be taken away. The same for the same arguments.
 
     Args:
-        pairs: of two different vertices.
-        weights: of every vertex, above 0. Where no two sets of vertices weigh the same, there is one answer.
+        pairs: edges, each a pair of two different vertices.
+        weights: the weight of every vertex, above 0. If no two sets of vertices weigh the same, there is one answer.
     """
     graph = _graph(pairs)
     return frozenset[str]().union(*(_Search(part, weights).best for part in _parts(graph)))

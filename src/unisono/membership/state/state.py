@@ -14,12 +14,13 @@ class Signs:
 
     Attributes:
         connected: whether it is.
-        at: when it gave the last one, or its connection was lost, or it was told to begin with something.
-        started: when its process was to start.
-        since: when its phase began.
-        step: that it has committed last.
-        samples_per_s: of the whole job.
-        pulse: of its main thread.
+        at: the time of its last message, of the loss of its connection, or of the last order to it, whichever is
+            newest.
+        started: the time at which its process was to start.
+        since: the time at which its phase began.
+        step: the number of its last committed step.
+        samples_per_s: the whole job's samples per second.
+        pulse: the pulse of its main thread.
     """
 
     connected: bool = False
@@ -57,22 +58,22 @@ class Worker:
 
     Attributes:
         id: never used again.
-        agent: that runs it.
-        phase: what it does.
-        host: that it runs on; empty until it has connected.
-        pid: of its process there; 0 until it has connected.
+        agent: the agent that runs it.
+        phase: its present phase.
+        host: its host's name; empty until it has connected.
+        pid: its process id there; 0 until it has connected.
         joins: whether training was under way when it connected.
         leaving: whether it was asked to leave.
         is_faulty: whether it computes wrong results: it is in no generation any more.
         loop: for which it is ready.
-        address: where its peers reach it.
+        address: the address at which its peers reach it.
         turn: in which order it became ready.
-        arrived: how it arrived.
-        farewell: what it was told when it was removed.
-        unformed: how many generations that it was to join did not form, though nobody was lost.
-        digest: of its weights when it had finished.
+        arrived: the message with which it arrived.
+        farewell: the message that told it to leave.
+        unformed: the number of generations with it that did not form, though nobody was lost.
+        digest: the digest of its final weights.
         why: it is lost.
-        signs: of its life.
+        signs: its newest signs of life.
     """
 
     id: str
@@ -99,19 +100,19 @@ class Agent:
     """An agent that is there, or was lately.
 
     Attributes:
-        id: that it made up.
-        host: that it is on.
-        workers: how many it can run.
+        id: the id that it chose for itself.
+        host: its host's name.
+        workers: the number of workers that it can run.
         given_up: places of workers that were asked to leave, or with which no generation formed: they are not filled
             again until somebody resizes.
-        probes: where it answers probes; empty if it does not.
+        probes: the address at which it answers probes; empty if it does not.
         probing: the agents that it was asked to probe, and has said nothing about.
-        probing_since: when it was asked last.
+        probing_since: the time at which it was last asked to probe.
         untried: whether it is not yet known that its host reaches those of all workers.
         left_out: why no worker of it takes part; empty if they can.
         leaving: whether it was asked to leave.
         left: whether it was told that it has.
-        signs: of its life.
+        signs: its newest signs of life.
     """
 
     id: str
@@ -146,7 +147,7 @@ class Link:
         one: an agent.
         other: another one.
         why: there is none, for people; empty if there is one.
-        at: when this was found out.
+        at: the time at which this was found out.
     """
 
     one: str
@@ -161,7 +162,7 @@ class Excluded:
 
     Attributes:
         worker: its id.
-        host: that it ran on.
+        host: the name of its host.
         why: for people.
     """
 
@@ -175,36 +176,36 @@ class State:
     """All that the coordinator knows. Values of pydantic can be made of it, and it of them.
 
     Attributes:
-        settings: what the user asked for.
-        now: when the last event happened.
+        settings: the user's settings.
+        now: the time of the last event.
         workers: by id, in the order of their numbers.
         agents: by id, in the order in which they came.
         last_worker: the number of the newest worker.
         last_turn: the number of workers that have become ready.
-        turns_seen: of them, how many had when the newest generation was minted.
+        turns_seen: the value of ``last_turn`` when the newest generation began.
         generation: the newest one's number; 0 before the first.
         minted: the generation that lives; None while none does.
-        minted_at: when it was.
-        loop: that its members are in, as far as is known.
-        due_since: when it became clear that it has to end; None while it has not.
-        arrival: when its first member arrived; None while none has.
+        minted_at: the time at which that generation began.
+        loop: the number of the loop that its members are in, if it is known.
+        due_since: the time since which it has to end; None while it may go on.
+        arrival: the time at which its first member arrived; None while none has.
         lost: its members that were lost.
         broken: whether its work cannot go on: a member was lost, or has left it in the middle.
-        formed: which of them work in it.
-        seconds: that forming it took, by part: the slowest member's.
-        unformed: how many generations in a row without joiners did not form, though nobody was lost.
-        links: what is known of the connections between hosts, but of those that work between hosts of members.
+        formed: the members that work in it.
+        seconds: the seconds that forming it took on its slowest member, by part.
+        unformed: the number of generations in a row, without joiners, that did not form though nobody was lost.
+        links: the known connections between hosts, except working ones between hosts of members.
         excluded: workers that were excluded last, the newest at the end.
-        wanted: how many workers somebody asked for; None for as many as there is room for.
-        shards: of the job; 0 until a worker has said it.
-        restarts: how many lost workers were replaced.
-        unreplaced: how many were not, for want of restarts.
-        quick: how many in a row failed soon after their start.
+        wanted: the number of workers that somebody asked for; None for as many as there is room for.
+        shards: the job's number of shards; 0 until a worker has said it.
+        restarts: the number of lost workers that were replaced.
+        unreplaced: the number of lost workers that were not replaced, since no restarts were left.
+        quick: the number of workers in a row that failed soon after their start.
         departures: members that were lost or left on notice.
         blame: the newest loss, for people.
         stopping: whether the job was asked to stop.
         preempting: whether all its members have been removed, so that it goes on later.
-        over: how it has ended; None while it has not.
+        over: the message that says how the job ended; None while it has not.
     """
 
     settings: Coordination

@@ -13,8 +13,8 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
 
     Args:
         state: before it.
-        event: what happened.
-        now: when, in seconds; not before the last event.
+        event: the event.
+        now: its time in seconds, not before the last event.
 
     Returns:
         the state after it, and what is to be done, in this order, once the state is where it outlasts the
