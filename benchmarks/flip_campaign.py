@@ -182,7 +182,7 @@ class _Striker:
     def _arm(self, run: Run, step: Step) -> None:
         if not self.done and step.number >= self._flip.step:
             self._writes = 0
-            run._require_engine().witness = self._witness
+            run.inside.exact.require_engine().witness = self._witness
 
     def _witness(self, place: str, values: Tensor) -> None:
         if self.done or place != self._flip.place:

@@ -31,8 +31,8 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "train": (
         ("strategies", "record"),
         ("loop",),
-        ("step",),
         ("recovery",),
+        ("step",),
         ("state",),
         ("group",),
         ("model",),

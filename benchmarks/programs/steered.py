@@ -65,7 +65,7 @@ def work(task: Task, folder: Path) -> Found:
             subprocess.run(task.commands[run.rank], check=True)
         now = time.perf_counter()
         found.seconds.append(now - begun)
-        found.topologies.append(run._workers.transport.topology)
+        found.topologies.append(run.inside.membership.workers.transport.topology)
         begun = now
     run.finish()
     return found

@@ -179,7 +179,7 @@ model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1, m
 dataset = torch.utils.data.TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
 for step in run.steps(dataset, epochs=1):
     if step.number in (full, free):
-        run._checkpoints.store.wait()  # what was begun before has the room of then
+        run.inside.checkpoints.store.wait()  # what was begun before has the room of then
     room = 100 if full <= step.number < free else resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
     step.run(lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]))

@@ -19,9 +19,9 @@ from unisono.testing.crew import Trade, train
 from unisono.testing.fault import WrongResult
 from unisono.testing.flip import flip_in
 from unisono.testing.strike import strike
-from unisono.train.recovery import audit
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.run import Run
+from unisono.train.step import audit
 from unisono.train.step.engine import Execution
 
 pytestmark = [
@@ -150,8 +150,8 @@ def test_where_wrong_results_are_found_too_late_no_checkpoint_is_left_that_has_t
 def test_a_worker_that_joins_knows_which_state_audits_have_confirmed(start: Start) -> None:
     run = start(audit=1.0)
     prepared(run)
-    first, joiner = (Integrity(run._trained, 2, lambda *_: None, audits=True) for _ in range(2))
-    digests = run._trained.capture().digests()
+    first, joiner = (Integrity(run.inside.trained, 2, audits=True) for _ in range(2))
+    digests = run.inside.trained.capture().digests()
     first._know(0, digests)
     joiner.take(first.give())
     for one in (first, joiner):

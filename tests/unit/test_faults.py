@@ -26,7 +26,7 @@ from unisono.testing.flip import flip_in
 from unisono.testing.rehearsal import PLUGIN, Rehearsal, is_in_recovery
 from unisono.testing.storm import SHARES, Storm
 from unisono.train.plugins import load_plugins
-from unisono.train.record.observers import Event
+from unisono.train.record.callbacks import Event
 
 pytestmark = pytest.mark.unit
 
@@ -203,7 +203,7 @@ def test_a_fault_of_a_recovery_waits_for_its_step_and_then_for_its_point(
 ) -> None:
     done: list[tuple[str, int]] = []
     monkeypatch.setattr(
-        "unisono.testing.rehearsal.strike", lambda fault, run: done.append((fault.kind, run._acts.step))
+        "unisono.testing.rehearsal.strike", lambda fault, run: done.append((fault.kind, run.inside.acts.step))
     )
     faults = Faults().kill(rank=0, at_step=2).in_recovery("generation formed").leave(rank=3, at_step=3).in_recovery()
 

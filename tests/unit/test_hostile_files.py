@@ -349,7 +349,7 @@ KNOWN: dict[str, Any] = {
 
 def test_what_another_worker_knows_of_older_states_is_taken_whole_or_not_at_all() -> None:
     for number in range(5 * CASES["requests"]):
-        integrity = Integrity(a_run(), 10, lambda workers, arrival, what: None)
+        integrity = Integrity(a_run(), 10)
         integrity.take(KNOWN)
         assert integrity.give() == KNOWN
         try:

@@ -211,7 +211,7 @@ def test_without_comparisons_nothing_is_kept(start: Start) -> None:
     run = start(verify_every=0)
     digest, _ = train(run, Once("weights", EXPONENT, "begin", 4))
     assert digest
-    assert run._integrity._kept is None
+    assert run.inside.integrity._kept is None
 
 
 @pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
@@ -224,10 +224,9 @@ def test_a_new_generation_does_not_forget_that_an_update_was_made_from_a_wrong_g
     def lose(run: unisono.Run, moment: str, step: int) -> None:
         if (moment, step) == ("after", 4) and not lost:
             lost.append(step)
-            assert run._engine is not None
-            run._engine.has_lost = True
+            run.inside.exact.require_engine().has_lost = True
             flip_in(run, "weights", EXPONENT)
-            run._renew()  # another worker was lost
+            run.inside.recovery.renew()  # another worker was lost
 
     run = start(verify_every=3)
     assert train(run, lose)[0] == expected
@@ -238,7 +237,7 @@ def test_what_is_decided_in_an_act_is_set_in_its_change_and_not_before(start: St
     run = start(verify_every=3)
     model = net()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    integrity, trained = run._integrity, run._trained
+    integrity, trained = run.inside.integrity, run.inside.trained
     integrity._know(0, trained.capture().digests())
     finding = Finding(0, frozenset({0}), 1)
     decisions: list[Callable[[], Callable[[], None]]] = [

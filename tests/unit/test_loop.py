@@ -11,7 +11,7 @@ from unisono.adapt.view import BatchShape
 from unisono.data.shards import ShardsRequest
 from unisono.errors import JobMismatch
 from unisono.plan.batches import Batches, Position
-from unisono.train.loop.loop import Hooks, Loop
+from unisono.train.loop.loop import Loop
 from unisono.train.state.state import Progress, Reading
 from unisono.train.step.step import Step
 
@@ -48,47 +48,54 @@ class Run:
 
     progress: Progress = field(default_factory=Progress)
     events: list[str] = field(default_factory=list)
-    is_whole: bool = True
+    whole: bool = True
     batch_size: int = 32
-    shards: int = 2
-    is_stopped: bool = False
+    shard_count: int = 2
+    stopped: bool = False
     loaded: Requested | None = None
     goes_back: tuple[int, Progress] | None = None
 
     def steps(self, loop: Loop) -> Generator[Step, None, None]:
-        return loop.steps(self.progress, self._load, self._hooks())
+        return loop.steps(self.progress, self._load, self)
 
     def _load(self, requests: Iterator[ShardsRequest]) -> Requested:
         self.loaded = Requested(requests)
         return self.loaded
 
-    def _hooks(self) -> Hooks:
-        def end(after: Progress | None) -> None:
-            self.events.append("ended" if after else "dropped")
-            self.progress = after or self.progress
+    def shards(self) -> range:
+        return range(self.shard_count // 2, self.shard_count)
 
-        def move(progress: Progress) -> None:
-            self.progress = progress
+    def compute(self, *arguments: Any) -> float:
+        return 0.0
 
-        def boundary(is_end: bool) -> Progress:
-            if not is_end:
-                self.events.append("boundary")
-            if self.goes_back is not None and self.progress.position.step == self.goes_back[0]:
-                self.progress, self.goes_back = self.goes_back[1], None
-            return self.progress
+    def move(self, progress: Progress) -> None:
+        self.progress = progress
 
-        return Hooks(
-            shards=lambda: range(self.shards // 2, self.shards),
-            compute=lambda *arguments: 0.0,
-            move=move,
-            begin=lambda step: self.events.append(f"begin {step.number}"),
-            end=end,
-            enter=lambda: None,
-            boundary=boundary,
-            is_whole=lambda: self.is_whole,
-            shape=lambda: BatchShape(self.batch_size, self.shards),
-            is_stopped=lambda: self.is_stopped,
-        )
+    def begin(self, step: Step) -> None:
+        self.events.append(f"begin {step.number}")
+
+    def end(self, after: Progress | None) -> None:
+        self.events.append("ended" if after else "dropped")
+        self.progress = after or self.progress
+
+    def enter(self) -> None:
+        pass
+
+    def boundary(self, *, is_end: bool) -> Progress:
+        if not is_end:
+            self.events.append("boundary")
+        if self.goes_back is not None and self.progress.position.step == self.goes_back[0]:
+            self.progress, self.goes_back = self.goes_back[1], None
+        return self.progress
+
+    def is_whole(self) -> bool:
+        return self.whole
+
+    def shape(self) -> BatchShape:
+        return BatchShape(self.batch_size, self.shard_count)
+
+    def is_stopped(self) -> bool:
+        return self.stopped
 
 
 @contextmanager
@@ -190,7 +197,7 @@ def test_a_break_before_the_step_was_run_does_not_count_it() -> None:
 def test_a_step_that_failed_leaves_the_run_before_it_in_the_same_loop() -> None:
     run = Run()
     with left_in_the_body_of(run, loop(), 1):
-        run.is_whole = False
+        run.whole = False
     assert run.events[-1] == "dropped"
     assert (run.progress.position.step, run.progress.loop) == (1, 0)
     assert run.loaded is not None
@@ -223,7 +230,7 @@ def test_with_drop_last_an_epoch_ends_where_a_batch_that_has_grown_does_not_fit_
 def test_a_loop_that_is_stopped_ends_at_the_boundary() -> None:
     run = Run()
     for step in run.steps(loop()):
-        run.is_stopped = step.number == 1
+        run.stopped = step.number == 1
     assert run.progress == Progress(Position(step=2, samples=64), loop=1)
 
 
@@ -232,7 +239,7 @@ def test_a_batch_that_is_cut_finer_between_steps_is_loaded_in_the_shards_that_th
     seen: list[Any] = []
     for step in run.steps(loop(epochs=1)):
         seen.append((step.batch.shards, step.shards[0].places))
-        run.batch_size, run.shards = (30, 6) if step.number == 0 else (32, 2)
+        run.batch_size, run.shard_count = (30, 6) if step.number == 0 else (32, 2)
     assert seen == [
         (2, (range(16, 32),)),
         (6, (range(47, 52), range(52, 57), range(57, 62))),

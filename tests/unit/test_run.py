@@ -985,7 +985,7 @@ def test_a_script_that_caught_its_dismissal_is_told_again_at_its_next_call(start
     run = start()
     run.prepare(model := net(), sgd(model))
     calls: list[Callable[[], Any]] = [
-        lambda: run._acts.recovery.depart(Dismissed("fewer workers")),
+        lambda: run.inside.recovery.depart(Dismissed("fewer workers")),
         run.barrier,
         lambda: run.evaluate(data(), {"loss": cross_entropy}),
         lambda: run.steps(data()),
@@ -1001,7 +1001,7 @@ def test_a_worker_of_a_job_that_goes_on_later_leaves_a_checkpoint_and_says_so_wi
     run = start()
     train(run)
     asked = Dismissed("all were asked to leave", preempted=True)
-    for call in (lambda: run._acts.recovery.depart(asked), run.barrier):
+    for call in (lambda: run.inside.recovery.depart(asked), run.barrier):
         with pytest.raises(SystemExit) as left:
             call()
         assert left.value.code == 75

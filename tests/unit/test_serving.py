@@ -8,7 +8,7 @@ from unisono.reduce.transport import Solo
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import AllReduce, Strategy
 from unisono.train.group.workers import Workers
-from unisono.train.strategies.apart import serve
+from unisono.train.step.current import serve
 
 pytestmark = pytest.mark.unit
 

@@ -141,7 +141,7 @@ def test_nobody_goes_on_from_an_update_that_stopped_half_way(start: Start, monke
         with monkeypatch.context() as patched, pytest.raises(WorkerLost, match="rank 1 is gone"):
             patched.setattr(torch.optim.SGD, "step", lose)
             step.run(loss_fn)
-        for go_on in (lambda step=step: step.run(loss_fn), run.finish, run._snapshot):
+        for go_on in (lambda step=step: step.run(loss_fn), run.finish, run.inside.snapshots.take):
             with pytest.raises(WorkerLost, match="half updated: start the job again"):
                 go_on()
         break

@@ -24,6 +24,7 @@ from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce
+from unisono.train.assembly import assemble
 from unisono.train.config.settings import Settings
 from unisono.train.config.terms import Terms
 from unisono.train.group.acts import Acts
@@ -205,4 +206,4 @@ def run_of(trade: Trade, membership: Membership) -> Run:
     around.opened.callback(folder.close)
     checkpoints = Checkpoints(lambda: CheckpointStore(folder.checkpoints, keep=9), every=trade.checkpoint_every)
     around.opened.callback(checkpoints.close)
-    return Run(trade.job, membership, torch.device("cpu"), checkpoints, around)
+    return Run(assemble(trade.job, membership, torch.device("cpu"), checkpoints, around))

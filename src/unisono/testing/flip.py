@@ -36,9 +36,9 @@ def flip_in_checkpoint(run: Run, bit: int) -> None:
     Raises:
         JobError: there is none.
     """
-    if run._checkpoints.store is not None:
-        run._checkpoints.store.wait()  # for the one that is being written
-    newest = max(run._around.folder.checkpoints.glob("step-*[0-9]/model.safetensors"), default=None)
+    if run.inside.checkpoints.store is not None:
+        run.inside.checkpoints.store.wait()  # for the one that is being written
+    newest = max(run.inside.folder.checkpoints.glob("step-*[0-9]/model.safetensors"), default=None)
     if newest is None:
         raise JobError("flip_bit: there is no checkpoint yet: give checkpoint_every, or strike at a later step")
     flip_in_file(newest, bit)
@@ -54,7 +54,8 @@ def flip_in_file(path: Path, bit: int) -> None:
 
 def tensors_in(run: Run, place: FlippedPlace) -> Sequence[Tensor]:
     """What this worker holds there now."""
-    prepared = run._require_prepared()
+    prepared = run.inside.trained.prepared
+    assert prepared is not None, "faults are injected into steps"
     match place:
         case "weights":
             return list(prepared.parameters.values())

@@ -39,7 +39,7 @@ def begin(run: Run) -> None:
     if not path:
         raise JobError(f"{PLUGIN} is in UNISONO_PLUGINS, and {SCRIPT} names no script: use unisono run --faults SCRIPT")
     faults = Faults.read(Path(path))
-    if not run._membership.is_elastic:
+    if not run.inside.membership.is_elastic:
         _require_fixed(faults)
     Rehearsal(faults).attach(run)
 
@@ -77,10 +77,10 @@ class Rehearsal:
         """This worker passes a point in its code."""
         here = {number: fault for number, fault in self._waiting.items() if getattr(fault, "point", "") == point}
         for number, fault in here.items():
-            marker, workers = run.dir / FOLDER / str(number), run._membership.workers
+            marker, workers = run.dir / FOLDER / str(number), run.inside.membership.workers
             is_victim = point in OF_SOME or _victim(fault, workers.world_size) == workers.rank
             if is_victim and marker.with_name(f"{number}{DUE}").exists() and _claim(marker):
-                self._strike(number, fault, run, run._acts.step)
+                self._strike(number, fault, run, run.inside.acts.step)
             if marker.exists():
                 del self._waiting[number]
 
@@ -88,7 +88,7 @@ class Rehearsal:
         about: dict[str, Any] = {"number": number, "kind": fault.kind, "step": step, "rank": run.rank}
         about |= {"point": getattr(fault, "point", "")} if is_in_recovery(fault) else {}
         about |= {"generation": run.generation, "worker": os.environ.get("UNISONO_WORKER"), "pid": os.getpid()}
-        run._around.folder.journal("fault", **about)
+        run.inside.folder.journal("fault", **about)
         if isinstance(fault, Slow):
             end = float("inf") if fault.steps is None else fault.at_step + fault.steps
             self._slow.append((fault.factor, end))

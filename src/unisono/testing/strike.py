@@ -66,7 +66,7 @@ def _later(fault: Fault, run: Run) -> None:
     try:
         _do(fault, run)
     except UnisonoError as error:
-        run._around.folder.journal("fault failed", kind=fault.kind, error=str(error))
+        run.inside.folder.journal("fault failed", kind=fault.kind, error=str(error))
 
 
 def _do(fault: Fault, run: Run) -> None:
@@ -89,7 +89,7 @@ def _do(fault: Fault, run: Run) -> None:
         case Resize(workers=workers):
             _ask(exactly=workers)
         case Partition(for_s=for_s):
-            run._membership.cut_off(for_s)
+            run.inside.membership.cut_off(for_s)
 
 
 def _help(what: str, whom: str, seconds: float) -> None:
@@ -169,7 +169,7 @@ def _flip_bit(fault: FlipBit, run: Run) -> None:
             has_struck = True
             flip(values, 0, fault.bit)
 
-    run._require_engine().witness = witness
+    run.inside.exact.require_engine().witness = witness
 
 
 def _compute_wrongly(fault: WrongResult, run: Run) -> None:
@@ -180,4 +180,6 @@ def _compute_wrongly(fault: WrongResult, run: Run) -> None:
         flip(found, 0, fault.bit)
         return found
 
-    next(iter(run._require_prepared().parameters.values())).register_hook(wrong)
+    prepared = run.inside.trained.prepared
+    assert prepared is not None, "faults are injected into steps"
+    next(iter(prepared.parameters.values())).register_hook(wrong)

@@ -30,6 +30,7 @@ from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce, Strategy
+from unisono.train.assembly import assemble
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
 from unisono.train.config.settings import Settings
 from unisono.train.config.terms import Terms
@@ -165,13 +166,7 @@ def init(
         checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
         around = Surroundings(settings, folder, marks, acts, leave, execution, care, adaptation, opened.pop_all())
-    return _begun(Run(job, membership, chosen, checkpoints, around), environment, batch_size)
-
-
-def _note_batch(said: int, run: Run) -> None:
-    if run._around.settings.batch_size is not None and run.is_main:
-        about = {"variable": "UNISONO_BATCH_SIZE", "script": said, "batch_size": run.job.batch_size}
-        run._around.folder.journal("batch size set from outside", **about)
+    return _begun(Run(assemble(job, membership, chosen, checkpoints, around)), environment, batch_size, settings)
 
 
 def _membership(job: Job, environment: Environment, how: Connection, settings: Settings) -> Membership:
@@ -191,14 +186,17 @@ def _membership(job: Job, environment: Environment, how: Connection, settings: S
     return Fixed(form(generation, FixedMeeting(environment, how.timeout_s)))
 
 
-def _begun(run: Run, environment: Environment, said: int) -> Run:
-    _note_batch(said, run)
-    run._ending.also(FailureNote(run._results).close)
+def _begun(run: Run, environment: Environment, said: int, settings: Settings) -> Run:
+    inside = run.inside
+    if settings.batch_size is not None and run.is_main:
+        about = {"variable": "UNISONO_BATCH_SIZE", "script": said, "batch_size": run.job.batch_size}
+        inside.folder.journal("batch size set from outside", **about)
+    inside.ending.also(FailureNote(inside.results).close)
     _announce(run, environment)
     seed_generators(stream_seed(run.job.seed, Stream.SCRIPT, -1))
-    atexit.register(run._ending.close)
+    atexit.register(inside.ending.close)
     try:
-        for plugin in load_plugins(run._around.settings.plugins):
+        for plugin in load_plugins(settings.plugins):
             plugin(run)
     except BaseException:
         run.close()
@@ -316,7 +314,7 @@ def _monitoring(argument: int | Monitoring, settings: Settings, adaptation: Adap
 def _announce(run: Run, environment: Environment) -> None:
     if not run.is_main:
         return
-    run._around.folder.journal("started", world_size=run.world_size, launcher=environment.launcher, pid=os.getpid())
+    run.inside.folder.journal("started", world_size=run.world_size, launcher=environment.launcher, pid=os.getpid())
     print(  # noqa: T201  the choice of launcher is something to see
         f"unisono: launched by {_launched(run, environment)}; {run.job.shards} shards, batch {run.job.batch_size}, "
         f"{run.job.threads} thread{'s' if run.job.threads > 1 else ''} per worker, {run.device}, run folder {run.dir}",
@@ -326,6 +324,6 @@ def _announce(run: Run, environment: Environment) -> None:
 
 
 def _launched(run: Run, environment: Environment) -> str:
-    if not run._membership.is_elastic:
+    if not run.inside.membership.is_elastic:
         return environment.describe()
     return f"unisono: {run.world_size} workers to begin with, elastic"

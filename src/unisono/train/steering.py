@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import LOCAL, Decision, View
+from unisono.checkpoint.folder import RunFolder
 from unisono.errors import PolicyError
 from unisono.job import Job
 from unisono.train.group.acts import Acts
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
-from unisono.train.record.recorder import Recorder
+from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.state.adaptation import Hook, observed
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.trained import Trained
 from unisono.train.step.step import Step
-from unisono.train.step.surroundings import Surroundings
 
 
 class Steering:
@@ -28,8 +28,8 @@ class Steering:
         trained: where it stands, with the policies.
         membership: which a policy may want to be another one.
         checkpoints: that a policy may ask for.
-        recorder: has the newest line of metrics.
-        around: the run: its folder, for the journal.
+        metrics: has the newest line.
+        folder: of the run, with the journal.
         acts: the collective calls.
     """
 
@@ -39,8 +39,8 @@ class Steering:
         trained: Trained,
         membership: Membership,
         checkpoints: Checkpoints,
-        recorder: Recorder,
-        around: Surroundings,
+        metrics: MetricsLine,
+        folder: RunFolder,
         acts: Acts,
     ) -> None:
         self._job = job
@@ -48,8 +48,8 @@ class Steering:
         self._adaptation = trained.adaptation
         self._membership = membership
         self._checkpoints = checkpoints
-        self._recorder = recorder
-        self._folder, self._acts = around.folder, acts
+        self._metrics = metrics
+        self._folder, self._acts = folder, acts
 
     @property
     def rates(self) -> dict[str, float]:
@@ -78,19 +78,6 @@ class Steering:
         if not self._adaptation.is_empty:
             self._adaptation.ask("after_train", self._view(self._trained.progress.position.epoch))
 
-    def refuse(self, step: int) -> NoReturn:
-        """The workers' decisions before this step differ. Collective.
-
-        Raises:
-            PolicyError: says which worker decided what.
-        """
-        everybody = self._membership.workers.gather_json([str(one) for one in self._adaptation.decided])
-        listed = "".join(f"\n  rank {rank}: {', '.join(words) or 'nothing'}" for rank, words in enumerate(everybody))
-        raise PolicyError(
-            f"the policies decided differently before step {step}; a policy must not go by its own clock, its "
-            f"rank or chance:{listed}"
-        )
-
     @property
     def _learning_rate(self) -> float:
         """Of the first parameter group, with what policies made of it."""
@@ -113,7 +100,7 @@ class Steering:
             base_shards=self._job.shards,
             world_size=setting.world_size or self._membership.workers.world_size,
             learning_rate=self._learning_rate,
-            metrics={name: value for name, value in self._recorder.latest.items() if name not in LOCAL},
+            metrics={name: value for name, value in self._metrics.latest.items() if name not in LOCAL},
             noise=monitors.noise.noise,
             norms=monitors.norms_of(position.step - 1),
             workers=monitors.timings,

@@ -67,6 +67,15 @@ class Recovers(Protocol):
     def gives_alone(self) -> None:
         """Members get a state that this one alone has, so that nobody can compare it. Called before :meth:`give`."""
 
+    def heal(self, workers: Workers, arrival: Arrival, what: str) -> None:
+        """Some workers hold another state than most: they get the right one. Collective.
+
+        Args:
+            workers: of this generation.
+            arrival: who gives the state, and who is behind.
+            what: they hold a wrong one of.
+        """
+
     def depart(self, dismissed: Dismissed) -> NoReturn:
         """The others go on without this worker, or the job does later."""
 
@@ -95,6 +104,9 @@ class Stateless(Recovers):
 
     def gives_alone(self) -> None:
         """Nothing is given."""
+
+    def heal(self, workers: Workers, arrival: Arrival, what: str) -> None:
+        """Nothing is compared."""
 
     def depart(self, dismissed: Dismissed) -> NoReturn:
         """Nothing is to be kept."""

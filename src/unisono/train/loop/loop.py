@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
 
 from unisono.adapt.view import BatchShape
 from unisono.data.loader import Loaded
@@ -16,7 +18,8 @@ from unisono.errors import JobMismatch
 from unisono.job import differences
 from unisono.plan.batches import Batch, Batches, Position
 from unisono.train.state.state import Progress, Reading
-from unisono.train.step.step import Compute, Step
+from unisono.train.step.engine import Clip, LossFunction
+from unisono.train.step.step import Step
 
 # A loop's batches, for whichever shards this worker computes.
 
@@ -76,34 +79,44 @@ class Supply:
 # A training loop: which steps it has, and what happens around each of them.
 
 
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What a loop asks of the run.
+class LoopSteps(Protocol):
+    """What a loop asks of the run."""
 
-    Attributes:
-        shards: which shards this worker computes now.
-        compute: what a step's ``run`` calls.
-        move: the run stands here now.
-        begin: a step's samples are loaded, and the loop's body comes next.
-        end: the body is done, and the run stands here; or it was left, and nothing of the step counts (None).
-        enter: the loop begins, before its first step.
-        boundary: between two steps, where every worker stands with the same state, or at the loop's end. Tells where
-            the run stands after it: usually where it did, but it may have gone back.
-        is_whole: whether what the step computed counts: no call of ``step.run`` has failed, the run is open.
-        shape: of the next global batch.
-        is_stopped: whether the loop is to end at this boundary.
-    """
+    def shards(self) -> range:
+        """Which shards this worker computes now."""
 
-    shards: Callable[[], range]
-    compute: Compute
-    move: Callable[[Progress], None]
-    begin: Callable[[Step], None]
-    end: Callable[[Progress | None], None]
-    enter: Callable[[], None]
-    boundary: Callable[[bool], Progress]
-    is_whole: Callable[[], bool]
-    shape: Callable[[], BatchShape]
-    is_stopped: Callable[[], bool]
+    def compute(
+        self, step: Step, loss_fn: LossFunction, optimizer: Optimizer | Sequence[Optimizer] | None, clip: Clip
+    ) -> float:
+        """What a step's ``run`` calls."""
+
+    def move(self, progress: Progress) -> None:
+        """The run stands here now."""
+
+    def begin(self, step: Step) -> None:
+        """A step's samples are loaded, and the loop's body comes next."""
+
+    def end(self, after: Progress | None) -> None:
+        """The body is done, and the run stands here; or it was left, and nothing of the step counts (None)."""
+
+    def enter(self) -> None:
+        """The loop begins, before its first step."""
+
+    def boundary(self, *, is_end: bool) -> Progress:
+        """Between two steps, where every worker stands with the same state, or at the loop's end.
+
+        Returns:
+            where the run stands after it: usually where it did, but it may have gone back.
+        """
+
+    def is_whole(self) -> bool:
+        """Whether what the step computed counts: no call of ``step.run`` has failed, the run is open."""
+
+    def shape(self) -> BatchShape:
+        """Of the next global batch."""
+
+    def is_stopped(self) -> bool:
+        """Whether the loop is to end at this boundary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +140,13 @@ class Loop:
     stop_after: int | None
     stop_after_epochs: int | None = None
 
-    def steps(self, progress: Progress, load: Load, hooks: Hooks) -> Generator[Step, None, None]:
+    def steps(self, progress: Progress, load: Load, run: LoopSteps) -> Generator[Step, None, None]:
         """The steps that are left, each with its samples.
 
         Args:
             progress: where the run stands.
             load: gets the samples; closed when the loop is over or left.
-            hooks: told of everything that happens.
+            run: told of everything that happens.
 
         Raises:
             JobMismatch: the run stands in the middle of a loop over other data.
@@ -141,34 +154,34 @@ class Loop:
         if self.number < progress.loop:
             return
         progress = self.entered(progress)
-        hooks.move(progress)
-        hooks.enter()
-        with closing(Supply(load, self.requests, lambda: (hooks.shards(), hooks.shape()))) as supply:
+        run.move(progress)
+        run.enter()
+        with closing(Supply(load, self.requests, lambda: (run.shards(), run.shape()))) as supply:
             while True:
-                found = self._next(progress.position, hooks)
+                found = self._next(progress.position, run)
                 if found is None:
-                    at_end, progress = progress, hooks.boundary(True)
+                    at_end, progress = progress, run.boundary(is_end=True)
                     if progress == at_end:
                         break
                     supply.close()
                     continue
                 position, batch = found
                 after = replace(progress, position=self.batches.after(position, batch))
-                is_last = self._next(after.position, hooks) is None
-                step = Step(position, batch, partial(supply.at, position), hooks.compute, is_last=is_last)
-                hooks.begin(step)
+                is_last = self._next(after.position, run) is None
+                step = Step(position, batch, partial(supply.at, position), run.compute, is_last=is_last)
+                run.begin(step)
                 try:
                     yield step
                 except GeneratorExit:
-                    self._left(step, progress, after, hooks)
+                    self._left(step, progress, after, run)
                     raise
-                hooks.end(after)
-                progress = hooks.boundary(False)
+                run.end(after)
+                progress = run.boundary(is_end=False)
                 if progress != after:
                     supply.close()
         # A run that is cut short stays where it is, so that another one can go on.
         if not self._is_cut(progress.position):
-            hooks.move(self.left(progress))
+            run.move(self.left(progress))
 
     def entered(self, progress: Progress) -> Progress:
         """Where the run stands when the loop begins: where a checkpoint left it in this loop, or at its start.
@@ -200,10 +213,10 @@ class Loop:
                 return
             yield ShardsRequest(batch.epoch, tuple(batch.shard(shard) for shard in shards))
 
-    def _next(self, position: Position, hooks: Hooks) -> tuple[Position, Batch] | None:
-        if hooks.is_stopped():
+    def _next(self, position: Position, run: LoopSteps) -> tuple[Position, Batch] | None:
+        if run.is_stopped():
             return None
-        batches = self._shaped(hooks.shape())
+        batches = self._shaped(run.shape())
         start = batches.next_from(position, self.epochs)
         return None if start is None or self._is_cut(start) else (start, batches.at(start))
 
@@ -215,10 +228,10 @@ class Loop:
         has_passes = passes is not None and position.samples >= passes * self.batches.epoch_samples
         return has_passes or (self.stop_after is not None and position.step >= self.stop_after)
 
-    def _left(self, step: Step, progress: Progress, after: Progress, hooks: Hooks) -> None:
+    def _left(self, step: Step, progress: Progress, after: Progress, run: LoopSteps) -> None:
         """The loop was left in its body, by a break or an error: only what was committed counts."""
-        is_whole = hooks.is_whole()
+        is_whole = run.is_whole()
         counts = is_whole and step.calls > 0
-        hooks.end(after if counts else None)
+        run.end(after if counts else None)
         if is_whole:  # a step that failed leaves the loop where it was
-            hooks.move(self.left(after if counts else progress))
+            run.move(self.left(after if counts else progress))

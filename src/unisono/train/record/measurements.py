@@ -1,88 +1,19 @@
-"""What a worker measures of itself: the times of its steps, its memory, how fast sums travel."""
+"""What a worker measures of itself: its memory, and how fast sums travel."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections import deque
-from collections.abc import Mapping
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from unisono.adapt.view import Timings
 from unisono.host.memory import MIB, own_peak_mib
 from unisono.job import Reduction as Name
 from unisono.reduce.buckets import ALIGNMENT, Bucket
 from unisono.reduce.reducer import REDUCTIONS
 from unisono.train.group.workers import Workers
-
-# What this worker measures of its own steps, for all to see.
-
-
-class Stopwatch:
-    """Keeps the times of the step before until the next control word takes them along.
-
-    Attributes:
-        shard_s: seconds that one shard of the step under way took.
-        formed_s: seconds that forming the present generation took.
-        checkpoint_s: seconds that the newest checkpoint took.
-    """
-
-    def __init__(self) -> None:
-        self.shard_s = self.formed_s = self.checkpoint_s = 0.0
-        self._seconds: Mapping[str, float] = {}
-        self._sent = 0, 0
-
-    def step_ends(self, seconds: Mapping[str, float], sent: tuple[int, int]) -> None:
-        """A step is over.
-
-        Args:
-            seconds: that it took, by part, as in ``metrics.jsonl``.
-            sent: bytes and messages that others got from this worker since the step before.
-        """
-        self._seconds, self._sent = dict(seconds), sent
-
-    @property
-    def timings(self) -> Timings:
-        """All of it."""
-        return Timings(
-            shard_s=self.shard_s,
-            step_s=self._seconds.get("total", 0.0),
-            data_s=self._seconds.get("data", 0.0),
-            exposed_s=self._seconds.get("exposed_communication", 0.0),
-            update_s=self._seconds.get("update", 0.0),
-            sent_bytes=float(self._sent[0]),
-            formed_s=self.formed_s,
-            checkpoint_s=self.checkpoint_s,
-            sent_messages=float(self._sent[1]),
-        )
-
-
-# How fast this worker computes.
-
-RECENT = 9
-FEWEST = 3
-
-
-class Pace:
-    """The seconds that one shard takes on this worker, over the last calls of ``step.run``."""
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=RECENT)
-
-    def note(self, seconds: float, shards: int) -> None:
-        """So many shards were computed in so many seconds; without any there is nothing to know."""
-        if shards:
-            self._recent.append(seconds / shards)
-
-    @property
-    def shard_s(self) -> float:
-        """The median; 0 as long as too little is known."""
-        return median(self._recent) if len(self._recent) >= FEWEST else 0.0
-
 
 # The most memory that a worker has needed.
 

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import UnisonoWarning
 from unisono.job import SAMPLES_PER_SHARD, Job
 from unisono.plan.audits import Finding
-from unisono.train.group.control import StepReport
+from unisono.train.group.membership import Membership
 from unisono.train.model.prepared import Prepared, batch_norm_in
 from unisono.train.state.trained import Doubt
+from unisono.train.step.engine import Call
+from unisono.train.step.listeners import Counted, Listener
 
 
-class Notices:
+class Notices(Listener):
     """Said by the main worker alone, for whoever this is at the moment.
 
     Args:
         job: that is trained.
         folder: with the journal.
+        membership: who trains.
     """
 
-    def __init__(self, job: Job, folder: RunFolder) -> None:
-        self._job, self._folder = job, folder
+    def __init__(self, job: Job, folder: RunFolder, membership: Membership) -> None:
+        self._job, self._folder, self._membership = job, folder, membership
         self._told_of_scheduler = False
         self._bytes_shared = 0
 
-    def small_batch_norm(self, prepared: Prepared) -> None:
+    @property
+    def _is_main(self) -> bool:
+        return not self._membership.joins and self._membership.workers.rank == 0
+
+    def prepared(self, prepared: Prepared, step: int) -> None:
         """BatchNorm over shards so small that its statistics are noisy."""
         per_shard = self._job.batch_size // self._job.shards
-        if per_shard < SAMPLES_PER_SHARD and batch_norm_in(prepared.modules):
+        if self._is_main and per_shard < SAMPLES_PER_SHARD and batch_norm_in(prepared.modules):
             warnings.warn(
                 f"BatchNorm with {per_shard} samples per shard: its statistics are taken over each shard, and "
                 f"get noisy below {SAMPLES_PER_SHARD}, which costs accuracy. Use a larger batch_size, fewer shards "
@@ -43,7 +51,7 @@ class Notices:
     def unregistered_scheduler(self, prepared: Prepared) -> None:
         """A schedule that checkpoints do not have; once."""
         scheduled = any("initial_lr" in group for one in prepared.optimizers for group in one.param_groups)
-        if scheduled and not self._told_of_scheduler:
+        if self._is_main and scheduled and not self._told_of_scheduler:
             self._told_of_scheduler = True
             warnings.warn(
                 "a learning-rate scheduler is in use, but not part of the checkpoints: a run that resumes would start "
@@ -61,6 +69,8 @@ class Notices:
             ranks: theirs.
             hosts: theirs.
         """
+        if not self._is_main:
+            return
         self._folder.journal("healed", step=step, what=what, ranks=list(ranks), hosts=list(hosts))
         listed = ", ".join(f"rank {rank} on host {host}" for rank, host in zip(ranks, hosts, strict=True))
         warnings.warn(
@@ -72,6 +82,8 @@ class Notices:
 
     def repeated(self, step: int) -> None:
         """A bit of a partial sum was another one than had been written, on some worker or on the way to another."""
+        if not self._is_main:
+            return
         self._folder.journal("computed again", step=step, reason="a partial sum had changed")
         warnings.warn(
             f"step {step}: what was read of partial sums was not what had been written, which a fault of a host's "
@@ -82,6 +94,8 @@ class Notices:
 
     def wrong_result(self, step: int, finding: Finding, host: str) -> None:
         """A worker computed a shard otherwise than the others."""
+        if not self._is_main:
+            return
         about = {"step": step, "shard": finding.shard, "rank": finding.wrong, "host": host}
         self._folder.journal("wrong result", **about, transient=finding.is_transient)
         once = "once; the step is computed again" if finding.is_transient else "every time"
@@ -92,7 +106,7 @@ class Notices:
             stacklevel=3,
         )
 
-    def rolled_back(self, reached: int, step: int, doubt: Doubt) -> None:
+    def went_back(self, reached: int, step: int, doubt: Doubt) -> None:
         """The run has gone back to an older state, and computes the steps after it again.
 
         Args:
@@ -100,6 +114,8 @@ class Notices:
             step: steps that are committed now.
             doubt: why.
         """
+        if not self._is_main:
+            return
         self._folder.journal("rolled back", step=reached, to=step, why=doubt.why, fault=doubt.is_fault)
         warnings.warn(
             f"{doubt.why}: the run goes back to step {step}, where all workers held the same state, and computes the "
@@ -108,14 +124,21 @@ class Notices:
             stacklevel=3,
         )
 
-    def memory_shared(self, bytes_shared: int) -> None:
-        """More memory is shared by the workers of a host; the optimizers make their state in the first step."""
-        if bytes_shared > self._bytes_shared:
-            self._folder.journal("memory shared", mib_per_host=round(bytes_shared / 2**20, 1))
-        self._bytes_shared = bytes_shared
+    def topology_measured(self, about: Mapping[str, Any]) -> None:
+        """Ways of the partial sums were measured."""
+        if self._is_main:
+            self._folder.journal("topology", **about)
 
-    def skipped(self, step: int, report: StepReport) -> None:
-        """A step whose loss or gradient is no number."""
-        shards = [shard for shard, part in enumerate(report.shards) if not math.isfinite(part.loss)]
-        self._folder.journal("skipped", step=step, shards=shards)
-        print(f"unisono: step {step} skipped: the loss or its gradient is NaN or infinite", flush=True)  # noqa: T201
+    def call_counted(self, call: Call, counted: Counted) -> None:
+        """More memory is shared by the workers of a host, or a step is left out."""
+        if not self._is_main:
+            return
+        if counted.bytes_shared > self._bytes_shared:  # the optimizers make their state in the first step
+            self._folder.journal("memory shared", mib_per_host=round(counted.bytes_shared / 2**20, 1))
+        self._bytes_shared = counted.bytes_shared
+        if (report := counted.skipped) is not None:
+            shards = [shard for shard, part in enumerate(report.shards) if not math.isfinite(part.loss)]
+            self._folder.journal("skipped", step=call.step, shards=shards)
+            print(  # noqa: T201
+                f"unisono: step {call.step} skipped: the loss or its gradient is NaN or infinite", flush=True
+            )

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from unisono.data.shards import ShardSource
 from unisono.jsonl import open_lines
-from unisono.plan.batches import Batch
+from unisono.plan.batches import Batches
 from unisono.plan.order import Indices
+from unisono.train.step.engine import Call
+from unisono.train.step.listeners import Counted, Listener
 
 FOLDER = "samples"
 """In the run folder: one file per worker."""
@@ -19,7 +22,7 @@ Order = Callable[[int, range], Indices]
 """The samples at some places of an epoch."""
 
 
-class SampleLog:
+class SampleLog(Listener):
     """Appends lines to ``samples/<worker>.jsonl``.
 
     ``computed`` before the reduction of a call of ``step.run``, ``committed`` after it. Each is written at once: a
@@ -38,33 +41,27 @@ class SampleLog:
         self._order: Order | None = None
         self._generation, self._computed = 0, set[tuple[int, int]]()
 
-    def loop_begins(self, number: int, samples: int, per_epoch: int, order: Order) -> None:
-        """A loop over a data set begins.
+    def loop_begins(self, number: int, batches: Batches, source: ShardSource) -> None:
+        """A loop over a data set begins."""
+        self._about = {"loop": number, "samples": batches.samples, "per_epoch": batches.epoch_samples}
+        self._order = source.samples_at
 
-        Args:
-            number: of the loop.
-            samples: in the data set.
-            per_epoch: how many of them an epoch uses.
-            order: in which it uses them.
-        """
-        self._about = {"loop": number, "samples": samples, "per_epoch": per_epoch}
-        self._order = order
-
-    def computed(self, step: int, call: int, generation: int, batch: Batch, shards: range) -> None:
+    def call_begins(self, call: Call, shards: range, generation: int) -> None:
         """This worker is about to compute these shards of a step."""
         assert self._order is not None, "a loop has begun"
         if generation != self._generation:
             self._generation, self._computed = generation, set()
-        if (step, call) in self._computed:  # again, since weights were mended; the others do it again as well
+        batch, place = call.batch, (call.step, call.number)
+        if place in self._computed:  # again, since weights were mended; the others do it again as well
             return
-        self._computed.add((step, call))
+        self._computed.add(place)
         used = {shard: self._order(batch.epoch, batch.shard(shard)).tolist() for shard in shards}
-        line = {"computed": step, "call": call, "generation": generation, **self._about}
+        line = {"computed": call.step, "call": call.number, "generation": generation, **self._about}
         self._write({**line, "epoch": batch.epoch, "cut": batch.shards, "shards": used})
 
-    def committed(self, step: int, call: int, generation: int) -> None:
+    def call_counted(self, call: Call, counted: Counted) -> None:
         """The step's update is done here."""
-        self._write({"committed": step, "call": call, "generation": generation})
+        self._write({"committed": call.step, "call": call.number, "generation": counted.generation})
 
     def close(self) -> None:
         """Close the file."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -14,17 +14,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from unisono.train.group.control import StepReport
+from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import tensor_digest
-
-if TYPE_CHECKING:
-    from unisono.train.group.control import StepReport
-    from unisono.train.step.engine import Call
+from unisono.train.step.engine import Call
+from unisono.train.step.listeners import Listener
+from unisono.train.step.step import Step
 
 DEEPEST = 8
 """How far a batch is looked into: batches may hold objects that hold themselves."""
 
 
-class Trace:
+class Trace(Listener):
     """Appends to ``rank-N.jsonl``.
 
     A line of kind ``weights`` after ``prepare`` and after each step: every parameter's and buffer's digest. A line of
@@ -40,14 +41,23 @@ class Trace:
         self._optimizers: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
         self._gradients: dict[str, str] = {}
+        self._prepared: Prepared | None = None
 
     @classmethod
-    def open(cls, folder: Path | None, rank: int) -> Trace | None:
-        """A trace in ``folder``; none if nobody watches. A script's second run is appended to its first."""
-        if folder is None:
-            return None
+    def open(cls, folder: Path, rank: int) -> Trace:
+        """A trace in ``folder``. A script's second run is appended to its first."""
         folder.mkdir(parents=True, exist_ok=True)
         return cls((folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8"))
+
+    def prepared(self, prepared: Prepared, step: int) -> None:
+        """The weights with which the training begins."""
+        self._prepared = prepared
+        self.step(step, prepared.tensors())
+
+    def step_ends(self, step: Step, after: int) -> None:
+        """The weights after a step."""
+        if self._prepared is not None:
+            self.step(after, self._prepared.tensors())
 
     def step(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """The weights after ``number`` steps, with the digest that ``run.finish`` prints for all of them."""
@@ -60,7 +70,7 @@ class Trace:
         sha256 = hashlib.sha256(text.encode()).hexdigest()
         self._write({"kind": "weights", "step": number, "tensors": digests, "sha256": sha256})
 
-    def call(self, call: Call, shards: range, report: StepReport) -> None:
+    def call_worked_out(self, call: Call, shards: range, report: StepReport) -> None:
         """What went into a call, and what its shards came to, before the update."""
         self._place = {"step": call.step, "call": call.number}
         before: dict[str, str] = {}

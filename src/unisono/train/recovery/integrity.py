@@ -92,8 +92,6 @@ class Integrity:
     Args:
         trained: what is compared and kept.
         every: steps from one comparison of the whole state to the next; None for no comparisons at all.
-        mend: gives the right state to those who lack it.
-        has_flipped: whether a bit of this worker's memory is not as its newest update has left it, where it can tell.
         audits: whether a state counts as right only when every worker was audited after it.
         shares: whether workers share one copy: where they read it differently, it has changed in between.
 
@@ -105,13 +103,11 @@ class Integrity:
         self,
         trained: Trained,
         every: int | None,
-        mend: Mend,
-        has_flipped: Callable[[], bool] = lambda: False,
         *,
         audits: bool = False,
         shares: bool = False,
     ) -> None:
-        self._trained, self._every, self._mend, self._has_flipped = trained, every, mend, has_flipped
+        self._trained, self._every = trained, every
         self._kept: Kept | None = None
         self._audits, self._shares = audits, shares
         self._waits: Kept | None = None  # for audits of all workers
@@ -188,13 +184,23 @@ class Integrity:
         self._cleared.clear()
 
     def compare(
-        self, workers: Workers, step: int, *, weights_only: bool = False, is_healed: bool = False
+        self,
+        workers: Workers,
+        step: int,
+        mend: Mend,
+        has_flipped: Callable[[], bool],
+        *,
+        weights_only: bool = False,
+        is_healed: bool = False,
     ) -> Change[Digests]:
         """Compare the whole state at a boundary, and know it as right if it is. Collective.
 
         Args:
             workers: that hold it.
             step: steps that are committed.
+            mend: gives the right state to those who lack it.
+            has_flipped: whether a bit of this worker's memory is not as its newest update has left it, where it can
+                tell.
             weights_only: where workers keep other things for themselves, and none can go back.
             is_healed: whether those that held another state than most were just given theirs.
 
@@ -206,16 +212,16 @@ class Integrity:
         snapshot = self._trained.capture()
         digests = snapshot.digests()
         compared = list(digests.values())[: 1 if weights_only else None]
-        told = workers.gather_json([compared, self._registered(snapshot), self._before, self._has_flipped()])
+        told = workers.gather_json([compared, self._registered(snapshot), self._before, has_flipped()])
         if struck := [f"rank {rank}" for rank, (*_, is_so) in enumerate(told) if is_so]:
             return _noted(self._give_way((step, 0), f"after {step} steps {_unlike(struck)}"))
         held = [tuple(own) for own, *_ in told]
         found = verdict(held)
         can_heal = found is Verdict.HEALING and not (self._shares or is_healed)
         if can_heal and (arrival := healing(held)) is not None:
-            self._mend(workers, arrival, "state")
+            mend(workers, arrival, "state")
             # Registered objects may have been made of the state that was wrong: an average of the weights, say.
-            return self.compare(workers, step, weights_only=weights_only, is_healed=True)
+            return self.compare(workers, step, mend, has_flipped, weights_only=weights_only, is_healed=True)
         if found is not Verdict.RIGHT:
             return _noted(self._differ(step, held))
         new, note = self._objects_differ(step, [(objects, before) for _, objects, before, _ in told])
@@ -238,7 +244,7 @@ class Integrity:
             raise JobMismatch(differ + AGAIN)
         return self._go_back_from((step, 0), differ + NO_MAJORITY, place, said)
 
-    def settle_majority(self, workers: Workers, place: Place) -> Note | None:
+    def settle_majority(self, workers: Workers, place: Place, mend: Mend) -> Note | None:
         """Most workers hold the same weights: give them, and what belongs to them, to the others. Collective.
 
         Returns:
@@ -249,7 +255,7 @@ class Integrity:
         arrival = healing(held)
         if arrival is None:
             return self._doubting(place, f"step {place[0]}: the workers hold different states{NO_MAJORITY}")
-        self._mend(workers, arrival, "weights")
+        mend(workers, arrival, "weights")
         return None
 
     def suspect(self, step: int, digests: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from reprlib import repr as short
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from torch.optim import Optimizer
 
@@ -19,6 +19,7 @@ from unisono.received import value_of
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce, Strategy
 from unisono.train.config.terms import Terms
+from unisono.train.group.workers import Workers
 from unisono.train.state.registered import all_or_nothing
 
 NAMES: dict[Verb, tuple[str, ...]] = {
@@ -103,6 +104,19 @@ class Adaptation:
             raise JobError(f"policies={names}: each name once; give one of them another name")
         for policy in policies:
             self._read_strategies(policy)
+
+    def refuse(self, workers: Workers, step: int) -> NoReturn:
+        """The workers' decisions before this step differ. Collective.
+
+        Raises:
+            PolicyError: says which worker decided what.
+        """
+        everybody = workers.gather_json([str(one) for one in self.decided])
+        listed = "".join(f"\n  rank {rank}: {', '.join(words) or 'nothing'}" for rank, words in enumerate(everybody))
+        raise PolicyError(
+            f"the policies decided differently before step {step}; a policy must not go by its own clock, its "
+            f"rank or chance:{listed}"
+        )
 
     @property
     def is_empty(self) -> bool:

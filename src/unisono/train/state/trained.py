@@ -7,9 +7,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from unisono.adapt.view import Setting
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import CheckpointError
 from unisono.received import value_of
+from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.adaptation import Adaptation
 from unisono.train.state.checkpoints import as_snapshot, as_tree
@@ -61,6 +63,7 @@ class Trained:
         doubt: why the run has to go back to an older state; None as long as all is well.
         restored: what the script has yet to ask for of a state that models are restored from already.
         has_weights: whether it has the weights that all workers have, or will have when they have the state.
+        loops: how many the script has begun.
         original: that state, when the script has asked for all of it, but another worker may still lack it.
     """
 
@@ -68,6 +71,7 @@ class Trained:
         self.adaptation = adaptation
         self.prepared: Prepared | None = None
         self.has_weights = False
+        self.loops = 0
         self.progress = Progress()
         self.registered = Registered()
         self.monitors = Monitors()
@@ -82,6 +86,17 @@ class Trained:
     def is_doubted(self) -> bool:
         """Whether the run has to go back to an older state before it goes on."""
         return self.doubt is not None
+
+    def setting(self, workers: Workers) -> Setting:
+        """In which steps are computed now."""
+        return Setting(
+            generation=workers.generation.number,
+            world_size=workers.world_size,
+            batch_size=self.adaptation.batch_size,
+            shards=self.adaptation.shards,
+            topology=workers.transport.topology,
+            departures=workers.generation.departures,
+        )
 
     def capture(self) -> Snapshot:
         """All of it, at a step boundary."""

@@ -33,7 +33,7 @@ from unisono.train.model.buffers import Buffers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import set_all
 from unisono.train.model.update import Update, may_change_gradients
-from unisono.train.recovery.audit import Audit, ShardDigest
+from unisono.train.step.audit import Audit, ShardDigest
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import WeightedLoss, require_agreement, total_weight
 from unisono.train.step.sharded_update import ShardedUpdate

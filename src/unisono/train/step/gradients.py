@@ -16,7 +16,7 @@ from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import PartialSums, Row, views_of
 from unisono.reduce.reducer import Reducer, Weigh
 from unisono.reduce.tally import Tally, Witness
-from unisono.train.recovery.audit import ShardDigest, in_memory_order
+from unisono.train.step.audit import ShardDigest, in_memory_order
 
 _numbers = itertools.count()
 

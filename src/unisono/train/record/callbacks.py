@@ -1,31 +1,30 @@
-"""Whoever wants to know what happens in a run, and is told."""
+"""What a script or a plugin wants to have called while the run trains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from unisono.errors import JobError
-
-if TYPE_CHECKING:
-    from unisono.train.step.step import Step
+from unisono.train.step.listeners import Listener
+from unisono.train.step.step import Step
 
 Event = Literal["step_begins", "step_computed", "step_ends"]
 """``step_begins``: its samples are loaded, and nothing of it is computed. ``step_computed``: this worker has computed
 its shards, and has the others' yet to add; once per call of ``step.run``, and again if that is repeated. ``step_ends``:
 it is committed, and the loop's body is done."""
 
-Callback = Callable[[Any, "Step"], Any]
+Callback = Callable[[Any, Step], Any]
 """``callback(run, step)``, on this worker's main thread."""
 
 
-class Observers:
+class Callbacks(Listener):
     """The callbacks of a run, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._callbacks: dict[Event, list[Callback]] = {event: [] for event in get_args(Event)}
+        self._callbacks: dict[Event, list[Callable[[Step], Any]]] = {event: [] for event in get_args(Event)}
 
-    def add(self, event: Event, callback: Callback) -> None:
+    def add(self, event: Event, callback: Callable[[Step], Any]) -> None:
         """Have a callback called whenever the event happens.
 
         Raises:
@@ -35,7 +34,18 @@ class Observers:
             raise JobError(f"run.on({event!r}): there is no such event; choose of {', '.join(self._callbacks)}")
         self._callbacks[event].append(callback)
 
-    def tell(self, event: Event, run: Any, step: Step) -> None:
-        """The event happens. What a callback raises ends the step, as if the script had raised it."""
+    def step_begins(self, step: Step) -> None:
+        """Call those for ``step_begins``."""
+        self._call("step_begins", step)
+
+    def step_computed(self, step: Step, shards: int, seconds: float) -> None:
+        """Call those for ``step_computed``."""
+        self._call("step_computed", step)
+
+    def step_ends(self, step: Step, after: int) -> None:
+        """Call those for ``step_ends``."""
+        self._call("step_ends", step)
+
+    def _call(self, event: Event, step: Step) -> None:
         for callback in self._callbacks[event]:
-            callback(run, step)
+            callback(step)

@@ -1,5 +1,6 @@
 """Rounds from strategy to strategy."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -10,21 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import unisono
 from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import WorkerLost
 from unisono.job import Job
 from unisono.plan.batches import Batches, Position
 from unisono.sync.averaging import DiLoCo, LocalSGD
-from unisono.sync.strategy import AllReduce, Strategy
+from unisono.sync.strategy import Strategy
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.adaptation import Adaptation
 from unisono.train.state.trained import Trained
 from unisono.train.step.engine import Call, Clip
-from unisono.train.strategies.apart import Apart
+from unisono.train.step.listeners import Listeners
+from unisono.train.step.step import Step
+from unisono.train.strategies.local_steps import LocalSteps
 from unisono.train.strategies.rounds import Recipe, Rounds, Tally, begin_rounds
 
 pytestmark = pytest.mark.unit
+
+Start = Callable[..., unisono.Run]
 
 
 JOB = Job.create(batch_size=8, shards=4)
@@ -46,14 +52,13 @@ def trained_under(strategy: Strategy) -> Trained:
     return trained
 
 
-def test_what_a_strategy_keeps_is_forgotten_in_steps_of_all_reduce() -> None:
-    kept = ("model-averaging:momentum=0.9", {"previous": [torch.ones(3)]})
-    trained = trained_under(AllReduce())
-    trained.strategy = kept
-    apart = Apart(JOB, CPU, trained, Mock(is_elastic=False), Mock(), timeout_s=1.0)
-    apart.make()
-    assert apart.rounds is None
-    assert trained.strategy == ("", {})
+def test_what_a_strategy_keeps_is_forgotten_in_steps_of_all_reduce(start: Start) -> None:
+    run = start()
+    run.inside.trained.strategy = ("model-averaging:momentum=0.9", {"previous": [torch.ones(3)]})
+    model = nn.Linear(3, 3)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not run.inside.steps.has_own_weights
+    assert run.inside.trained.strategy == ("", {})
 
 
 def test_whoever_watches_a_worker_sees_it_get_on_with_each_shard_that_it_computes_by_itself() -> None:
@@ -80,6 +85,7 @@ class Recorded:
 
     def __init__(self, losses: int) -> None:
         self.losses, self.is_open, self.steps = losses, False, list[int]()
+        self.strategy = LocalSGD()
         self.goes_on = True
 
     def begin(self) -> None:
@@ -96,27 +102,31 @@ class Recorded:
             raise WorkerLost("gone")
 
 
-def apart_with(losses: int) -> tuple[Apart, Recorded, Mock]:
+def steps_with(losses: int) -> tuple[LocalSteps, Recorded, Mock]:
     acts, membership = Mock(), Mock(is_elastic=True)
     membership.workers.is_aborted = False
     recorded = Recorded(losses)
     begin = Mock(return_value=recorded)
-    apart = Apart(JOB, CPU, trained_under(LocalSGD()), membership, acts, timeout_s=1.0, begin=begin)
-    apart.make()
-    return apart, recorded, acts
+    trained = trained_under(LocalSGD())
+    steps = LocalSteps(JOB, CPU, trained, membership, Listeners([]), timeout_s=1.0, begin=begin)
+    assert trained.prepared is not None
+    steps.make(membership.workers, trained.prepared)
+    return steps, recorded, acts
 
 
 def test_whoever_loses_a_worker_as_a_step_begins_is_in_the_round_with_the_others_afterwards() -> None:
-    apart, recorded, acts = apart_with(losses=2)
-    apart._with_others(lambda rounds: rounds.begin())
+    steps, recorded, acts = steps_with(losses=2)
+    steps._with_others(acts, lambda rounds: rounds.begin())
     assert recorded.is_open
     assert acts.regroup.call_count == 2
 
 
 def test_an_exchange_in_which_a_worker_is_lost_is_made_with_those_who_are_left() -> None:
-    apart, recorded, _ = apart_with(losses=1)
-    apart.step_ends(7, ends_round=False)
-    assert recorded.steps == [7]
+    steps, recorded, acts = steps_with(losses=1)
+    batches = Batches(16, 8, 4)
+    step = Step(Position(), batches.at(Position()), list, Mock())
+    assert not steps.step_ends(step, acts, is_due=False)
+    assert recorded.steps == [0]
 
 
 RECIPE = recipe_of(LocalSGD(), prepared_model())
@@ -158,12 +168,13 @@ def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more() -> None
 
 def test_rounds_of_another_strategy_are_not_gone_on_with() -> None:
     begin = Mock(side_effect=lambda recipe, workers, before: Mock(strategy=recipe.strategy, goes_on=True))
-    trained = trained_under(LocalSGD())
-    apart = Apart(JOB, CPU, trained, Mock(is_elastic=True), Mock(), timeout_s=1.0, begin=begin)
+    trained, membership = trained_under(LocalSGD()), Mock(is_elastic=True)
+    assert trained.prepared is not None
+    steps = LocalSteps(JOB, CPU, trained, membership, Listeners([]), timeout_s=1.0, begin=begin)
     for strategy in (LocalSGD(), LocalSGD(), DiLoCo(), LocalSGD()):
         trained.adaptation.strategy = strategy
-        apart.drop()
-        apart.make()
+        steps.drop()
+        steps.make(membership.workers, trained.prepared)
     before = [made.args[2] for made in begin.call_args_list]
     assert [None if one is None else one.strategy for one in before] == [None, LocalSGD(), None, None]
 

@@ -1,0 +1,134 @@
+"""The line of ``metrics.jsonl`` about the step that is under way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.data.shards import ShardSource
+from unisono.errors import JobError
+from unisono.plan.batches import Batches
+from unisono.train.group.membership import Membership
+from unisono.train.record.recorder import Recorder, StepLine, round_figures
+from unisono.train.state.monitors import NAMES
+from unisono.train.state.trained import Doubt, Trained
+from unisono.train.step.listeners import Computed, Listener
+from unisono.train.step.step import Step
+
+RESERVED = frozenset(
+    (
+        *("step", "epoch", "position", "loss", "losses", "lr", "generation", "world_size", "seconds", "samples_per_s"),
+        *("batch_size", "shards", "ends_epoch", "learning_rate", "lr_factor", "workers", "links", "setting"),
+        *("norms", "strategy", "round"),
+        *NAMES,
+    )
+)
+"""What lines of ``metrics.jsonl`` have."""
+
+
+class MetricsLine(Listener):
+    """Gathers what there is to say of a step, and writes it down when the step ends.
+
+    Args:
+        folder: of the run.
+        trained: where it stands.
+        membership: who trains; the main worker writes.
+    """
+
+    def __init__(self, folder: RunFolder, trained: Trained, membership: Membership) -> None:
+        self._folder, self._trained, self._membership = folder, trained, membership
+        self._recorder, self._line = Recorder(folder, writes=self._is_main), StepLine()
+        self._seconds: Mapping[str, float] = {}
+
+    @property
+    def latest(self) -> Mapping[str, Any]:
+        """The newest line."""
+        return self._recorder.latest
+
+    @property
+    def newest_loss(self) -> float:
+        """In the newest line; NaN if it has none."""
+        return float(self.latest.get("loss", math.nan))
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether something of the step was computed, so that it has a line."""
+        return self._line.is_computed
+
+    def write(self, name: str, value: float) -> None:
+        """Write a line that the script logs, between two steps or beside one."""
+        self._recorder.write({"step": self._trained.progress.position.step, name: value})
+
+    def loop_begins(self, number: int, batches: Batches, source: ShardSource) -> None:
+        """The clock of the first step begins to run."""
+        self._recorder.next_step()
+
+    def step_begins(self, step: Step) -> None:
+        """The samples are here."""
+        self._recorder.step_loaded()
+        self._line.begin(step, adapts=not self._trained.adaptation.is_empty)
+
+    def call_done(self, step: Step, optimizers: Sequence[Optimizer], done: Computed) -> None:
+        """A call of ``step.run`` is over."""
+        self._seconds = done.seconds
+        if done.samples:
+            self._note(optimizers, done.loss, {**done.metrics, **done.figures})
+        self._recorder.step_ran()
+
+    def round_ended(self, told: Sequence[Mapping[str, Any]], strategy: str) -> None:
+        """All workers have the same weights again: the line tells what they came to."""
+        if not self._line.values or self._trained.prepared is None:
+            return
+        loss, about = round_figures(told, strategy)
+        times = {} if self._trained.adaptation.is_empty else self._trained.monitors.times
+        self._line.values.pop("loss", None)  # that of this worker's part of the newest step
+        self._note(self._trained.prepared.optimizers, loss, {**about, **times})
+
+    def links_measured(self, links: Mapping[str, Any]) -> None:
+        """The line tells of them."""
+        self._line.values["links"] = dict(links)
+
+    def finish(self, step: Step, rates: Mapping[str, float]) -> None:
+        """The step is committed: write the line, if there is one.
+
+        Args:
+            step: that is over.
+            rates: of learning, where policies may change them.
+        """
+        if self.is_computed:
+            self._recorder.step_ends(self._line.values | dict(rates), step.size)
+
+    def renewed(self) -> None:
+        """Whoever is the main worker now writes what the one before has not."""
+        if self._is_main:
+            self._recorder.take_over()
+
+    def went_back(self, reached: int, step: int, doubt: Doubt) -> None:
+        """Steps are computed again, and have lines again."""
+        self._recorder.go_back()
+        if self._is_main:
+            self._folder.metrics.truncate_after(step - 1)
+
+    @property
+    def _is_main(self) -> bool:
+        return not self._membership.joins and self._membership.workers.rank == 0
+
+    def _note(self, optimizers: Sequence[Optimizer], loss: float, metrics: Mapping[str, Any]) -> None:
+        rate = float(optimizers[0].param_groups[0].get("lr", math.nan))
+        workers = self._membership.workers
+        about = {"generation": workers.generation.number, "world_size": workers.world_size, **metrics}
+        self._line.computed(loss, rate, self._seconds, about)
+
+
+def require_free(name: str) -> None:
+    """Refuse a metric with the name of another one.
+
+    Raises:
+        JobError: lines have it already.
+    """
+    if name in RESERVED:
+        raise JobError(f"run.log({name!r}): metrics.jsonl uses this name for itself; choose another")

@@ -1,0 +1,135 @@
+"""How a worker goes on when others come and go: it hands the state over, renews what computes, heals, or departs."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, NoReturn
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.checkpoint.snapshot import Digests
+from unisono.errors import Dismissed
+from unisono.failpoints import failpoint
+from unisono.received import value_of
+from unisono.train.group.acts import Recovers
+from unisono.train.group.membership import Arrival, Membership
+from unisono.train.group.signals import PREEMPTED
+from unisono.train.group.workers import Workers
+from unisono.train.recovery.integrity import Integrity
+from unisono.train.recovery.snapshots import Snapshots
+from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.ending import Ending
+from unisono.train.state.requests import Requests
+from unisono.train.state.trained import Trained
+from unisono.train.step.current import CurrentSteps
+from unisono.train.step.listeners import Listeners
+
+GIVEN = tuple[list[Any], dict[str, Any], bool]
+"""The form of what is handed over: the state, what is known of older ones, and whether the workers are to leave."""
+
+
+class Recovery(Recovers):
+    """Of a run's collective calls.
+
+    Args:
+        membership: who trains.
+        steps: who computes.
+        trained: the state.
+        integrity: what is known of older states.
+        requests: what the workers have agreed to do at the next boundary.
+        checkpoints: that the main worker writes.
+        snapshots: writes the last one of a worker that departs.
+        folder: of the run.
+        listeners: who is told.
+        ending: of this worker.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        steps: CurrentSteps,
+        trained: Trained,
+        integrity: Integrity,
+        requests: Requests,
+        checkpoints: Checkpoints,
+        snapshots: Snapshots,
+        folder: RunFolder,
+        listeners: Listeners,
+        ending: Ending,
+    ) -> None:
+        self._membership, self._steps, self._trained, self._integrity = membership, steps, trained, integrity
+        self._requests, self._checkpoints, self._snapshots = requests, checkpoints, snapshots
+        self._folder, self._listeners, self._ending = folder, listeners, ending
+
+    def leave(self) -> None:
+        """The generation is over."""
+        self._steps.drop()
+
+    def give(self) -> list[Any]:
+        """The state, for a worker that lacks it, and all else that decides what comes next."""
+        return [self._trained.give(), self._integrity.give(), self._requests.leave]
+
+    def digests(self) -> list[int] | None:
+        """Of what an update changes, where all who have made the same updates hold the same."""
+        trained = self._trained
+        is_alike = trained.has_weights and self._steps.strategy.is_exact and not trained.is_doubted
+        return list(trained.capture().digests().values()) if is_alike and self._integrity.is_on else None
+
+    def gives_alone(self) -> None:
+        """Nobody can compare the state with its own."""
+        if (digests := self.digests()) is not None:
+            self._integrity.suspect(self._trained.progress.position.step, digests)
+
+    def take(self, given: Any, *, joins: bool) -> None:
+        """Set the state that another worker has given."""
+        state, known, self._requests.leave = value_of(GIVEN, given, "what another worker gave")
+        self._steps.forget()
+        self._trained.take(state, joins=joins)
+        self._integrity.take(known)
+        self._trained.has_weights = True
+
+    def renew(self) -> None:
+        """A new generation, in which everybody has the same state. Collective."""
+        self._requests.regroup = False
+        self._integrity.regroup()
+        self._steps.make()
+        if self._membership.workers.rank == 0:
+            self._checkpoints.begin_writing()
+        self._listeners.tell(lambda one: one.renewed())
+
+    def go_on(self) -> None:
+        """A collective call is complete."""
+        self._trained.go_on()
+
+    def heal(self, workers: Workers, arrival: Arrival, what: str) -> None:
+        """Some workers hold another state than most: they get the right one. Collective."""
+        failpoint("heal begins")
+        hosts = workers.gather_json(platform.node())
+        odd, step = sorted(arrival.behind), self._trained.progress.position.step
+        self._listeners.tell(lambda one: one.healed(step, what, odd, [hosts[rank] for rank in odd]))
+        given = workers.broadcast(self.give() if workers.rank == arrival.source else None, arrival.source)
+        if workers.rank in odd:
+            self.take(given, joins=False)
+        failpoint("healed")
+        self._steps.make()
+
+    def depart(self, dismissed: Dismissed) -> NoReturn:
+        """The others go on without this worker, or the job does later."""
+        if dismissed.preempted:  # at a boundary, where all has just been compared
+            self.depart_together(self._integrity.agreed(self._trained.progress.position.step))
+        self._ending.leave(dismissed)
+
+    def depart_together(self, verified: Digests | None) -> NoReturn:
+        """All workers leave at a boundary, and the job goes on when it is started again.
+
+        Args:
+            verified: digests of the state on which they have agreed.
+        """
+        step, is_main = self._trained.progress.position.step, self._membership.workers.rank == 0
+        is_written = self._snapshots.save(verified)
+        self._listeners.tell(lambda one: one.preempted())
+        if is_main:
+            kept = f"checkpoint after step {step}" if is_written else f"NO checkpoint of step {step} could be written"
+            print(  # noqa: T201
+                f"unisono: asked to leave: {kept} in {self._folder.path}; start the job again to go on", flush=True
+            )
+        self._ending.leave(Dismissed("asked to leave", preempted=True, code=PREEMPTED))

@@ -1,0 +1,118 @@
+"""Comparing the whole state at boundaries, and going back to an older one if it is doubted."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from unisono.checkpoint.snapshot import Digests
+from unisono.checkpoint.store import Snapshot
+from unisono.errors import JobMismatch, MemoryFault
+from unisono.train.group.acts import Acts, Change
+from unisono.train.group.membership import Membership
+from unisono.train.group.workers import Workers
+from unisono.train.recovery.audit_judge import AuditJudge
+from unisono.train.recovery.integrity import Integrity
+from unisono.train.recovery.snapshots import Snapshots
+from unisono.train.state.trained import Trained
+from unisono.train.step.current import CurrentSteps
+from unisono.train.step.listeners import Listeners
+
+
+class Verification:
+    """Verifies the state of a run between its steps.
+
+    Args:
+        acts: the collective calls.
+        membership: who trains.
+        steps: who computes.
+        trained: the state.
+        integrity: compares it.
+        judge: knows which checkpoints are not to be believed.
+        snapshots: settles the state before it is compared.
+        listeners: who is told.
+    """
+
+    def __init__(
+        self,
+        acts: Acts,
+        membership: Membership,
+        steps: CurrentSteps,
+        trained: Trained,
+        integrity: Integrity,
+        judge: AuditJudge,
+        snapshots: Snapshots,
+        listeners: Listeners,
+    ) -> None:
+        self._acts, self._membership, self._steps, self._trained = acts, membership, steps, trained
+        self._integrity, self._judge, self._snapshots, self._listeners = integrity, judge, snapshots, listeners
+
+    def verify(self) -> Digests | None:
+        """Compare the whole state, and keep it if it is right.
+
+        Returns:
+            what all agree on; nothing if the state is doubted, or nothing is compared.
+        """
+        self._snapshots.settle()
+        if not self._integrity.is_on:
+            return None
+        step = self._trained.progress.position.step
+        # What stands before a loop that goes on later is no state to keep: the rest of it is yet to be restored.
+        weights_only = self._steps.has_own_weights or self._trained.restored is not None
+
+        def compare(workers: Workers) -> Change[Digests]:
+            heal = self._acts.recovery.heal
+            return self._integrity.compare(workers, step, heal, self._has_flipped, weights_only=weights_only)
+
+        digests = self._acts.change(compare)
+        if self._trained.is_doubted:
+            return None
+        if not weights_only:
+            self._integrity.copy(step, -1 if self._membership.joins else self._membership.workers.rank)
+        return digests
+
+    def require_right(self) -> Digests | None:
+        """Compare the whole state outside of steps, where nothing can be computed again.
+
+        Raises:
+            JobMismatch: the workers hold different states, and nobody can say who is right.
+        """
+        verified = self.verify()
+        if (doubt := self._trained.doubt) is not None:
+            raise JobMismatch(f"{doubt.why}: start the job again, it goes on from its newest verified checkpoint")
+        return verified
+
+    def require_whole(self, rank: int) -> None:
+        """Refuse weights that were updated by halves, or by a wrong gradient that no comparison can find.
+
+        Raises:
+            MemoryFault: an update of this worker was made from a gradient that memory had not kept.
+            WorkerLost: a worker was lost in the middle of an update.
+        """
+        self._steps.require_whole()
+        if self._steps.has_lost and not self._integrity.is_on:
+            raise MemoryFault(
+                f"rank {rank} made an update from a gradient that memory had not kept, so the weights are "
+                f"wrong: start the job again, it goes on from its last checkpoint"
+            )
+
+    def go_back(self) -> None:
+        """The state is doubted: go on from the newest one that was right."""
+        doubt, reached = self._trained.doubt, self._trained.progress.position.step
+        assert doubt is not None, "there is a reason"
+
+        def retrieve(workers: Workers) -> Change[None]:
+            return Change(partial(self._set_back, self._integrity.retrieve(workers)))
+
+        self._acts.change(retrieve)
+        self._acts.together(self._steps.make_together)
+        step = self._acts.step = self._trained.progress.position.step
+        self._judge.discard_unconfirmed()
+        self._listeners.tell(lambda one: one.went_back(reached, step, doubt))
+
+    def _set_back(self, snapshot: Snapshot) -> None:
+        self._trained.go_back(snapshot)
+        self._steps.drop()
+        self._steps.forget()
+
+    def _has_flipped(self) -> bool:
+        return self._steps.has_lost or (not self._integrity.script_writes and self._steps.has_flipped)

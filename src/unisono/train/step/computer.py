@@ -1,0 +1,122 @@
+"""Who computes a step: one protocol for exact steps and for those of workers with weights of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+
+from unisono.data.shards import ShardSource
+from unisono.train.group.acts import Acts
+from unisono.train.group.workers import Workers
+from unisono.train.model.prepared import Prepared
+from unisono.train.step.engine import Clip, LossFunction
+from unisono.train.step.listeners import Computed
+from unisono.train.step.step import Step
+
+Told = Sequence[Mapping[str, Any]]
+"""What every worker says when all synchronize: JSON values by name, by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """A call of ``step.run``.
+
+    Attributes:
+        step: that is under way.
+        loss_fn: as given.
+        optimizers: with which it updates.
+        clip: how the gradient is limited.
+        source: of samples that nobody has loaded yet.
+    """
+
+    step: Step
+    loss_fn: LossFunction
+    optimizers: tuple[Optimizer, ...]
+    clip: Clip
+    source: ShardSource
+
+
+class StepComputer(Protocol):
+    """Computes the steps of a run under some strategies, from generation to generation."""
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether each worker has weights of its own between two synchronizations."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether workers may have other weights now."""
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether nobody knows beforehand which shards are its own."""
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether an update was made from a gradient that memory had not kept."""
+
+    @property
+    def has_flipped(self) -> bool:
+        """Whether a bit is not as the last update has left it, where this worker has the only copy."""
+
+    def make(self, workers: Workers, prepared: Prepared) -> None:
+        """Begin in a generation, under the present strategy. Collective."""
+
+    def drop(self) -> None:
+        """The generation is over, or the strategy."""
+
+    def retire(self) -> None:
+        """Another one computes from now on."""
+
+    def forget(self) -> None:
+        """This worker gets another state: what it had before does not count."""
+
+    def step_begins(self) -> None:
+        """A step begins: from now on only updates and the script change the state."""
+
+    def compute(self, call: StepCall, acts: Acts) -> Computed:
+        """Compute, and update the weights.
+
+        Raises:
+            UnisonoError: whatever :meth:`StepEngine.attempt` and ``work_out`` raise.
+        """
+
+    def step_ends(self, step: Step, acts: Acts, *, is_due: bool) -> bool:
+        """A step is over on this worker.
+
+        Args:
+            step: that is over.
+            acts: the collective calls.
+            is_due: whether the workers want to synchronize whatever the strategy says.
+
+        Returns:
+            whether all workers have, or are to have, the same weights now.
+        """
+
+    def synchronize(
+        self, step: int, told: Callable[[], Mapping[str, Any]], heard: Callable[[Told], None], acts: Acts
+    ) -> Told:
+        """Have all workers get the same weights.
+
+        Args:
+            step: steps committed so far.
+            told: JSON values by name that this worker has to say.
+            heard: is told what every worker says, where weights are set.
+            acts: the collective calls.
+
+        Returns:
+            what every worker says, with its figures.
+        """
+
+    def log(self, name: str, value: float) -> bool:
+        """Note a metric of the shard that is being computed; False if none is."""
+
+    def require_whole(self) -> None:
+        """Refuse weights that cannot be gone on from.
+
+        Raises:
+            WorkerLost: a worker was lost in the middle of an update, and the weights are half updated.
+        """

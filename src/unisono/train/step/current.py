@@ -1,0 +1,179 @@
+"""The one who computes steps now, chosen by the strategy and made anew in every generation."""
+
+from __future__ import annotations
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.errors import PolicyError
+from unisono.sync.parameter_server import ParameterServer
+from unisono.sync.strategy import Strategy
+from unisono.train.group.acts import Acts
+from unisono.train.group.membership import Membership
+from unisono.train.group.workers import Workers
+from unisono.train.state.trained import Trained
+from unisono.train.step.computer import StepCall, StepComputer
+from unisono.train.step.listeners import Computed, Listeners
+from unisono.train.step.loss import require_agreement
+from unisono.train.step.step import Step
+
+
+class CurrentSteps:
+    """Chooses who computes.
+
+    Args:
+        trained: what is trained, with the strategy that is to be followed.
+        membership: who trains.
+        folder: of the run, with the journal.
+        listeners: who is told of calls that are done.
+        exact: for strategies under which all workers always have the same weights.
+        local: for the others.
+
+    Attributes:
+        strategy: under which steps are computed.
+        under_way: the step whose body runs.
+        is_computing: from the begin of a call until it is counted; it stays so if the call fails.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        membership: Membership,
+        folder: RunFolder,
+        listeners: Listeners,
+        exact: StepComputer,
+        local: StepComputer,
+    ) -> None:
+        self.strategy = trained.adaptation.strategy
+        self.under_way: Step | None = None
+        self.is_computing = False
+        self._trained, self._membership, self._folder, self._listeners = trained, membership, folder, listeners
+        self._exact, self._local = exact, local
+        self._computer: StepComputer | None = None
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether each worker has weights of its own between two synchronizations."""
+        return self._computer is not None and self._computer.has_own_weights
+
+    @property
+    def is_open(self) -> bool:
+        """Whether workers may have other weights now."""
+        return self._computer is not None and self._computer.is_open
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether an update was made from a gradient that memory had not kept."""
+        return self._computer is not None and self._computer.has_lost
+
+    @property
+    def has_flipped(self) -> bool:
+        """Whether a bit is not as the last update has left it."""
+        return self._computer is not None and self._computer.has_flipped
+
+    @property
+    def computer(self) -> StepComputer:
+        """Who computes now."""
+        assert self._computer is not None, "all workers have the same models"
+        return self._computer
+
+    def shards(self) -> range:
+        """Which shards of the next step are this worker's, as far as that is known beforehand."""
+        if self._computer is not None and self._computer.shares_work:
+            return range(0)
+        workers = self._membership.workers
+        return workers.split(self._trained.adaptation.shards).of(workers.rank)
+
+    def make(self) -> None:
+        """Have the one compute that the present strategy needs, in the present generation. Collective."""
+        self.drop()
+        prepared, workers, adaptation = self._trained.prepared, self._membership.workers, self._trained.adaptation
+        self.strategy = adaptation.strategy
+        if prepared is None or not self._trained.has_weights:
+            return
+        if adaptation.topology is not None:
+            workers.transport.use_topology(adaptation.topology)
+        if not serve(workers, self.strategy) and workers.rank == 0:
+            self._folder.journal("all compute", strategy=str(self.strategy), workers=workers.world_size)
+        chosen, other = (self._exact, self._local) if self.strategy.is_exact else (self._local, self._exact)
+        chosen.make(workers, prepared)
+        other.retire()
+        self._computer = chosen
+
+    def make_together(self, workers: Workers) -> None:
+        """Make what computes, as a collective call: so no worker goes on before all have."""
+        self.make()
+        workers.barrier()
+
+    def drop(self) -> None:
+        """The generation is over, or the strategy."""
+        self._computer = None
+        self._exact.drop()
+        self._local.drop()
+
+    def forget(self) -> None:
+        """This worker gets another state: what it had before does not count."""
+        self._exact.forget()
+        self._local.forget()
+
+    def step_begins(self, step: Step) -> None:
+        """The body of a step begins."""
+        self.under_way = step
+        if self._computer is not None:
+            self._computer.step_begins()
+
+    def compute(self, call: StepCall, acts: Acts) -> float:
+        """Carry a call of ``step.run`` out.
+
+        Returns:
+            its mean loss.
+        """
+        done: Computed = self.computer.compute(call, acts)
+        self.is_computing = False
+        call.step.metrics |= done.metrics
+        if not self._trained.is_doubted:
+            self._listeners.tell(lambda one: one.call_done(call.step, call.optimizers, done))
+        return done.loss
+
+    def log(self, name: str, value: float) -> bool:
+        """Note a metric of the shard that is being computed; False if none is."""
+        return self._computer is not None and self._computer.log(name, value)
+
+    def require_whole(self) -> None:
+        """Refuse weights that cannot be gone on from.
+
+        Raises:
+            WorkerLost: a worker was lost in the middle of an update, and the weights are half updated.
+        """
+        if self._computer is not None:
+            self._computer.require_whole()
+
+    def follow(self, acts: Acts) -> None:
+        """Policies may have chosen another strategy."""
+        adaptation = self._trained.adaptation
+        if adaptation.strategy != self.strategy or (self.has_own_weights and not adaptation.is_empty):
+            acts.together(self._switch)
+
+    def _switch(self, workers: Workers) -> None:
+        adaptation = self._trained.adaptation
+        try:
+            require_agreement(workers.transport, adaptation.digest)
+        except PolicyError:
+            adaptation.refuse(workers, self._trained.progress.position.step)
+        if adaptation.strategy != self.strategy:
+            self.make()
+
+
+def serve(workers: Workers, strategy: Strategy) -> bool:
+    """Have workers serve from the next step on, as a strategy wants it; or all compute. All workers do this alike.
+
+    Args:
+        workers: of this generation.
+        strategy: that is in use.
+
+    Returns:
+        whether that can be: else there are too few workers, and all of them serve and compute.
+    """
+    central = strategy if isinstance(strategy, ParameterServer) and strategy.synchronous else None
+    workers.servers = 0 if central is None else central.servers
+    # Where no worker only serves, each finishes a share; where some do, there is no other way.
+    workers.transport.go_direct(always=central is not None and not central.servers)
+    return workers.servers < workers.world_size

@@ -1,0 +1,144 @@
+"""Whoever wants to know what happens in a run, and is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from torch.optim import Optimizer
+
+from unisono.data.shards import ShardSource
+from unisono.plan.audits import Finding
+from unisono.plan.batches import Batches
+from unisono.train.group.control import StepReport
+from unisono.train.model.prepared import Prepared
+from unisono.train.state.trained import Doubt
+from unisono.train.step.engine import Call
+from unisono.train.step.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """An update that is made on this worker, and counted.
+
+    Attributes:
+        generation: that made it.
+        seconds: that it took, by part.
+        shards: of a batch that this worker computes.
+        bytes_shared: what the workers of this host keep together.
+        skipped: the report of a call whose update was left out, since its loss or gradient is no number.
+    """
+
+    generation: int
+    seconds: Mapping[str, float]
+    shards: int
+    bytes_shared: int
+    skipped: StepReport | None
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a call of ``step.run`` came to.
+
+    Attributes:
+        loss: the mean.
+        metrics: means of what the loss functions logged.
+        figures: what else was measured.
+        seconds: by part; none if the result was taken from other workers.
+        samples: of which this worker knows the loss; 0 if there is nothing to tell.
+    """
+
+    loss: float
+    metrics: Mapping[str, float]
+    figures: Mapping[str, Any]
+    seconds: Mapping[str, float]
+    samples: int
+
+
+class Listener:
+    """Is told what happens on this worker, and changes nothing of the training. Each overrides what it wants."""
+
+    def prepared(self, prepared: Prepared, step: int) -> None:
+        """All workers have these models, after so many steps."""
+
+    def loop_begins(self, number: int, batches: Batches, source: ShardSource) -> None:
+        """A loop over a data set begins."""
+
+    def step_begins(self, step: Step) -> None:
+        """A step's samples are here, and nothing of it is computed."""
+
+    def call_begins(self, call: Call, shards: range, generation: int) -> None:
+        """This worker is about to compute these shards."""
+
+    def step_computed(self, step: Step, shards: int, seconds: float) -> None:
+        """It has computed so many, in so many seconds, and has the others' yet to add."""
+
+    def call_worked_out(self, call: Call, shards: range, report: StepReport) -> None:
+        """All have computed the call, and no update is made yet. Before collectives that work the update out."""
+
+    def call_counted(self, call: Call, counted: Counted) -> None:
+        """The call's update is made here, and counted."""
+
+    def call_done(self, step: Step, optimizers: Sequence[Optimizer], done: Computed) -> None:
+        """A call of ``step.run`` is over."""
+
+    def round_ended(self, told: Sequence[Mapping[str, Any]], strategy: str) -> None:
+        """All workers have the same weights again, and have told what they did since."""
+
+    def links_measured(self, links: Mapping[str, Any]) -> None:
+        """The connections between workers were measured."""
+
+    def topology_measured(self, about: Mapping[str, Any]) -> None:
+        """Ways of the partial sums were measured."""
+
+    def step_ends(self, step: Step, after: int) -> None:
+        """A step is committed, and the loop's body done; so many steps are committed now."""
+
+    def renewed(self) -> None:
+        """A new generation computes."""
+
+    def went_back(self, reached: int, step: int, doubt: Doubt) -> None:
+        """The run has gone back from one count of steps to another."""
+
+    def healed(self, step: int, what: str, ranks: Sequence[int], hosts: Sequence[str]) -> None:
+        """Workers that held another state than most are given theirs."""
+
+    def wrong_result(self, step: int, finding: Finding, host: str) -> None:
+        """A worker computed a shard otherwise than the others."""
+
+    def repeated(self, step: int) -> None:
+        """A step is computed again, since memory did not keep what was written to it."""
+
+    def unregistered_scheduler(self, prepared: Prepared) -> None:
+        """A schedule may be in use that checkpoints do not have."""
+
+    def preempted(self) -> None:
+        """The workers were asked to leave, and go."""
+
+    def close(self) -> None:
+        """The run ends on this worker."""
+
+
+class Listeners:
+    """Those who listen, in the order in which they are told. What one raises ends the step, as if the script had.
+
+    Args:
+        each: those who listen.
+    """
+
+    def __init__(self, each: Sequence[Listener]) -> None:
+        self._each = tuple(each)
+
+    def tell(self, what: Callable[[Listener], None]) -> None:
+        """Tell each the same."""
+        for one in self._each:
+            what(one)
+
+    def step_computed(self, step: Step, shards: int, seconds: float) -> None:
+        """Tell each; what those before have taken is part of the time of which the later ones hear."""
+        step.computed_s = seconds
+        begun = perf_counter()
+        for one in self._each:
+            one.step_computed(step, shards, seconds + perf_counter() - begun)

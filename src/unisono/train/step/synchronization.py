@@ -1,0 +1,104 @@
+"""When workers with weights of their own get the same ones again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unisono.adapt.view import Timings
+from unisono.errors import JobMismatch
+from unisono.train.group.acts import Acts
+from unisono.train.group.membership import Membership
+from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.ending import Ending
+from unisono.train.state.requests import Requests
+from unisono.train.state.trained import Trained
+from unisono.train.step.computer import Told
+from unisono.train.step.current import CurrentSteps
+from unisono.train.step.listeners import Listeners
+from unisono.train.step.step import Step
+from unisono.train.step.worker_report import WorkerReport
+
+
+class Synchronization:
+    """Synchronizes workers when the strategy says so, and before every collective call of the script.
+
+    Under a strategy with which all workers always have the same weights, there is nothing to do.
+
+    Args:
+        acts: the collective calls.
+        steps: who computes.
+        trained: what is trained.
+        membership: who trains.
+        checkpoints: that may be due.
+        requests: what the workers have agreed to do at the next boundary.
+        report: what this worker has to say.
+        listeners: who is told.
+        ending: whether the run is over.
+    """
+
+    def __init__(
+        self,
+        acts: Acts,
+        steps: CurrentSteps,
+        trained: Trained,
+        membership: Membership,
+        checkpoints: Checkpoints,
+        requests: Requests,
+        report: WorkerReport,
+        listeners: Listeners,
+        ending: Ending,
+    ) -> None:
+        self._acts, self._steps, self._trained, self._membership = acts, steps, trained, membership
+        self._checkpoints, self._requests, self._report = checkpoints, requests, report
+        self._listeners, self._ending = listeners, ending
+
+    def before_call(self) -> None:
+        """A collective call follows, for which all workers need to hold the same weights.
+
+        Whoever joins makes none, but hears of it from the others.
+
+        Raises:
+            JobError: the run is over.
+            JobMismatch: the script has left the loop in which the run was about to go back to an older state.
+        """
+        self._ending.require_open()
+        if self._membership.joins:
+            return
+        doubt = self._trained.doubt
+        if doubt is not None and self._steps.under_way is None:
+            raise JobMismatch(
+                f"{doubt.why}, and the script has left the loop before the steps since then could be computed again: "
+                f"start the job again, it goes on from its newest verified checkpoint"
+            )
+        self._synchronize()
+
+    def step_ends(self, step: Step) -> bool:
+        """A step is over on this worker.
+
+        Returns:
+            whether all workers have the same weights after it.
+        """
+        is_due = self._requests.leave or self._requests.regroup or self._checkpoints.due(step.number + 1)
+        ends = self._steps.computer.step_ends(step, self._acts, is_due=is_due)
+        if ends:
+            self._synchronize()
+        return ends
+
+    def _synchronize(self) -> None:
+        if not self._steps.is_open:
+            return
+        step = self._trained.progress.position.step
+        told = self._steps.computer.synchronize(step, self._told, self._heard, self._acts)
+        if any(one["samples"] for one in told):
+            strategy = str(self._steps.strategy)
+            self._listeners.tell(lambda one: one.round_ended(told, strategy))
+
+    def _told(self) -> Mapping[str, Any]:
+        return self._report.told(self._acts.formed_s)
+
+    def _heard(self, told: Told) -> None:
+        """What every worker says. In the change with which they synchronize."""
+        self._requests.note(leave=any(one["leave"] for one in told), regroup=any(one["regroup"] for one in told))
+        setting = self._trained.setting(self._membership.workers)
+        self._trained.monitors.time(setting, [Timings(*one["timings"]) for one in told])

@@ -1,0 +1,289 @@
+"""The training loops of a run: what happens before, in and after each step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import GEN_RUNNING, getgeneratorstate
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from unisono.adapt.norms import Monitoring
+from unisono.adapt.view import BatchShape
+from unisono.data.shards import Collate, ShardSource, check_dataset
+from unisono.data.streams import seed_generators
+from unisono.errors import DataError, JobError, ModelError
+from unisono.job import Job
+from unisono.plan.batches import Batches
+from unisono.plan.links import Links
+from unisono.plan.order import Stream, stream_seed
+from unisono.train.group.acts import Acts
+from unisono.train.group.membership import Membership
+from unisono.train.group.workers import Workers
+from unisono.train.loop.feed import feed
+from unisono.train.loop.loop import Load, Loop
+from unisono.train.model.prepared import Prepared
+from unisono.train.record.metrics_line import MetricsLine
+from unisono.train.recovery.integrity import Integrity
+from unisono.train.recovery.recovery import Recovery
+from unisono.train.recovery.snapshots import Snapshots
+from unisono.train.recovery.verification import Verification
+from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.ending import Ending
+from unisono.train.state.requests import Requests
+from unisono.train.state.state import Progress, Reading
+from unisono.train.state.trained import Trained
+from unisono.train.steering import Steering
+from unisono.train.step.computer import StepCall
+from unisono.train.step.current import CurrentSteps
+from unisono.train.step.engine import Clip, LossFunction
+from unisono.train.step.listeners import Listeners
+from unisono.train.step.step import Step
+from unisono.train.step.synchronization import Synchronization
+from unisono.train.step.timer import Timer
+
+
+@dataclass(frozen=True)
+class LoopLimits:
+    """How the loops of a run are carried out.
+
+    Attributes:
+        timeout_s: how long a loader may give nothing.
+        stop_after: steps of the whole job after which a loop is cut short; None to go on to its end.
+        stop_after_epochs: the same in passes over the data set.
+        monitoring: in which steps connections are measured.
+    """
+
+    timeout_s: float
+    stop_after: int | None
+    stop_after_epochs: int | None
+    monitoring: Monitoring
+
+
+@dataclass(eq=False)
+class StepLoop:
+    """Carries the loops of a run out, one at a time.
+
+    Attributes:
+        job: that is trained.
+        device: where this worker computes.
+        limits: how loops are carried out.
+        acts: the collective calls.
+        membership: who trains.
+        steps: who computes.
+        trained: the state.
+        synchronization: gets workers the same weights.
+        integrity: says when the state is to be compared.
+        verification: compares it.
+        recovery: lets this worker depart.
+        snapshots: writes checkpoints.
+        checkpoints: says when one is due.
+        requests: what the workers have agreed to do at the next boundary.
+        steering: asks policies.
+        listeners: who is told.
+        metrics: writes the line of each step.
+        timer: of this worker's steps.
+        ending: whether the run is over.
+    """
+
+    job: Job
+    device: torch.device
+    limits: LoopLimits
+    acts: Acts
+    membership: Membership
+    steps: CurrentSteps
+    trained: Trained
+    synchronization: Synchronization
+    integrity: Integrity
+    verification: Verification
+    recovery: Recovery
+    snapshots: Snapshots
+    checkpoints: Checkpoints
+    requests: Requests
+    steering: Steering
+    listeners: Listeners
+    metrics: MetricsLine
+    timer: Timer
+    ending: Ending
+    _live: weakref.ref[Generator[Step, None, None]] | None = field(default=None, init=False)
+    _source: ShardSource | None = field(default=None, init=False)
+    _number: int = field(default=-1, init=False)
+    _joined: bool = field(default=False, init=False)  # in the middle of the loop that is under way
+
+    def over(
+        self,
+        dataset: Any,
+        epochs: int,
+        shuffle: bool,
+        drop_last: bool,
+        loader_workers: int,
+        collate: Collate | None,
+    ) -> Generator[Step, None, None]:
+        """The steps of a loop over a data set; see :meth:`Run.steps`."""
+        if self.steps.under_way is not None:
+            raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
+        if loader_workers < 0:
+            raise JobError(f"loader_workers={loader_workers}: use 0 to load in this process, or a number of processes")
+        samples = check_dataset(dataset)
+        self.synchronization.before_call()
+        self.acts.agree("data set", {"number of samples": samples})
+        batches = Batches(samples, self.job.batch_size, self.job.shards, drop_last)
+        if not batches.per_epoch:
+            raise DataError(
+                f"drop_last leaves nothing of {samples} samples with batch_size={self.job.batch_size}: "
+                f"keep the last, smaller batch, or lower batch_size"
+            )
+        reading = Reading(samples, shuffle, drop_last)
+        source = ShardSource(dataset, self.job.seed, collate, shuffle)
+        load = partial(feed, source, workers=loader_workers, timeout_s=self.limits.timeout_s, device=self.device)
+        live = self._loop(batches, reading, epochs, load, source)
+        self._live = weakref.ref(live)  # a break lets go of the last one that holds it, and so ends the loop
+        return live
+
+    def leave(self) -> None:
+        """End a loop that was left, and whose steps somebody still holds. It may have loader processes."""
+        live = None if self._live is None else self._live()
+        if live is not None and getgeneratorstate(live) != GEN_RUNNING:
+            live.close()
+
+    def shards(self) -> range:
+        """Which shards this worker is to load."""
+        return self.steps.shards()
+
+    def shape(self) -> BatchShape:
+        """Of the next global batch."""
+        return self.trained.adaptation.shape
+
+    def is_stopped(self) -> bool:
+        """Whether a policy has stopped the loop."""
+        return self.trained.adaptation.stopped == self._number
+
+    def is_whole(self) -> bool:
+        """Whether what the step computed counts."""
+        return not (self.steps.is_computing or self.ending.is_closed or self.trained.is_doubted)
+
+    def move(self, progress: Progress) -> None:
+        """The run stands here now."""
+        self.trained.progress = progress
+
+    def enter(self) -> None:
+        """A loop begins. Whoever joins in the middle of it finds it compared."""
+        if not self._joined:
+            self.synchronization.before_call()
+            self.verification.require_right()
+
+    def begin(self, step: Step) -> None:
+        """A step's samples are loaded."""
+        self.snapshots.settle()
+        self.trained.go_on()  # all have agreed on the loop
+        seed_generators(stream_seed(self.job.seed, Stream.SCRIPT, step.number))
+        self.steps.step_begins(step)
+        self.listeners.tell(lambda one: one.step_begins(step))
+
+    def compute(
+        self, step: Step, loss_fn: LossFunction, optimizer: Optimizer | Sequence[Optimizer] | None, clip: Clip
+    ) -> float:
+        """Carry a call of ``step.run`` out."""
+        self.ending.require_open()
+        prepared = self.trained.prepared
+        assert prepared is not None, "loops come after run.prepare"
+        assert self._source is not None, "a step comes from a loop"
+        if step is not self.steps.under_way:
+            raise JobError("this step is over: call step.run in the body of the loop that it came from")
+        if self.trained.is_doubted:  # the run goes back at the end of the body
+            return self.metrics.newest_loss
+        prepared.check_unchanged()
+        self.trained.require_same_trained()
+        self.steps.is_computing = True
+        return self.steps.compute(StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, self._source), self.acts)
+
+    def end(self, after: Progress | None) -> None:
+        """The body of a step is done; or it was left, and nothing of the step counts (None)."""
+        step, self.steps.under_way = self.steps.under_way, None
+        if after is None or step is None or self.trained.is_doubted:
+            return
+        self.trained.progress = after
+        count = self.acts.step = after.position.step
+        is_settled = self.synchronization.step_ends(step)
+        if self.steering.links_are_due() or self.limits.monitoring.measures_links(count):
+            self._measure_links()
+        self.metrics.finish(step, self.steering.rates)
+        latest = self.metrics.latest
+        if self.metrics.is_computed:
+            self.timer.step_took(latest["seconds"], self.membership.workers.transport.traffic.take())
+        shard_s = self.timer.shard_s if self.trained.adaptation.balances else 0.0
+        self.membership.tell(self.acts.standing, float(latest.get("samples_per_s", 0.0)), shard_s)
+        self.listeners.tell(lambda one: one.step_ends(step, count))
+        if is_settled:
+            self.steering.step_ends(step)
+            self.steps.follow(self.acts)
+
+    def boundary(self, *, is_end: bool) -> Progress:
+        """The body is done, or the loop. Every worker stands here, and has the same state unless a round is open."""
+        trained, step = self.trained, self.trained.progress.position.step
+        wants = self.requests.leave or self.requests.regroup
+        if not trained.is_doubted and not self.steps.is_open:
+            is_due = wants or self.integrity.due(step) or self.checkpoints.due(step)
+            verified = self.verification.verify() if is_due or is_end else None
+            if self.requests.leave and not is_end and not trained.is_doubted:
+                self.recovery.depart_together(verified)
+            if not is_end:
+                self.snapshots.save_if_due(verified)
+        if is_back := trained.is_doubted:
+            self.verification.go_back()
+        if self.requests.regroup and (is_back or not is_end) and not self.steps.is_open:
+            self.acts.regroup(None, at_boundary=True)
+        return trained.progress
+
+    def _loop(
+        self, batches: Batches, reading: Reading, epochs: int, load: Load, source: ShardSource
+    ) -> Generator[Step, None, None]:
+        number = self._number = self.trained.loops
+        self.trained.loops += 1
+        loop = Loop(number, reading, batches, epochs, self.limits.stop_after, self.limits.stop_after_epochs)
+        self._joined, self._source, self.steps.is_computing = self.membership.joins, source, False
+        self.listeners.tell(lambda one: one.loop_begins(number, batches, source))
+        if not self.acts.enter(number):
+            self._seed_behind(number)
+            return
+        self.steering.begin()
+        try:
+            yield from loop.steps(self.trained.progress, load, self)
+        except GeneratorExit:  # a break; or the end of a run that is closed in the middle of the loop
+            if self.is_whole():
+                self.acts.leave(number)
+                self._seed_behind(number)
+            raise
+        self.acts.leave(number)
+        self._seed_behind(number)
+
+    def _seed_behind(self, loop: int) -> None:
+        """Whoever has skipped the loop has to draw what the others draw."""
+        seed_generators(stream_seed(self.job.seed, Stream.AFTER, loop))
+
+    def _measure_links(self) -> None:
+        self.synchronization.before_call()
+        measured = self.acts.together(_measured_links)
+        if measured is not None:
+            self.trained.monitors.links = Links.from_json(measured)
+            self.listeners.tell(lambda one: one.links_measured(measured))
+
+
+def _measured_links(workers: Workers) -> dict[str, Any] | None:
+    links = workers.transport.measure_links()
+    workers.barrier()  # where there is nothing to measure, nobody has met the others yet
+    return None if links is None else links.figures()
+
+
+def _chosen(prepared: Prepared, optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:
+    if optimizer is None:
+        return prepared.optimizers
+    chosen = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    for one in chosen:
+        if not any(one is known for known in prepared.optimizers):
+            raise ModelError(f"step.run(optimizer={type(one).__name__}): give it to run.prepare first")
+    return chosen

@@ -1,0 +1,269 @@
+"""Steps under strategies with which all workers always have the same weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from unisono.adapt.view import Setting
+from unisono.data.shards import ShardSource, ShardsRequest
+from unisono.data.streams import generators_kept
+from unisono.errors import MemoryFault, PolicyError
+from unisono.job import Job
+from unisono.train.group.acts import Acts, Change
+from unisono.train.group.majority import Verdict
+from unisono.train.group.membership import Membership
+from unisono.train.group.workers import Workers
+from unisono.train.loop.feed import to_device
+from unisono.train.model.prepared import Prepared
+from unisono.train.recovery.audit_judge import AuditJudge
+from unisono.train.recovery.integrity import Integrity, Note
+from unisono.train.state.requests import Requests
+from unisono.train.state.trained import Trained
+from unisono.train.step.computer import StepCall, Told
+from unisono.train.step.engine import Attempt, Call, Execution, StepEngine
+from unisono.train.step.listeners import Computed, Counted, Listeners
+from unisono.train.step.step import Step
+from unisono.train.step.worker_report import WorkerReport
+
+
+@dataclass(eq=False)
+class ExactSteps:
+    """Computes steps whose update all workers make together.
+
+    Attributes:
+        job: that is trained.
+        device: where this worker computes.
+        execution: how steps are carried out.
+        trained: what is trained.
+        membership: who trains.
+        integrity: says whether the weights of a call were right.
+        judge: says who computes wrongly.
+        report: what this worker has to say in each step.
+        requests: what the workers have agreed to do at the next boundary.
+        listeners: who is told.
+        newest_loss: the newest in ``metrics.jsonl``.
+        tells_times: whether the line of every step tells what the workers measured.
+        engine: of this generation, while these steps are in use.
+    """
+
+    job: Job
+    device: torch.device
+    execution: Execution
+    trained: Trained
+    membership: Membership
+    integrity: Integrity
+    judge: AuditJudge
+    report: WorkerReport
+    requests: Requests
+    listeners: Listeners
+    newest_loss: Callable[[], float]
+    tells_times: bool = False
+    engine: StepEngine | None = field(default=None, init=False)
+    has_own_weights: ClassVar[bool] = False
+    is_open: ClassVar[bool] = False
+    shares_work: ClassVar[bool] = False
+    _had_lost: bool = field(default=False, init=False)  # in an engine before
+    _seconds: Mapping[str, float] = field(default_factory=dict, init=False)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether an update was made from a gradient that memory had not kept."""
+        return self._had_lost if self.engine is None else self.engine.has_lost
+
+    @property
+    def has_flipped(self) -> bool:
+        """Whether a bit is not as the last update has left it, where this worker has the only copy."""
+        return self.engine is not None and self.engine.has_flipped
+
+    def make(self, workers: Workers, prepared: Prepared) -> None:
+        """Begin in a generation. Collective."""
+        self.trained.strategy = "", {}  # what one kept that comes again later is of weights long gone
+        self.engine = StepEngine(
+            self.job,
+            workers,
+            prepared,
+            self.device,
+            self.execution,
+            scaled=self.trained.adaptation.scaled,
+            found=self.judge.found,
+            repeats=lambda step: self.listeners.tell(lambda one: one.repeated(step)),
+            has_lost=self._had_lost,
+        )
+
+    def drop(self) -> None:
+        """The generation is over, or the strategy."""
+        if self.engine is not None:
+            self._had_lost = self.engine.has_lost
+            self.engine.close()
+            self.engine = None
+
+    def retire(self) -> None:
+        """Another one computes: it goes on from the same weights."""
+
+    def forget(self) -> None:
+        """Whatever this worker made an update from, the weights are others."""
+        self._had_lost = False
+
+    def step_begins(self) -> None:
+        """From now on only updates and the script change the state."""
+        self.require_engine().step_begins()
+
+    def compute(self, call: StepCall, acts: Acts) -> Computed:
+        """Compute the call with the others; all make the update, or none."""
+        self._seconds = {}
+        loss, metrics, figures = acts.change(partial(self._train, call, acts))
+        return Computed(loss, metrics, figures, self._seconds, call.step.size)
+
+    def step_ends(self, step: Step, acts: Acts, *, is_due: bool) -> bool:
+        """All have the same weights anyway."""
+        return True
+
+    def synchronize(
+        self, step: int, told: Callable[[], Mapping[str, Any]], heard: Callable[[Told], None], acts: Acts
+    ) -> Told:
+        """All have the same weights anyway."""
+        return []
+
+    def log(self, name: str, value: float) -> bool:
+        """Note a metric of the shard that is being computed; False if none is."""
+        return self.engine is not None and self.engine.log(name, value)
+
+    def require_whole(self) -> None:
+        """Refuse weights that are half updated.
+
+        Raises:
+            WorkerLost: a worker was lost in the middle of an update.
+        """
+        self.require_engine().require_whole()
+
+    def require_engine(self) -> StepEngine:
+        """The engine of this generation."""
+        assert self.engine is not None, "these steps are in use"
+        return self.engine
+
+    def _train(self, call: StepCall, acts: Acts, workers: Workers) -> Change[_Found]:
+        place = call.step.number, call.step.calls
+        if (suspicion := self.integrity.settle_suspicion(workers, place)) is not None:
+            return self._doubted(workers, suspicion)
+        engine, mine = self.require_engine(), workers.split(call.step.batch.shards).of(workers.rank)
+        made = self._call(call, mine)
+        self.listeners.tell(lambda one: one.call_begins(made, mine, workers.generation.number))
+        try:
+            attempt = engine.attempt(made, partial(self.report.flags, acts.formed_s))
+        except PolicyError:
+            self.trained.adaptation.refuse(workers, made.step)
+        except MemoryFault:
+            self.judge.discard_unconfirmed()
+            raise
+        audited, wrong = self.judge.judged(workers, attempt.findings, engine.discard)
+        if wrong:
+            return self._doubted(workers, audited, wrong)
+        verdict, note = self.integrity.judge(place, attempt.flags)
+        if verdict is not Verdict.RIGHT:
+            engine.discard()
+            healing = verdict is Verdict.HEALING
+            doubt = self.integrity.settle_majority(workers, place, acts.recovery.heal) if healing else note
+            return self._train(call, acts, workers) if doubt is None else self._doubted(workers, doubt)
+        while workers.rank == 0 and workers.transport.measured:
+            about = workers.transport.measured.pop(0)
+            self.listeners.tell(lambda one, about=about: one.topology_measured(about))  # type: ignore[misc]
+        self.listeners.tell(lambda one: one.call_worked_out(made, mine, attempt.report))
+        update = engine.work_out(made, attempt)
+        make = partial(self._update, call.step, attempt, update, self.trained.setting(workers), (audited, note))
+        return Change(make, partial(self._updated, made, attempt, workers, is_skipped=update is None))
+
+    def _call(self, call: StepCall, mine: range) -> Call:
+        step = call.step
+        return Call(
+            step.number,
+            step.calls,
+            step.batch,
+            [to_device(shard, self.device) for shard in step.shards],
+            call.loss_fn,
+            call.optimizers,
+            call.clip,
+            load=partial(self._load, step, call.source),
+            is_last=step.is_last,
+            decided=self.trained.adaptation.digest,
+            computed=partial(self.listeners.step_computed, step, len(mine)),
+        )
+
+    def _load(self, step: Step, source: ShardSource, shard: int) -> Any:
+        """The batch of any shard, whoever computes it."""
+        with generators_kept():
+            (found,) = source.load(ShardsRequest(step.epoch, (step.batch.shard(shard),)))
+        return to_device(found, self.device)
+
+    def _doubted(self, workers: Workers, note: Note, replaced: Sequence[int] = ()) -> Change[_Found]:
+        """A call has shown that the state is not to be gone on from: what it has computed is not used.
+
+        Args:
+            workers: of this generation.
+            note: doubts the state.
+            replaced: ranks of workers that compute wrongly, and are to leave.
+        """
+
+        def make() -> _Found:
+            note()
+            self.requests.note(regroup=bool(replaced))
+            return self.newest_loss(), {}, {}
+
+        def then() -> None:
+            for rank in replaced:
+                self.membership.replace(workers.generation.number, rank)
+
+        return Change(make, then)
+
+    def _update(
+        self,
+        step: Step,
+        attempt: Attempt,
+        update: Callable[[], None] | None,
+        setting: Setting,
+        notes: Sequence[Note],
+    ) -> _Found:
+        """Make the update of a step, and note what is known of it as long as its weights are."""
+        if update is not None:
+            update()
+        report = attempt.report
+        self.requests.note(leave=report.leave, regroup=report.regroup)
+        if not step.calls:
+            self.trained.monitors.time(setting, [flags.timings for flags in attempt.flags])
+        figures = {} if update is None else self._figures(step, attempt)
+        for note in notes:
+            note()
+        return math.nan if update is None else report.loss, report.metrics, figures
+
+    def _updated(self, call: Call, attempt: Attempt, workers: Workers, *, is_skipped: bool) -> None:
+        """The update of a step is made on this worker, and counted."""
+        self._seconds = attempt.seconds
+        counted = Counted(
+            workers.generation.number,
+            attempt.seconds,
+            len(workers.split(self.job.shards).of(workers.rank)),
+            self.require_engine().bytes_shared,
+            attempt.report if is_skipped else None,
+        )
+        self.listeners.tell(lambda one: one.call_counted(call, counted))
+
+    def _figures(self, step: Step, attempt: Attempt) -> dict[str, Any]:
+        """What is measured of a call, besides its loss."""
+        found: dict[str, Any] = {}
+        adapts, monitors = not self.trained.adaptation.is_empty, self.trained.monitors
+        if attempt.norms is not None:
+            losses = [part.loss for part in attempt.report.shards if part.weight]
+            found |= monitors.see(step.number, attempt.norms, losses)
+            found |= {"norms": asdict(attempt.norms)} if adapts else {}
+        if (attempt.norms is not None or adapts or self.tells_times) and not step.calls:
+            found |= monitors.times
+        return found
+
+
+_Found = tuple[float, Mapping[str, float], Mapping[str, Any]]
+"""What all workers come to: the loss, metrics, and figures that were measured."""

@@ -1,0 +1,196 @@
+"""Training under a strategy whose workers have weights of their own in between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from unisono.data.shards import ShardSource, ShardsRequest
+from unisono.data.streams import generators_kept
+from unisono.errors import JobError, WorkerLost
+from unisono.failpoints import failpoint
+from unisono.job import Job
+from unisono.train.group.acts import Acts, Change
+from unisono.train.group.membership import Membership
+from unisono.train.group.workers import Workers
+from unisono.train.loop.feed import to_device
+from unisono.train.model.prepared import Prepared
+from unisono.train.state.trained import Trained
+from unisono.train.step.computer import StepCall, Told
+from unisono.train.step.engine import Call
+from unisono.train.step.listeners import Computed, Listeners
+from unisono.train.step.step import Step
+from unisono.train.step.surroundings import BACKSTOP
+from unisono.train.strategies.rounds import Recipe, Rounds, begin_rounds
+from unisono.train.strategies.synchroniser import Sums
+
+
+class LocalSteps:
+    """A run's rounds, from generation to generation and from strategy to strategy.
+
+    Args:
+        job: that is trained.
+        device: where this worker computes.
+        trained: what is trained, with the strategy that is to be followed.
+        membership: who trains.
+        listeners: told of each part that is computed.
+        timeout_s: how long another worker may be silent.
+        begin: begins rounds in a generation, after those before under the same strategy. Collective.
+    """
+
+    has_own_weights = True
+    has_lost = has_flipped = False
+
+    def __init__(
+        self,
+        job: Job,
+        device: torch.device,
+        trained: Trained,
+        membership: Membership,
+        listeners: Listeners,
+        timeout_s: float,
+        begin: Callable[[Recipe, Workers, Rounds | None], Rounds] = begin_rounds,
+    ) -> None:
+        self._job, self._device, self._trained = job, device, trained
+        self._membership, self._listeners, self._begin = membership, listeners, begin
+        self._timeout_s = BACKSTOP * timeout_s if membership.is_elastic else timeout_s
+        self._rounds: Rounds | None = None
+        self._before: Rounds | None = None  # of the generation or the strategy before
+        self._loss = math.nan  # the newest known: of this worker's own samples, or of all in a round
+
+    @property
+    def is_open(self) -> bool:
+        """Whether workers may have weights of their own now."""
+        return self._rounds is not None and self._rounds.is_open
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether a worker finds out what it computes when it gets there."""
+        return self._rounds is not None and self._rounds.shares_work
+
+    def make(self, workers: Workers, prepared: Prepared) -> None:
+        """Begin rounds. Collective."""
+        self._trained.anticipate()
+        strategy, before = self._trained.adaptation.strategy, self._before
+        recipe = Recipe(strategy, self._job, prepared, self._device, self._trained.adaptation.scaled, self._timeout_s)
+        is_same = before is not None and before.strategy == strategy
+        rounds = self._begin(recipe, workers, before if is_same else None)
+        name, state = self._trained.strategy
+        if name == str(strategy) and not rounds.goes_on:
+            rounds.synchroniser.load_state_dict(state)
+        self._rounds, self._before = rounds, None
+
+    def drop(self) -> None:
+        """The generation is over, or the strategy."""
+        rounds, self._rounds = self._rounds, None
+        if rounds is not None:
+            rounds.close()
+            self._before = rounds
+
+    def retire(self) -> None:
+        """Another one computes: a strategy that comes again later goes on with nothing."""
+        self._before = None
+
+    def forget(self) -> None:
+        """This worker gets another one's state: what it had before does not count."""
+        self._before = None
+
+    def step_begins(self) -> None:
+        """Nobody looks at memory that each worker changes by itself."""
+
+    def compute(self, call: StepCall, acts: Acts) -> Computed:
+        """Compute this worker's part of a step, and update its weights.
+
+        Raises:
+            JobError: the step was computed already, and its work cannot be shared out again.
+            UnisonoError: whatever the engine raises.
+        """
+        own, step = Sums(), call.step
+        if step.calls and self._rounds is not None and self._rounds.shares_work:
+            raise JobError(
+                f"step.run was called twice in step {step.number}: with strategy={str(self._rounds.strategy)!r} a step "
+                f"is whoever's comes first, so it has one call. Use all-reduce or local-sgd"
+            )
+        self._with_others(acts, lambda rounds: rounds.begin())
+        self._with_others(acts, lambda rounds: self._parts(rounds, call, own))
+        self._loss = own.mean_loss(self._loss)
+        return Computed(self._loss, own.mean_metrics, {}, own.seconds, own.samples)
+
+    def step_ends(self, step: Step, acts: Acts, *, is_due: bool) -> bool:
+        """A step is over on this worker."""
+        if self._rounds is None:
+            return True
+        ends = step.is_last_in_epoch or (step.number + 1) % self._rounds.strategy.round_steps == 0 or is_due
+        self._with_others(acts, lambda rounds: rounds.step_ends(step.number, ends_round=ends))
+        return ends
+
+    def synchronize(
+        self, step: int, told: Callable[[], Mapping[str, Any]], heard: Callable[[Told], None], acts: Acts
+    ) -> Told:
+        """End the round: from here on all workers have the same weights."""
+
+        def end(workers: Workers) -> Change[Told]:
+            assert self._rounds is not None, "the strategy stays as long as a round is open"
+            rounds, ended = self._rounds, self._rounds.end(step, told())
+
+            def make() -> Told:
+                everybody = ended()
+                heard(everybody)
+                self._trained.strategy = str(rounds.strategy), rounds.synchroniser.state_dict()
+                return everybody
+
+            failpoint("round worked out")
+            return Change(make)
+
+        found = acts.change(end)
+        if samples := sum(one["samples"] for one in found):
+            self._loss = sum(one["loss"] for one in found) / samples
+        return found
+
+    def log(self, name: str, value: float) -> bool:
+        """Note a metric of the shard that is being computed; False if none is."""
+        return self._rounds is not None and self._rounds.log(name, value)
+
+    def require_whole(self) -> None:
+        """Each worker updates all of its weights."""
+
+    def _parts(self, rounds: Rounds, call: StepCall, own: Sums) -> None:
+        step = call.step
+        for part in rounds.parts(step.number, step.batch):
+            attempt = rounds.train(
+                Call(
+                    step.number,
+                    step.calls,
+                    step.batch.part(part),
+                    self._loaded(step, part, call.source) if rounds.shares_work else step.shards,
+                    call.loss_fn,
+                    call.optimizers,
+                    call.clip,
+                    part.start,
+                    computed=partial(self._listeners.step_computed, step, len(part)),
+                )
+            )
+            if attempt is not None:
+                report = attempt.report
+                own.add(step.batch.part(part).size, report.loss, report.metrics, attempt.seconds)
+
+    def _loaded(self, step: Step, part: range, source: ShardSource) -> list[Any]:
+        with generators_kept():
+            shards = source.load(ShardsRequest(step.epoch, tuple(step.batch.shard(shard) for shard in part)))
+        return [to_device(shard, self._device) for shard in shards]
+
+    def _with_others(self, acts: Acts, action: Callable[[Rounds], None]) -> None:
+        """Do something in which others may be lost; then it is done again with those who are left."""
+        while (rounds := self._rounds) is not None:
+            try:
+                if self._membership.workers.is_aborted:
+                    raise WorkerLost("another worker was lost in the middle of a round")
+                action(rounds)
+            except WorkerLost as lost:
+                acts.regroup(lost)
+            else:
+                return
