@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,7 +135,8 @@ def running(
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         run_dir = folder or Path(name) / "run"
-        command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(run_dir), *script]
+        ours = [sys.executable, "-m", "benchmarks.programs.with_its_parent", str(os.getpid())]
+        command = [*ours, sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(run_dir), *script]
         with run_dir.with_name("output.txt").open("ab") as output:
             process = subprocess.Popen(
                 command,
@@ -148,6 +150,7 @@ def running(
             yield Job(run_dir, process)
         finally:
             if process.poll() is None:
+                process.send_signal(signal.SIGCONT)  # a job that is stopped would not hear the other one
                 process.terminate()
             process.wait()
 

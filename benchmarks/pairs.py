@@ -149,12 +149,13 @@ def starting(choice: Choice, kind: str, batch: int) -> "Iterator[Job]":
 
 
 def send(job: Job, number: signal.Signals) -> None:
-    """Have all processes of a job stop, or go on."""
+    """Have all processes of a job stop, or go on. Not the guard: it ends the others if this process is killed."""
     assert job.launcher is not None
     launcher = psutil.Process(job.launcher.pid)
     for one in [launcher, *launcher.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
-            one.send_signal(number)
+            if not any(word.endswith("guard.py") for word in one.cmdline()):
+                one.send_signal(number)
 
 
 def await_steps(job: Job, steps: int) -> None:

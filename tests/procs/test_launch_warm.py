@@ -23,7 +23,7 @@ PATIENCE_S = 100.0
 
 PREAMBLE = """
 import os, signal, socket, subprocess, sys
-rank = int(os.environ["UNISONO_RANK"])
+rank = int(os.environ.get("UNISONO_RANK", 0))
 
 def forever():
     print("waiting", os.getpid(), os.getppid(), flush=True)
@@ -166,3 +166,14 @@ def test_workers_whose_template_is_killed_are_lost_and_the_job_says_so(run: Run)
     os.kill(int(run.until_waiting(3)[0][2]), signal.SIGKILL)
     assert run.end() == 137
     assert "was killed by SIGKILL" in run.lines[-1]
+
+
+@pytest.mark.parametrize("options", [(), ("--max-restarts", "0")], ids=["fixed", "elastic"])
+def test_a_job_whose_processes_are_stopped_ends_when_it_is_told_to(run: Run, options: tuple[str, ...]) -> None:
+    run.start("forever()", "--grace-s", "1", *options, workers=2)
+    waiting = run.until_waiting(2)
+    for pid in {int(number) for each in waiting for number in each.groups()}:  # the workers, and their template
+        os.kill(pid, signal.SIGSTOP)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() != 0
+    assert not any(psutil.pid_exists(int(number)) for each in waiting for number in each.groups())

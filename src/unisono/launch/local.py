@@ -233,15 +233,18 @@ class _Crew:
         self._send(signal.SIGTERM)
 
     def _kill(self) -> None:
+        self._begins.wake()
         for worker in self._running.values():
             worker.told_at = worker.told_at or time.time()
             kill_group(worker.process.pid)
 
     def _send(self, number: int) -> None:
-        # To the worker alone: what it started is the worker's to end, as long as it lives.
+        # To the worker alone: what it started is the worker's to end, as long as it lives. One that is stopped wakes.
+        self._begins.wake()
         for worker in self._running.values():
             with suppress(ProcessLookupError):
                 os.kill(worker.process.pid, number)
+                os.kill(worker.process.pid, signal.SIGCONT)
 
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name

@@ -99,6 +99,11 @@ class WorkerStart:
             pass_fds=[] if socket is None else [socket],
         )
 
+    def wake(self) -> None:
+        """Workers are about to be ended: whoever says that they have must not stand still."""
+        if self._warm is not None:
+            self._warm.wake()
+
     async def close(self) -> None:
         """End the template, unless it is shared, and with it the workers that it has forked. No more are started."""
         self._closed = True

@@ -370,10 +370,12 @@ class Agent:
     def _kill_one(self, worker: _Worker) -> None:
         # Only while it is one of ours: its number may be another's once it has been seen off.
         if worker.process is not None and self._workers.get(worker.name) is worker:
+            self._starter.wake()
             kill_group(worker.process.pid)
 
     def _send(self, worker: _Worker, number: int) -> None:
         if worker.process is not None:
+            self._starter.wake()
             with suppress(ProcessLookupError):
                 os.kill(worker.process.pid, number)
 

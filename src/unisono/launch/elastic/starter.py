@@ -71,6 +71,10 @@ class Starter:
         agent = {AGENT: str(os.getpid())}  # a warm worker's launcher is the template
         return await self._start.start(WorkerCommand(command.script, agent | dict(command.variables)), output)
 
+    def wake(self) -> None:
+        """Workers are about to be ended: whoever says that they have must not stand still."""
+        self._start.wake()
+
     async def close(self) -> None:
         """End the template, and with it the workers that it has forked. No worker is started any more."""
         await self._start.close()

@@ -106,6 +106,12 @@ class WarmStart:
         self._asked.append(answer)
         return await asyncio.shield(answer)
 
+    def wake(self) -> None:
+        """Have the template go on, if somebody has stopped it: nobody else says how its workers have ended."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGCONT)
+
     async def close(self) -> None:
         """End the template, and with it whichever of its workers still runs."""
         self._hang_up("it was closed")
