@@ -3,10 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from commands import completed
 
 PATIENCE_S = 150.0
 
@@ -15,10 +16,8 @@ def train(
     folder: Path, *options: str, script: Path, arguments: Sequence[str] = (), settings: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a script, with options of ``unisono run`` and environment variables."""
-    command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(folder), str(script), *arguments]
-    return subprocess.run(
-        command, env={**os.environ, **(settings or {})}, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    words = ("run", *options, "--run-dir", folder, script, *arguments)
+    return completed(*words, env={**os.environ, **(settings or {})}, timeout=PATIENCE_S)
 
 
 def outcome(folder: Path, ended: subprocess.CompletedProcess[str]) -> tuple[str, list[Any]]:

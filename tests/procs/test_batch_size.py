@@ -4,14 +4,15 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from commands import completed
+from unisono.testing import start
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
@@ -38,15 +39,13 @@ class Ended:
         return {row["batch"]: row["fits"] for row in self.curve["rows"]}
 
 
-def command(*words: object) -> list[str]:
-    options = ["--json", "batch-size.json", "--steps", "3"]
-    return [sys.executable, "-m", "unisono", "batch-size", str(SCRIPT), *options, *map(str, words)]
+def command(*words: object) -> tuple[str, ...]:
+    options = ("--json", "batch-size.json", "--steps", "3")
+    return ("batch-size", str(SCRIPT), *options, *map(str, words))
 
 
 def search(folder: Path, *words: object) -> Ended:
-    done = subprocess.run(
-        command(*words), cwd=folder, env=os.environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    done = completed(*command(*words), cwd=folder, timeout=PATIENCE_S)
     assert "Traceback" not in done.stdout + done.stderr
     assert not (folder / "own").exists()
     return Ended(done.returncode, done.stdout, done.stderr, folder)
@@ -111,7 +110,7 @@ def test_a_limit_under_which_nothing_fits_is_said(tmp_path: Path) -> None:
 
 def test_an_interrupted_search_ends_at_once_with_its_processes(tmp_path: Path) -> None:
     with (tmp_path / "err.txt").open("w") as err:
-        process = subprocess.Popen(command("--steps", 100_000), cwd=tmp_path, stdout=err, stderr=err, env=os.environ)
+        process = start(*command("--steps", 100_000), cwd=tmp_path, stdout=err, stderr=err)
     try:
         begun = time.monotonic()
         while not list(Path(os.environ["TMPDIR"]).glob("unisono-batch-size-*/batch-16/metrics.jsonl")):

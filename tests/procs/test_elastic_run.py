@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,13 +13,19 @@ from typing import Any
 import psutil
 import pytest
 
+from commands import completed
 from training import control_of
 from unisono.launch.forkserver.born import NURSERY
+from unisono.testing import start
+from unisono.testing.commands import ForkedCommand
 
 pytestmark = pytest.mark.procs
 
 PATIENCE_S = 60.0
 ACTOR = Path(__file__).parent / "scripts" / "actor.py"
+
+
+Process = ForkedCommand | subprocess.Popen[bytes]
 
 
 class Job:
@@ -30,23 +35,21 @@ class Job:
         self.run_dir = folder / "run"
         self._output = (folder / "output").open("wb")
         self.output = folder / "output"
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: list[Process] = []
 
-    def start(self, *options: str) -> subprocess.Popen[bytes]:
+    def start(self, *options: str) -> Process:
         return self._command("run", *options, "--run-dir", str(self.run_dir), str(ACTOR))
 
-    def join(self, *options: str) -> subprocess.Popen[bytes]:
+    def join(self, *options: str) -> Process:
         return self._command("join", *options, "--run-dir", str(self.run_dir), str(ACTOR))
 
-    def _command(self, *words: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "unisono", *words]
-        process = subprocess.Popen(command, cwd=self.run_dir.parent, stdout=self._output, stderr=subprocess.STDOUT)
+    def _command(self, *words: str) -> Process:
+        process = start(*words, cwd=self.run_dir.parent, stdout=self._output, stderr=subprocess.STDOUT)
         self._started.append(process)
         return process
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "unisono", *words, "--run-dir", str(self.run_dir)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+        return completed(*words, "--run-dir", self.run_dir, timeout=PATIENCE_S)
 
     def status(self) -> dict[str, Any]:
         return control_of(self.run_dir).status()

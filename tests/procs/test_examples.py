@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from commands import completed
 from examples.cifar10_images import RECORD_BYTES, TEST_FILES, TRAIN_FILES
 
 pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("warm")]
@@ -40,21 +41,28 @@ class Finished:
         return result
 
 
-def run(folder: Path, command: str, workers: int | None = None, steps: int = 3) -> Finished:
-    """Run an example for a few steps in a folder of its own; without ``workers``, as plain Python."""
-    folder.mkdir()
-    script, *flags = command.split()
-    launcher = [sys.executable] if workers is None else [sys.executable, "-m", "unisono", "run", "-n", str(workers)]
-    done = subprocess.run(
-        [*launcher, str(EXAMPLES / script), *flags],
+def on(workers: int | None, *script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script on so many workers; without a number, as plain Python."""
+    environment = {**os.environ, **variables}
+    if workers is not None:
+        return completed("run", "-n", workers, *script, cwd=folder, env=environment, timeout=110, is_merged=True)
+    return subprocess.run(
+        [sys.executable, *script],
         cwd=folder,
-        env={**os.environ, "UNISONO_STOP_AFTER": str(steps)},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=110,
         check=False,
     )
+
+
+def run(folder: Path, command: str, workers: int | None = None, steps: int = 3) -> Finished:
+    """Run an example for a few steps in a folder of its own; without ``workers``, as plain Python."""
+    folder.mkdir()
+    script, *flags = command.split()
+    done = on(workers, str(EXAMPLES / script), *flags, folder=folder, UNISONO_STOP_AFTER=str(steps))
     assert done.returncode == 0, done.stdout
     return Finished(done.stdout, folder)
 
@@ -83,17 +91,7 @@ def run_all(folder: Path, commands: Sequence[str], workers: int | None = None) -
         for name, *flags in map(str.split, commands)
     )
     (folder / "all.py").write_text(f"import runpy, sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n{calls}")
-    launcher = [] if workers is None else ["-m", "unisono", "run", "-n", str(workers)]
-    done = subprocess.run(
-        [sys.executable, *launcher, "all.py"],
-        cwd=folder,
-        env={**os.environ, "UNISONO_STOP_AFTER": "3", "UNISONO_RUN_DIR": "run"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = on(workers, "all.py", folder=folder, UNISONO_STOP_AFTER="3", UNISONO_RUN_DIR="run")
     assert done.returncode == 0, done.stdout
     paths = [folder / "run", *(folder / "run" / f"run-{number}" for number in range(2, len(commands) + 1))]
     results = [json.loads((path / "result.json").read_text()) for path in paths]

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands import completed
 from serial_runs import SerialRuns
 from unisono.launch.forkserver.born import NURSERY
 from unisono.testing import Faults
@@ -37,16 +36,13 @@ class Training:
         script = folder / "faults.toml"
         script.write_text(faults.to_toml())
         self.run_dir = folder / "run"
-        command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(self.run_dir)]
-        self._command = [*command, "--faults", str(script), str(SCRIPT)]
+        self._words = ("run", *options, "--run-dir", self.run_dir, "--faults", script, SCRIPT)
         self.go_on()
 
     def go_on(self) -> None:
         environment = {name: value for name, value in os.environ.items() if is_kept(name)}
         environment |= SETTINGS
-        self.ended = subprocess.run(
-            self._command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
+        self.ended = completed(*self._words, env=environment, timeout=PATIENCE_S)
 
     def journal(self, *events: str) -> list[dict[str, Any]]:
         lines = map(json.loads, (self.run_dir / "journal.jsonl").read_text().splitlines())

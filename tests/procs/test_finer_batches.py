@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import outcomes
+from commands import completed
 from serial_runs import SerialRuns
 from unisono.testing.samples import Samples, problems
 
@@ -120,10 +120,8 @@ def test_a_run_that_is_cut_off_goes_on_with_as_many_shards_on_another_number_of_
 
 
 def test_verify_finds_the_same_bits(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "unisono", "verify", "--workers", "1,3", "--steps", "10", str(SCRIPT)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=outcomes.PATIENCE_S, check=False, cwd=tmp_path
-    )
+    words = ("verify", "--workers", "1,3", "--steps", "10", SCRIPT)
+    ended = completed(*words, timeout=outcomes.PATIENCE_S, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "identical" in ended.stdout
 

@@ -242,6 +242,14 @@ def test_without_a_folder_named_a_new_one_is_made_below_runs(run: Run) -> None:
     assert f"run folder {folder}" in said.stderr
 
 
+def test_the_installed_command_is_the_same_as_the_module() -> None:
+    installed, module = [Path(sys.executable).with_name("unisono")], [sys.executable, "-m", "unisono"]
+    said = [
+        subprocess.run([*each, "--version"], capture_output=True, check=True).stdout for each in (installed, module)
+    ]
+    assert said[0] == said[1] != b""
+
+
 # --- how it ends
 
 

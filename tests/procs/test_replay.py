@@ -1,13 +1,11 @@
 """A policy that looks at a recorded run decides what it decided in the run."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import completed
 from unisono.jsonl import read_lines
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
@@ -37,10 +35,7 @@ class MoreWorkersForLargerBatches(unisono.Policy):
 
 
 def called(*words: object, where: Path = ROOT) -> str:
-    command = [sys.executable, "-m", "unisono", *map(str, words)]
-    ended = subprocess.run(
-        command, cwd=where, env=os.environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    ended = completed(*words, cwd=where, timeout=PATIENCE_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

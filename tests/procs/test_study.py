@@ -2,10 +2,8 @@
 
 import csv
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ import psutil
 import pytest
 
 from unisono.host.cgroup import usable_cores
+from unisono.testing import start
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
@@ -34,12 +33,10 @@ class Study:
 
     def __init__(self, folder: Path, *words: object) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "unisono", "study", str(SCRIPT), "--out", "study", *map(str, words)]
+        command = ("study", str(SCRIPT), "--out", "study", *map(str, words))
         self._output = folder / "output.txt"
         with self._output.open("ab") as output:
-            self.process = subprocess.Popen(
-                command, cwd=folder, env=os.environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            self.process = start(*command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
 
     def end(self) -> int:
         return self.process.wait(PATIENCE_S)

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands import completed
 from serial_runs import SerialRuns
 
 pytestmark = [
@@ -46,16 +45,8 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     def run(*options: str, trouble: Sequence[Mapping[str, Any]] = (), **settings: str) -> Ended:
         folder = tmp_path_factory.mktemp("troubled") / "run"
         environment = {**os.environ, "TROUBLE": json.dumps(list(trouble)), **settings}
-        command = [sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(folder), str(SCRIPT)]
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        words = ("run", *options, "--run-dir", folder, SCRIPT)
+        done = completed(*words, env=environment, timeout=PATIENCE_S, is_merged=True)
         return Ended(folder, done.returncode, done.stdout)
 
     return run

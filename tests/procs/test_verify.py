@@ -1,17 +1,15 @@
 """`unisono verify` on small scripts: one that keeps the promise, and one for each way to break it."""
 
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("warm")]
+from commands import completed
 
-UNISONO = Path(sys.executable).with_name("unisono")
+pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("warm")]
 
 SANE = """
     import os, sys
@@ -61,15 +59,8 @@ def verify(folder: Path, options: str, *changes: tuple[str, str], args: str = ""
         assert text.count(before) == 1, before
         text = text.replace(before, after)
     (folder / "train.py").write_text(text)
-    done = subprocess.run(
-        [str(UNISONO), "verify", *options.split(), "train.py", *args.split()],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "100"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    words = ("verify", *options.split(), "train.py", *args.split())
+    done = completed(*words, cwd=folder, env={**os.environ, "COLUMNS": "100"}, timeout=90)
     assert "Traceback" not in done.stderr, done.stderr
     assert sorted(path.name for path in folder.iterdir()) == ["train.py"]  # runs go elsewhere
     return Verified(done.returncode, done.stdout, done.stderr)

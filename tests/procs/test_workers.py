@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from commands import completed
+
 pytestmark = [
     pytest.mark.procs,
     pytest.mark.timeout(180),
@@ -24,19 +26,24 @@ pytestmark = [
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def command(workers: int, script: Path, folder: Path, *arguments: str) -> list[str]:
-    launcher = [sys.executable, "-m", "unisono", "run", "-n", str(workers), "--run-dir", str(folder)]
-    return [*launcher, str(script), *arguments]
+def words(workers: int, script: Path, folder: Path) -> list[str]:
+    return ["run", "-n", str(workers), "--run-dir", str(folder), str(script)]
 
 
-def finished(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+def finished(workers: int, script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    return completed(*words(workers, script, folder), timeout=120)
+
+
+def by_itself(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that is no command of ours."""
     environment = {**os.environ, **variables}
-    return subprocess.run(arguments, env=environment, check=False, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)
 
 
 @contextmanager
-def started(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def started(workers: int, script: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "unisono", *words(workers, script, folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
     finally:
@@ -52,7 +59,7 @@ def started(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    done = finished(command(3, SCRIPTS / "together.py", tmp_path_factory.mktemp("together") / "run"))
+    done = finished(3, SCRIPTS / "together.py", tmp_path_factory.mktemp("together") / "run")
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in re.findall(r"FOUND (.*)", done.stdout)]
 
@@ -146,7 +153,7 @@ def pids_of(process: subprocess.Popen[str], workers: int) -> dict[int, int]:
 @pytest.mark.alone
 def test_a_killed_worker_ends_the_job_within_two_seconds_and_is_named(tmp_path: Path) -> None:
     script = script_with(tmp_path, ENDLESS.replace("EPOCHS", "1000000"))
-    with started(command(3, script, tmp_path / "run")) as process:
+    with started(3, script, tmp_path / "run") as process:
         pids = pids_of(process, 3)
         os.kill(pids[1], signal.SIGKILL)
         killed = monotonic()
@@ -164,13 +171,13 @@ def test_a_killed_worker_ends_the_job_within_two_seconds_and_is_named(tmp_path: 
 
 def test_a_job_that_is_asked_to_leave_writes_a_checkpoint_and_goes_on_later_to_the_same_bits(tmp_path: Path) -> None:
     script = script_with(tmp_path, ENDLESS.replace("EPOCHS", "6"))
-    with started(command(3, script, tmp_path / "run")) as process:
+    with started(3, script, tmp_path / "run") as process:
         pids_of(process, 3)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 75
     interrupted = json.loads((tmp_path / "run" / "result.json").read_text())
-    resumed = finished(command(2, script, tmp_path / "run"))
-    serial = finished([sys.executable, str(script)], UNISONO_RUN_DIR=str(tmp_path / "serial"))
+    resumed = finished(2, script, tmp_path / "run")
+    serial = by_itself(sys.executable, str(script), UNISONO_RUN_DIR=str(tmp_path / "serial"))
     assert (resumed.returncode, serial.returncode) == (0, 0), resumed.stderr + serial.stderr
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("run", "serial")]
     assert 20 < interrupted["steps"] < results[0]["steps"] == 600
@@ -182,7 +189,7 @@ def test_the_worker_whose_script_failed_is_the_one_whose_traceback_is_printed_la
         "    if step.number == 20:",
         "    if step.number == 5 and run.rank == 2:\n        raise RuntimeError('mine')\n    if 0:",
     )
-    done = finished(command(3, script_with(tmp_path, text), tmp_path / "run"))
+    done = finished(3, script_with(tmp_path, text), tmp_path / "run")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert done.returncode == 1
     assert done.stderr.rstrip().splitlines()[-1] == "RuntimeError: mine"
@@ -191,7 +198,7 @@ def test_the_worker_whose_script_failed_is_the_one_whose_traceback_is_printed_la
 
 def test_more_workers_than_shards_are_a_mistake_in_usage(tmp_path: Path) -> None:
     script = script_with(tmp_path, "import unisono\nunisono.init(batch_size=16, shards=2)\n")
-    done = finished(command(3, script, tmp_path / "run"))
+    done = finished(3, script, tmp_path / "run")
     assert done.returncode == 2
     assert "set shards=3" in done.stderr.rstrip().splitlines()[-1]
 
@@ -204,8 +211,8 @@ SHORT = ENDLESS.replace("EPOCHS", "1").replace("1600", "64")
 def test_the_script_runs_unchanged_as_plain_python_and_under_torchrun(tmp_path: Path) -> None:
     script = str(script_with(tmp_path, SHORT))
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2", script]
-    plain = finished([sys.executable, script], UNISONO_RUN_DIR=str(tmp_path / "plain"))
-    under_torchrun = finished(torchrun, UNISONO_RUN_DIR=str(tmp_path / "torchrun"))
+    plain = by_itself(sys.executable, script, UNISONO_RUN_DIR=str(tmp_path / "plain"))
+    under_torchrun = by_itself(*torchrun, UNISONO_RUN_DIR=str(tmp_path / "torchrun"))
     weights = [re.findall(r"weights sha256 (\w+)", done.stdout) for done in (plain, under_torchrun)]
     assert weights[0] == weights[1] != [], under_torchrun.stderr
     assert "launched by single" in plain.stderr
