@@ -68,6 +68,8 @@ PICKLING_COLLECTIVES = frozenset(
     for ending in ("", "_list")
 )
 LONGEST_FUNCTION = 60
+RUN = "unisono.train.run"
+LONGEST_RUN, MOST_IMPORTS_OF_RUN = 350, 25
 NAMELESS = frozenset({"util", "utils", "helper", "helpers", "misc"})
 
 
@@ -384,6 +386,49 @@ def naming(house: House) -> Iterator[Breach]:
             yield Breach(source.path, node.lineno, "names", f"{node.name}: say what it does, not that it manages")
 
 
+def small_run(house: House) -> Iterator[Breach]:
+    """A run has the public verbs; those that do the work are made in ``train/assembly.py``."""
+    for source in house:
+        if source.module != RUN:
+            continue
+        lines = len(source.path.read_text(encoding="utf-8").splitlines())
+        imports = sum(isinstance(node, ast.Import | ast.ImportFrom) for node in source.tree.body)
+        for what, count, limit in (("lines", lines, LONGEST_RUN), ("imports", imports, MOST_IMPORTS_OF_RUN)):
+            if count > limit:
+                words = f"{count} {what}; the limit is {limit}: put what is not a public verb elsewhere"
+                yield Breach(source.path, 1, "run", words)
+
+
+def made_whole(house: House) -> Iterator[Breach]:
+    """Whoever is called back is given to a constructor, or to a call; nobody puts it into another object later."""
+    for source in house:
+        for owner in ast.walk(source.tree):
+            if not isinstance(owner, ast.ClassDef):
+                continue
+            methods = {
+                node.name for node in owner.body if isinstance(node, ast.FunctionDef) and not node.decorator_list
+            }
+            for node in ast.walk(owner):
+                if isinstance(node, ast.Assign) and any(map(_is_another_ones, node.targets)):
+                    values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+                    if any(_is_callable(value, methods) for value in values):
+                        words = f"{ast.unparse(node.targets[0])} is filled later: give it to the constructor"
+                        yield Breach(source.path, node.lineno, "made whole", words)
+
+
+def _is_another_ones(target: ast.expr) -> bool:
+    if isinstance(target, ast.Tuple):
+        return any(map(_is_another_ones, target.elts))
+    return isinstance(target, ast.Attribute) and not (isinstance(target.value, ast.Name) and target.value.id == "self")
+
+
+def _is_callable(value: ast.expr, methods: set[str]) -> bool:
+    if isinstance(value, ast.Call):
+        return _last_name(value.func) == "partial"
+    own = isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.value.id == "self"
+    return isinstance(value, ast.Lambda) or (own and _last_name(value) in methods)
+
+
 def _walk(house: House) -> Iterator[tuple[Source, ast.AST]]:
     for source in house:
         for node in source.nodes:
@@ -402,4 +447,6 @@ RULES: tuple[Callable[[House], Iterator[Breach]], ...] = (
     no_code_from_text,
     json_in_one_place,
     naming,
+    small_run,
+    made_whole,
 )

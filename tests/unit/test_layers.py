@@ -306,6 +306,36 @@ def test_nothing_is_a_manager(house: Build) -> None:
     assert breach.startswith("job.py:1: names: RunManager")
 
 
+@pytest.mark.parametrize(("lines", "imports", "breaches"), [(350, 25, 0), (351, 25, 1), (350, 26, 1)])
+def test_a_run_is_small(house: Build, lines: int, imports: int, breaches: int) -> None:
+    text = "\n".join(["import torch"] * imports + ["x = 1"] * (lines - imports))
+
+    messages = found(house_rules.small_run, house(**{"train.run": text, "train.start": text + "\n" * 99}))
+
+    assert len(messages) == breaches
+    assert all(message.startswith("train/run.py:1: run: ") for message in messages)
+
+
+@pytest.mark.parametrize("value", ["self.told", "lambda: None", "partial(print, 1)", "functools.partial(f)"])
+@pytest.mark.parametrize("target", ["self.acts.begins", "acts.begins", "a, acts.begins"])
+def test_nobody_is_given_its_collaborators_later(house: Build, target: str, value: str) -> None:
+    values = f"1, {value}" if "," in target else value
+    text = f"class Run:\n    def told(self): ...\n    def f(self, acts):\n        {target} = {values}"
+
+    (breach,) = found(house_rules.made_whole, house(job=text))
+
+    assert breach.startswith("job.py:4: made whole: ")
+
+
+@pytest.mark.parametrize(
+    "line", ["self.f = lambda: 1", "state.step = 1", "self.a.progress = self.progress", "x = self.f"]
+)
+def test_states_change_and_own_parts_are_made_whenever_it_is_time(house: Build, line: str) -> None:
+    text = f"class Run:\n    progress: int\n    def f(self, state):\n        {line}"
+
+    assert found(house_rules.made_whole, house(job=text)) == []
+
+
 INSIDE = [
     (room, lower, upper)
     for room, rows in SUB_ROWS.items()
