@@ -13,6 +13,7 @@ from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.ending.failure import Failure
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
+from unisono.launch.worker_group import Ended
 from unisono.membership.token import make_token
 
 pytestmark = pytest.mark.unit
@@ -26,7 +27,8 @@ def test_a_workers_end_is_told_whatever_its_script_has_said(tmp_path: Path) -> N
     nothing: Any = None
     agent = Agent(ElasticSettings(LaunchSettings(Script("train.py")), Range(1, 2)), RunFolder(tmp_path), nothing)
     agent._workers["w1"] = worker = _Worker("w1", 0)
-    agent._note(worker, 1, Failure("w1", "h", 1, "ValueError", "no \udcff.txt" + "x" * 5000, "", False, 0.0))
+    failure = Failure("w1", "h", 1, "ValueError", "no \udcff.txt" + "x" * 5000, "", False, 0.0)
+    agent._note(worker, Ended(1, 0.0, failure))
     assert agent._ended[0].error.startswith("ValueError: no \\udcff.txt")
     assert len(agent._ended[0].error) == 4096
 
@@ -37,7 +39,7 @@ async def _starts(tmp_path: Path) -> None:
     tokens = [make_token(tmp_path)]
     for _ in range(2):
         agent = Agent(settings, RunFolder(tmp_path), nothing)
-        agent._guard = nothing
+        agent._group.guard = nothing
         async with AsyncExitStack() as opened:
             tokens.append(agent._address_of_own(opened).token)
     assert len(set(tokens)) == 3

@@ -16,25 +16,20 @@ from typing import Self
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
-from unisono.host.guard import Guard, kill_group
+from unisono.host.guard import kill_group
 from unisono.host.memory import LOOK_S, offer, peak_mib
 from unisono.launch.command import Meeting, elastic_command, worker_command
-from unisono.launch.ending.failure import Failure, exit_code
 from unisono.launch.ending.outcome import Blame, Outcome, WorkerExit
 from unisono.launch.ending.result import End, conclude, digest_in, with_faults
 from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
 from unisono.launch.settings import LaunchSettings
-from unisono.launch.surroundings import guarding, hearing_signals
 from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.terminal.terminal import Terminal
+from unisono.launch.worker_group import WorkerGroup, insist, send
 from unisono.launch.worker_start import Process, Warm, WorkerStart
 
 SETTLE_S = 0.3
 """After an exit that is only a consequence: how long its cause may take to end by itself, with its own words."""
-
-SECOND_TERM_S = 0.2
-KILL_S = 0.7
-"""A worker leaves at a step's end on the first SIGTERM, at once on the second. Those that do neither are killed."""
 
 
 def launch(settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> Outcome:
@@ -94,7 +89,7 @@ class Launches:
         gains = is_warm and settings.workers > 1  # one worker alone would only begin later
         log = folder.log_of("template") if gains else None
         warm = Warm(elastic_command(settings, folder.path, None), log, self._shared if is_warm else None)
-        return await _Crew(settings, folder, terminal, warm).run()
+        return await _FixedWorkers(settings, folder, terminal, warm).run()
 
 
 async def _template_for_all(settings: LaunchSettings, folder: RunFolder) -> WarmStart | None:
@@ -118,40 +113,40 @@ class _Worker:
     over_mib: float | None = None
 
 
-class _Crew:
+class _FixedWorkers:
     """All workers of one launch."""
 
     def __init__(self, settings: LaunchSettings, folder: RunFolder, terminal: Terminal, warm: Warm) -> None:
-        self._settings, self._folder, self._terminal = settings, folder, terminal
+        self._settings, self._folder = settings, folder
         self._running: dict[int, _Worker] = {}
         self._exits: list[WorkerExit] = []
         self._interrupted: int | None = None
         self._told = asyncio.Event()
         self._ending = False
-        self._said: set[asyncio.Task[None]] = set()
-        self._begins = WorkerStart(warm, self._say)
+        self._group = WorkerGroup(folder, terminal)
+        self._begins = WorkerStart(warm, self._group.say)
 
     async def run(self) -> Outcome:
         """From the first start to the last end."""
         started = time.monotonic()
-        with hearing_signals(self._signalled), guarding() as guard:
+        with self._group.opened(self._signalled):
             async with AsyncExitStack() as opened:
-                opened.push_async_callback(self._all_said)
+                opened.push_async_callback(self._group.all_said)
                 opened.push_async_callback(self._begins.close)
                 if self._settings.memory_limit_mib is not None:
                     opened.callback(asyncio.create_task(self._mind_memory(self._settings.memory_limit_mib)).cancel)
                 try:
-                    await self._start_all(guard)
+                    await self._start_all()
                 except BaseException:
                     self._kill()
                     raise
                 finally:
-                    await asyncio.gather(*(self._see_off(worker, guard) for worker in list(self._running.values())))
+                    await asyncio.gather(*(self._see_off(worker) for worker in list(self._running.values())))
         exits = with_faults(sorted(self._exits, key=lambda each: each.rank), self._folder)
         took, digest = time.monotonic() - started, digest_in(self._folder)
         return Outcome(exits, self._settings.workers, socket.gethostname(), took, self._interrupted, digest=digest)
 
-    async def _start_all(self, guard: Guard) -> None:
+    async def _start_all(self) -> None:
         await self._begins.open()
         await self._loaded_or_interrupted()
         with _listening(self._settings.workers) as meeting:
@@ -161,7 +156,6 @@ class _Crew:
                         self._running[rank] = await self._start(rank, meeting)
                     except OSError as error:
                         raise LaunchError(f"the worker of rank {rank} could not be started: {error}") from error
-                    guard.watch(self._running[rank].process.pid)
                     if self._interrupted is not None:  # while it was being started
                         self._pass_on(self._interrupted)
 
@@ -174,25 +168,16 @@ class _Crew:
 
     async def _start(self, rank: int, meeting: Meeting | None) -> _Worker:
         command = worker_command(self._settings, self._folder.path, rank, meeting)
-        output = WorkerOutput(rank, self._folder.log_of(rank), self._terminal, self._say)
-        try:
-            meets = int(meeting.fd) if meeting is not None and rank == 0 else None
-            process = await self._begins.start(command, output, meets)
-        except OSError:
-            output.abandon()
-            raise
-        output.worker_started()
+        meets = int(meeting.fd) if meeting is not None and rank == 0 else None
+        process, output = await self._group.begin(rank, lambda output: self._begins.start(command, output, meets))
         return _Worker(rank, process, output)
 
-    async def _see_off(self, worker: _Worker, guard: Guard) -> None:
-        """Wait for a worker's end; end what it started, note how it ended, show the last it wrote."""
-        code = exit_code(self._folder, worker.rank, await worker.process.wait())
-        ended_at = time.time()
-        kill_group(worker.process.pid)
-        guard.forget(worker.process.pid)
+    async def _see_off(self, worker: _Worker) -> None:
+        """Wait for a worker's end, note how it ended, show the last it wrote."""
+        end, pid = await self._group.end(worker.rank, worker.process), worker.process.pid
         del self._running[worker.rank]
-        failure, memory = self._failure_of(worker.rank), (worker.peak_mib, worker.over_mib)
-        self._note(WorkerExit(worker.rank, code, ended_at, failure, worker.told_at, *memory, pid=worker.process.pid))
+        memory = worker.peak_mib, worker.over_mib
+        self._note(WorkerExit(worker.rank, end.code, end.at, end.failure, worker.told_at, *memory, pid=pid))
         await worker.output.drain()
 
     async def _mind_memory(self, limit_mib: float) -> None:
@@ -207,13 +192,6 @@ class _Crew:
                     kill_group(worker.process.pid)
             await asyncio.sleep(LOOK_S)
 
-    def _failure_of(self, rank: int) -> Failure | None:
-        try:
-            return Failure.read(self._folder, rank)
-        except LaunchError as error:
-            self._say(str(error))
-            return None
-
     def _note(self, worker_exit: WorkerExit) -> None:
         self._exits.append(worker_exit)
         blame = worker_exit.blame(self._interrupted)
@@ -222,10 +200,8 @@ class _Crew:
 
     def _end_the_others(self, delay: float) -> None:
         self._ending = True
-        loop = asyncio.get_running_loop()
-        loop.call_later(delay, self._tell_to_end)
-        loop.call_later(delay + SECOND_TERM_S, self._tell_to_end)
-        loop.call_later(delay + KILL_S, self._kill)
+        asyncio.get_running_loop().call_later(delay, self._tell_to_end)
+        insist(self._tell_to_end, self._kill, delay)
 
     def _tell_to_end(self) -> None:
         for worker in self._running.values():
@@ -239,36 +215,26 @@ class _Crew:
             kill_group(worker.process.pid)
 
     def _send(self, number: int) -> None:
-        # To the worker alone: what it started is the worker's to end, as long as it lives. One that is stopped wakes.
         self._begins.wake()
         for worker in self._running.values():
-            with suppress(ProcessLookupError):
-                os.kill(worker.process.pid, number)
-                os.kill(worker.process.pid, signal.SIGCONT)
+            send(worker.process, number)
+            send(worker.process, signal.SIGCONT)  # one that is stopped wakes
 
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._interrupted is not None:
-            self._say(f"{name} again: killing the workers")
+            self._group.say(f"{name} again: killing the workers")
             self._kill()
             return
         self._interrupted = number
         self._told.set()
         grace = self._settings.grace_s
-        self._say(f"{name}: passed on to the workers, which have {grace:g} s to leave (once more kills them)")
+        self._group.say(f"{name}: passed on to the workers, which have {grace:g} s to leave (once more kills them)")
         self._pass_on(number)
         asyncio.get_running_loop().call_later(grace, self._kill)
 
     def _pass_on(self, number: int) -> None:
         self._send(signal.SIGTERM if number == signal.SIGHUP else number)
-
-    async def _all_said(self) -> None:
-        await asyncio.gather(*self._said)
-
-    def _say(self, words: str) -> None:
-        task = asyncio.create_task(asyncio.to_thread(self._terminal.say, words))
-        self._said.add(task)
-        task.add_done_callback(self._said.discard)
 
 
 @contextmanager

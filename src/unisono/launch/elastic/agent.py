@@ -4,7 +4,6 @@ What happens to the job is decided by the coordinator; here it happens.
 """
 
 import asyncio
-import os
 import re
 import secrets
 import signal
@@ -18,19 +17,17 @@ from pathlib import Path
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
 from unisono.exit_codes import NOT_STARTED
-from unisono.host.guard import Guard, kill_group
+from unisono.host.guard import kill_group
 from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.coordinator_line import CoordinatorLine, Probes
 from unisono.launch.elastic.coordinator_process import CoordinatorProcess, invitation
 from unisono.launch.elastic.elastic import ElasticSettings, at_the_end, telling, verdict_of
 from unisono.launch.elastic.starter import Process, Starter, Surroundings
-from unisono.launch.ending.failure import Failure, exit_code
+from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import COMPLETE, Outcome, WorkerExit, describe
 from unisono.launch.ending.result import End, conclude, with_faults
-from unisono.launch.local import KILL_S, SECOND_TERM_S
-from unisono.launch.surroundings import guarding, hearing_signals
-from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.terminal.terminal import Terminal
+from unisono.launch.worker_group import Ended, WorkerGroup, insist, send
 from unisono.membership.messages import (
     AgentHello,
     AgentLeaving,
@@ -128,11 +125,11 @@ class Agent:
         }
         self._settings = replace(settings, launch=settings.launch.told(told))
         self._folder, self._terminal, self._joined = folder, terminal, joined
+        self._group = WorkerGroup(folder, terminal)
         self._id = f"agent-{secrets.token_hex(8)}"
         self._workers: dict[str, _Worker] = {}
         self._known: set[str] = set()
         self._lives: set[asyncio.Task[None]] = set()
-        self._said: set[asyncio.Task[None]] = set()
         self._exits: list[WorkerExit] = []
         self._ended: list[WorkerEnded] = []
         self._over: JobOver | None = None
@@ -145,18 +142,17 @@ class Agent:
         self._line: CoordinatorLine | None = None
         self._starter: Starter
         self._probes: Probes
-        self._guard: Guard
         self._coordinator: CoordinatorProcess | None = None
 
     async def run(self) -> Outcome:
         """From the first start to the last end."""
         started = time.monotonic()
-        with hearing_signals(self._signalled), guarding() as self._guard:
+        with self._group.opened(self._signalled):
             try:
                 async with AsyncExitStack() as opened:
                     await self._serve(opened)
             finally:
-                await asyncio.gather(*self._said)
+                await self._group.all_said()
         if self._bug is not None:
             raise self._bug
         return self._outcome(time.monotonic() - started)
@@ -171,7 +167,7 @@ class Agent:
         else:
             address, tokens = self._joined.address, self._joined.token_file
         around = Surroundings(self._settings, self._folder.path, address.url, tokens, address.certificate)
-        self._starter = Starter(around, self._say)
+        self._starter = Starter(around, self._group.say)
         opened.push_async_callback(self._end_workers)
         await self._starter.open()
         self._probes = Probes(self._id, _host(), address, self._settings.failure_timeout_s, self._tell)
@@ -184,11 +180,11 @@ class Agent:
 
     def _address_of_own(self, opened: AsyncExitStack) -> Address:
         path = self._folder.path
-        self._coordinator = CoordinatorProcess(self._settings, path, self._guard, self._say)
+        self._coordinator = CoordinatorProcess(self._settings, path, self._group.guard, self._group.say)
         opened.callback(self._coordinator.close)
         address = Address(self._coordinator.url, new_token(path), self._coordinator.certificate)
         if lines := invitation(self._settings, path, address.url):
-            self._say("\n".join(lines))
+            self._group.say("\n".join(lines))
         return address
 
     async def _keep_coordinator(self, coordinator: CoordinatorProcess) -> None:
@@ -217,7 +213,7 @@ class Agent:
         gives_up = asyncio.create_task(self._gives_up.wait())
         await asyncio.wait({coordinator, gives_up}, timeout=FAREWELL_S, return_when=asyncio.FIRST_COMPLETED)
         if self._over is not None and self._over.preempted and not coordinator.done() and not gives_up.done():
-            self._say("the job goes on on other hosts, and its coordinator stays here (a signal ends it)")
+            self._group.say("the job goes on on other hosts, and its coordinator stays here (a signal ends it)")
             await asyncio.wait({coordinator, gives_up}, return_when=asyncio.FIRST_COMPLETED)
         gives_up.cancel()
 
@@ -252,7 +248,9 @@ class Agent:
             case Probe(targets=targets):
                 self._probes.probe(targets)
             case LeftOut(reason=reason):
-                self._say(f"this host takes no part for now: {reason}" if reason else "this host can take part again")
+                self._group.say(
+                    f"this host takes no part for now: {reason}" if reason else "this host can take part again"
+                )
             case JobOver():
                 self._job_over(message)
 
@@ -291,48 +289,30 @@ class Agent:
             async with asyncio.timeout(delay_s):
                 await worker.unwanted.wait()
         if worker.unwanted.is_set():
-            self._note(worker, -signal.SIGTERM, None)
+            self._note(worker, Ended(-signal.SIGTERM, time.time(), None))
             return
         try:
-            output = WorkerOutput(worker.name, self._folder.log_of(worker.name), self._terminal, self._say)
-            try:
-                worker.process = await self._starter.start(worker.name, worker.place, output)
-            except OSError:
-                output.abandon()
-                raise
+            worker.process, output = await self._group.begin(
+                worker.name, lambda output: self._starter.start(worker.name, worker.place, output)
+            )
         except OSError as error:
-            self._note(worker, NOT_STARTED, _not_started(worker.name, error))
+            self._note(worker, Ended(NOT_STARTED, time.time(), _not_started(worker.name, error)))
             return
-        output.worker_started()
-        await self._see_off(worker, worker.process)
-        await output.drain()
-
-    async def _see_off(self, worker: _Worker, process: Process) -> None:
-        """Wait for a worker's end; end what it started, and tell how it ended."""
-        self._guard.watch(process.pid)
         if worker.unwanted.is_set():
             self._end(worker, worker.how)
-        code = exit_code(self._folder, worker.name, await process.wait())
-        kill_group(process.pid)
-        self._guard.forget(process.pid)
-        self._note(worker, code, self._failure_of(worker.name))
+        self._note(worker, await self._group.end(worker.name, worker.process))
+        await output.drain()
 
-    def _note(self, worker: _Worker, code: int, failure: Failure | None) -> None:
+    def _note(self, worker: _Worker, end: Ended) -> None:
         del self._workers[worker.name]
+        code, failure = end.code, end.failure
         pid = 0 if worker.process is None else worker.process.pid
-        self._exits.append(WorkerExit(worker.name, code, time.time(), failure, worker.told_at, pid=pid))
+        self._exits.append(WorkerExit(worker.name, code, end.at, failure, worker.told_at, pid=pid))
         # What only follows from the loss of another worker is no word about this one.
         own = failure is not None and not failure.consequence
         error = _printable(f"{failure.type}: {failure.message}") if own and failure is not None else ""
         self._ended.append(WorkerEnded(worker=worker.name, code=code, error=error))
         self._tell(self._ended[-1])
-
-    def _failure_of(self, name: str) -> Failure | None:
-        try:
-            return Failure.read(self._folder, name)
-        except LaunchError as error:
-            self._say(str(error))
-            return None
 
     # -- ending
 
@@ -352,10 +332,8 @@ class Agent:
 
     def _end_quickly(self) -> None:
         """The job has failed: on the second SIGTERM workers leave at once, and whoever does not is killed."""
-        loop = asyncio.get_running_loop()
         self._tell_all()
-        loop.call_later(SECOND_TERM_S, self._tell_all)
-        loop.call_later(KILL_S, self._kill)
+        insist(self._tell_all, self._kill)
 
     def _tell_all(self) -> None:
         for worker in list(self._workers.values()):
@@ -376,8 +354,7 @@ class Agent:
     def _send(self, worker: _Worker, number: int) -> None:
         if worker.process is not None:
             self._starter.wake()
-            with suppress(ProcessLookupError):
-                os.kill(worker.process.pid, number)
+            send(worker.process, number)
 
     def _finish_if_done(self) -> None:
         """The job is over, for this agent at least, and nothing runs here."""
@@ -393,7 +370,7 @@ class Agent:
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._interrupted is not None:
-            self._say(f"{name} again: killing the workers")
+            self._group.say(f"{name} again: killing the workers")
             self._kill()
             self._broken_off = True
             self._finished.set()
@@ -401,7 +378,7 @@ class Agent:
             return
         self._interrupted = number
         grace = self._settings.launch.grace_s
-        self._say(f"{name}: the workers leave after this step; they have {grace:g} s (once more kills them)")
+        self._group.say(f"{name}: the workers leave after this step; they have {grace:g} s (once more kills them)")
         self._tell(AgentLeaving())
         asyncio.get_running_loop().call_later(grace, self._grace_over)
 
@@ -442,11 +419,6 @@ class Agent:
     def _tell(self, message: FromAgent) -> None:
         if self._line is not None:  # or it is part of the first greeting
             self._line.say(message)
-
-    def _say(self, words: str) -> None:
-        task = asyncio.create_task(asyncio.to_thread(self._terminal.say, words))
-        self._said.add(task)
-        task.add_done_callback(self._said.discard)
 
 
 async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:

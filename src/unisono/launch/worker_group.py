@@ -1,0 +1,161 @@
+"""The workers that one launcher has on this host: started, listened to, and seen off."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.errors import LaunchError
+from unisono.host.guard import Guard, kill_group
+from unisono.launch.ending.failure import Failure, exit_code
+from unisono.launch.terminal.name import WorkerName
+from unisono.launch.terminal.output import WorkerOutput
+from unisono.launch.terminal.terminal import Terminal
+from unisono.launch.worker_start import Process
+
+SECOND_TERM_S = 0.2
+KILL_S = 0.7
+"""A worker leaves at a step's end on the first SIGTERM, at once on the second. Those that do neither are killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a worker's process ended.
+
+    Attributes:
+        code: its exit code; negative for a signal.
+        at: when, in seconds since 1970.
+        failure: the exception that its script ended with; None if it left no word of one.
+    """
+
+    code: int
+    at: float
+    failure: Failure | None
+
+
+class WorkerGroup:
+    """What launchers of fixed and of elastic jobs do alike. Inside of an event loop.
+
+    Args:
+        folder: the run folder.
+        terminal: where the workers' output is shown.
+    """
+
+    def __init__(self, folder: RunFolder, terminal: Terminal) -> None:
+        self._folder, self._terminal = folder, terminal
+        self._said: set[asyncio.Task[None]] = set()
+        self.guard: Guard
+
+    @contextmanager
+    def opened(self, signalled: Callable[[int], None]) -> Iterator[None]:
+        """Until the context ends, a guard stands by, and signals to the launcher call a function with their number.
+
+        Raises:
+            LaunchError: the guard cannot be started.
+        """
+        with _hearing_signals(signalled), _guarding() as self.guard:
+            yield
+
+    async def begin(
+        self, name: WorkerName, start: Callable[[WorkerOutput], Awaitable[Process]]
+    ) -> tuple[Process, WorkerOutput]:
+        """Start a worker, and show what it writes.
+
+        Args:
+            name: of the worker.
+            start: starts its process, which leads a process group with its id for number.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        output = WorkerOutput(name, self._folder.log_of(name), self._terminal, self.say)
+        try:
+            process = await start(output)
+        except OSError:
+            output.abandon()
+            raise
+        output.worker_started()
+        self.guard.watch(process.pid)
+        return process, output
+
+    async def end(self, name: WorkerName, process: Process) -> Ended:
+        """Wait for a worker's end, and end what it has started."""
+        code, at = exit_code(self._folder, name, await process.wait()), time.time()
+        kill_group(process.pid)
+        self.guard.forget(process.pid)
+        return Ended(code, at, self._failure_of(name))
+
+    def say(self, words: str) -> None:
+        """Show a line to the person at the terminal. Never waits."""
+        task = asyncio.create_task(asyncio.to_thread(self._terminal.say, words))
+        self._said.add(task)
+        task.add_done_callback(self._said.discard)
+
+    async def all_said(self) -> None:
+        """Wait until every line is shown."""
+        await asyncio.gather(*self._said)
+
+    def _failure_of(self, name: WorkerName) -> Failure | None:
+        try:
+            return Failure.read(self._folder, name)
+        except LaunchError as error:
+            self.say(str(error))
+            return None
+
+
+def send(process: Process, number: int) -> None:
+    """Send a signal to a worker alone: what it has started is the worker's to end, as long as it lives."""
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, number)
+
+
+def insist(tell: Callable[[], None], kill: Callable[[], None], told_in_s: float = 0.0) -> None:
+    """Tell workers to end once more, and kill those that have not, after they are told for the first time.
+
+    Args:
+        tell: sends all of them SIGTERM.
+        kill: ends those that are left.
+        told_in_s: seconds until they are told for the first time.
+    """
+    loop = asyncio.get_running_loop()
+    loop.call_later(told_in_s + SECOND_TERM_S, tell)
+    loop.call_later(told_in_s + KILL_S, kill)
+
+
+@contextmanager
+def _hearing_signals(heard: Callable[[int], None]) -> Iterator[None]:
+    """Until the context ends, SIGINT, SIGTERM and SIGHUP call a function with their number. Inside of an event loop."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it ignored
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    loop = asyncio.get_running_loop()
+    for number in numbers:
+        loop.add_signal_handler(number, heard, number)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _guarding() -> Iterator[Guard]:
+    """A guard until the context ends.
+
+    Raises:
+        LaunchError: it cannot be started.
+    """
+    try:
+        guard = Guard()
+    except OSError as error:
+        raise LaunchError(f"no process can be started: {error}") from error
+    try:
+        yield guard
+    finally:
+        guard.close()
