@@ -8,11 +8,11 @@ from pathlib import Path
 from time import monotonic
 
 from pydantic import ValidationError
-from websockets.asyncio.client import ClientConnection
-from websockets.exceptions import InvalidStatus, WebSocketException
+from websockets.asyncio.client import ClientConnection, connect
 
 from unisono.errors import LaunchError
-from unisono.membership.conversation import Conversation, call
+from unisono.membership.connection import Reconnection, ShutOut, call
+from unisono.membership.conversation import Conversation
 from unisono.membership.messages import (
     FromWorker,
     Refused,
@@ -23,13 +23,11 @@ from unisono.membership.messages import (
     to_worker,
 )
 from unisono.membership.parser import LONGEST_MESSAGE
-from unisono.membership.token import OUTDATED, REFUSED, context_for, is_private
+from unisono.membership.token import context_for, is_private
 
 ANSWER_S = 60.0
 """Seconds that an answer may take besides what it waits for: enough for a coordinator to be started again."""
 
-FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 2.0
 OPEN_S = 5.0
 PING_S = 20.0
 """Seconds between two looks at whether the coordinator is still there, and how long one takes; less if ``timeout_s``
@@ -73,8 +71,7 @@ class Line:
         self._conversation = Conversation(hello)
         self._was_connected = False
         self._closes = False
-        self._trouble = "it does not listen"
-        self._pause_s = FIRST_PAUSE_S
+        self._reconnection = Reconnection(self._dial, self._talk, self._pause, self._is_done)
         self._cut_until = 0.0
         self._socket: ClientConnection | None = None
         self._opened = threading.Event()  # or has failed
@@ -192,20 +189,17 @@ class Line:
             self._opened.set()
 
     async def _keep_connected(self) -> None:
-        while not self._is_done():
-            try:
-                await self._talk()
-            except InvalidStatus as error:
-                code = error.response.status_code
-                self._trouble = OUTDATED if code == REFUSED else f"it answers {code}"
-                if code in (REFUSED, 403):
-                    self._take(Refused(reason=f"the coordinator does not let this worker in: {self._trouble}"))
-                    return
-            except (OSError, TimeoutError, EOFError, WebSocketException) as error:
-                self._trouble = str(error) or type(error).__name__
-            if not self._is_done():
-                await self._sleep(max(self._pause_s, self._cut_until - self._loop.time()))
-                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        try:
+            await self._reconnection.keep()
+        except ShutOut:
+            self._take(Refused(reason=f"the coordinator does not let this worker in: {self._trouble}"))
+
+    @property
+    def _trouble(self) -> str:
+        return self._reconnection.trouble
+
+    async def _pause(self, seconds: float) -> None:
+        await self._sleep(max(seconds, self._cut_until - self._loop.time()))
 
     def _cut(self, seconds: float) -> None:
         self._cut_until = self._loop.time() + seconds
@@ -222,9 +216,8 @@ class Line:
                     self._news.clear()
                     await self._news.wait()
 
-    async def _talk(self) -> None:
-        """One connection, until it ends."""
-        opening = call(
+    def _dial(self) -> connect:
+        return call(
             self.url,
             "/worker",
             self._token,
@@ -234,23 +227,25 @@ class Line:
             close_s=FLUSH_S,
             most=2 * LONGEST_MESSAGE,
         )
-        async with opening as socket:
-            self.local_address = socket.local_address[0]
-            self._socket = socket
-            self._begin()
-            sending = asyncio.create_task(self._send_all(socket))
-            looking = asyncio.create_task(self._look(socket))
-            try:
-                async for text in socket:
-                    self._hear(text)
-                    if self._conversation.is_over:
-                        break
-            finally:
-                with self._lock:
-                    self._conversation.break_off()
-                sending.cancel()
-                looking.cancel()
-                await asyncio.gather(sending, looking, return_exceptions=True)
+
+    async def _talk(self, socket: ClientConnection) -> None:
+        """One connection, until it ends."""
+        self.local_address = socket.local_address[0]
+        self._socket = socket
+        self._begin()
+        sending = asyncio.create_task(self._send_all(socket))
+        looking = asyncio.create_task(self._look(socket))
+        try:
+            async for text in socket:
+                self._hear(text)
+                if self._conversation.is_over:
+                    break
+        finally:
+            with self._lock:
+                self._conversation.break_off()
+            sending.cancel()
+            looking.cancel()
+            await asyncio.gather(sending, looking, return_exceptions=True)
 
     def _begin(self) -> None:
         with self._lock:
@@ -281,7 +276,8 @@ class Line:
             await socket.close()
 
     def _hear(self, text: str | bytes) -> None:
-        self._pause_s, self._heard_at = FIRST_PAUSE_S, monotonic()
+        self._heard_at = monotonic()
+        self._reconnection.went_well()
         try:
             self._take(to_worker.validate_json(text))
         except ValidationError as error:

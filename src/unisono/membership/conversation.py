@@ -1,13 +1,8 @@
 """What a worker has to say to the coordinator, over one connection after the other."""
 
 import itertools
-import logging
-import ssl
 from collections import deque
 from concurrent.futures import Future
-from urllib.parse import urlsplit, urlunsplit
-
-from websockets.asyncio.client import connect
 
 from unisono.membership.messages import (
     Arrived,
@@ -23,55 +18,6 @@ from unisono.membership.messages import (
     ToWorker,
     WorkerHello,
 )
-
-# How workers and agents call the coordinator, and what is written down of it: nothing.
-
-SILENT = logging.Logger("unisono", logging.CRITICAL + 1)
-"""For libraries that would log a connection's headers, and so the token. It has no parent and nobody finds it by name:
-whatever a script sets for its own loggers, this one stays silent."""
-
-
-def call(
-    url: str,
-    route: str,
-    token: str,
-    tls: ssl.SSLContext | None,
-    *,
-    open_s: float,
-    ping_s: float,
-    close_s: float,
-    most: int,
-) -> connect:
-    """A connection to the coordinator, to be awaited or entered.
-
-    Args:
-        url: the coordinator's URL, ``http://…`` or ``https://…``.
-        route: behind it.
-        token: the job's token.
-        tls: the TLS context with the trusted certificates; None without TLS.
-        open_s: seconds in which it opens.
-        ping_s: between two looks at whether the other side is still there, and how long one takes.
-        close_s: seconds in which it closes.
-        most: bytes of a message.
-    """
-    scheme, *rest = urlsplit(url)
-    address = urlunsplit(("wss" if scheme == "https" else "ws", *rest))
-    return connect(
-        address.rstrip("/") + route,
-        additional_headers={"Authorization": f"Bearer {token}"},
-        ssl=tls,
-        proxy=None,  # the job's own business, whatever the environment says about the web
-        compression=None,
-        open_timeout=open_s,
-        ping_interval=ping_s,
-        ping_timeout=ping_s,
-        close_timeout=close_s,
-        max_size=most,
-        logger=SILENT,
-    )
-
-
-# What a worker has to say to the coordinator, over one connection after the other.
 
 MOST_UNSENT = 256
 """Messages that wait for a connection."""

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from unisono.errors import JobError
-from unisono.membership.conversation import SILENT
+from unisono.membership.connection import SILENT
 from unisono.membership.token import is_loopback
 
 REQUEST_LINE_S = 10.0

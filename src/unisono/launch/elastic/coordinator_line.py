@@ -2,22 +2,22 @@
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from time import monotonic
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import InvalidStatus, WebSocketException
+from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import WebSocketException
 
 from unisono.errors import LaunchError
 from unisono.launch.elastic.address import Address, distrusted
-from unisono.membership.conversation import call
+from unisono.membership.connection import Reconnection, ShutOut, call
 from unisono.membership.data_address import data_address
 from unisono.membership.messages import FromAgent, Probed, Refused, Target, ToAgent, to_agent
 from unisono.membership.probe import PATIENCE_S, Answering, probe, unreached
-from unisono.membership.token import OUTDATED, REFUSED
+from unisono.membership.token import OUTDATED
 
 # What an agent does so that the coordinator knows which hosts reach each other.
 
@@ -81,12 +81,8 @@ class Probes:
 OPEN_S = 10.0
 CLOSE_S = 1.0
 PING_S = 20.0
-FIRST_WAIT_S = 0.05
-LONGEST_WAIT_S = 2.0
 LARGEST = 2**20
 """Bytes of a message from the coordinator: ids of a few thousand workers."""
-
-DOOR = (REFUSED, 403)
 
 
 class CoordinatorLine:
@@ -110,6 +106,7 @@ class CoordinatorLine:
         self._address, self._greeting, self._hear, self._patience_s = address, greeting, hear, patience_s
         self._outgoing: asyncio.Queue[FromAgent] | None = None
         self._there_at = monotonic()
+        self._reconnection = Reconnection(self._dial, self._converse, self._pause)
 
     def say(self, message: FromAgent) -> None:
         """Send a message. While there is no connection it is left to the next greeting."""
@@ -123,38 +120,36 @@ class CoordinatorLine:
             JobError: somebody else answers in the coordinator's place.
             LaunchError: the coordinator does not want this agent, or is gone for ``patience_s`` seconds.
         """
-        wait_s = FIRST_WAIT_S
         self._there_at = monotonic()
-        while True:
-            try:
-                async with self._connect() as connection:
-                    wait_s = FIRST_WAIT_S
-                    await self._converse(connection)
-            except InvalidStatus as error:
-                if (code := error.response.status_code) in DOOR:
-                    why = OUTDATED if code == REFUSED else error
-                    raise LaunchError(f"the coordinator at {self._address.url} lets nobody in: {why}") from error
-            except ssl.SSLCertVerificationError as error:
-                raise distrusted(self._address, error) from error
-            except (OSError, WebSocketException, TimeoutError):  # it is gone, or not there yet
-                pass
-            if monotonic() - self._there_at > self._patience_s:
-                raise LaunchError(f"no coordinator answered at {self._address.url} for {self._patience_s:g} s")
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        try:
+            await self._reconnection.keep()
+        except ShutOut as error:
+            why = OUTDATED if error.is_outdated else error.__cause__
+            raise LaunchError(f"the coordinator at {self._address.url} lets nobody in: {why}") from error
 
-    def _connect(self) -> connect:
-        ping_s = min(PING_S, self._patience_s / 4)
-        return call(
+    @asynccontextmanager
+    async def _dial(self) -> AsyncIterator[ClientConnection]:
+        calling = call(
             self._address.url,
             "/agent",
             self._address.token,
             self._address.context,
             open_s=OPEN_S,
-            ping_s=ping_s,  # a host that has vanished says nothing
+            ping_s=min(PING_S, self._patience_s / 4),  # a host that has vanished says nothing
             close_s=CLOSE_S,
             most=LARGEST,
         )
+        try:
+            async with calling as connection:
+                self._reconnection.went_well()
+                yield connection
+        except ssl.SSLCertVerificationError as error:
+            raise distrusted(self._address, error) from error
+
+    async def _pause(self, seconds: float) -> None:
+        if monotonic() - self._there_at > self._patience_s:
+            raise LaunchError(f"no coordinator answered at {self._address.url} for {self._patience_s:g} s")
+        await asyncio.sleep(seconds)
 
     async def _converse(self, connection: ClientConnection) -> None:
         """Talk until the connection ends, however it does."""
