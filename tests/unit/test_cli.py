@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,19 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert unisono("--help") == 0
     text = capsys.readouterr().out
-    assert all(command in text for command in ("run", "doctor"))
+    assert re.findall(r"^\W*(\S+) {2,}[A-Z]", text.partition("Commands")[2], re.MULTILINE) == [*cli.COMMANDS]
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_command_is_found_when_it_alone_is_loaded(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert unisono(command, "--help") == 0
+    assert f"unisono {command}" in capsys.readouterr().out
+
+
+def test_a_command_does_not_load_the_others() -> None:
+    program = "import sys; from unisono.cli.app import application; application(['status'])\n"
+    program += "sys.exit('unisono.cli.run' in sys.modules or 'unisono.cli.study' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:
@@ -172,6 +185,6 @@ def test_an_error_on_purpose_is_one_line(
     def fails() -> None:
         raise error
 
-    monkeypatch.setattr(cli, "app", fails)
+    monkeypatch.setattr(cli, "application", lambda words: fails)
     assert unisono() == code
     assert capsys.readouterr().err == f"unisono: error: {error}\n"

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from unisono.cli import verify as command
-from unisono.cli.app import app
+from unisono.cli.app import application
 from unisono.cli.options import read_workers
 from unisono.cli.verify import Options
 from unisono.errors import JobError
@@ -49,14 +49,14 @@ def words(line: str) -> list[str]:
 def test_options_before_the_script_are_verifys_else_those_behind_it(
     started: list[tuple[Options, Script]], line: str, workers: str, steps: int, args: tuple[str, ...]
 ) -> None:
-    result = CliRunner().invoke(app, words(line))
+    result = CliRunner().invoke(application(), words(line))
     assert result.exit_code == 0, result.output
     ((options, script),) = started
     assert (options.workers, options.steps, script.target, script.args) == (workers, steps, "train.py", args)
 
 
 def test_a_module_may_have_its_options_behind_it_too(started: list[tuple[Options, Script]]) -> None:
-    CliRunner().invoke(app, words("-m package.train --workers 1,3"))
+    CliRunner().invoke(application(), words("-m package.train --workers 1,3"))
     ((options, script),) = started
     assert (options.workers, script) == ("1,3", Script("package.train", is_module=True))
 
@@ -74,7 +74,7 @@ def test_a_module_may_have_its_options_behind_it_too(started: list[tuple[Options
 def test_runs_are_tuned_unless_told_otherwise(
     started: list[tuple[Options, Script]], line: str, tuned: bool, args: tuple[str, ...]
 ) -> None:
-    CliRunner().invoke(app, words(line), env={"UNISONO_TUNING": None})
+    CliRunner().invoke(application(), words(line), env={"UNISONO_TUNING": None})
     ((options, script),) = started
     assert (options.tuned, script.args) == (tuned, args)
 

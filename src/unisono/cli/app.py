@@ -4,20 +4,11 @@ import io
 import json
 import os
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
-from unisono.cli.batch_size import batch_size
-from unisono.cli.chaos import chaos
-from unisono.cli.join import join
-from unisono.cli.options import RemoteCommand
-from unisono.cli.replay import replay
-from unisono.cli.run import run
-from unisono.cli.slurm import slurm
-from unisono.cli.status import leave, resize, status, stop
-from unisono.cli.study import StudyCommand, study
-from unisono.cli.verify import verify
 from unisono.errors import JobError, UnisonoError
 from unisono.exit_codes import USAGE
 
@@ -39,29 +30,100 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it for pr
 # The commands. Nothing here loads torch; a command that needs it loads it when it is called.
 
 
-app = typer.Typer(
-    name="unisono",
-    help="Exact data-parallel training on PyTorch: the same weights, bit for bit, on any number of workers.",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["--help", "-h"]},
-)
+SCRIPT: Any = {"context_settings": {"allow_interspersed_args": False}, "no_args_is_help": True}
+"""What stands after the script is the script's, -n and --help too."""
 
-# What stands after the script is the script's, -n and --help too.
-app.command("run", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(run)
-app.command("join", cls=RemoteCommand, context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(join)
-app.command("status", cls=RemoteCommand)(status)
-app.command("resize", cls=RemoteCommand)(resize)
-app.command("leave", cls=RemoteCommand)(leave)
-app.command("stop", cls=RemoteCommand)(stop)
-app.command("doctor")(doctor)
-app.command("replay", no_args_is_help=True)(replay)
-app.command("chaos")(chaos)
-app.command("batch-size", cls=StudyCommand, no_args_is_help=True)(batch_size)
-app.command("study", cls=StudyCommand, no_args_is_help=True)(study)
-app.command("slurm", no_args_is_help=True)(slurm)
-app.command("verify", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(verify)
+
+def _run(app: typer.Typer) -> None:
+    from unisono.cli.run import run
+
+    app.command("run", **SCRIPT)(run)
+
+
+def _join(app: typer.Typer) -> None:
+    from unisono.cli.join import join
+    from unisono.cli.options import RemoteCommand
+
+    app.command("join", cls=RemoteCommand, **SCRIPT)(join)
+
+
+def _of_running_jobs(app: typer.Typer) -> None:
+    from unisono.cli.options import RemoteCommand
+    from unisono.cli.status import leave, resize, status, stop
+
+    for command in (status, resize, leave, stop):
+        app.command(command.__name__, cls=RemoteCommand)(command)
+
+
+def _doctor(app: typer.Typer) -> None:
+    app.command("doctor")(doctor)
+
+
+def _replay(app: typer.Typer) -> None:
+    from unisono.cli.replay import replay
+
+    app.command("replay", no_args_is_help=True)(replay)
+
+
+def _chaos(app: typer.Typer) -> None:
+    from unisono.cli.chaos import chaos
+
+    app.command("chaos")(chaos)
+
+
+def _studies(app: typer.Typer) -> None:
+    from unisono.cli.batch_size import batch_size
+    from unisono.cli.study import StudyCommand, study
+
+    app.command("batch-size", cls=StudyCommand, no_args_is_help=True)(batch_size)
+    app.command("study", cls=StudyCommand, no_args_is_help=True)(study)
+
+
+def _slurm(app: typer.Typer) -> None:
+    from unisono.cli.slurm import slurm
+
+    app.command("slurm", no_args_is_help=True)(slurm)
+
+
+def _verify(app: typer.Typer) -> None:
+    from unisono.cli.verify import verify
+
+    app.command("verify", **SCRIPT)(verify)
+
+
+COMMANDS = {
+    "run": _run,
+    "join": _join,
+    **dict.fromkeys(("status", "resize", "leave", "stop"), _of_running_jobs),
+    "doctor": _doctor,
+    "replay": _replay,
+    "chaos": _chaos,
+    **dict.fromkeys(("batch-size", "study"), _studies),
+    "slurm": _slurm,
+    "verify": _verify,
+}
+"""What loads each command, in the order of the help."""
+
+
+def application(words: Sequence[str] = ()) -> typer.Typer:
+    """The command line.
+
+    Args:
+        words: its arguments. If they begin with a command, only that is loaded; otherwise all are.
+    """
+    app = typer.Typer(
+        name="unisono",
+        help="Exact data-parallel training on PyTorch: the same weights, bit for bit, on any number of workers.",
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
+    app.callback()(options)
+    wanted = [COMMANDS[words[0]]] if words and words[0] in COMMANDS else dict.fromkeys(COMMANDS.values())
+    for add in wanted:
+        add(app)
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -70,7 +132,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
@@ -93,7 +154,7 @@ def main() -> None:
     """The console entry: an error is one line on stderr; exit code 2 if the person who typed can mend it."""
     _ready_streams()
     try:
-        app()
+        application(sys.argv[1:])()
     except UnisonoError as error:
         typer.echo(f"unisono: error: {error}", err=True)
         sys.exit(USAGE if isinstance(error, JobError) else 1)

@@ -28,7 +28,14 @@ from unisono.launch.forkserver.request import TEMPLATE, Wish, circumstances, doo
 
 LOADED = {
     "torch": (TEMPLATE,),
-    "commands": ("unisono.cli.app", "unisono.launch.elastic.agent", "unisono.membership.server"),
+    "commands": (
+        *(
+            f"unisono.cli.{name}"
+            for name in ("app", "run", "join", "status", "verify", "study", "batch_size", "replay")
+        ),
+        "unisono.launch.elastic.agent",
+        "unisono.membership.server",
+    ),
 }
 """The modules that a nursery of this name has loaded, with all that they import."""
 
