@@ -21,7 +21,7 @@ from unisono.errors import JobError, UnisonoWarning
 from unisono.failpoints import failpoint
 from unisono.testing import Faults
 from unisono.testing.chaos import why_again
-from unisono.testing.fault import KINDS, RECOVERY, Slow, listening
+from unisono.testing.fault import KINDS, RECOVERY, Fault, Slow, listening
 from unisono.testing.flip import flip_in
 from unisono.testing.rehearsal import PLUGIN, Rehearsal, is_in_recovery
 from unisono.testing.storm import SHARES, Storm
@@ -198,13 +198,12 @@ def test_a_fault_strikes_before_its_step_and_never_again_in_its_folder(training:
     assert struck(training) == [(2, 1), (1, 3)]
 
 
-def test_a_fault_of_a_recovery_waits_for_its_step_and_then_for_its_point(
-    training: unisono.Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_a_recovery_waits_for_its_step_and_then_for_its_point(training: unisono.Run) -> None:
     done: list[tuple[str, int]] = []
-    monkeypatch.setattr(
-        "unisono.testing.rehearsal.strike", lambda fault, run: done.append((fault.kind, run.inside.acts.step))
-    )
+
+    def strike(fault: Fault, run: unisono.Run) -> None:
+        done.append((fault.kind, run.inside.acts.step))
+
     faults = Faults().kill(rank=0, at_step=2).in_recovery("generation formed").leave(rank=3, at_step=3).in_recovery()
 
     def recover(step: Any) -> None:
@@ -212,18 +211,18 @@ def test_a_fault_of_a_recovery_waits_for_its_step_and_then_for_its_point(
         failpoint("generation formed")
 
     with listening(lambda point: None):  # who listens afterwards is who did before
-        Rehearsal(faults).attach(training)
+        Rehearsal(faults, strike).attach(training)
         loop(training, recover)
     assert done == [("kill", 2), ("leave", 3)]
     assert struck(training) == [(1, 2), (2, 3)]
 
 
-def test_a_fault_of_a_hand_over_strikes_whoever_gives_the_state_or_gets_it(
-    training: unisono.Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_a_hand_over_strikes_whoever_gives_the_state_or_gets_it(training: unisono.Run) -> None:
     done: list[str] = []
-    monkeypatch.setattr("unisono.testing.rehearsal.strike", lambda fault, run: done.append(fault.kind))
-    monkeypatch.setattr("unisono.testing.rehearsal._victim", lambda fault, workers: 1)  # and here is rank 0
+
+    def strike(fault: Fault, run: unisono.Run) -> None:
+        done.append(fault.kind)
+
     faults = Faults().kill(rank=1, at_step=0).in_recovery("state taken").stop(rank=1, at_step=0).in_recovery()
 
     def recover(step: Any) -> None:
@@ -231,7 +230,7 @@ def test_a_fault_of_a_hand_over_strikes_whoever_gives_the_state_or_gets_it(
         failpoint("state taken")
 
     with listening(lambda point: None):
-        Rehearsal(faults).attach(training)
+        Rehearsal(faults, strike, lambda fault, workers: 1).attach(training)  # and here is rank 0
         loop(training, recover)
     assert done == ["kill"]
 
@@ -270,13 +269,14 @@ def test_a_checkpoint_that_is_to_be_struck_and_is_not_there_is_an_error(training
         loop(training)
 
 
-def test_a_slow_worker_takes_longer_for_as_many_steps_as_it_should(
-    training: unisono.Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_worker_takes_longer_for_as_many_steps_as_it_should(training: unisono.Run) -> None:
     slept: list[tuple[int, float]] = []
     steps: list[Any] = []
-    monkeypatch.setattr("unisono.testing.rehearsal.time.sleep", lambda seconds: slept.append((len(steps), seconds)))
-    Rehearsal(Faults().slow(rank=0, factor=3, at_step=1, steps=2)).attach(training)
+
+    def sleep(seconds: float) -> None:
+        slept.append((len(steps), seconds))
+
+    Rehearsal(Faults().slow(rank=0, factor=3, at_step=1, steps=2), sleep=sleep).attach(training)
     loop(training, steps.append)
     assert [number for number, _ in slept] == [1, 2]
     assert [seconds for _, seconds in slept] == [2 * steps[number].computed_s for number in (1, 2)]

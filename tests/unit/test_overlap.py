@@ -8,7 +8,6 @@ from unisono.host import cgroup as cores
 from unisono.host.cgroup import Limits
 from unisono.plan.split import Split
 from unisono.reduce.transport import Solo
-from unisono.train.step import engine
 from unisono.train.step.engine import Execution
 
 pytestmark = pytest.mark.unit
@@ -28,25 +27,18 @@ class Busy(Waiting):
     needs_core = True
 
 
-def test_waiting_for_a_network_is_always_done_beside_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "usable_cores", lambda: 2)
-    assert Execution().overlaps(Waiting(2), threads=1)
+def test_waiting_for_a_network_is_always_done_beside_the_backward_pass() -> None:
+    assert Execution().overlaps(Waiting(2), threads=1, cores=lambda: 2)
 
 
 @pytest.mark.parametrize(("usable", "threads"), [(2, 1), (4, 2), (3, 1), (1, 1)])
-def test_additions_come_after_the_backward_pass_where_threads_keep_all_cores_busy(
-    monkeypatch: pytest.MonkeyPatch, usable: int, threads: int
-) -> None:
-    monkeypatch.setattr(engine, "usable_cores", lambda: usable)
-    assert not Execution().overlaps(Busy(2), threads)
+def test_additions_come_after_the_backward_pass_where_threads_keep_all_cores_busy(usable: int, threads: int) -> None:
+    assert not Execution().overlaps(Busy(2), threads, lambda: usable)
 
 
 @pytest.mark.parametrize(("usable", "threads"), [(4, 1), (6, 2)])
-def test_additions_run_beside_it_where_each_worker_has_a_core_to_spare(
-    monkeypatch: pytest.MonkeyPatch, usable: int, threads: int
-) -> None:
-    monkeypatch.setattr(engine, "usable_cores", lambda: usable)
-    assert Execution().overlaps(Busy(2), threads)
+def test_additions_run_beside_it_where_each_worker_has_a_core_to_spare(usable: int, threads: int) -> None:
+    assert Execution().overlaps(Busy(2), threads, lambda: usable)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,10 +45,29 @@ def begin(run: Run) -> None:
     Rehearsal(faults).attach(run)
 
 
-class Rehearsal:
-    """The faults that have yet to strike, in one worker."""
+def victim_of(fault: Fault, workers: int) -> int:
+    """The rank in which a fault is carried out. What strikes no worker is done by the main one."""
+    return 0 if isinstance(fault, Join | Resize | KillCoordinator) else fault.rank % workers
 
-    def __init__(self, faults: Faults) -> None:
+
+class Rehearsal:
+    """The faults that have yet to strike, in one worker.
+
+    Args:
+        faults: of the script.
+        strike: carries one out.
+        victim: which of so many workers is to be struck.
+        sleep: waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        faults: Faults,
+        strike: Callable[[Fault, Run], None] = strike,
+        victim: Callable[[Fault, int], int] = victim_of,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._do, self._victim, self._sleep = strike, victim, sleep
         numbered = dict(enumerate(faults.faults, 1))
         self._waiting = {number: fault for number, fault in numbered.items() if is_in_recovery(fault)}
         self._left = {number: fault for number, fault in numbered.items() if number not in self._waiting}
@@ -65,7 +85,7 @@ class Rehearsal:
         due = {number: fault for number, fault in self._left.items() if fault.at_step <= step.number}
         for number, fault in due.items():
             marker = run.dir / FOLDER / str(number)
-            if _victim(fault, run.world_size) == run.rank and _claim(marker):
+            if self._victim(fault, run.world_size) == run.rank and _claim(marker):
                 self._strike(number, fault, run, step.number)
             if marker.exists():
                 del self._left[number]
@@ -78,7 +98,7 @@ class Rehearsal:
         here = {number: fault for number, fault in self._waiting.items() if getattr(fault, "point", "") == point}
         for number, fault in here.items():
             marker, workers = run.dir / FOLDER / str(number), run.inside.membership.workers
-            is_victim = point in OF_SOME or _victim(fault, workers.world_size) == workers.rank
+            is_victim = point in OF_SOME or self._victim(fault, workers.world_size) == workers.rank
             if is_victim and marker.with_name(f"{number}{DUE}").exists() and _claim(marker):
                 self._strike(number, fault, run, run.inside.acts.step)
             if marker.exists():
@@ -92,12 +112,12 @@ class Rehearsal:
         if isinstance(fault, Slow):
             end = float("inf") if fault.steps is None else fault.at_step + fault.steps
             self._slow.append((fault.factor, end))
-        strike(fault, run)
+        self._do(fault, run)
 
     def _step_computed(self, run: Run, step: Step) -> None:
         for factor, end in self._slow:
             if step.number < end:
-                time.sleep((factor - 1) * step.computed_s)
+                self._sleep((factor - 1) * step.computed_s)
 
 
 def is_in_recovery(fault: Fault) -> bool:
@@ -109,11 +129,6 @@ def _require_fixed(faults: Faults) -> None:
     for number, fault in enumerate(faults.faults, 1):
         if isinstance(fault, Join | Resize | KillCoordinator | Partition) or is_in_recovery(fault):
             raise JobError(f"fault {number} ({fault.kind}) needs an elastic job: unisono run -n A:B, or --max-restarts")
-
-
-def _victim(fault: Fault, workers: int) -> int:
-    """The rank in which a fault is carried out. What strikes no worker is done by the main one."""
-    return 0 if isinstance(fault, Join | Resize | KillCoordinator) else fault.rank % workers
 
 
 def _claim(marker: Path) -> bool:

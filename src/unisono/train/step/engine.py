@@ -142,16 +142,17 @@ class Execution:
     audit: float = 0.0
     looks: bool = False
 
-    def overlaps(self, transport: Transport, threads: int) -> bool:
+    def overlaps(self, transport: Transport, threads: int, cores: Callable[[], int] = usable_cores) -> bool:
         """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
 
         Args:
             transport: between the workers, which are on one host if it needs a core.
             threads: of each worker.
+            cores: asked how many this host lets a process use.
         """
         if self.overlap is not None:
             return self.overlap
-        return not transport.needs_core or usable_cores() // transport.world_size > threads
+        return not transport.needs_core or cores() // transport.world_size > threads
 
 
 class StepEngine:
