@@ -94,9 +94,6 @@ class Reads:
 
 # Central weights, or central sums, on servers.
 
-LAMBDA = 0.04
-"""The strength of delay compensation with which its authors trained on CIFAR-10."""
-
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):

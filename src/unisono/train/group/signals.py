@@ -6,8 +6,6 @@ import threading
 from types import FrameType
 from typing import Any
 
-from unisono.exit_codes import PREEMPTED as PREEMPTED  # a worker that was asked to leave ends with it
-
 
 class LeaveRequest:
     """Notes a SIGTERM instead of dying of it; a second one ends the process at once.

@@ -96,9 +96,6 @@ class Update:
     def begin(self) -> None:
         """Nothing can have happened to them."""
 
-    def accept(self) -> None:
-        """They may change at any time."""
-
     def require_whole(self) -> None:
         """They always are."""
 

@@ -11,9 +11,6 @@ from unisono.train.step.step import Step
 
 # The line of ``metrics.jsonl`` about the step that is under way.
 
-BY_WORKER = ("samples", "updates", "staleness", "exchanges", "sent")
-"""What each worker says of its round, as far as its strategy has such a thing."""
-
 
 class StepLine:
     """Grows as the step goes on.

@@ -12,10 +12,10 @@ import torch
 from unisono.checkpoint.folder import RunFolder
 from unisono.data.shards import ShardSource
 from unisono.errors import Superseded
+from unisono.exit_codes import PREEMPTED
 from unisono.job import Job
 from unisono.plan.batches import Batches
 from unisono.train.group.membership import Membership
-from unisono.train.group.signals import PREEMPTED
 from unisono.train.group.workers import Workers
 from unisono.train.record.measurements import peak_memory, reduction_probe
 from unisono.train.state.trained import Trained

@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.snapshot import Digests
 from unisono.errors import Dismissed
+from unisono.exit_codes import PREEMPTED
 from unisono.failpoints import failpoint
 from unisono.received import value_of
 from unisono.train.group.acts import Recovers
 from unisono.train.group.membership import Arrival, Membership
-from unisono.train.group.signals import PREEMPTED
 from unisono.train.group.workers import Workers
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.snapshots import Snapshots

@@ -308,10 +308,6 @@ class StepEngine:
         """What the workers of this host keep together, once, instead of one by one: parameters and optimizer state."""
         return self._update.bytes_shared
 
-    def accept_weights(self) -> None:
-        """The weights were set from outside, on every worker alike."""
-        self._update.accept()
-
     def require_whole(self) -> None:
         """Refuse weights that cannot be gone on from.
 

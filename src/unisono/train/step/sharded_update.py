@@ -72,10 +72,6 @@ class ShardedUpdate:
         """This worker's part of what optimizers keep; all of it as long as it is not shared."""
         return kept_by([self._inner.get(id(optimizer), optimizer) for optimizer in self._optimizers])
 
-    def accept(self) -> None:
-        """The weights are as they should be: from now on only :meth:`apply` may change them."""
-        self._untouched.accept()
-
     def require_whole(self) -> None:
         """Refuse weights that a lost worker has left half updated.
 
@@ -115,7 +111,7 @@ class ShardedUpdate:
         self.made()
         self._transport.all_gather(torch.zeros(1, dtype=torch.uint8))
         self._torn = False
-        self.accept()
+        self._untouched.accept()  # from now on only this may change the weights
 
     def _update(self, optimizer: Optimizer, inner: Optimizer) -> None:
         for group, ours in zip(optimizer.param_groups, inner.param_groups, strict=True):
