@@ -23,7 +23,8 @@ options = parser.parse_args()
 class MoreWorkersForLargerBatches(unisono.Policy):
     """One worker for each 64 samples of a batch."""
 
-    asked_for = 1
+    def __init__(self):
+        self.asked_for = 1  # goes over to workers that join, and into checkpoints
 
     def after_step(self, view: unisono.View) -> None:
         """Ask for as many as the batch calls for, if that is news."""

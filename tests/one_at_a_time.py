@@ -218,6 +218,10 @@ class World:
         self.pass_point(f"{verb} ends")
         return [found.get(name) for name in group.names]
 
+    def place(self, worker: Worker, *, joins: bool) -> SimulatedMembership:
+        """That of a worker that begins."""
+        return SimulatedMembership(self, worker, joins=joins)
+
     def wait(self, worker: Worker, phase: str) -> Any:
         """Let others run until there is what a worker waits for."""
         worker.phase = phase
@@ -348,8 +352,7 @@ class World:
     def _work(self, worker: Worker, joins: bool) -> None:
         worker.go.take()
         try:
-            membership = SimulatedMembership(self, worker, joins=joins)
-            self._script(membership)
+            self._script(self.place(worker, joins=joins))
         except Killed:
             worker.phase = "gone"
         except Dismissed:

@@ -1,4 +1,7 @@
-"""Scripts that do more than train, while workers die, fail and come; the bits are those of the serial run."""
+"""Scripts that do more than train, while workers die, fail and come; the bits are those of the serial run.
+
+At more places, and with other numbers of workers: ``tests/unit/test_scripts_of_clusters.py``.
+"""
 
 import json
 from pathlib import Path
@@ -15,11 +18,10 @@ def at(place: str, step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
     return {"place": place, "step": step, "rank": rank, **more}
 
 
-@pytest.mark.parametrize(("workers", "before_its_end"), [(1, 12), (2, 6), (1, 1)])
 def test_a_loop_that_is_left_early_while_a_joiner_comes_is_left_by_all(
-    workers: int, before_its_end: int, stopped_early: Trained, started: list[Training], tmp_path: Path
+    stopped_early: Trained, started: list[Training], tmp_path: Path
 ) -> None:
-    steps = stopped_early.steps
+    workers, before_its_end, steps = 1, 12, stopped_early.steps
     left = len(steps) - 10  # the last of the first loop; two of five steps each follow
     assert 12 < left < 150, "it is meant to stop early, but not at once"
     faults = [
@@ -44,11 +46,10 @@ def test_an_exception_on_one_worker_ends_the_job_and_names_it(started: list[Trai
     assert (error["worker"], error["type"]) == ("w2", "ValueError")
 
 
-@pytest.mark.parametrize("place", ["between", "evaluate"])
 def test_an_exception_that_happens_once_changes_no_bit_where_workers_restart(
-    place: str, serial: Trained, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
-    faults = [at(place, 9, rank=1, signal="raise")]
+    faults = [at("between", 9, rank=1, signal="raise")]
     options = ("-n", "2", "--max-restarts", "3", "--restart-on-error")
     started.append(Training(tmp_path / "run", *options, faults=faults))
     assert started[0].end() == serial.end()
@@ -57,12 +58,11 @@ def test_an_exception_that_happens_once_changes_no_bit_where_workers_restart(
     assert started[0].steps == serial.steps
 
 
-@pytest.mark.parametrize(("place", "workers"), [("capture", 2), ("write", 3), ("capture", 5)])
 def test_the_main_worker_is_lost_while_it_writes_a_checkpoint(
-    place: str, workers: int, serial: Trained, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
-    faults = [at(place, 8), at(place, 16)]
-    options = ("-n", f"{workers}", "--max-restarts", "3", "--checkpoint-every", "8")
+    faults = [at("write", 8), at("write", 16)]
+    options = ("-n", "3", "--max-restarts", "3", "--checkpoint-every", "8")
     started.append(Training(tmp_path / "run", *options, faults=faults))
     assert started[0].end() == serial.end()
     assert len(started[0].journal("lost")) == 2
@@ -79,22 +79,20 @@ def test_the_main_worker_is_lost_in_a_checkpoint_that_the_script_asked_for(
     assert started[0].steps == serial.steps
 
 
-@pytest.mark.parametrize(("place", "workers"), [("capture", 3), ("write", 2)])
 def test_the_main_worker_is_lost_in_the_last_checkpoint(
-    place: str, workers: int, serial: Trained, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     last = len(serial.steps)
-    options = ("-n", f"{workers}", "--max-restarts", "3", "--checkpoint-every", "1000")
-    started.append(Training(tmp_path / "run", *options, faults=[at(place, last)]))
+    options = ("-n", "2", "--max-restarts", "3", "--checkpoint-every", "1000")
+    started.append(Training(tmp_path / "run", *options, faults=[at("write", last)]))
     assert started[0].end() == serial.end()
     assert len(started[0].journal("lost")) == 1
     assert started[0].journal("checkpoint")[-1]["step"] == last
     assert started[0].journal("finished")[-1]["step"] == last
 
 
-@pytest.mark.parametrize("workers", [3, 5])
 def test_workers_die_in_each_loop_and_in_each_evaluation_and_others_take_their_places(
-    workers: int, serial: Trained, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     last = len(serial.steps)
     second, third = last - 10, last - 5
@@ -107,25 +105,9 @@ def test_workers_die_in_each_loop_and_in_each_evaluation_and_others_take_their_p
         at("after", third + 2, rank=1),
         at("in evaluate", last, rank=0),
     ]
-    options = ("-n", f"{workers}", "--max-restarts", "9")
+    options = ("-n", "3", "--max-restarts", "9")
     started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0.02"))
     assert started[0].end() == serial.end()
     assert len(started[0].journal("lost")) == len(faults)
     assert started[0].steps == serial.steps
     assert started[0].said == serial.said
-
-
-def test_state_of_the_scripts_own_goes_over_to_those_who_come_when_all_others_go(
-    serial: Trained, started: list[Training], tmp_path: Path
-) -> None:
-    faults = [
-        at("begin", 0, signal="resize 1"),
-        at("begin", 1, signal="resize 2", size=1),
-        at("begin", 2, signal="SIGTERM", size=2, behind=1),
-    ]
-    started.append(Training(tmp_path / "run", "-n", "1:2", faults=faults, PACE_S="0.03"))
-    training = started[0]
-    assert training.end() == serial.end()
-    rosters = [line["workers"] for line in training.journal("minted")]
-    assert not set(rosters[-1]) & set(rosters[0])
-    assert training.said == serial.said

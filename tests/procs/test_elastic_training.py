@@ -1,4 +1,7 @@
-"""Workers die, come and go while a script trains; the weights are those of the undisturbed serial run, bit for bit."""
+"""Workers die, come and go while a script trains; the weights are those of the undisturbed serial run, bit for bit.
+
+At more places, and with other numbers of workers: ``tests/unit/test_scripts_of_clusters.py``.
+"""
 
 from pathlib import Path
 
@@ -16,10 +19,10 @@ def long(serial_runs: SerialRuns) -> Trained:
     return serial_runs(SCRIPT, PACE_S="0", EPOCHS="12")
 
 
-@pytest.mark.parametrize("places", [["after"], ["begin", "second"], ["first", "between", "second", "after"]])
 def test_killing_all_but_one_worker_anywhere_in_a_step_changes_no_bit(
-    places: list[str], serial: Trained, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
+    places = ["first", "between", "second", "after"]
     faults = [{"place": place, "step": 2 + 5 * number, "rank": number % 2} for number, place in enumerate(places)]
     workers = 1 + len(places)
     started.append(Training(tmp_path / "run", "-n", f"{workers}", "--max-restarts", "9", faults=faults))
@@ -27,21 +30,6 @@ def test_killing_all_but_one_worker_anywhere_in_a_step_changes_no_bit(
     assert training.end() == serial.end()
     assert len(training.journal("lost")) == len(faults)
     assert training.steps == serial.steps
-    assert training.said == serial.said
-
-
-def test_killing_workers_between_the_steps_changes_no_bit(
-    serial: Trained, started: list[Training], tmp_path: Path
-) -> None:
-    ends = [4, 9, 14]  # the last steps of epochs
-    faults = [
-        {"place": place, "step": step, "rank": rank}
-        for place, step, rank in zip(("evaluate", "sum", "predict"), ends, (1, 0, 1), strict=True)
-    ]
-    started.append(Training(tmp_path / "run", "-n", "4", "--max-restarts", "9", faults=faults))
-    training = started[0]
-    assert training.end() == serial.end()
-    assert len(training.journal("lost")) == len(faults)
     assert training.said == serial.said
 
 

@@ -84,6 +84,7 @@ def test_every_fault_that_a_job_survives_strikes_once_and_changes_no_bit(serial:
     assert training.journal("resized")
 
 
+@pytest.mark.slow  # tests/unit/test_struck.py has one die at every point of every recovery
 def test_a_second_worker_may_die_at_each_point_of_the_recovery_from_the_first(serial: str, tmp_path: Path) -> None:
     faults = Faults()
     for number, point in enumerate(RECOVERY):
@@ -109,7 +110,7 @@ def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(
     assert training.journal("resumed")
 
 
-@pytest.mark.parametrize("workers", ["1", "2", "3"])
+@pytest.mark.parametrize("workers", ["2", "3"])  # one alone: tests/unit/test_integrity.py
 def test_a_flipped_bit_does_not_pass_for_right(workers: str, serial: str, tmp_path: Path) -> None:
     # The update may round the first one away in its replica, after gradients were computed with it; never the second.
     faults = Faults().flip_bit(rank=1, at_step=20, bit=0).flip_bit(rank=0, at_step=40, bit=23)
@@ -118,11 +119,14 @@ def test_a_flipped_bit_does_not_pass_for_right(workers: str, serial: str, tmp_pa
     found = training.journal("healed", "rolled back")
     assert [line["step"] for line in found] == [20, 40]
     assert {line["event"] for line in found} == {"healed" if workers == "3" else "rolled back"}
+    said = training.ended.stdout + training.ended.stderr
+    assert ("rank 1 on host" if workers == "3" else "no majority says which are right") in said
 
 
-@pytest.mark.parametrize("place", ["buffers", "optimizer"])
-def test_a_flipped_bit_beside_the_weights_does_not_pass_for_right(place: Any, serial: str, tmp_path: Path) -> None:
-    faults = Faults().flip_bit(rank=1, at_step=20, place=place).flip_bit(rank=0, at_step=40, place=place, bit=23)
+def test_a_flipped_bit_beside_the_weights_does_not_pass_for_right(serial: str, tmp_path: Path) -> None:
+    faults = (
+        Faults().flip_bit(rank=1, at_step=20, place="buffers").flip_bit(rank=0, at_step=40, place="optimizer", bit=23)
+    )
     training = Training(tmp_path / "job", "-n", "2", faults=faults)
     assert training.digest == serial
     assert len(training.journal("rolled back")) == 2

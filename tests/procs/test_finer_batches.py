@@ -1,4 +1,7 @@
-"""A policy cuts batches finer and coarser: the same bits on any number of workers and whatever happens to them."""
+"""A policy cuts batches finer and coarser on real workers, over each transport: bits are those of the serial run.
+
+Any number of workers, kills at all kinds of places, and runs that go on: ``tests/unit/test_finer_batches.py``.
+"""
 
 import json
 import subprocess
@@ -54,30 +57,6 @@ def serial(serial_runs: SerialRuns) -> tuple[Outcome, Samples]:
     return outcome_in(folder), Samples.read(folder)
 
 
-def test_alone_the_batches_have_the_shapes_that_were_decided_and_every_sample_is_used_once(
-    serial: tuple[Outcome, Samples],
-) -> None:
-    (_, metrics, decided), samples = serial
-    seen = [(line["batch_size"], line["shards"]) for line in metrics.values()]
-    assert seen[0] == (96, 12)
-    assert {shards for _, shards in seen} == {6, 12, 24, 30, 36}
-    assert [line["shards"] for line in decided if line["step"] == 4] == [24]
-    assert [line["position"] for line in metrics.values()] == [
-        sum(size for size, _ in seen[:step]) for step in range(len(seen))
-    ]
-    assert problems(samples, len(metrics), SHARDS) == []
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-@pytest.mark.parametrize("workers", [2, 3, 5])
-def test_weights_metrics_and_decisions_are_the_same_on_any_number_of_workers(
-    workers: int, transport: str, serial: tuple[Outcome, Samples], tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    assert train(folder, "-n", f"{workers}", OPTIONS=json.dumps({"transport": transport})) == serial[0]
-    assert problems(Samples.read(folder), len(serial[0][1]), SHARDS, serial[1]) == []
-
-
 @pytest.mark.parametrize(
     ("workers", "settings"),
     [
@@ -92,9 +71,8 @@ def test_what_decides_no_bit_decides_none_while_the_number_of_shards_changes(
     assert train(tmp_path / "run", "-n", f"{workers}", **settings) == serial[0]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_weights_metrics_and_decisions_are_the_same_while_workers_come_and_die(
-    transport: str, serial: tuple[Outcome, Samples], tmp_path: Path
+    serial: tuple[Outcome, Samples], tmp_path: Path
 ) -> None:
     faults, folder = tmp_path / "faults.toml", tmp_path / "run"
     kills = [(4, 0), (8, 1), (13, 0), (16, 1), (20, 0), (25, 1)]  # at boundaries where the shards change, and others
@@ -102,21 +80,10 @@ def test_weights_metrics_and_decisions_are_the_same_while_workers_come_and_die(
         "".join(f"[[fault]]\nkind = 'kill'\nrank = {r}\nat_step = {s}\nafter_s = 0.002\n" for s, r in kills)
     )
     options = ("-n", "1:4", "--max-restarts", "20", "--faults", str(faults))
-    assert train(folder, *options, OPTIONS=json.dumps({"transport": transport, "balance": "speed"})) == serial[0]
+    assert train(folder, *options, OPTIONS='{"transport": "process_group", "balance": "speed"}') == serial[0]
     assert len(journal(folder, "lost")) >= 3
     assert len({len(one["shards"]) for one in journal(folder, "minted")}) > 1  # some joined
     assert problems(Samples.read(folder), len(serial[0][1]), SHARDS, serial[1]) == []
-
-
-@pytest.mark.parametrize("steps", [6, 16])
-def test_a_run_that_is_cut_off_goes_on_with_as_many_shards_on_another_number_of_workers(
-    steps: int, serial: tuple[Outcome, Samples], tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    start(folder, "-n", "3", "--checkpoint-every", "1", UNISONO_STOP_AFTER=f"{steps}")
-    assert json.loads((folder / "result.json").read_text())["steps"] == steps
-    assert train(folder, "-n", "2") == serial[0]
-    assert [line["step"] for line in journal(folder, "resumed")] == [steps]
 
 
 def test_verify_finds_the_same_bits(tmp_path: Path) -> None:
@@ -124,14 +91,3 @@ def test_verify_finds_the_same_bits(tmp_path: Path) -> None:
     ended = completed(*words, timeout=outcomes.PATIENCE_S, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "identical" in ended.stdout
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_a_worker_that_decides_another_number_of_shards_is_caught_and_named(transport: str, tmp_path: Path) -> None:
-    options = json.dumps({"transport": transport, "overlap": True})
-    ended = start(tmp_path / "run", "-n", "3", OPTIONS=options, ODD="8")
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == 1, said
-    assert "the policies decided differently before step 8" in said
-    assert "rank 0: finer: set_batch_size(96, shards=6)" in said
-    assert "rank 1: finer: set_batch_size(96, shards=18)" in said

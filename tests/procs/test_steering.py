@@ -1,4 +1,7 @@
-"""Policies change everything that can be changed, over and over, while workers come and die."""
+"""Policies change everything that can be changed, over and over, while real workers come and die.
+
+Any number of workers, and kills at other places: ``tests/unit/test_scripts_of_clusters.py``.
+"""
 
 import json
 from pathlib import Path
@@ -26,11 +29,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
 def test_topology_and_batch_change_twenty_times_and_the_bits_stay(
-    workers: int, serial: tuple[str, list[Any]], tmp_path: Path
+    serial: tuple[str, list[Any]], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
+    folder, workers = tmp_path / "run", 3
     assert outcome(folder, train(folder, "-n", f"{workers}", script=SCRIPT, settings=OVER_MESSAGES)) == serial
     measured = [line["links"] for line in lines(folder) if "links" in line]
     assert len(measured) > 5
@@ -39,9 +41,8 @@ def test_topology_and_batch_change_twenty_times_and_the_bits_stay(
     assert all(each["sent_bytes"] > 0 for line in lines(folder)[1:] for each in line["workers"])
 
 
-@pytest.mark.parametrize("settings", [OVER_MESSAGES, {}], ids=["process group", "shared memory"])
 def test_workers_topology_and_batch_change_twenty_times_with_kills_between_and_the_bits_stay(
-    settings: dict[str, str], serial: tuple[str, list[Any]], tmp_path: Path
+    serial: tuple[str, list[Any]], tmp_path: Path
 ) -> None:
     faults = tmp_path / "faults.toml"
     kills = [(9, 0), (22, 1), (33, 0), (47, 1), (70, 0)]
@@ -50,7 +51,7 @@ def test_workers_topology_and_batch_change_twenty_times_with_kills_between_and_t
     )
     options = ("-n", "1:5", "--max-restarts", "20", "--faults", str(faults))
     folder = tmp_path / "run"
-    assert outcome(folder, train(folder, *options, script=SCRIPT, settings=settings)) == serial
+    assert outcome(folder, train(folder, *options, script=SCRIPT, settings=OVER_MESSAGES)) == serial
     journal = (folder / "journal.jsonl").read_text()
     assert journal.count('"event": "lost"') >= 3
     assert journal.count('"event": "resized"') >= 20

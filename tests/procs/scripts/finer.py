@@ -74,6 +74,8 @@ for step in run.steps(Noisy(), epochs=EPOCHS, loader_workers=LOADERS):
     if step.number % 3 == 0:
         step.run(loss_of, optimizer=head)
     if step.is_last_in_epoch:
-        found = run.evaluate(Noisy(), lambda model, batch: {"loss": loss_of(model, batch)})
+        found = run.evaluate(
+            torch.utils.data.Subset(Noisy(), range(240)), lambda model, batch: {"loss": loss_of(model, batch)}
+        )
         run.print(f"epoch {step.epoch}: {found['loss']}")
 run.finish()
