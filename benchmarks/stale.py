@@ -17,7 +17,7 @@ from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
 from benchmarks.strategies import ALL, Runs, learn, spread
 from unisono.reduce.buckets import pack, unpack
-from unisono.reduce.letters import Letter
+from unisono.reduce.rpc_message import RpcMessage
 from unisono.sync.named import strategy_of
 from unisono.sync.parameter_server import ParameterServer
 from unisono.train.model.prepared import Prepared
@@ -143,7 +143,7 @@ def stale_accuracy(choice: Choice, strategy: str, rate: float, workers: int, see
         F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         about = {"used": [True] * len(gradients), "optimizers": [(0, [{"lr": rate}])]}
-        server.push(worker, Letter({**about, "version": read[worker].said["version"]}, pack(gradients)))
+        server.push(worker, RpcMessage({**about, "version": read[worker].said["version"]}, pack(gradients)))
         read[worker] = server.pull(worker)
     take(parameters, server.pull(0))
     with torch.no_grad():
@@ -159,9 +159,9 @@ def batches(samples: int, epochs: int, seed: int) -> Iterator[torch.Tensor]:
 
 
 @torch.no_grad()
-def take(parameters: list[torch.Tensor], letter: Letter) -> None:
+def take(parameters: list[torch.Tensor], message: RpcMessage) -> None:
     """The weights that a server has sent."""
-    for mine, theirs in zip(parameters, unpack(letter.packed, parameters), strict=True):
+    for mine, theirs in zip(parameters, unpack(message.packed, parameters), strict=True):
         mine.copy_(theirs)
 
 

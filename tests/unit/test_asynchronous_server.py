@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import ModelError, NoProgress, WorkerLost
 from unisono.reduce.buckets import pack, unpack
-from unisono.reduce.courier import Courier
-from unisono.reduce.letters import Letter
+from unisono.reduce.rpc import RpcEndpoint
+from unisono.reduce.rpc_message import RpcMessage
 from unisono.sync.averaging import PairAveraging
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import Strategy
@@ -68,9 +68,9 @@ def strategy(**settings: Any) -> ParameterServer:
 # -- one server
 
 
-def letter(version: int, found: Sequence[Tensor], rate: float, used: Sequence[bool] | None = None) -> Letter:
+def message(version: int, found: Sequence[Tensor], rate: float, used: Sequence[bool] | None = None) -> RpcMessage:
     about = {"optimizers": [(0, [{"lr": rate}])], "version": version, "used": used or [True] * len(found)}
-    return Letter(about, pack(found))
+    return RpcMessage(about, pack(found))
 
 
 READ = [0, 0, 2, 0, 3, 3, 1]
@@ -82,7 +82,7 @@ def test_the_rate_is_divided_by_the_staleness_if_this_is_wanted(aware: bool) -> 
     known = prepared(lambda parameters: torch.optim.SGD(parameters, lr=1000.0, momentum=0.9))
     central = CentralWeights(strategy(staleness_aware=aware), known, range(len(known.parameters)))
     for number, version in enumerate(READ):
-        central.push(number % 3, letter(version, gradients(number, central.weights), 0.1))
+        central.push(number % 3, message(version, gradients(number, central.weights), 0.1))
     staleness = central.staleness()
     assert staleness == [0, 1, 0, 3, 1, 2, 5]
     expected = [weight.double() for weight in weights_of(prepared())]
@@ -109,7 +109,7 @@ def test_delay_compensation_adds_what_the_gradient_squared_says_of_the_way_since
             read[worker] = [weight.clone() for weight in expected]
             continue
         found = gradients(number, expected)
-        central.push(worker, letter(versions[worker], found, 0.5))
+        central.push(worker, message(versions[worker], found, 0.5))
         for weight, was, gradient in zip(expected, read[worker], found, strict=True):
             g = gradient.double()
             weight.sub_(0.5 * (g + 0.04 * g * g * (weight - was)))
@@ -127,7 +127,7 @@ def test_a_server_goes_on_with_what_the_optimizer_has_kept_and_leaves_it_as_it_i
     numbers = (1, 2, 5)
     central = CentralWeights(strategy(), known, numbers)
     rate = known.optimizers[0].param_groups[0]["lr"]
-    central.push(0, letter(0, gradients(2, central.weights), rate))
+    central.push(0, message(0, gradients(2, central.weights), rate))
     assert all(map(torch.equal, weights_of(known), before))
     assert len(known.optimizers[0].state) == len(known.parameters)
     assert len(central.optimizers[0].state) == len(numbers)
@@ -158,7 +158,7 @@ def test_gradients_and_what_optimizers_keep_arrive_where_the_weights_are() -> No
         assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
     central = CentralWeights(strategy(), there, range(len(there.parameters)))
-    central.push(0, letter(0, found, 0.1))
+    central.push(0, message(0, found, 0.1))
     assert central.version == 1
 
 
@@ -166,7 +166,7 @@ def test_parameters_that_were_not_used_are_left_alone_as_torch_leaves_them() -> 
     known = prepared()
     central = CentralWeights(strategy(), known, (0, 1))
     before = central.weights[1].detach().clone()
-    central.push(0, letter(0, gradients(0, central.weights), 0.1, used=[True, False]))
+    central.push(0, message(0, gradients(0, central.weights), 0.1, used=[True, False]))
     assert torch.equal(central.weights[1], before)
     assert not torch.equal(central.weights[0], weights_of(known)[0])
 
@@ -187,14 +187,14 @@ def push(worker: AsynchronousServer, found: Sequence[Tensor]) -> None:
 def test_whoever_calls_the_others_wakes_when_the_workers_part_and_leaves_nothing_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def meet(courier: Courier, gather: Any) -> None:
+    def meet(endpoint: RpcEndpoint, gather: Any) -> None:
         parted.wait(PATIENCE_S)
-        workers_here[courier._rank].abort()  # as the thread does that hears of a loss
-        assert courier._is_closed
+        workers_here[endpoint._rank].abort()  # as the thread does that hears of a loss
+        assert endpoint._is_closed
         raise WorkerLost("another one is gone")
 
     parted, workers_here = threading.Barrier(2), dict[int, Workers]()
-    monkeypatch.setattr(Courier, "meet", meet)
+    monkeypatch.setattr(RpcEndpoint, "meet", meet)
 
     def work(workers: Workers) -> None:
         workers_here[workers.rank] = workers
@@ -603,7 +603,7 @@ def test_many_threads_at_one_server_lose_no_update() -> None:
         for _ in range(50):
             version = central.pull(worker).said["version"]
             about = {"optimizers": [(0, [{"lr": 0.5}])], "version": version, "used": [True] * len(before)}
-            central.push(worker, Letter(about, ones))
+            central.push(worker, RpcMessage(about, ones))
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))

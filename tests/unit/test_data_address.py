@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from office import OVER_IPV6
+from rpc_endpoints import OVER_IPV6
 from unisono.errors import LaunchError
 from unisono.membership.data_address import data_address
 from unisono.membership.rendezvous import Generation, form_group, own_address
 from unisono.plan.split import Split
-from unisono.reduce.letters import is_host
+from unisono.reduce.rpc_message import is_host
 
 pytestmark = pytest.mark.unit
 

@@ -11,12 +11,12 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
 
-from office import HOSTS, PATIENCE_S, Office, Table, called, echo
+from rpc_endpoints import HOSTS, PATIENCE_S, Endpoints, Table, called, echo
 from unisono.errors import Unreadable, WorkerLost
 from unisono.host.same_user import is_same_user
 from unisono.reduce.admission import MOST_STRANGERS, Admission, present
-from unisono.reduce.courier import Courier
-from unisono.reduce.letters import Letter, Line, listen
+from unisono.reduce.rpc import RpcEndpoint
+from unisono.reduce.rpc_message import RpcConnection, RpcMessage, listen
 from unisono.reduce.traffic import Traffic
 
 pytestmark = pytest.mark.unit
@@ -63,12 +63,12 @@ def open_ones(strangers: list[socket.socket]) -> int:
 
 
 @contextmanager
-def besieged(courier: Courier) -> Iterator[list[socket.socket]]:
+def besieged(endpoint: RpcEndpoint) -> Iterator[list[socket.socket]]:
     """A worker that so many strangers have called."""
     with ExitStack() as opened:
         strangers = []
         for number in range(CALLERS):
-            stranger = opened.enter_context(called(courier))
+            stranger = opened.enter_context(called(endpoint))
             with suppress(ConnectionError):  # dropped already
                 SAYINGS[number % len(SAYINGS)](stranger)
             strangers.append(stranger)
@@ -79,37 +79,39 @@ def besieged(courier: Courier) -> Iterator[list[socket.socket]]:
 def test_a_thousand_strangers_take_few_descriptors_and_no_thread_and_workers_are_served(host: str) -> None:
     table = Table(3)
     with ExitStack() as opened:
-        couriers = [
-            opened.enter_context(closing(Courier(rank, host, echo, Traffic(), PATIENCE_S))) for rank in range(3)
+        endpoints = [
+            opened.enter_context(closing(RpcEndpoint(rank, host, echo, Traffic(), PATIENCE_S))) for rank in range(3)
         ]
         threads, before = threading.active_count(), descriptors()
-        with besieged(couriers[0]) as strangers, ThreadPoolExecutor(3) as pool:
+        with besieged(endpoints[0]) as strangers, ThreadPoolExecutor(3) as pool:
             assert threading.active_count() == threads
             assert descriptors() - before - open_ones(strangers) <= MOST_STRANGERS + 1
-            list(pool.map(lambda courier: courier.meet(table.gather(courier._rank)), couriers))
-            assert couriers[1].ask({0: Letter({"n": 1})})[0].said == {"n": 1, "to": 1}
-            assert couriers[0].ask({2: Letter({"n": 2})})[2].said == {"n": 2, "to": 0}
+            list(pool.map(lambda endpoint: endpoint.meet(table.gather(endpoint._rank)), endpoints))
+            assert endpoints[1].ask({0: RpcMessage({"n": 1})})[0].said == {"n": 1, "to": 1}
+            assert endpoints[0].ask({2: RpcMessage({"n": 2})})[2].said == {"n": 2, "to": 0}
 
 
 def test_a_worker_that_is_dropped_among_strangers_calls_again() -> None:
     table, goes_on = Table(2), threading.Event()
     with ExitStack() as opened:
-        couriers = [opened.enter_context(closing(Courier(rank, "", echo, Traffic(), PATIENCE_S))) for rank in range(2)]
+        endpoints = [
+            opened.enter_context(closing(RpcEndpoint(rank, "", echo, Traffic(), PATIENCE_S))) for rank in range(2)
+        ]
 
         def flood() -> int:
             count = 0
             while not goes_on.is_set():
                 with ExitStack() as held, suppress(BlockingIOError):  # so many wait that the kernel takes no more
                     for _ in range(2 * MOST_STRANGERS):
-                        held.enter_context(called(couriers[0]))
+                        held.enter_context(called(endpoints[0]))
                         count += 1
             return count
 
         with ThreadPoolExecutor(3) as pool:
             flooding = pool.submit(flood)
             try:
-                list(pool.map(lambda courier: courier.meet(table.gather(courier._rank)), couriers))
-                assert couriers[1].ask({0: Letter({"n": 1})})[0].said == {"n": 1, "to": 1}
+                list(pool.map(lambda endpoint: endpoint.meet(table.gather(endpoint._rank)), endpoints))
+                assert endpoints[1].ask({0: RpcMessage({"n": 1})})[0].said == {"n": 1, "to": 1}
             finally:
                 goes_on.set()
             assert flooding.result(PATIENCE_S) > 0
@@ -146,10 +148,10 @@ def test_who_has_waited_the_longest_makes_room() -> None:
 
 
 def test_who_calls_twice_as_one_worker_is_heard_once() -> None:
-    with Office(2) as (first, second), called(second) as again:
+    with Endpoints(2) as (first, second), called(second) as again:
         present(again, 0, second._secret)
         assert again.recv(1) == b""
-        assert first.ask({1: Letter()})[1].said == {"to": 0}
+        assert first.ask({1: RpcMessage()})[1].said == {"to": 0}
 
 
 TELLS = [
@@ -168,10 +170,10 @@ TELLS = [
 @pytest.mark.parametrize("told", TELLS, ids=repr)
 def test_an_address_that_no_worker_has_is_not_called(told: object) -> None:
     with (
-        closing(Courier(0, "", echo, Traffic(), PATIENCE_S)) as courier,
+        closing(RpcEndpoint(0, "", echo, Traffic(), PATIENCE_S)) as endpoint,
         pytest.raises(Unreadable, match="rank 1: it says that it can be called at"),
     ):
-        courier.meet(lambda value: [value, told])
+        endpoint.meet(lambda value: [value, told])
 
 
 @pytest.mark.parametrize(
@@ -179,26 +181,26 @@ def test_an_address_that_no_worker_has_is_not_called(told: object) -> None:
 )
 def test_neither_is_one_of_another_host_that_is_none(told: object) -> None:
     with (
-        closing(Courier(0, "127.0.0.1", echo, Traffic(), PATIENCE_S)) as courier,
+        closing(RpcEndpoint(0, "127.0.0.1", echo, Traffic(), PATIENCE_S)) as endpoint,
         pytest.raises(Unreadable, match="rank 1: it says that it can be called at"),
     ):
-        courier.meet(lambda value: [value, told])
+        endpoint.meet(lambda value: [value, told])
 
 
 def test_who_answers_and_does_not_know_the_secret_is_told_nothing() -> None:
     with (
-        Office(2) as (first, _),
-        closing(Courier(1, "", echo, Traffic(), PATIENCE_S)) as courier,
+        Endpoints(2) as (first, _),
+        closing(RpcEndpoint(1, "", echo, Traffic(), PATIENCE_S)) as endpoint,
         pytest.raises(WorkerLost, match="no worker of this generation"),
     ):
-        courier.meet(lambda value: [[first.address, SECRET], value])
+        endpoint.meet(lambda value: [[first.address, SECRET], value])
 
 
 @pytest.mark.parametrize("end", ["caller", "called"])
 def test_a_process_of_another_user_is_neither_heard_nor_told_anything(
     end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Office(2) as (first, second), called(first) as connection:
+    with Endpoints(2) as (first, second), called(first) as connection:
         assert is_same_user(connection)
         module = "unisono.reduce.admission.is_same_user"
         monkeypatch.setattr(module, lambda asked: False)
@@ -223,7 +225,7 @@ def test_a_process_of_another_user_is_neither_heard_nor_told_anything(
 )
 def test_what_is_no_letter_is_not_read(said: bytes) -> None:
     ours, theirs = socket.socketpair()
-    with theirs, closing(Line(ours)) as line, ThreadPoolExecutor(1) as pool:
+    with theirs, closing(RpcConnection(ours)) as line, ThreadPoolExecutor(1) as pool:
         sending = pool.submit(theirs.sendall, said)
         with pytest.raises(Unreadable):
             line.receive()

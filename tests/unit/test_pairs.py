@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import ModelError, WorkerLost
-from unisono.reduce.letters import Letter
+from unisono.reduce.rpc_message import RpcMessage
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.strategies.pairs import Pairs
@@ -241,33 +241,33 @@ class Scene:
             pairs.close()
 
     def _watch(self, pairs: Pairs) -> None:
-        courier = pairs._courier
-        assert courier is not None
-        ends, rank = courier.ends, pairs.rank
+        endpoint = pairs._endpoint
+        assert endpoint is not None
+        ends, rank = endpoint.ends, pairs.rank
 
         def hung_up() -> None:
             ends()
             self.hung_up[rank].set()
 
-        courier.ends = hung_up
+        endpoint.ends = hung_up
 
     def _exchange_with_death(self, asking: Pairs) -> None:
         """Everything happens as it is written in :data:`MOMENTS`, and in this order."""
         answering = self.all[ANSWERS]
         answered, ask_one = answering._answered, asking._ask_one
 
-        def answer(rank: int, letter: Letter) -> Letter:
-            said = letter.said["ask"]
+        def answer(rank: int, message: RpcMessage) -> RpcMessage:
+            said = message.said["ask"]
             self._moment("asked" if said == "average" else "confirming", ANSWERS)
-            found = answered(rank, letter)
+            found = answered(rank, message)
             if rank == ASKS:
                 self._moment("answering" if said == "average" else "confirmed", ANSWERS)
             return found
 
-        def ask(rank: int, letter: Letter) -> Letter:
-            if letter.said["ask"] == "averaged":
+        def ask(rank: int, message: RpcMessage) -> RpcMessage:
+            if message.said["ask"] == "averaged":
                 self._moment("answered", ASKS)
-            return ask_one(rank, letter)
+            return ask_one(rank, message)
 
         answering._answered, asking._ask_one = answer, ask  # type: ignore[method-assign]
         asking._exchange(ANSWERS)

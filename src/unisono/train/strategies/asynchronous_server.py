@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.reduce.buckets import pack, unpack
-from unisono.reduce.letters import Letter
+from unisono.reduce.rpc_message import RpcMessage
 from unisono.sync.parameter_server import ParameterServer, shares
 from unisono.train.model.tensors import set_all
 from unisono.train.model.update import hyperparameters_of, tell_schedulers
@@ -102,27 +102,27 @@ class AsynchronousServer(SharedWork):
         self._updates = 0
         return found
 
-    def _push(self, gradients: Sequence[Tensor | None], server: int, about: Mapping[str, Any]) -> Letter:
+    def _push(self, gradients: Sequence[Tensor | None], server: int, about: Mapping[str, Any]) -> RpcMessage:
         mine = [(gradients[number], self.replica.weights[number]) for number in self._held[server]]
         packed = pack([torch.zeros_like(weight) if gradient is None else gradient for gradient, weight in mine])
         used = [gradient is not None for gradient, _ in mine]
-        return Letter({**about, "used": used, "version": self._seen[self._held[server][0]]}, packed)
+        return RpcMessage({**about, "used": used, "version": self._seen[self._held[server][0]]}, packed)
 
     @torch.no_grad()
     def _pull(self) -> None:
-        servers = {server: Letter({"ask": "weights"}) for server, numbers in self._held.items() if numbers}
-        for server, letter in self._ask(servers).items():
+        servers = {server: RpcMessage({"ask": "weights"}) for server, numbers in self._held.items() if numbers}
+        for server, message in self._ask(servers).items():
             weights = [self.replica.weights[number] for number in self._held[server]]
-            for weight, newest in zip(weights, unpack(letter.packed, weights), strict=True):
+            for weight, newest in zip(weights, unpack(message.packed, weights), strict=True):
                 weight.copy_(newest)
             for number in self._held[server]:
-                self._seen[number] = letter.said["version"]
+                self._seen[number] = message.said["version"]
         self._untouched.accept()
 
-    def _answered(self, rank: int, letter: Letter) -> Letter:
-        if letter.said["ask"] == "weights":
+    def _answered(self, rank: int, message: RpcMessage) -> RpcMessage:
+        if message.said["ask"] == "weights":
             return self._central.pull(rank)
-        return self._central.push(rank, letter)
+        return self._central.push(rank, message)
 
     @torch.no_grad()
     def _agreed(self) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.reduce.buckets import pack, unpack
-from unisono.reduce.letters import Letter
+from unisono.reduce.rpc_message import RpcMessage
 from unisono.sync.parameter_server import ParameterServer
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.update import set_hyperparameters
@@ -43,25 +43,25 @@ class CentralWeights:
         self._lock = threading.Lock()
         self._staleness: list[int] = []
 
-    def pull(self, worker: int) -> Letter:
+    def pull(self, worker: int) -> RpcMessage:
         """The weights as they are now."""
         with self._lock, torch.no_grad():
             if self._strategy.delay_compensation:
                 self._read[worker] = [weight.detach().clone() for weight in self.weights]
-            return Letter({"version": self.version}, pack(self.weights))
+            return RpcMessage({"version": self.version}, pack(self.weights))
 
-    def push(self, worker: int, letter: Letter) -> Letter:
+    def push(self, worker: int, message: RpcMessage) -> RpcMessage:
         """Make the update with a worker's gradients.
 
         Args:
             worker: its rank.
-            letter: ``version`` that the gradients were computed on, ``used`` parameters, ``optimizers`` to update with:
-                the number and the hyperparameters of each.
+            message: ``version`` that the gradients were computed on, ``used`` parameters, ``optimizers`` to update
+                with: the number and the hyperparameters of each.
         """
-        said: Mapping[str, Any] = letter.said
+        said: Mapping[str, Any] = message.said
         with self._lock:
             staleness = self.version - said["version"]
-            gradients = unpack(letter.packed, self.weights)
+            gradients = unpack(message.packed, self.weights)
             for number, (weight, gradient, used) in enumerate(zip(self.weights, gradients, said["used"], strict=True)):
                 weight.grad = self._compensated(worker, number, gradient) if used else None
             for number, hyperparameters in said["optimizers"]:
@@ -70,7 +70,7 @@ class CentralWeights:
                 weight.grad = None
             self.version += 1
             self._staleness.append(staleness)
-        return Letter()
+        return RpcMessage()
 
     def staleness(self) -> list[int]:
         """Of all gradients since this was asked for last."""

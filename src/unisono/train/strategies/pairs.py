@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.reduce.buckets import pack, unpack
-from unisono.reduce.letters import Letter
+from unisono.reduce.rpc_message import RpcMessage
 from unisono.sync.averaging import average
 from unisono.train.model.tensors import set_all
 from unisono.train.model.update import tell_schedulers
@@ -86,19 +86,19 @@ class Pairs(SharedWork):
 
     def _exchange(self, partner: int) -> None:
         number = secrets.token_hex(8)
-        answer = self._ask_one(partner, Letter({"ask": "average", "exchange": number}, pack(self._live)))
+        answer = self._ask_one(partner, RpcMessage({"ask": "average", "exchange": number}, pack(self._live)))
         self._asked = self._moved(number, unpack(answer.packed, self._live))
-        self._ask_one(partner, Letter({"ask": "averaged"}))
+        self._ask_one(partner, RpcMessage({"ask": "averaged"}))
         self._asked.change = ()
 
-    def _answered(self, rank: int, letter: Letter) -> Letter:
+    def _answered(self, rank: int, message: RpcMessage) -> RpcMessage:
         with self._lock:
-            if letter.said["ask"] == "averaged":
+            if message.said["ask"] == "averaged":
                 self._granted[rank].change = ()
-                return Letter()
-            means = list(map(average, self._live, unpack(letter.packed, self._live)))
-            self._granted[rank] = self._moved(letter.said["exchange"], means)
-            return Letter(packed=pack(means))
+                return RpcMessage()
+            means = list(map(average, self._live, unpack(message.packed, self._live)))
+            self._granted[rank] = self._moved(message.said["exchange"], means)
+            return RpcMessage(packed=pack(means))
 
     @torch.no_grad()
     def _moved(self, number: str, means: Sequence[Tensor]) -> _Exchange:

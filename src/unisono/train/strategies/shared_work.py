@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unisono.errors import NoProgress, WorkerLost
-from unisono.reduce.courier import Courier
-from unisono.reduce.letters import Letter
+from unisono.reduce.rpc import RpcEndpoint
+from unisono.reduce.rpc_message import RpcMessage
 from unisono.sync.parameter_server import Reads
 from unisono.train.model.tensors import Untouched
 from unisono.train.strategies.synchroniser import Ground, Synchroniser
@@ -106,7 +106,7 @@ class Tickets:
 
 # What strategies have in common whose workers take the next part of the work when they are done with one.
 
-OFFICE = 0
+QUEUE_RANK = 0
 """The rank that hands out tickets."""
 
 
@@ -126,7 +126,7 @@ class SharedWork(Synchroniser):
         self._is_bounded = bound is not None
         self._tickets = Tickets(parts, Reads(bound), ground.timeout_s, self._called)
         self._ticket = 0  # the number behind the newest one that this worker has had
-        self._courier: Courier | None = None
+        self._endpoint: RpcEndpoint | None = None
         self._hosts: list[str] = []
         self._ground = ground
         why = "With this strategy other workers have copies of them, and give them back as they were"
@@ -138,11 +138,11 @@ class SharedWork(Synchroniser):
         if workers.world_size > 1:
             self._hosts = workers.gather_json(platform.node())
             traffic, timeout_s = workers.transport.traffic, self._ground.timeout_s
-            self._courier = Courier(self.rank, workers.host, self._answer, traffic, timeout_s, self._called)
-            self._courier.ends = self._tickets.end
-            workers.attach(self._courier.abort)
+            self._endpoint = RpcEndpoint(self.rank, workers.host, self._answer, traffic, timeout_s, self._called)
+            self._endpoint.ends = self._tickets.end
+            workers.attach(self._endpoint.abort)
             try:
-                self._courier.meet(workers.gather_json)
+                self._endpoint.meet(workers.gather_json)
             except BaseException:
                 self.close()
                 raise
@@ -159,7 +159,7 @@ class SharedWork(Synchroniser):
 
     def claim(self, step: int) -> int | None:
         """The next part, from rank 0."""
-        said = self._ask_one(OFFICE, Letter({"ask": "claim", "step": step})).said["ticket"]
+        said = self._ask_one(QUEUE_RANK, RpcMessage({"ask": "claim", "step": step})).said["ticket"]
         if said is None:
             return None
         self._ticket = said + 1
@@ -167,7 +167,7 @@ class SharedWork(Synchroniser):
 
     def _go_along(self, step: int) -> None:
         """Wait until others have taken all of a step. So nobody waits for a whole round of theirs where it ends."""
-        self._ask_one(OFFICE, Letter({"ask": "taken", "step": step}))
+        self._ask_one(QUEUE_RANK, RpcMessage({"ask": "taken", "step": step}))
 
     def settle(self, *, after_loss: bool) -> Callable[[], None]:
         """All go on behind the newest ticket that any of them has had."""
@@ -183,17 +183,17 @@ class SharedWork(Synchroniser):
 
     def close(self) -> None:
         """Hang up on the others."""
-        if self._courier is not None:
+        if self._endpoint is not None:
             self.workers.attach(None)
-            self._courier.close()
-            self._courier = None
+            self._endpoint.close()
+            self._endpoint = None
 
     @abstractmethod
     def _agreed(self) -> Callable[[], None]:
         """Work out the central model. Collective. Returns what sets it, here."""
 
     @abstractmethod
-    def _answered(self, rank: int, letter: Letter) -> Letter:
+    def _answered(self, rank: int, message: RpcMessage) -> RpcMessage:
         """What to say to the worker of this rank. On any thread."""
 
     def _called(self, rank: int) -> str:
@@ -201,38 +201,38 @@ class SharedWork(Synchroniser):
 
     def _may_push(self) -> None:
         if self._is_bounded:
-            self._ask_one(OFFICE, Letter({"ask": "push"}))
+            self._ask_one(QUEUE_RANK, RpcMessage({"ask": "push"}))
 
     def _has_arrived(self) -> None:
         if self._is_bounded:
-            self._ask_one(OFFICE, Letter({"ask": "arrived"}))
+            self._ask_one(QUEUE_RANK, RpcMessage({"ask": "arrived"}))
 
-    def _ask_one(self, rank: int, letter: Letter) -> Letter:
-        return self._ask({rank: letter})[rank]
+    def _ask_one(self, rank: int, message: RpcMessage) -> RpcMessage:
+        return self._ask({rank: message})[rank]
 
-    def _ask(self, questions: Mapping[int, Letter]) -> dict[int, Letter]:
-        others = {rank: letter for rank, letter in questions.items() if rank != self.rank}
+    def _ask(self, questions: Mapping[int, RpcMessage]) -> dict[int, RpcMessage]:
+        others = {rank: message for rank, message in questions.items() if rank != self.rank}
         self.workers.is_asking = True
         try:
-            answers = self._courier.ask(others) if others and self._courier is not None else {}
+            answers = self._endpoint.ask(others) if others and self._endpoint is not None else {}
             if self.rank in questions:
                 answers[self.rank] = self._answer(self.rank, questions[self.rank])
         finally:
             self.workers.is_asking = False
         return answers
 
-    def _answer(self, rank: int, letter: Letter) -> Letter:
-        said: Mapping[str, Any] = letter.said
+    def _answer(self, rank: int, message: RpcMessage) -> RpcMessage:
+        said: Mapping[str, Any] = message.said
         match said["ask"]:
             case "claim":
-                return Letter({"ticket": self._tickets.claim(rank, said["step"])})
+                return RpcMessage({"ticket": self._tickets.claim(rank, said["step"])})
             case "taken":
                 self._tickets.taken(rank, said["step"])
-                return Letter()
+                return RpcMessage()
             case "push":
                 self._tickets.push(rank)
-                return Letter()
+                return RpcMessage()
             case "arrived":
                 self._tickets.arrived(rank)
-                return Letter()
-        return self._answered(rank, letter)
+                return RpcMessage()
+        return self._answered(rank, message)

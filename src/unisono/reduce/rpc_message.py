@@ -75,7 +75,7 @@ _SIZES = struct.Struct("<IQ")  # of what is said, and of the tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class RpcMessage:
     """What one worker says to another.
 
     Attributes:
@@ -87,7 +87,7 @@ class Letter:
     packed: Tensor = NOTHING
 
 
-class Line:
+class RpcConnection:
     """One connection, on which both sides belong to this generation.
 
     Args:
@@ -100,32 +100,32 @@ class Line:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, letter: Letter) -> int:
+    def send(self, message: RpcMessage) -> int:
         """Send; returns the number of bytes.
 
         Raises:
             OSError: the other side is gone, or takes nothing.
         """
-        said = json.dumps(dict(letter.said)).encode()
-        self._connection.sendall(_SIZES.pack(len(said), letter.packed.numel()) + said)
-        if letter.packed.numel():
-            self._connection.sendall(letter.packed.numpy().data)
-        return _SIZES.size + len(said) + letter.packed.numel()
+        said = json.dumps(dict(message.said)).encode()
+        self._connection.sendall(_SIZES.pack(len(said), message.packed.numel()) + said)
+        if message.packed.numel():
+            self._connection.sendall(message.packed.numpy().data)
+        return _SIZES.size + len(said) + message.packed.numel()
 
-    def receive(self) -> Letter:
-        """Wait for a letter.
+    def receive(self) -> RpcMessage:
+        """Wait for a message.
 
         Raises:
             EOFError, OSError: the other side is gone, or says nothing.
-            Unreadable: it says what is no letter.
+            Unreadable: it says what is no message.
         """
         said, size = _SIZES.unpack(receive(self._connection, _SIZES.size))
         if said > LARGEST_HEADER or size > memory():
-            raise Unreadable(f"another worker announces {said} bytes of text and {size} of tensors: that is no letter")
+            raise Unreadable(f"another worker announces {said} bytes of text and {size} of tensors: that is no message")
         found = parse_object(receive(self._connection, said))
         packed = torch.empty(size, dtype=torch.uint8) if size else NOTHING
         fill(self._connection, packed.numpy().data)
-        return Letter(found, packed)
+        return RpcMessage(found, packed)
 
     def hang_up(self) -> None:
         """Wake whoever reads or writes. From any thread."""

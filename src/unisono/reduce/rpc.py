@@ -13,20 +13,20 @@ from typing import Any
 
 from unisono.errors import NoProgress, UnisonoError, Unreadable, WorkerLost
 from unisono.reduce.admission import RETRY_S, Admission, present
-from unisono.reduce.letters import Letter, Line, address_of, family_of, is_host, is_name, listen
 from unisono.reduce.peers import limit
+from unisono.reduce.rpc_message import RpcConnection, RpcMessage, address_of, family_of, is_host, is_name, listen
 from unisono.reduce.traffic import Traffic
 
 Gather = Callable[[Any], list[Any]]
 """Every worker's JSON value, by rank. Collective."""
 
 
-Answer = Callable[[int, Letter], Letter]
+Answer = Callable[[int, RpcMessage], RpcMessage]
 """What a worker answers the one of that rank. Called on several threads, one for each of the others."""
 
 
-class Courier:
-    """Carries letters. A worker waits for the answers to what it asked; it is asked by any number of others meanwhile.
+class RpcEndpoint:
+    """Asks other workers, and answers them on threads of its own.
 
     Connections belong to this generation alone, and whoever calls shows the secret of the one who is called. When one
     is closed, all of this worker's are, so that whoever waits for anybody wakes.
@@ -56,8 +56,8 @@ class Courier:
         self.ends: Callable[[], None] = lambda: None
         self._rank, self._answer, self._traffic, self._timeout_s = rank, answer, traffic, timeout_s
         self._called = called
-        self._calls: dict[int, Line] = {}
-        self._lines: list[Line] = []
+        self._calls: dict[int, RpcConnection] = {}
+        self._lines: list[RpcConnection] = []
         self._lock, self._is_closed = threading.Lock(), False
         self._secret = secrets.token_hex(32)
         self._served: set[int] = {rank}
@@ -82,7 +82,7 @@ class Courier:
                     self._calls[rank] = self._call(*self._known(told))
         gather(None)  # all have called everybody
 
-    def ask(self, questions: Mapping[int, Letter]) -> dict[int, Letter]:
+    def ask(self, questions: Mapping[int, RpcMessage]) -> dict[int, RpcMessage]:
         """Ask some workers at once, and wait for all answers.
 
         Returns:
@@ -93,19 +93,19 @@ class Courier:
             NoProgress: one gave no answer in time.
             UnisonoError: one could not answer; says why.
         """
-        answers: dict[int, Letter] = {}
-        for rank, letter in questions.items():
+        answers: dict[int, RpcMessage] = {}
+        for rank, message in questions.items():
             with self._talking_to(rank):
-                self._send(self._calls[rank], letter)
+                self._send(self._calls[rank], message)
         for rank in questions:
             with self._talking_to(rank):
                 answers[rank] = self._calls[rank].receive()
-        for rank, letter in answers.items():
-            if "in vain" in letter.said:
+        for rank, message in answers.items():
+            if "in vain" in message.said:
                 self.abort()
-                raise NoProgress(letter.said["in vain"])
-            if "error" in letter.said:
-                raise UnisonoError(f"rank {rank} could not answer rank {self._rank}: {letter.said['error']}")
+                raise NoProgress(message.said["in vain"])
+            if "error" in message.said:
+                raise UnisonoError(f"rank {rank} could not answer rank {self._rank}: {message.said['error']}")
         return answers
 
     def abort(self) -> None:
@@ -138,7 +138,7 @@ class Courier:
                     return (host, port), secret
         raise Unreadable(f"it says that it can be called at {short(told)}, which is no address of a worker")
 
-    def _call(self, address: Any, secret: str) -> Line:
+    def _call(self, address: Any, secret: str) -> RpcConnection:
         """Connect with a worker. It may drop this one together with strangers: then it is called again."""
         until = monotonic() + self._timeout_s
         while True:
@@ -186,39 +186,39 @@ class Courier:
         self._answering.append(self._thread(self._serve, rank, self._opened(connection)))
         return True
 
-    def _serve(self, rank: int, line: Line) -> None:
+    def _serve(self, rank: int, line: RpcConnection) -> None:
         """On a thread: answer one worker as long as it asks."""
         with suppress(OSError, EOFError, Unreadable):
             while True:
-                letter = line.receive()
+                message = line.receive()
                 try:
-                    answer = self._answer(rank, letter)
+                    answer = self._answer(rank, message)
                 except NoProgress as error:
-                    answer = Letter({"in vain": str(error)})
+                    answer = RpcMessage({"in vain": str(error)})
                 except WorkerLost:
                     break
                 except Exception as error:  # noqa: BLE001 (the one who asked raises it)
-                    answer = Letter({"error": f"{type(error).__name__}: {error}"})
+                    answer = RpcMessage({"error": f"{type(error).__name__}: {error}"})
                 self._send(line, answer)
         self.abort()
 
-    def _send(self, line: Line, letter: Letter) -> None:
-        self._traffic.count(line.send(letter), 1)
+    def _send(self, line: RpcConnection, message: RpcMessage) -> None:
+        self._traffic.count(line.send(message), 1)
 
-    def _opened(self, connection: socket.socket) -> Line:
-        line = Line(connection)
+    def _opened(self, connection: socket.socket) -> RpcConnection:
+        line = RpcConnection(connection)
         with self._lock:
             self._lines.append(line)
             if self._is_closed:
                 line.hang_up()
         return line
 
-    def _let_go(self, line: Line) -> None:
+    def _let_go(self, line: RpcConnection) -> None:
         with self._lock:
             self._lines.remove(line)
         line.close()
 
     def _thread(self, target: Callable[..., None], *args: Any) -> threading.Thread:
-        thread = threading.Thread(target=target, args=args, name="unisono-courier", daemon=True)
+        thread = threading.Thread(target=target, args=args, name="unisono-rpc", daemon=True)
         thread.start()
         return thread

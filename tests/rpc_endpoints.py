@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from unisono.errors import WorkerLost
-from unisono.reduce.courier import Courier
-from unisono.reduce.letters import Letter, family_of, listen
+from unisono.reduce.rpc import RpcEndpoint
+from unisono.reduce.rpc_message import RpcMessage, family_of, listen
 from unisono.reduce.traffic import Traffic
 
 PATIENCE_S = 20.0
@@ -59,45 +59,45 @@ class Table:
         self._barrier.abort()
 
 
-def echo(rank: int, letter: Letter) -> Letter:
-    return Letter({**letter.said, "to": rank}, letter.packed)
+def echo(rank: int, message: RpcMessage) -> RpcMessage:
+    return RpcMessage({**message.said, "to": rank}, message.packed)
 
 
-class Office:
-    """Some couriers in one process."""
+class Endpoints:
+    """Some endpoint in one process."""
 
     def __init__(
         self,
         workers: int,
         host: str = "",
-        answer: Callable[[int, Letter], Letter] = echo,
+        answer: Callable[[int, RpcMessage], RpcMessage] = echo,
         timeout_s: float = PATIENCE_S,
     ) -> None:
         self.table = Table(workers)
         self.traffic = [Traffic() for _ in range(workers)]
 
-        def formed(rank: int) -> Courier:
-            courier = Courier(rank, host, answer, self.traffic[rank], timeout_s)
-            courier.meet(self.table.gather(rank))
-            return courier
+        def formed(rank: int) -> RpcEndpoint:
+            endpoint = RpcEndpoint(rank, host, answer, self.traffic[rank], timeout_s)
+            endpoint.meet(self.table.gather(rank))
+            return endpoint
 
         with ThreadPoolExecutor(workers) as pool:
-            self.couriers = list(pool.map(formed, range(workers)))
+            self.endpoints = list(pool.map(formed, range(workers)))
 
-    def __enter__(self) -> Sequence[Courier]:
-        return self.couriers
+    def __enter__(self) -> Sequence[RpcEndpoint]:
+        return self.endpoints
 
     def __exit__(self, *error: object) -> None:
-        for courier in self.couriers:
-            courier.close()
+        for endpoint in self.endpoints:
+            endpoint.close()
 
 
-def called(courier: Courier) -> socket.socket:
+def called(endpoint: RpcEndpoint) -> socket.socket:
     """A stranger's connection to a worker."""
-    connection = socket.socket(socket.AF_UNIX if isinstance(courier.address, str) else family_of(courier.address[0]))
+    connection = socket.socket(socket.AF_UNIX if isinstance(endpoint.address, str) else family_of(endpoint.address[0]))
     connection.settimeout(PATIENCE_S)
     try:
-        connection.connect(courier.address)
+        connection.connect(endpoint.address)
     except OSError:
         connection.close()
         raise

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from office import HOSTS, PATIENCE_S, Office, Table, called, echo
+from rpc_endpoints import HOSTS, PATIENCE_S, Endpoints, Table, called, echo
 from unisono.errors import NoProgress, UnisonoError, WorkerLost
 from unisono.reduce.admission import Impostor, greet, present, receive
 from unisono.reduce.buckets import pack, unpack
-from unisono.reduce.courier import Courier
-from unisono.reduce.letters import Letter, Line, address_of, listen
+from unisono.reduce.rpc import RpcEndpoint
+from unisono.reduce.rpc_message import RpcConnection, RpcMessage, address_of, listen
 from unisono.reduce.traffic import Traffic
 
 pytestmark = pytest.mark.unit
@@ -28,54 +28,54 @@ pytestmark = pytest.mark.unit
 @HOSTS
 def test_the_one_who_is_asked_answers_with_words_and_tensors(host: str) -> None:
     tensors = [torch.randn(3, 5), torch.arange(7), torch.tensor(2.5, dtype=torch.bfloat16)]
-    with Office(2, host) as (first, second):
-        found = first.ask({1: Letter({"a": [1, None, "é"]}, pack(tensors))})[1]
+    with Endpoints(2, host) as (first, second):
+        found = first.ask({1: RpcMessage({"a": [1, None, "é"]}, pack(tensors))})[1]
         assert found.said == {"a": [1, None, "é"], "to": 0}
         for got, expected in zip(unpack(found.packed, tensors), tensors, strict=True):
             assert got.dtype == expected.dtype
             assert torch.equal(got, expected)
-        assert second.ask({0: Letter()})[0].said == {"to": 1}
+        assert second.ask({0: RpcMessage()})[0].said == {"to": 1}
 
 
 def test_several_are_asked_at_once_with_more_than_fits_into_a_socket() -> None:
     large = torch.randint(0, 255, (4_000_000,), dtype=torch.uint8)
 
-    def asked(courier: Courier) -> bool:
-        others = {rank: Letter({"n": rank}, large) for rank in range(3) if rank != courier._rank}
-        answers = courier.ask(others)
+    def asked(endpoint: RpcEndpoint) -> bool:
+        others = {rank: RpcMessage({"n": rank}, large) for rank in range(3) if rank != endpoint._rank}
+        answers = endpoint.ask(others)
         return all(torch.equal(answers[rank].packed, large) and answers[rank].said["n"] == rank for rank in others)
 
-    with Office(3) as couriers, ThreadPoolExecutor(3) as pool:  # all at once, too
-        assert all(pool.map(asked, couriers))
+    with Endpoints(3) as endpoints, ThreadPoolExecutor(3) as pool:  # all at once, too
+        assert all(pool.map(asked, endpoints))
 
 
 def test_questions_are_answered_while_another_ones_is_thought_about() -> None:
     asked, done = threading.Event(), threading.Event()
 
-    def answer(rank: int, letter: Letter) -> Letter:
+    def answer(rank: int, message: RpcMessage) -> RpcMessage:
         if rank == 1:
             asked.set()
             assert done.wait(PATIENCE_S)
-        return Letter({"for": rank})
+        return RpcMessage({"for": rank})
 
-    with Office(3, answer=answer) as couriers, ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(couriers[1].ask, {0: Letter()})
+    with Endpoints(3, answer=answer) as endpoints, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(endpoints[1].ask, {0: RpcMessage()})
         assert asked.wait(PATIENCE_S)
-        assert couriers[2].ask({0: Letter()})[0].said == {"for": 2}
+        assert endpoints[2].ask({0: RpcMessage()})[0].said == {"for": 2}
         done.set()
         assert slow.result(PATIENCE_S)[0].said == {"for": 1}
 
 
 def test_who_cannot_answer_says_why_and_goes_on_answering() -> None:
-    def answer(rank: int, letter: Letter) -> Letter:
-        if letter.said["n"] == 1:
+    def answer(rank: int, message: RpcMessage) -> RpcMessage:
+        if message.said["n"] == 1:
             raise KeyError("nothing of that name")
-        return letter
+        return message
 
-    with Office(2, answer=answer) as (first, _):
+    with Endpoints(2, answer=answer) as (first, _):
         with pytest.raises(UnisonoError, match="rank 1 could not answer rank 0: KeyError: 'nothing of that name'"):
-            first.ask({1: Letter({"n": 1})})
-        assert first.ask({1: Letter({"n": 2})})[1].said == {"n": 2}
+            first.ask({1: RpcMessage({"n": 1})})
+        assert first.ask({1: RpcMessage({"n": 2})})[1].said == {"n": 2}
 
 
 @HOSTS
@@ -83,18 +83,18 @@ def test_a_peer_that_hangs_up_wakes_everybody_who_waits_for_anybody(host: str) -
     waiting = [threading.Event() for _ in range(3)]
     ended = [threading.Event() for _ in range(3)]
 
-    def answer(rank: int, letter: Letter) -> Letter:
+    def answer(rank: int, message: RpcMessage) -> RpcMessage:
         waiting[rank].set()
-        assert ended[letter.said["whom"]].wait(PATIENCE_S)
+        assert ended[message.said["whom"]].wait(PATIENCE_S)
         raise WorkerLost("the workers part")
 
-    with Office(3, host, answer) as couriers, ThreadPoolExecutor(2) as pool:
-        for courier, event in zip(couriers, ended, strict=True):
-            courier.ends = event.set
-        asks = [pool.submit(couriers[0].ask, {1: Letter({"whom": 1})})]  # neither asks the one that hangs up
-        asks.append(pool.submit(couriers[1].ask, {0: Letter({"whom": 0})}))
+    with Endpoints(3, host, answer) as endpoints, ThreadPoolExecutor(2) as pool:
+        for endpoint, event in zip(endpoints, ended, strict=True):
+            endpoint.ends = event.set
+        asks = [pool.submit(endpoints[0].ask, {1: RpcMessage({"whom": 1})})]  # neither asks the one that hangs up
+        asks.append(pool.submit(endpoints[1].ask, {0: RpcMessage({"whom": 0})}))
         assert all(event.wait(PATIENCE_S) for event in waiting[:2])
-        couriers[2].close()
+        endpoints[2].close()
         for ask in asks:
             assert isinstance(ask.exception(PATIENCE_S), WorkerLost)
 
@@ -102,65 +102,65 @@ def test_a_peer_that_hangs_up_wakes_everybody_who_waits_for_anybody(host: str) -
 def test_to_abort_from_another_thread_wakes_the_one_who_waits() -> None:
     asked, ended = threading.Event(), threading.Event()
 
-    def answer(rank: int, letter: Letter) -> Letter:
+    def answer(rank: int, message: RpcMessage) -> RpcMessage:
         asked.set()
         assert ended.wait(PATIENCE_S)
-        return letter
+        return message
 
-    with Office(2, answer=answer) as (first, second), ThreadPoolExecutor(1) as pool:
+    with Endpoints(2, answer=answer) as (first, second), ThreadPoolExecutor(1) as pool:
         second.ends = ended.set
-        ask = pool.submit(first.ask, {1: Letter()})
+        ask = pool.submit(first.ask, {1: RpcMessage()})
         assert asked.wait(PATIENCE_S)
         first.abort()
         with pytest.raises(WorkerLost, match="rank 0 lost its connection"):
             ask.result(PATIENCE_S)
         with pytest.raises(WorkerLost):
-            first.ask({1: Letter()})
+            first.ask({1: RpcMessage()})
 
 
 def test_who_gives_no_answer_in_time_is_named() -> None:
     ended = threading.Event()
 
-    def answer(rank: int, letter: Letter) -> Letter:
+    def answer(rank: int, message: RpcMessage) -> RpcMessage:
         assert ended.wait(PATIENCE_S)
-        return letter
+        return message
 
-    with Office(2, answer=answer, timeout_s=0.1) as (first, second):
+    with Endpoints(2, answer=answer, timeout_s=0.1) as (first, second):
         second.ends = ended.set
         with pytest.raises(NoProgress, match=r"rank 0 waited for rank 1 in vain.*failure_timeout_s"):
-            first.ask({1: Letter()})
+            first.ask({1: RpcMessage()})
 
 
 @HOSTS
 @settings(max_examples=20)
 @given(words=st.lists(st.binary(max_size=400), max_size=4))
 def test_a_stranger_without_the_secret_is_turned_away_and_harms_nobody(host: str, words: list[bytes]) -> None:
-    with Office(2, host) as (first, second), called(second) as stranger:
+    with Endpoints(2, host) as (first, second), called(second) as stranger:
         with suppress(ConnectionError):
             for word in words:
                 stranger.sendall(word)
-        assert first.ask({1: Letter()})[1].said == {"to": 0}
-        assert second.ask({0: Letter()})[0].said == {"to": 1}
+        assert first.ask({1: RpcMessage()})[1].said == {"to": 0}
+        assert second.ask({0: RpcMessage()})[0].said == {"to": 1}
         with suppress(OSError):  # hung up on already
             stranger.shutdown(socket.SHUT_WR)
         assert hears(stranger) == b""
 
 
 def test_a_stranger_that_knows_how_to_begin_and_not_the_secret_is_turned_away() -> None:
-    with Office(2) as (first, second), called(second) as stranger:
+    with Endpoints(2) as (first, second), called(second) as stranger:
         with pytest.raises(Impostor, match="no worker of this generation"):
             present(stranger, 0, "ab" * 32)
-        assert first.ask({1: Letter()})[1].said == {"to": 0}
+        assert first.ask({1: RpcMessage()})[1].said == {"to": 0}
 
 
 @pytest.mark.parametrize("raw", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x7f\xff\xff\xff", b"\xff" * 4096])
 def test_neither_does_one_who_speaks_another_language(raw: bytes) -> None:
-    with Office(2, "127.0.0.1") as (first, second), called(second) as stranger:
+    with Endpoints(2, "127.0.0.1") as (first, second), called(second) as stranger:
         with suppress(OSError):
             stranger.sendall(raw)
             stranger.shutdown(socket.SHUT_WR)
         assert hears(stranger) == b""
-        assert first.ask({1: Letter()})[1].said == {"to": 0}
+        assert first.ask({1: RpcMessage()})[1].said == {"to": 0}
 
 
 def hears(stranger: socket.socket) -> bytes:
@@ -172,11 +172,11 @@ def hears(stranger: socket.socket) -> bytes:
 
 
 def test_a_stranger_that_says_nothing_does_not_keep_a_worker_from_closing() -> None:
-    office = Office(2, "127.0.0.1")
-    with office as (first, second), called(second):
-        assert first.ask({1: Letter()})[1].said == {"to": 0}
-        for courier in office.couriers:
-            courier.close()
+    opened = Endpoints(2, "127.0.0.1")
+    with opened as (first, second), called(second):
+        assert first.ask({1: RpcMessage()})[1].said == {"to": 0}
+        for endpoint in opened.endpoints:
+            endpoint.close()
 
 
 @HOSTS
@@ -195,8 +195,8 @@ def test_nothing_is_left_behind_where_forming_fails(host: str, after: int) -> No
             return gather(value)
 
         try:
-            with closing(Courier(rank, host, echo, Traffic(), PATIENCE_S)) as courier:
-                courier.meet(lossy)
+            with closing(RpcEndpoint(rank, host, echo, Traffic(), PATIENCE_S)) as endpoint:
+                endpoint.meet(lossy)
         except WorkerLost as error:
             return error
         return None
@@ -214,10 +214,10 @@ def test_a_worker_that_is_gone_before_it_is_called_is_lost(host: str) -> None:
         return [value, [address, "secret"]]
 
     with (
-        closing(Courier(0, host, echo, Traffic(), PATIENCE_S)) as courier,
+        closing(RpcEndpoint(0, host, echo, Traffic(), PATIENCE_S)) as endpoint,
         pytest.raises(WorkerLost, match="rank 0 lost its connection"),
     ):
-        courier.meet(gather)
+        endpoint.meet(gather)
 
 
 SHOWN = "what callers show"
@@ -272,11 +272,11 @@ def a_welcome(connection: socket.socket) -> None:
 
 def half_an_answer(connection: socket.socket) -> None:
     a_welcome(connection)
-    Line(connection).receive()
+    RpcConnection(connection).receive()
     connection.sendall(struct.pack("<IQ", 2, 1000) + b"{}")
 
 
-LARGE = Letter(packed=torch.zeros(4_000_000, dtype=torch.uint8))
+LARGE = RpcMessage(packed=torch.zeros(4_000_000, dtype=torch.uint8))
 
 
 @HOSTS
@@ -286,44 +286,44 @@ def test_a_worker_that_is_stopped_at_any_moment_is_waited_for_no_longer_than_sai
 ) -> None:
     with (
         closing(Mute(host, says)) as mute,
-        closing(Courier(0, host, echo, Traffic(), timeout_s=0.3)) as courier,
+        closing(RpcEndpoint(0, host, echo, Traffic(), timeout_s=0.3)) as endpoint,
         pytest.raises(NoProgress, match=r"rank 0 waited for rank 1 in vain.*failure_timeout_s"),
     ):
-        courier.meet(mute.gather)
-        courier.ask({1: LARGE})
+        endpoint.meet(mute.gather)
+        endpoint.ask({1: LARGE})
 
 
 def test_to_abort_wakes_whoever_calls_a_worker_that_does_not_answer() -> None:
     with (
         closing(Mute("", half_a_greeting)) as mute,
-        closing(Courier(0, "", echo, Traffic(), PATIENCE_S)) as courier,
+        closing(RpcEndpoint(0, "", echo, Traffic(), PATIENCE_S)) as endpoint,
         ThreadPoolExecutor(1) as pool,
     ):
-        calling = pool.submit(courier.meet, mute.gather)
+        calling = pool.submit(endpoint.meet, mute.gather)
         mute.until_called()
-        courier.abort()
+        endpoint.abort()
         assert type(calling.exception(PATIENCE_S)) is WorkerLost
 
 
 def test_who_is_waited_for_is_named_by_the_one_that_knows() -> None:
-    def answer(rank: int, letter: Letter) -> Letter:
+    def answer(rank: int, message: RpcMessage) -> RpcMessage:
         raise NoProgress("rank 2 does not come back")
 
-    with Office(2, answer=answer) as (first, _):
+    with Endpoints(2, answer=answer) as (first, _):
         with pytest.raises(NoProgress, match="rank 2 does not come back"):
-            first.ask({1: Letter()})
+            first.ask({1: RpcMessage()})
         with pytest.raises(WorkerLost):
-            first.ask({1: Letter()})
+            first.ask({1: RpcMessage()})
 
 
 def test_bytes_and_letters_are_counted_where_they_are_sent() -> None:
-    office = Office(2)
-    with office as (first, _):
-        before = [(one.sent_bytes, one.sent_messages) for one in office.traffic]
-        first.ask({1: Letter({"a": 1}, torch.zeros(1000, dtype=torch.uint8))})
-        first.ask({1: Letter()})
+    opened = Endpoints(2)
+    with opened as (first, _):
+        before = [(one.sent_bytes, one.sent_messages) for one in opened.traffic]
+        first.ask({1: RpcMessage({"a": 1}, torch.zeros(1000, dtype=torch.uint8))})
+        first.ask({1: RpcMessage()})
     sent = [  # counted behind the sending, so complete when all is closed
-        (one.sent_bytes - was[0], one.sent_messages - was[1]) for one, was in zip(office.traffic, before, strict=True)
+        (one.sent_bytes - was[0], one.sent_messages - was[1]) for one, was in zip(opened.traffic, before, strict=True)
     ]
     sizes = 2 * struct.calcsize("<IQ")
     questions = sizes + len('{"a": 1}') + 1000 + len("{}")
@@ -332,7 +332,7 @@ def test_bytes_and_letters_are_counted_where_they_are_sent() -> None:
 
 
 def test_to_close_twice_does_no_harm() -> None:
-    with Office(2) as couriers:
-        for courier in couriers:
-            courier.close()
-            courier.close()
+    with Endpoints(2) as endpoints:
+        for endpoint in endpoints:
+            endpoint.close()
+            endpoint.close()
