@@ -18,7 +18,7 @@ from unisono.train.strategies.synchroniser import Ground, Synchroniser
 # Who computes what next, where nobody waits for the slowest worker.
 
 
-class Tickets:
+class WorkQueue:
     """Hands out the parts of one step after the other, each once. Many threads ask; some have to wait.
 
     Args:
@@ -28,7 +28,7 @@ class Tickets:
         called: how to speak of the worker of a rank.
 
     Attributes:
-        next: the number of the next ticket: steps times parts, and the part.
+        next: the number of the next item: steps times parts, and the part.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Tickets:
         self._is_over = False
 
     def claim(self, worker: int, step: int) -> int | None:
-        """The next ticket of a step; None if it has none left. Whoever asks is done with the one before.
+        """The next item of a step; None if it has none left. Whoever asks is done with the one before.
 
         Raises:
             WorkerLost: the workers part.
@@ -58,7 +58,7 @@ class Tickets:
             return self.next - 1
 
     def taken(self, worker: int, step: int) -> None:
-        """Wait until there are no tickets of a step any more.
+        """Wait until there are no items of a step any more.
 
         Raises:
             WorkerLost: the workers part.
@@ -107,7 +107,7 @@ class Tickets:
 # What strategies have in common whose workers take the next part of the work when they are done with one.
 
 QUEUE_RANK = 0
-"""The rank that hands out tickets."""
+"""The rank that has the work queue."""
 
 
 class SharedWork(Synchroniser):
@@ -124,8 +124,8 @@ class SharedWork(Synchroniser):
         self.parts = parts
         self.rank = ground.workers.rank
         self._is_bounded = bound is not None
-        self._tickets = Tickets(parts, Reads(bound), ground.timeout_s, self._called)
-        self._ticket = 0  # the number behind the newest one that this worker has had
+        self._queue = WorkQueue(parts, Reads(bound), ground.timeout_s, self._called)
+        self._item = 0  # the number behind the newest one that this worker has had
         self._endpoint: RpcEndpoint | None = None
         self._hosts: list[str] = []
         self._ground = ground
@@ -139,7 +139,7 @@ class SharedWork(Synchroniser):
             self._hosts = workers.gather_json(platform.node())
             traffic, timeout_s = workers.transport.traffic, self._ground.timeout_s
             self._endpoint = RpcEndpoint(self.rank, workers.host, self._answer, traffic, timeout_s, self._called)
-            self._endpoint.ends = self._tickets.end
+            self._endpoint.ends = self._queue.end
             workers.attach(self._endpoint.abort)
             try:
                 self._endpoint.meet(workers.gather_json)
@@ -151,7 +151,7 @@ class SharedWork(Synchroniser):
         """Go on with the work where it was."""
         super().follow(before)
         assert isinstance(before, SharedWork)
-        self._ticket = before._ticket * self.parts // before.parts
+        self._item = before._item * self.parts // before.parts
 
     def step_begins(self) -> None:
         """Refuse weights that the script has changed: others have copies, which would undo that."""
@@ -162,7 +162,7 @@ class SharedWork(Synchroniser):
         said = self._ask_one(QUEUE_RANK, RpcMessage({"ask": "claim", "step": step})).said["ticket"]
         if said is None:
             return None
-        self._ticket = said + 1
+        self._item = said + 1
         return int(said) % self.parts
 
     def _go_along(self, step: int) -> None:
@@ -170,9 +170,9 @@ class SharedWork(Synchroniser):
         self._ask_one(QUEUE_RANK, RpcMessage({"ask": "taken", "step": step}))
 
     def settle(self, *, after_loss: bool) -> Callable[[], None]:
-        """All go on behind the newest ticket that any of them has had."""
+        """All go on behind the newest item that any of them has had."""
         if after_loss:
-            self._ticket = self._tickets.next = max(self.workers.gather_json(self._ticket))
+            self._item = self._queue.next = max(self.workers.gather_json(self._item))
         agreed = self._agreed()
 
         def make() -> None:
@@ -225,14 +225,14 @@ class SharedWork(Synchroniser):
         said: Mapping[str, Any] = message.said
         match said["ask"]:
             case "claim":
-                return RpcMessage({"ticket": self._tickets.claim(rank, said["step"])})
+                return RpcMessage({"ticket": self._queue.claim(rank, said["step"])})
             case "taken":
-                self._tickets.taken(rank, said["step"])
+                self._queue.taken(rank, said["step"])
                 return RpcMessage()
             case "push":
-                self._tickets.push(rank)
+                self._queue.push(rank)
                 return RpcMessage()
             case "arrived":
-                self._tickets.arrived(rank)
+                self._queue.arrived(rank)
                 return RpcMessage()
         return self._answered(rank, message)
