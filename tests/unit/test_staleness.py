@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.sync.parameter_server import Reads
+from unisono.sync.parameter_server import StalenessBound
 
 pytestmark = pytest.mark.unit
 
@@ -35,7 +35,7 @@ class Servers:
 
     def __init__(self, workers: int, bound: int | None, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.reads = Reads(bound)
+        self.grants = StalenessBound(bound)
         self.workers = [Worker(number) for number in range(workers)]
         self.read: list[int] = []
         self.versions = [0] * SERVERS
@@ -46,7 +46,7 @@ class Servers:
         server = self.chance.randrange(SERVERS)
         match worker.does:
             case "waits":
-                if not self.reads.read(worker.number):
+                if not self.grants.read(worker.number):
                     return False
                 worker.does, worker.pulled, worker.pushed = "pulls", {}, set()
                 self.read.append(worker.number)
@@ -55,7 +55,7 @@ class Servers:
                 if len(worker.pulled) == SERVERS:
                     worker.does = "computes"
             case "computes":
-                if not self.reads.push(worker.number):
+                if not self.grants.push(worker.number):
                     return False
                 worker.does = "pushes"
                 self.read.remove(worker.number)
@@ -65,7 +65,7 @@ class Servers:
                     self.staleness.append(self.versions[server] - worker.pulled[server])
                     self.versions[server] += 1
                 if len(worker.pushed) == SERVERS:
-                    self.reads.arrived(worker.number)
+                    self.grants.arrived(worker.number)
                     worker.does = "waits"
         return True
 
@@ -108,7 +108,7 @@ def test_the_one_that_read_first_may_push_as_soon_as_nothing_is_on_its_way(
     for _ in range(80):
         servers.move(servers.chance.choice(servers.workers))
         if servers.is_calm and servers.read:
-            assert copy.deepcopy(servers.reads).push(servers.read[0])
+            assert copy.deepcopy(servers.grants).push(servers.read[0])
 
 
 @settings(max_examples=60)
@@ -130,38 +130,38 @@ def test_nobody_waits_for_ever(workers: int, bound: int | None, seed: int) -> No
 
 
 def test_with_no_limit_everybody_reads_and_pushes_at_once() -> None:
-    reads = Reads(None)
-    assert all(reads.read(worker) for worker in range(100))
-    assert all(reads.push(worker) for worker in reversed(range(100)))
+    grants = StalenessBound(None)
+    assert all(grants.read(worker) for worker in range(100))
+    assert all(grants.push(worker) for worker in reversed(range(100)))
 
 
 def test_with_staleness_0_one_after_the_other_reads_and_pushes() -> None:
-    reads = Reads(0)
-    assert reads.read(0)
-    assert not reads.read(1)
-    assert reads.push(0)
-    assert not reads.read(1)  # what was pushed may not be there yet
-    reads.arrived(0)
-    assert reads.read(1)
+    grants = StalenessBound(0)
+    assert grants.read(0)
+    assert not grants.read(1)
+    assert grants.push(0)
+    assert not grants.read(1)  # what was pushed may not be there yet
+    grants.arrived(0)
+    assert grants.read(1)
 
 
 def test_a_push_on_its_way_is_not_overtaken_too_often() -> None:
-    reads = Reads(1)
-    assert reads.read(0)
-    assert reads.read(1)
-    assert reads.push(0)
-    assert reads.push(1)  # and arrives first: then worker 0's gradient is one update stale
-    reads.arrived(1)
-    assert reads.read(1)
-    assert not reads.push(1)  # it might arrive first again
-    reads.arrived(0)
-    assert reads.push(1)
+    grants = StalenessBound(1)
+    assert grants.read(0)
+    assert grants.read(1)
+    assert grants.push(0)
+    assert grants.push(1)  # and arrives first: then worker 0's gradient is one update stale
+    grants.arrived(1)
+    assert grants.read(1)
+    assert not grants.push(1)  # it might arrive first again
+    grants.arrived(0)
+    assert grants.push(1)
 
 
 def test_what_was_read_and_is_not_going_to_be_used_holds_nobody_up() -> None:
-    reads = Reads(0)
-    assert reads.read(0)
-    assert not reads.read(1)
-    reads.give_up(0)
-    reads.give_up(0)
-    assert reads.read(1)
+    grants = StalenessBound(0)
+    assert grants.read(0)
+    assert not grants.read(1)
+    grants.give_up(0)
+    grants.give_up(0)
+    assert grants.read(1)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from unisono.errors import NoProgress, WorkerLost
-from unisono.sync.parameter_server import Reads
+from unisono.sync.parameter_server import StalenessBound
 from unisono.train.strategies.shared_work import WorkQueue
 
 pytestmark = pytest.mark.unit
@@ -32,7 +32,7 @@ def worked(queue: WorkQueue, worker: int, steps: int, *, pushes: bool) -> list[i
 @pytest.mark.parametrize("bound", [None, 0, 1, 5])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_every_ticket_is_handed_out_once_to_many_threads(parts: int, bound: int | None) -> None:
-    queue, steps, workers = WorkQueue(parts, Reads(bound), PATIENCE_S), 60, 8
+    queue, steps, workers = WorkQueue(parts, StalenessBound(bound), PATIENCE_S), 60, 8
     with ThreadPoolExecutor(workers) as pool:
         each = [pool.submit(worked, queue, one, steps, pushes=bound is not None) for one in range(workers)]
         found = [future.result(PATIENCE_S) for future in each]
@@ -41,7 +41,7 @@ def test_every_ticket_is_handed_out_once_to_many_threads(parts: int, bound: int 
 
 
 def test_a_worker_gets_tickets_of_its_step_alone() -> None:
-    queue = WorkQueue(2, Reads(None), PATIENCE_S)
+    queue = WorkQueue(2, StalenessBound(None), PATIENCE_S)
     assert [queue.claim(0, 0), queue.claim(1, 0)] == [0, 1]
     assert queue.claim(0, 0) is None
     assert queue.claim(0, 1) == 2
@@ -49,13 +49,13 @@ def test_a_worker_gets_tickets_of_its_step_alone() -> None:
 
 
 def test_what_is_left_of_a_step_that_all_have_left_is_not_handed_out() -> None:
-    queue = WorkQueue(3, Reads(None), PATIENCE_S)
+    queue = WorkQueue(3, StalenessBound(None), PATIENCE_S)
     queue.next = 4  # of step 1 one part is gone, and then workers were lost
     assert queue.claim(0, 2) == 6
 
 
 def test_whoever_skips_a_step_without_a_push_gets_the_next_one_and_holds_nobody_up() -> None:
-    queue = WorkQueue(1, Reads(0), PATIENCE_S)
+    queue = WorkQueue(1, StalenessBound(0), PATIENCE_S)
     assert queue.claim(0, 0) == 0  # the loss is NaN
     assert queue.claim(0, 1) == 1
     waits = Waiter(queue, 1, 2)
@@ -64,7 +64,7 @@ def test_whoever_skips_a_step_without_a_push_gets_the_next_one_and_holds_nobody_
 
 
 def test_whoever_skips_the_last_step_wakes_those_who_wait_for_it() -> None:
-    queue = WorkQueue(1, Reads(0), PATIENCE_S)
+    queue = WorkQueue(1, StalenessBound(0), PATIENCE_S)
     assert queue.claim(0, 0) == 0
     waits = Waiter(queue, 1, 1)
     assert queue.claim(0, 0) is None
@@ -72,7 +72,7 @@ def test_whoever_skips_the_last_step_wakes_those_who_wait_for_it() -> None:
 
 
 def test_whoever_waits_for_a_turn_wakes_when_the_workers_part() -> None:
-    queue = WorkQueue(1, Reads(0), PATIENCE_S)
+    queue = WorkQueue(1, StalenessBound(0), PATIENCE_S)
     assert queue.claim(0, 0) == 0
     waits = Waiter(queue, 1, 1)
     queue.end()
@@ -83,21 +83,21 @@ def test_whoever_waits_for_a_turn_wakes_when_the_workers_part() -> None:
 
 
 def test_whoever_only_goes_along_waits_until_a_step_is_taken() -> None:
-    queue = WorkQueue(2, Reads(None), timeout_s=0.1)
+    queue = WorkQueue(2, StalenessBound(None), timeout_s=0.1)
     for worker in (0, 1):
         with pytest.raises(NoProgress, match="rank 2 waited for its turn in vain, which comes after"):
             queue.taken(2, 0)
         assert queue.claim(worker, 0) == worker
     queue.taken(2, 0)
     with ThreadPoolExecutor(1) as pool:
-        patient = WorkQueue(2, Reads(None), PATIENCE_S)
+        patient = WorkQueue(2, StalenessBound(None), PATIENCE_S)
         waits = pool.submit(patient.taken, 2, 0)
         assert [patient.claim(0, 0), patient.claim(1, 0)] == [0, 1]
         waits.result(PATIENCE_S)
 
 
 def test_whoever_waits_for_a_worker_that_does_not_come_back_says_for_which() -> None:
-    queue = WorkQueue(1, Reads(1), timeout_s=0.1)
+    queue = WorkQueue(1, StalenessBound(1), timeout_s=0.1)
     assert [queue.claim(1, 0), queue.claim(2, 1)] == [0, 1]
     queue.push(1)
     words = "rank 0 waited for its turn in vain, which comes after rank 1, rank 2. It hangs.*failure_timeout_s"

@@ -34,7 +34,7 @@ def shares(sizes: Sequence[int], servers: int) -> list[list[int]]:
 # Who may go on without making somebody else's gradient too stale.
 
 
-class Reads:
+class StalenessBound:
     """Keeps the staleness of gradients within a bound.
 
     A worker reads the weights, computes, and asks to push; meanwhile others push. Pushes overtake each other on their

@@ -11,7 +11,7 @@ from typing import Any
 from unisono.errors import NoProgress, WorkerLost
 from unisono.reduce.rpc import RpcEndpoint
 from unisono.reduce.rpc_message import RpcMessage
-from unisono.sync.parameter_server import Reads
+from unisono.sync.parameter_server import StalenessBound
 from unisono.train.model.tensors import Untouched
 from unisono.train.strategies.synchroniser import Ground, Synchroniser
 
@@ -23,7 +23,7 @@ class WorkQueue:
 
     Args:
         parts: of each step.
-        reads: who may compute and who may push without making gradients too stale.
+        staleness: who may compute and who may push without making gradients too stale.
         timeout_s: how long to wait while nobody else gets on.
         called: how to speak of the worker of a rank.
 
@@ -32,10 +32,10 @@ class WorkQueue:
     """
 
     def __init__(
-        self, parts: int, reads: Reads, timeout_s: float, called: Callable[[int], str] = "rank {}".format
+        self, parts: int, staleness: StalenessBound, timeout_s: float, called: Callable[[int], str] = "rank {}".format
     ) -> None:
         self.next, self._timeout_s = 0, timeout_s
-        self._parts, self._reads, self._called = parts, reads, called
+        self._parts, self._staleness, self._called = parts, staleness, called
         self._changed = threading.Condition()
         self._is_over = False
 
@@ -47,10 +47,10 @@ class WorkQueue:
             NoProgress: those who go first do not get on.
         """
         with self._changed:
-            self._reads.give_up(worker)  # a step that is skipped is not pushed
+            self._staleness.give_up(worker)  # a step that is skipped is not pushed
             self._changed.notify_all()
             self.next = max(self.next, step * self._parts)  # those of a step before that are left belong to the lost
-            self._wait(worker, lambda: self.next >= (step + 1) * self._parts or self._reads.read(worker))
+            self._wait(worker, lambda: self.next >= (step + 1) * self._parts or self._staleness.read(worker))
             if self.next >= (step + 1) * self._parts:
                 return None
             self.next += 1
@@ -75,13 +75,13 @@ class WorkQueue:
             NoProgress: those who go first do not get on.
         """
         with self._changed:
-            self._wait(worker, lambda: self._reads.push(worker))
+            self._wait(worker, lambda: self._staleness.push(worker))
             self._changed.notify_all()
 
     def arrived(self, worker: int) -> None:
         """What the worker pushed has arrived."""
         with self._changed:
-            self._reads.arrived(worker)
+            self._staleness.arrived(worker)
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -95,7 +95,7 @@ class WorkQueue:
             if holds():
                 return
             if not self._changed.wait(self._timeout_s):
-                out = ", ".join(self._called(other) for other in self._reads.out if other != worker) or "the others"
+                out = ", ".join(self._called(other) for other in self._staleness.out if other != worker) or "the others"
                 raise NoProgress(
                     f"{self._called(worker)} waited for its turn in vain, which comes after {out}. It hangs, or takes "
                     f"longer for something than the others: see its log, or allow more with "
@@ -124,7 +124,7 @@ class SharedWork(Synchroniser):
         self.parts = parts
         self.rank = ground.workers.rank
         self._is_bounded = bound is not None
-        self._queue = WorkQueue(parts, Reads(bound), ground.timeout_s, self._called)
+        self._queue = WorkQueue(parts, StalenessBound(bound), ground.timeout_s, self._called)
         self._item = 0  # the number behind the newest one that this worker has had
         self._endpoint: RpcEndpoint | None = None
         self._hosts: list[str] = []
