@@ -25,22 +25,22 @@ os.write(1, b"!")
 
 
 async def warm(rounds: int, folder: Path) -> tuple[float, list[float]]:
-    """Seconds until the template is ready, and until each worker of it has begun."""
+    """Seconds until the fork server is ready, and until each worker of it has begun."""
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     began = perf_counter()
-    template = await WarmStart.open(environment, folder / "template.log")
+    fork_server = await WarmStart.open(environment, folder / "template.log")
     try:
-        await template.ready()
+        await fork_server.ready()
         loaded = perf_counter() - began
-        return loaded, [await _warm_one(template, folder) for _ in range(rounds)]
+        return loaded, [await _warm_one(fork_server, folder) for _ in range(rounds)]
     finally:
-        await template.close()
+        await fork_server.close()
 
 
-async def _warm_one(template: WarmStart, folder: Path) -> float:
+async def _warm_one(fork_server: WarmStart, folder: Path) -> float:
     reading, writing = os.pipe()
     began = perf_counter()
-    worker = await template.start(Request(("script.py",), {}, str(folder)), writing, 2)
+    worker = await fork_server.start(Request(("script.py",), {}, str(folder)), writing, 2)
     os.close(writing)
     await asyncio.to_thread(os.read, reading, 1)
     took = perf_counter() - began
@@ -74,7 +74,7 @@ def main() -> None:
     middle_cold, middle_warm = statistics.median(colds), statistics.median(warms)
     print(f"cold: {1000 * middle_cold:.0f} ms, {1000 * min(colds):.0f} to {1000 * max(colds):.0f}")
     print(f"warm: {1000 * middle_warm:.1f} ms, {1000 * min(warms):.1f} to {1000 * max(warms):.1f}")
-    print(f"ratio: {middle_cold / middle_warm:.0f}; the template itself is ready after {1000 * loaded:.0f} ms")
+    print(f"ratio: {middle_cold / middle_warm:.0f}; the fork server itself is ready after {1000 * loaded:.0f} ms")
 
 
 if __name__ == "__main__":

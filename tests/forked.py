@@ -1,4 +1,4 @@
-"""Workers that a template has forked, and fresh ones to compare them with."""
+"""Workers that a fork server has forked, and fresh ones to compare them with."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ PATIENCE_S = 60.0
 
 
 class Host:
-    """Starts workers of one template in a folder."""
+    """Starts workers of one fork server in a folder."""
 
     def __init__(self, folder: Path, warm: WarmStart) -> None:
         self.folder, self.warm = folder, warm

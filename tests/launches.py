@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from unisono.launch.forkserver.born import NURSERY
+from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 
 LAUNCHES = Path(__file__).parent / "procs" / "scripts" / "launches.py"
 PATIENCE_S = 240
@@ -41,13 +41,13 @@ class Launches:
 
 @contextmanager
 def launches(environment: Mapping[str, str], **variables: str) -> Iterator[Launches]:
-    """As long as the context lasts. They share torch with nothing else, a nursery neither.
+    """As long as the context lasts. They share torch with nothing else, a shared fork server neither.
 
     Args:
         environment: of all of them.
         variables: what each of them is told beside its own.
     """
-    own = {name: value for name, value in environment.items() if name != NURSERY}
+    own = {name: value for name, value in environment.items() if name != SHARED_FORK_SERVER}
     with subprocess.Popen(
         [sys.executable, str(LAUNCHES)], env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -10,7 +10,7 @@ TOGETHER = {
     "test_examples.py": "three steps of all examples",
     "test_hosts.py": "the two hosts",
     "test_study.py": "the study that was killed and started again",
-    "test_template.py": "the template",
+    "test_fork_server.py": "the template",
     "test_workers.py": "what three workers have found",
 }
 """Files that stay whole, and what their tests share."""

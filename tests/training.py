@@ -112,7 +112,7 @@ class Training(Trained):
         return int(next(one["pid"] for one in members if one["id"] == worker))
 
     def kill_everything(self) -> None:
-        """The launcher, its workers, the template, the coordinator, the guard: at once."""
+        """The launcher, its workers, the fork server, the coordinator, the guard: at once."""
         family = family_of(self.process.pid, self.run_dir)
         for one in family:
             one.send_signal(signal.SIGSTOP)  # so that none of them sees another one's end
@@ -130,7 +130,8 @@ class Training(Trained):
 def family_of(launcher: int, run_dir: Path) -> list[psutil.Process]:
     """A launcher, and all that has been started for its job.
 
-    What a nursery has forked for it is not below it, but writes to the job's logs; nor is what that has started.
+    What a shared fork server has forked for it is not below it, but writes to the job's logs; nor is what that has
+    started.
     """
     itself = psutil.Process(launcher)
     found = {itself.pid: itself} | {one.pid: one for one in itself.children(recursive=True)}

@@ -9,7 +9,7 @@ import pytest
 
 from commands import completed
 from serial_runs import SerialRuns
-from unisono.launch.forkserver.born import NURSERY
+from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 from unisono.testing import Faults
 from unisono.testing.fault import RECOVERY
 
@@ -25,7 +25,7 @@ PATIENCE_S = 150.0
 
 
 def is_kept(name: str) -> bool:
-    return not name.startswith("UNISONO_") or name == NURSERY
+    return not name.startswith("UNISONO_") or name == SHARED_FORK_SERVER
 
 
 class Training:
@@ -100,7 +100,7 @@ def test_a_second_worker_may_die_at_each_point_of_the_recovery_from_the_first(se
 def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(
     serial: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(NURSERY, raising=False)  # a worker kills the agent that is above it
+    monkeypatch.delenv(SHARED_FORK_SERVER, raising=False)  # a worker kills the agent that is above it
     faults = Faults().kill_agent(rank=0, at_step=20, after_s=0.01)
     training = Training(tmp_path / "job", "-n", "1:2", "--checkpoint-every", "4", faults=faults)
     assert training.ended.returncode == -9, training.ended.stdout + training.ended.stderr

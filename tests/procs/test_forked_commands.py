@@ -1,4 +1,4 @@
-"""A command or a coordinator that a nursery has forked is what a fresh one would be."""
+"""A command or a coordinator that a shared fork server has forked is what a fresh one would be."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from unisono.launch.forkserver.born import LONGEST_ANSWER, asked, code_in, pid_in
+from unisono.launch.forkserver.client import LONGEST_ANSWER, asked, code_in, pid_in
 from unisono.launch.forkserver.request import cold_command
 from unisono.testing import start
 from unisono.testing.commands import ForkedCommand
@@ -36,7 +36,7 @@ print([resource.getrlimit(getattr(resource, name)) for name in dir(resource) if 
 print([(number, os.readlink(f"/proc/self/fd/{number}"), os.get_inheritable(number)) for number in (0, 1, 2, KEPT)])
 print(sorted(map(int, os.listdir("/proc/self/fd")))[:5])
 held = [os.open("/dev/null", os.O_RDONLY) for _ in range(40)]
-gc.collect()  # an object of the nursery that still owned a number would close it now
+gc.collect()  # an object of the shared fork server that still owned a number would close it now
 print(all(os.fstat(descriptor) for descriptor in held), held)
 for stream in (sys.stdin, sys.stdout, sys.stderr):
     print(stream.fileno(), stream.encoding, stream.errors, stream.line_buffering, stream.write_through, stream.closed)

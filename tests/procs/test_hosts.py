@@ -24,7 +24,7 @@ from serial_runs import SerialRuns
 from training import SETTINGS
 from two_hosts import Host, NoHosts, two_hosts
 from unisono.launch.elastic.entrance import make_certificate
-from unisono.launch.forkserver.born import NURSERY
+from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
@@ -38,7 +38,7 @@ LONG = {"EPOCHS": "10", "PACE_S": "0.05"}
 
 WARM = f"""
 import os, socket, sys
-from unisono.launch.forkserver.born import NURSERY
+from unisono.launch.forkserver.client import NURSERY
 from unisono.testing import warm_jobs
 with warm_jobs({[*SETTINGS, *ALLOWED_VARIABLES]}):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nothing:
@@ -55,7 +55,7 @@ class Place:
     """One of the hosts, and where workers of jobs there are forked from."""
 
     host: Host
-    nursery: str
+    shared_server: str
 
 
 @contextmanager
@@ -72,7 +72,7 @@ class Desk:
 
     def __init__(self, place: Place, folder: Path) -> None:
         self.host, self.folder = place.host, folder
-        self._nursery = place.nursery
+        self._shared_fork_server = place.shared_server
         self.output = folder / "output"
         self.run_dir = folder / "run"
         folder.mkdir()
@@ -82,7 +82,7 @@ class Desk:
             return subprocess.Popen(
                 [*self.host.enter, sys.executable, "-m", "unisono", *words],
                 cwd=self.folder,
-                env={**os.environ, NURSERY: self._nursery, **settings},
+                env={**os.environ, SHARED_FORK_SERVER: self._shared_fork_server, **settings},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -191,8 +191,8 @@ class Job:
         """All that host b's agent has started, and who has forked its workers."""
         workers = [psutil.Process(pid) for pid in self.workers_on(self.b.host)]
         assert workers
-        templates = {parent for worker in workers if (parent := worker.parent())}
-        return [*psutil.Process(joined.pid).children(recursive=True), *workers, *templates]
+        fork_servers = {parent for worker in workers if (parent := worker.parent())}
+        return [*psutil.Process(joined.pid).children(recursive=True), *workers, *fork_servers]
 
     def wait(self) -> int:
         """The exit code on host a."""

@@ -146,7 +146,7 @@ def test_a_signal_that_comes_while_torch_is_being_loaded_ends_the_job_at_once(ru
 
 def _is_template(process: psutil.Process) -> bool:
     try:
-        return "unisono.launch.forkserver.template" in process.cmdline()
+        return "unisono.launch.forkserver.server" in process.cmdline()
     except psutil.Error:
         return False
 
@@ -172,7 +172,7 @@ def test_workers_whose_template_is_killed_are_lost_and_the_job_says_so(run: Run)
 def test_a_job_whose_processes_are_stopped_ends_when_it_is_told_to(run: Run, options: tuple[str, ...]) -> None:
     run.start("forever()", "--grace-s", "1", *options, workers=2)
     waiting = run.until_waiting(2)
-    for pid in {int(number) for each in waiting for number in each.groups()}:  # the workers, and their template
+    for pid in {int(number) for each in waiting for number in each.groups()}:  # the workers, and their fork server
         os.kill(pid, signal.SIGSTOP)
     run.process.send_signal(signal.SIGTERM)
     assert run.end() != 0

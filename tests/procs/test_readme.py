@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unisono import errors
-from unisono.launch.forkserver.born import NURSERY
+from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 
 pytestmark = pytest.mark.procs
 
@@ -39,7 +39,11 @@ def digests(pages: list[str], workers: int, folder: Path) -> list[str]:
     done = subprocess.run(
         [*launcher, script.name],
         cwd=folder,
-        env={name: value for name, value in os.environ.items() if not name.startswith("UNISONO_") or name == NURSERY},
+        env={
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("UNISONO_") or name == SHARED_FORK_SERVER
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -51,7 +51,7 @@ class Launches:
     """Launches one after the other. A context. Main thread only.
 
     Args:
-        share: a template for all of them, so that torch is loaded once. The settings may then differ in what each
+        share: a fork server for all of them, so that torch is loaded once. The settings may then differ in what each
             worker is told, but in neither threads nor tuning.
     """
 
@@ -93,7 +93,7 @@ class Launches:
 
 
 async def _template_for_all(settings: LaunchSettings, folder: RunFolder) -> WarmStart | None:
-    """A template that knows of a launch only what others after it have in common with it."""
+    """A fork server that knows of a launch only what others after it have in common with it."""
     common = LaunchSettings(settings.script, threads=settings.threads, tuning=settings.tuning)
     environment = elastic_command(common, folder.path, None).environment(os.environ)
     with suppress(ColdStart):  # then each tries for itself, and says why not

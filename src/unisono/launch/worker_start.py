@@ -1,4 +1,4 @@
-"""Starting workers on this host: forked from the template where that can be, else each as a program of its own."""
+"""Starting workers on this host: forked from the fork server where that can be, else each as a program of its own."""
 
 import asyncio
 import os
@@ -33,8 +33,8 @@ class Warm:
 
     Attributes:
         common: the command, with what all workers have in common.
-        log: where a template of their own may write what it has to say; None if they shall have none.
-        shared: a template that is there already, and stays; or None.
+        log: where a fork server of their own may write what it has to say; None if they shall have none.
+        shared: a fork server that is there already, and stays; or None.
     """
 
     common: WorkerCommand
@@ -105,7 +105,7 @@ class WorkerStart:
             self._warm.wake()
 
     async def close(self) -> None:
-        """End the template, unless it is shared, and with it the workers that it has forked. No more are started."""
+        """End the fork server, unless it is shared, and with it the workers that it has forked. No more are started."""
         self._closed = True
         if self._warm is not None and self._source.shared is None:
             await self._warm.close()
@@ -118,7 +118,7 @@ class WorkerStart:
         return await warm.start(request, output.out.writing, output.err.writing, *further)
 
     def _go_cold(self, why: ColdStart) -> None:
-        # The template stays: the workers that it has forked would end with it.
+        # The fork server stays: the workers that it has forked would end with it.
         if not self._is_cold and not self._closed:
             self._is_cold = True
             self._say(f"workers begin by loading torch from now on: {why}")

@@ -1,4 +1,4 @@
-"""``unisono`` commands as processes, forked from a nursery where there is one: for test suites that start many."""
+"""``unisono`` commands as processes, forked by a shared fork server if there is one: for test suites."""
 
 import os
 import select
@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
-from unisono.launch.forkserver.born import LONGEST_ANSWER, UNKNOWN, Unborn, asked, code_in, pid_in
+from unisono.launch.forkserver.client import LONGEST_ANSWER, UNKNOWN, NotForked, asked, code_in, pid_in
 from unisono.launch.forkserver.request import cold_command
 
 Output = IO[bytes] | IO[str] | int | None
@@ -18,16 +18,16 @@ Output = IO[bytes] | IO[str] | int | None
 
 
 class ForkedCommand:
-    """A command that a nursery has forked; like a ``subprocess.Popen``. Use :func:`start`.
+    """A command that a shared fork server has forked; like a ``subprocess.Popen``. Use :func:`start`.
 
     Args:
         args: its command line.
         pid: its process id.
-        channel: where the nursery says how it has ended.
+        channel: where the shared fork server says how it has ended.
 
     Attributes:
         returncode: its exit code, negative for a signal, once ``poll`` or ``wait`` has found that it has ended; 255 if
-            its nursery has ended before it.
+            its shared fork server has ended before it.
     """
 
     def __init__(self, args: list[str], pid: int, channel: socket.socket) -> None:
@@ -103,7 +103,7 @@ def start(
         stderr: the same of its errors; or STDOUT.
 
     Returns:
-        the process. One that a nursery has forked is no child of this process, and has no ``communicate``.
+        the process. One that a shared fork server has forked is no child of this process, and has no ``communicate``.
 
     Raises:
         OSError: it cannot be started.
@@ -114,7 +114,7 @@ def start(
         err = out if stderr == subprocess.STDOUT else _number(stderr, 2, nothing)
         try:
             return _forked(command, environment, {0: nothing.fileno(), 1: out, 2: err}, cwd)
-        except Unborn:
+        except NotForked:
             return subprocess.Popen(
                 cold_command(command),
                 cwd=cwd,
@@ -134,7 +134,7 @@ def _forked(
         return ForkedCommand(cold_command(command), pid_in(channel.recv(LONGEST_ANSWER)), channel)
     except OSError as error:
         channel.close()
-        raise Unborn(f"the nursery does not answer: {error}") from error
+        raise NotForked(f"the shared fork server does not answer: {error}") from error
     except BaseException:
         channel.close()
         raise

@@ -118,7 +118,7 @@ def _kill_coordinator(run_dir: Path, seconds: float) -> None:
 
 
 def _agent() -> int:
-    """The process that has started this one, directly or through its template.
+    """The process that has started this one, directly or through its fork server.
 
     Raises:
         JobError: it is not above this process.

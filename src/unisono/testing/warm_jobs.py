@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from unisono.launch.command import elastic_command
-from unisono.launch.forkserver.born import NURSERY
+from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.tuning import Tuning
@@ -37,36 +37,38 @@ def warm_jobs(varying: Collection[str] = ()) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="unisono-nursery-") as folder, ExitStack() as opened:
-        opened.enter_context(_nursery("torch", Path(folder), _of_workers(Path(folder)), varying))
-        opened.enter_context(_nursery("commands", Path(folder), os.environ, varying))
-        before = os.environ.get(NURSERY)
-        os.environ[NURSERY] = folder
+    with tempfile.TemporaryDirectory(prefix="unisono-fork-server-") as folder, ExitStack() as opened:
+        opened.enter_context(_shared_fork_server("torch", Path(folder), _of_workers(Path(folder)), varying))
+        opened.enter_context(_shared_fork_server("commands", Path(folder), os.environ, varying))
+        before = os.environ.get(SHARED_FORK_SERVER)
+        os.environ[SHARED_FORK_SERVER] = folder
         try:
             yield
         finally:
             if before is None:
-                del os.environ[NURSERY]
+                del os.environ[SHARED_FORK_SERVER]
             else:
-                os.environ[NURSERY] = before
+                os.environ[SHARED_FORK_SERVER] = before
 
 
 @contextmanager
-def _nursery(name: str, folder: Path, environment: Mapping[str, str], varying: Collection[str]) -> Iterator[None]:
-    """One nursery, which listens at the socket of its name in a folder that only this user enters."""
+def _shared_fork_server(
+    name: str, folder: Path, environment: Mapping[str, str], varying: Collection[str]
+) -> Iterator[None]:
+    """One shared fork server, which listens at the socket of its name in a folder that only this user enters."""
     unbuffered = ["-u"] if name == "torch" else []  # as what it forks would be started
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(str(folder / name))
-        door.listen(WAITING)
-        module = "unisono.launch.forkserver.nursery"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(folder / name))
+        listener.listen(WAITING)
+        module = "unisono.launch.forkserver.shared_server"
         process = subprocess.Popen(
-            [sys.executable, "-P", *unbuffered, "-m", module, name, str(door.fileno()), *varying],
+            [sys.executable, "-P", *unbuffered, "-m", module, name, str(listener.fileno()), *varying],
             env={**environment, "UNISONO_LAUNCHER_PID": str(os.getpid())},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            pass_fds=[door.fileno()],
+            pass_fds=[listener.fileno()],
         )
-    try:  # the socket is closed here, so that who asks hears of the nursery's end
+    try:  # the socket is closed here, so that who asks hears of the shared fork server's end
         yield
     finally:
         process.kill()

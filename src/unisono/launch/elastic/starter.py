@@ -68,7 +68,7 @@ class Starter:
         settings = around.settings.launch
         seat = ElasticSeat(worker, place, around.coordinator, around.token_file, around.certificate)
         command = elastic_command(settings, around.run_dir, seat)
-        agent = {AGENT: str(os.getpid())}  # a warm worker's launcher is the template
+        agent = {AGENT: str(os.getpid())}  # a warm worker's launcher is the fork server
         return await self._start.start(WorkerCommand(command.script, agent | dict(command.variables)), output)
 
     def wake(self) -> None:
@@ -76,5 +76,5 @@ class Starter:
         self._start.wake()
 
     async def close(self) -> None:
-        """End the template, and with it the workers that it has forked. No worker is started any more."""
+        """End the fork server, and with it the workers that it has forked. No worker is started any more."""
         await self._start.close()

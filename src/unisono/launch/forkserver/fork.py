@@ -15,19 +15,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unisono.launch.forkserver.request import NEVER_IGNORED, Wish, cold_command
+from unisono.launch.forkserver.request import NEVER_IGNORED, ForkRequest, cold_command
 
 ARGUMENTS_BEGIN, ARGUMENTS_END = 45, 46
 """Where ``/proc/self/stat`` has, behind the program's name, the addresses between which its command line lies."""
 
 
 def arrange(received: Sequence[int], numbers: Sequence[int], channel: socket.socket) -> socket.socket:
-    """Have the descriptors that came with a wish, and no others.
+    """Have the descriptors that came with a request, and no others.
 
     Args:
         received: those that came.
         numbers: that they are to have.
-        channel: where the wish came from; it is replaced.
+        channel: where the request came from; it is replaced.
 
     Returns:
         the channel, with another descriptor.
@@ -44,23 +44,23 @@ def arrange(received: Sequence[int], numbers: Sequence[int], channel: socket.soc
     return channel
 
 
-def become(wish: Wish) -> None:
-    """Have the session, the variables, the signals and the words of a program that was started for a wish.
+def become(request: ForkRequest) -> None:
+    """Have the session, the variables, the signals and the words of a program that was started for a request.
 
     Raises:
         OSError: its working folder is gone.
     """
     os.setsid()
     os.environ.clear()
-    os.environ.update(wish.environment)
+    os.environ.update(request.environment)
     os.environ.pop("UNISONO_LAUNCHER_PID", None)  # who asked is not the parent, with which the kernel would end this
-    os.chdir(wish.cwd)
+    os.chdir(request.cwd)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        signal.signal(number, _as_python_begins(number, wish.ignored))
+        signal.signal(number, _as_python_begins(number, request.ignored))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
     random.seed()
-    sys.orig_argv = cold_command(wish.command)
+    sys.orig_argv = cold_command(request.command)
     _show(sys.orig_argv)
 
 

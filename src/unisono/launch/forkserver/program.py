@@ -1,4 +1,4 @@
-"""A program of ours that is forked from a nursery, which has loaded it already; without one, started as any program."""
+"""A program of ours that a shared fork server forks, which has loaded it; without one, started as any program."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from unisono.jsonl import open_lines
-from unisono.launch.forkserver.born import NURSERY, Unborn, born
+from unisono.launch.forkserver.client import SHARED_FORK_SERVER, NotForked, request_fork
 from unisono.launch.forkserver.request import cold_command
 
 
@@ -52,7 +52,7 @@ class Program:
 
     Attributes:
         command: the module, and its arguments.
-        environment: its variables; may say where a nursery is.
+        environment: its variables; may say where a shared fork server is.
         log: where its output and errors go.
         kept: further descriptors of this process that it has, by the same numbers.
     """
@@ -63,7 +63,7 @@ class Program:
     kept: tuple[int, ...] = ()
 
     async def start(self) -> Process:
-        """Start it. If there is a nursery that does not help, the log says why.
+        """Start it. If there is a shared fork server that does not help, the log says why.
 
         Raises:
             OSError: it cannot be started.
@@ -71,9 +71,9 @@ class Program:
         with os.fdopen(open_lines(self.log), "ab", 0) as log, Path(os.devnull).open("rb") as nothing:
             numbers = {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno(), **{each: each for each in self.kept}}
             try:
-                return await born(self.command, self.environment, numbers)
-            except Unborn as why:
-                if NURSERY in self.environment:
+                return await request_fork(self.command, self.environment, numbers)
+            except NotForked as why:
+                if SHARED_FORK_SERVER in self.environment:
                     log.write(f"{self.command[0]} loads all that it needs itself: {why}\n".encode())
             return await asyncio.create_subprocess_exec(
                 *cold_command(self.command),

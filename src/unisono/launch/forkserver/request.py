@@ -1,4 +1,4 @@
-"""What is asked of processes that fork: a program of a nursery, a worker of a template."""
+"""What is asked of processes that fork: a program of a shared fork server, a worker of a fork server."""
 
 import json
 import os
@@ -11,20 +11,20 @@ from pathlib import Path
 from unisono.errors import Unreadable
 from unisono.received import is_text, parse_json
 
-# What is asked of a nursery: a program, such as whoever asks would have started itself.
+# What is asked of a shared fork server: a program, such as whoever asks would have started itself.
 
-TEMPLATE = "unisono.launch.forkserver.template"
-"""The module that only a nursery with torch forks."""
+FORK_SERVER = "unisono.launch.forkserver.server"
+"""The module that only a shared fork server with torch forks."""
 
 
-def door_of(module: str) -> str:
-    """The name of the socket at which a nursery listens that has loaded this module."""
-    return "torch" if module == TEMPLATE else "commands"
+def socket_of(module: str) -> str:
+    """The name of the socket at which a shared fork server listens that has loaded this module."""
+    return "torch" if module == FORK_SERVER else "commands"
 
 
 def cold_command(command: Sequence[str]) -> list[str]:
     """What runs a module with its arguments as a program of its own. No module of the working folder is in its way."""
-    flags = ["-P", "-u"] if command[0] == TEMPLATE else ["-P"]
+    flags = ["-P", "-u"] if command[0] == FORK_SERVER else ["-P"]
     return [sys.executable, *flags, "-m", *command]
 
 
@@ -43,12 +43,12 @@ MOST_DESCRIPTORS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ForkRequest:
     """A program that is asked for: ``python -m MODULE ARGUMENTS``. Its descriptors travel beside it.
 
     Attributes:
         environment: of the program.
-        circumstances: of who asks; a program that it starts would have the same.
+        process_attributes: of who asks; a program that it starts would have the same.
         command: the module, and its arguments.
         descriptors: the number that each of those that travel beside it has in the program.
         cwd: its working folder.
@@ -56,7 +56,7 @@ class Wish:
     """
 
     environment: Mapping[str, str]
-    circumstances: Mapping[str, str]
+    process_attributes: Mapping[str, str]
     command: tuple[str, ...] = ()
     descriptors: tuple[int, ...] = ()
     cwd: str = "/"
@@ -67,7 +67,7 @@ class Wish:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> "Wish":
+    def from_json(cls, data: bytes) -> "ForkRequest":
         """The inverse of ``to_json``.
 
         Raises:
@@ -76,7 +76,7 @@ class Wish:
         match parse_json(data):
             case {
                 "environment": environment,
-                "circumstances": about,
+                "process_attributes": about,
                 "command": [str(module), *arguments],
                 "descriptors": [*descriptors],
                 "cwd": str(cwd),
@@ -84,21 +84,21 @@ class Wish:
             } if is_text(environment) and is_text(about) and all(isinstance(each, str) for each in arguments):
                 if all(type(each) is int and 0 <= each < MOST_DESCRIPTORS for each in (*descriptors, *ignored)):
                     return cls(environment, about, (module, *arguments), tuple(descriptors), cwd, tuple(ignored))
-        raise Unreadable("it is no wish for a program")
+        raise Unreadable("it is no request for a fork")
 
-    def with_variables(self, further: Mapping[str, str]) -> "Wish":
+    def with_variables(self, further: Mapping[str, str]) -> "ForkRequest":
         """The same with more variables, unless it has them."""
         return replace(self, environment={**further, **self.environment})
 
-    def obstacle(self, found: "Wish", varying: Collection[str] = ()) -> str:
-        """Why a fork of a process would not be what is wished for; empty if it would.
+    def obstacle(self, found: "ForkRequest", varying: Collection[str] = ()) -> str:
+        """Why a fork of a process would not be what is asked for; empty if it would.
 
         Args:
-            found: what that process is, as a wish that it fulfils.
+            found: what that process is, as a request that it fulfils.
             varying: variables that were not read when it loaded what it has loaded, other than ours and the shell's.
         """
-        for name in sorted(self.circumstances.keys() | found.circumstances.keys()):
-            if self.circumstances.get(name) != found.circumstances.get(name):
+        for name in sorted(self.process_attributes.keys() | found.process_attributes.keys()):
+            if self.process_attributes.get(name) != found.process_attributes.get(name):
                 return f"{name} differs"
         for name in sorted(self.environment.keys() | found.environment.keys()):
             is_free = name.startswith(OURS) or name in SHELLS or name in varying
@@ -122,7 +122,7 @@ STATUS = (
 """Lines of ``/proc/self/status``: rights, and where it may run."""
 
 
-def circumstances(environment: Mapping[str, str], cwd: str) -> dict[str, str]:
+def process_attributes(environment: Mapping[str, str], cwd: str) -> dict[str, str]:
     """Those of this process: the name of each, and what it is. A fork stands in for a program where all are the same.
 
     Args:
@@ -157,7 +157,7 @@ def environment_at_start() -> dict[str, str]:
     return dict(os.fsdecode(each).split("=", 1) for each in variables if b"=" in each)
 
 
-# What a launcher asks of the template: one worker.
+# What a launcher asks of the fork server: one worker.
 
 FIRST_KEPT = 3
 """The number that a descriptor has in the worker, if one comes behind those of its output and its errors."""
@@ -169,7 +169,7 @@ class Request:
 
     Attributes:
         argv: the script and its arguments, as ``unisono.launch.worker`` takes them.
-        variables: what it gets on top of the template's own environment.
+        variables: what it gets on top of the fork server's own environment.
         cwd: its working folder.
     """
 

@@ -1,4 +1,4 @@
-"""The launcher's side of the template: workers that begin at once, instead of loading torch first."""
+"""The launcher's side of the fork server: workers that begin at once, instead of loading torch first."""
 
 import asyncio
 import os
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.launch.forkserver.program import Process, Program
-from unisono.launch.forkserver.request import TEMPLATE, Request
+from unisono.launch.forkserver.request import FORK_SERVER, Request
 from unisono.received import parse_object
 
 LONGEST_ANSWER = 64 * 1024
 
 
 class ColdStart(Exception):
-    """The template cannot start a worker; says why. The launcher starts it as a program of its own."""
+    """The fork server cannot start a worker; says why. The launcher starts it as a program of its own."""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,7 +44,7 @@ class WarmWorker:
 
 
 class WarmStart:
-    """Starts the template, and has it fork workers. Use :meth:`open`."""
+    """Starts the fork server, and has it fork workers. Use :meth:`open`."""
 
     def __init__(self, channel: socket.socket, process: Process) -> None:
         self._channel, self._process = channel, process
@@ -56,7 +56,7 @@ class WarmStart:
 
     @classmethod
     async def open(cls, environment: Mapping[str, str], log: Path) -> "WarmStart":
-        """Start a template. It loads torch while the caller goes on.
+        """Start a fork server. It loads torch while the caller goes on.
 
         Args:
             environment: of its workers, without what each has for itself.
@@ -71,7 +71,7 @@ class WarmStart:
 
     @property
     def pid(self) -> int:
-        """The template's process id."""
+        """The fork server's process id."""
         return self._process.pid
 
     async def ready(self) -> None:
@@ -100,20 +100,20 @@ class WarmStart:
             raise ColdStart(self._gone)
         try:
             socket.send_fds(self._channel, [request.to_json()], [out, err, *kept])
-        except OSError as error:  # too long, or the template has just ended
-            raise ColdStart(f"the template cannot be asked: {error}") from error
+        except OSError as error:  # too long, or the fork server has just ended
+            raise ColdStart(f"the fork server cannot be asked: {error}") from error
         answer: asyncio.Future[WarmWorker] = asyncio.get_running_loop().create_future()
         self._asked.append(answer)
         return await asyncio.shield(answer)
 
     def wake(self) -> None:
-        """Have the template go on, if somebody has stopped it: nobody else says how its workers have ended."""
+        """Have the fork server go on, if somebody has stopped it: nobody else says how its workers have ended."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGCONT)
 
     async def close(self) -> None:
-        """End the template, and with it whichever of its workers still runs."""
+        """End the fork server, and with it whichever of its workers still runs."""
         self._hang_up("it was closed")
         with suppress(ProcessLookupError):
             self._process.kill()  # it may still be loading, and then would not notice
@@ -129,7 +129,7 @@ class WarmStart:
         if data:
             self._understand(parse_object(data))
         else:
-            self._hang_up("the template has ended")
+            self._hang_up("the fork server has ended")
 
     def _understand(self, message: dict[str, int | str]) -> None:
         match message:
@@ -143,7 +143,7 @@ class WarmStart:
             case {"ended": int(pid), "code": int(code)}:
                 self._workers.pop(pid).end(code)
             case _:
-                raise AssertionError(f"the template says {message}")
+                raise AssertionError(f"the fork server says {message}")
 
     def _hang_up(self, why: str) -> None:
         if self._gone:
@@ -156,7 +156,7 @@ class WarmStart:
         while self._asked:
             _settle(self._asked.popleft(), ColdStart(why))
         for worker in self._workers.values():
-            worker.end(-signal.SIGKILL)  # by the kernel, in the moment in which the template ended
+            worker.end(-signal.SIGKILL)  # by the kernel, in the moment in which the fork server ended
         self._workers.clear()
 
 
@@ -170,7 +170,7 @@ def _settle(answer: asyncio.Future[WarmWorker], found: WarmWorker | ColdStart) -
 
 
 async def _begun(environment: Mapping[str, str], log: Path) -> tuple[socket.socket, Process]:
-    """A template, and the socket that leads to it."""
+    """A fork server, and the socket that leads to it."""
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
@@ -180,7 +180,7 @@ async def _begun(environment: Mapping[str, str], log: Path) -> tuple[socket.sock
     try:
         with theirs:
             number = theirs.fileno()
-            return ours, await Program((TEMPLATE, str(number)), told, log, kept=(number,)).start()
+            return ours, await Program((FORK_SERVER, str(number)), told, log, kept=(number,)).start()
     except OSError as error:
         ours.close()
         raise ColdStart(str(error)) from error

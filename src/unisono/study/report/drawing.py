@@ -82,7 +82,7 @@ def inline(name: str, drawing: Drawing) -> str:
 
 # A report as one HTML file that needs nothing else: no network, no script.
 
-TEMPLATE = "report.html"
+FORK_SERVER = "report.html"
 
 
 def page(document: Document, drawings: Mapping[str, Drawing]) -> str:
@@ -95,7 +95,7 @@ def page(document: Document, drawings: Mapping[str, Drawing]) -> str:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    text = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    text = files(__package__).joinpath(FORK_SERVER).read_text(encoding="utf-8")
     drawn = {name: Markup(inline(name, one)) for name, one in drawings.items()}  # noqa: S704 (matplotlib has escaped it)
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
     return str(template.render(document=document, drawn=drawn))

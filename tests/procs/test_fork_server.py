@@ -1,4 +1,4 @@
-"""A worker that is forked from the template is what a fresh one would be, and is there sooner."""
+"""A worker that is forked from the fork server is what a fresh one would be, and is there sooner."""
 
 import asyncio
 import json
@@ -21,12 +21,12 @@ from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
 
 pytestmark = [
     pytest.mark.procs,
-    pytest.mark.skipif(sys.platform != "linux", reason="a worker ends with its template by what only Linux has"),
+    pytest.mark.skipif(sys.platform != "linux", reason="a worker ends with its fork server by what only Linux has"),
 ]
 
 
 @asynccontextmanager
-async def template(folder: Path, **further: str) -> AsyncIterator[Host]:
+async def fork_server(folder: Path, **further: str) -> AsyncIterator[Host]:
     warm = await WarmStart.open(environment(**further), folder / "template.log")
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -37,7 +37,7 @@ async def template(folder: Path, **further: str) -> AsyncIterator[Host]:
 
 
 class Shared:
-    """A template that serves several tests, and the event loop that it is served in."""
+    """A fork server that serves several tests, and the event loop that it is served in."""
 
     def __init__(self, runner: asyncio.Runner, warm: WarmStart) -> None:
         self.runner, self.warm = runner, warm
@@ -55,7 +55,7 @@ Test = Callable[[Path, Shared], None]
 
 
 def with_template(test: Callable[[Host], Coroutine[Any, Any, None]]) -> Test:
-    """Run a test in an event loop, with the template that it shares with others."""
+    """Run a test in an event loop, with the fork server that it shares with others."""
 
     def run(tmp_path: Path, shared: Shared) -> None:
         shared.runner.run(test(Host(tmp_path, shared.warm)))
@@ -85,7 +85,7 @@ async def test_a_forked_worker_has_no_descriptor_but_the_standard_ones(host: Hos
         import os
         print(sorted(set(map(int, os.listdir("/proc/self/fd")))))
         held = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
-        import gc; gc.collect()  # an object of the template that still owned a number would close it now
+        import gc; gc.collect()  # an object of the fork server that still owned a number would close it now
         print(all(os.fstat(descriptor) for descriptor in held), held)
     """
     ended = await host.run(body)
@@ -153,7 +153,7 @@ async def test_many_workers_run_at_once_and_each_end_is_told(host: Host) -> None
 
 def test_a_template_that_is_killed_takes_its_workers_with_it(tmp_path: Path) -> None:
     async def go() -> None:
-        async with template(tmp_path) as host:
+        async with fork_server(tmp_path) as host:
             (host.folder / "wait.py").write_text("import signal; print('waiting', flush=True); signal.pause()")
             started = [await host.start("wait.py") for _ in range(3)]
             for each in started:
@@ -205,7 +205,7 @@ def test_a_library_that_has_started_a_thread_makes_the_start_cold(tmp_path: Path
 
     async def go() -> None:
         with pytest.raises(ColdStart, match="2 threads run in the template"):
-            async with template(tmp_path, PYTHONPATH=str(tmp_path)):
+            async with fork_server(tmp_path, PYTHONPATH=str(tmp_path)):
                 pass
 
     asyncio.run(go())
@@ -216,7 +216,7 @@ def test_a_library_that_has_opened_a_socket_makes_the_start_cold(tmp_path: Path)
 
     async def go() -> None:
         with pytest.raises(ColdStart, match="opened a socket"):
-            async with template(tmp_path, PYTHONPATH=str(tmp_path)):
+            async with fork_server(tmp_path, PYTHONPATH=str(tmp_path)):
                 pass
 
     asyncio.run(go())
@@ -234,7 +234,7 @@ def test_a_template_that_fails_to_load_is_a_cold_start_and_its_words_are_kept(tm
 
     async def go() -> None:
         with pytest.raises(ColdStart, match="has ended"):
-            async with template(tmp_path, PYTHONPATH=str(tmp_path)):
+            async with fork_server(tmp_path, PYTHONPATH=str(tmp_path)):
                 pass
 
     asyncio.run(go())

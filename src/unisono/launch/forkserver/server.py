@@ -1,6 +1,6 @@
 """A process that has torch and unisono loaded, and forks workers, which therefore begin at once. Linux only.
 
-``python -P -u -m unisono.launch.forkserver.template FD``, started by the launcher in its workers' environment, so that
+``python -P -u -m unisono.launch.forkserver.server FD``, started by the launcher in its workers' environment, so that
 what libraries read when they are loaded (``OMP_NUM_THREADS``, the allocator's variables) is what each worker would have
 found. ``FD`` is an end of a socket pair (AF_UNIX, SEQPACKET) on which every message is one JSON object:
 
@@ -9,7 +9,7 @@ found. ``FD`` is an end of a socket pair (AF_UNIX, SEQPACKET) on which every mes
 * to the launcher: ``{"ready": why}`` once, where ``why`` says why not, or nothing; for each request, in their order,
   ``{"started": pid}`` or ``{"refused": why}``; and ``{"ended": pid, "code": code}``, the code negative for a signal.
 
-The end of the connection is the launcher's end and the template's; the kernel ends the workers with it.
+The end of the connection is the launcher's end and the fork server's; the kernel ends the workers with it.
 """
 
 import gc
@@ -42,12 +42,12 @@ STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class Fork:
     """What a fork needs to become a worker.
 
     Attributes:
         request: that it answers.
-        parent: the template's process id.
+        parent: the fork server's process id.
         out: the descriptor of its standard output.
         err: that of its standard error.
         kept: one more that it gets, or None.
@@ -60,7 +60,7 @@ class Birth:
     kept: int | None = None
 
 
-class Template:
+class ForkServer:
     """Serves one launcher.
 
     Args:
@@ -75,7 +75,7 @@ class Template:
         signal.signal(signal.SIGCHLD, _noted)  # without a handler nothing is written
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
 
-    def serve(self) -> Birth | None:
+    def serve(self) -> Fork | None:
         """Fork as often as asked, until the launcher hangs up: then None. In each fork, what it is to become."""
         self._tell(ready=self._obstacle())
         gc.collect()
@@ -91,8 +91,8 @@ class Template:
                 data, descriptors = self._receive()
                 if not data:
                     return None
-                if (birth := self._answer(data, descriptors)) is not None:
-                    return birth
+                if (fork := self._answer(data, descriptors)) is not None:
+                    return fork
 
     def _receive(self) -> tuple[bytes, list[int]]:
         """The next request, and the descriptors that came with it; nothing once the launcher has hung up."""
@@ -102,9 +102,9 @@ class Template:
             return b"", []
         return data, descriptors
 
-    def _answer(self, data: bytes, descriptors: list[int]) -> Birth | None:
+    def _answer(self, data: bytes, descriptors: list[int]) -> Fork | None:
         """Fork. In the fork, what it is to become; here None."""
-        birth = Birth(Request.from_json(data), os.getpid(), *descriptors)
+        fork = Fork(Request.from_json(data), os.getpid(), *descriptors)
         why, child = self._obstacle(descriptors), None
         if not why:
             try:
@@ -113,7 +113,7 @@ class Template:
                 why = f"the system would not fork: {error}"
         if child == 0:
             self._leave()
-            return birth
+            return fork
         for descriptor in descriptors:
             os.close(descriptor)
         self._tell(**({"refused": why} if why else {"started": child}))
@@ -123,11 +123,11 @@ class Template:
         """Why a fork of this process could not be trusted; empty if it can."""
         threads = _threads()
         if threads > 1:
-            return f"{threads} threads run in the template, and a fork would have one of them only"
+            return f"{threads} threads run in the fork server, and a fork would have one of them only"
         if torch.cuda.is_initialized():
-            return "CUDA is initialised in the template, and does not work in a fork"
+            return "CUDA is initialised in the fork server, and does not work in a fork"
         if _sockets() - {self._channel.fileno(), *received}:
-            return "a library has opened a socket in the template, and a fork would share it"
+            return "a library has opened a socket in the fork server, and a fork would share it"
         return ""
 
     def _reap(self) -> None:
@@ -140,7 +140,7 @@ class Template:
                 self._tell(ended=ended[0], code=os.waitstatus_to_exitcode(ended[1]))
 
     def _leave(self) -> None:
-        """In a fork: what is the template's alone."""
+        """In a fork: what is the fork server's alone."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -153,17 +153,17 @@ class Template:
             self._channel.send(json.dumps(message).encode())
 
 
-def become(birth: Birth) -> None:
+def become(fork: Fork) -> None:
     """Turn this fork into what a fresh ``python -P -u -m unisono.launch.worker`` is before its first line."""
     os.setsid()
-    os.dup2(birth.out, STANDARD_OUTPUT)
-    os.dup2(birth.err, STANDARD_ERROR)
-    if birth.kept is not None:
-        os.dup2(birth.kept, FIRST_KEPT)
-    _close_all_after(STANDARD_ERROR if birth.kept is None else FIRST_KEPT)
-    request = birth.request
-    # The kernel ends a worker with its parent, and that is the template.
-    os.environ.update({**request.variables, "UNISONO_LAUNCHER_PID": str(birth.parent)})
+    os.dup2(fork.out, STANDARD_OUTPUT)
+    os.dup2(fork.err, STANDARD_ERROR)
+    if fork.kept is not None:
+        os.dup2(fork.kept, FIRST_KEPT)
+    _close_all_after(STANDARD_ERROR if fork.kept is None else FIRST_KEPT)
+    request = fork.request
+    # The kernel ends a worker with its parent, and that is the fork server.
+    os.environ.update({**request.variables, "UNISONO_LAUNCHER_PID": str(fork.parent)})
     os.chdir(request.cwd)
     sys.argv = [worker.__file__, *request.argv]
     sys.orig_argv = [sys.executable, "-P", "-u", "-m", worker.__name__, *request.argv]
@@ -187,11 +187,11 @@ def load() -> None:
 
 
 def serve(channel: socket.socket) -> None:
-    """Be a template until the launcher hangs up, and end; or, in a fork, be the worker that it asked for."""
-    birth = Template(channel).serve()
-    if birth is None:
+    """Be a fork server until the launcher hangs up, and end; or, in a fork, be the worker that it asked for."""
+    fork = ForkServer(channel).serve()
+    if fork is None:
         os._exit(0)  # nothing here is worth the time that taking torch apart needs
-    become(birth)
+    become(fork)
     worker.main()  # the interpreter then ends as after any script: exit handlers, threads, streams
 
 

@@ -1,4 +1,4 @@
-"""A template that a nursery has forked is what a launcher would have started, or the launcher starts one itself."""
+"""A forked fork server is what a launcher would have started, or the launcher starts one itself."""
 
 import asyncio
 import json
@@ -19,8 +19,8 @@ import pytest
 
 from forked import LOOK, PATIENCE_S, TRAINING, Host, cold, seen
 from leaks import ALLOWED_VARIABLES
-from unisono.launch.forkserver.born import NURSERY, Unborn, asked
-from unisono.launch.forkserver.request import TEMPLATE
+from unisono.launch.forkserver.client import SHARED_FORK_SERVER, NotForked, asked
+from unisono.launch.forkserver.request import FORK_SERVER
 from unisono.launch.forkserver.warm_start import WarmStart
 from unisono.launch.tuning import Tuning
 from unisono.testing import warm_jobs
@@ -39,7 +39,7 @@ def environment(**further: str) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def template(folder: Path, **further: str) -> AsyncIterator[Host]:
+async def fork_server(folder: Path, **further: str) -> AsyncIterator[Host]:
     folder.mkdir(exist_ok=True)
     log = folder / "template.log"
     warm = await WarmStart.open(environment(**further), log)
@@ -72,9 +72,18 @@ def in_a_loop(test: Callable[[Path], Coroutine[None, None, None]]) -> Test:
 async def test_its_workers_see_what_a_fresh_one_sees(folder: Path) -> None:
     (folder / "look.py").write_text(LOOK)
     variables = {"GREETING": "hello", "UNISONO_WORKER": "w1"}
-    async with template(folder) as host:
+    async with fork_server(folder) as host:
         forked = await (await host.start("look.py", "-m", "x", "", UNISONO_OWN="1", **variables)).ended()
-    fresh = cold(folder, "look.py", "-m", "x", "", UNISONO_OWN="1", **variables, **{NURSERY: os.environ[NURSERY]})
+    fresh = cold(
+        folder,
+        "look.py",
+        "-m",
+        "x",
+        "",
+        UNISONO_OWN="1",
+        **variables,
+        **{SHARED_FORK_SERVER: os.environ[SHARED_FORK_SERVER]},
+    )
     assert (forked.err, forked.code) == ("", 0)
     assert "True hello" in forked.out
     assert [line.replace("'UNISONO_RUN_DIR', ", "") for line in seen(forked)] == seen(fresh)
@@ -82,7 +91,7 @@ async def test_its_workers_see_what_a_fresh_one_sees(folder: Path) -> None:
 
 @in_a_loop
 async def test_its_workers_have_no_descriptor_but_the_standard_ones(folder: Path) -> None:
-    async with template(folder) as host:
+    async with fork_server(folder) as host:
         ended = await host.run(
             "import os; print(sorted(map(int, os.listdir('/proc/self/fd'))), os.environ['JOB'])", JOB="a"
         )
@@ -92,7 +101,10 @@ async def test_its_workers_have_no_descriptor_but_the_standard_ones(folder: Path
 @in_a_loop
 async def test_variables_are_those_of_the_job_and_of_no_other(folder: Path) -> None:
     show = "import os; print([os.environ.get(name) for name in ('EPOCHS', 'PACE_S', 'UNISONO_SHARDS')], os.getcwd())"
-    async with template(folder / "a", EPOCHS="3", UNISONO_SHARDS="5") as one, template(folder / "b", PACE_S="1") as two:
+    async with (
+        fork_server(folder / "a", EPOCHS="3", UNISONO_SHARDS="5") as one,
+        fork_server(folder / "b", PACE_S="1") as two,
+    ):
         assert (await one.run(show)).out == f"['3', None, '5'] {folder / 'a'}\n"
         assert (await two.run(show)).out == f"[None, '1', None] {folder / 'b'}\n"
 
@@ -102,7 +114,7 @@ async def test_what_the_launcher_ignores_its_template_ignores(folder: Path) -> N
     show = "import signal; print([signal.getsignal(each).name for each in (signal.SIGHUP, signal.SIGTERM)])"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        async with template(folder) as host:
+        async with fork_server(folder) as host:
             assert (await host.run(show)).out == "['SIG_IGN', 'SIG_DFL']\n"
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -114,10 +126,10 @@ async def test_what_the_launcher_ignores_its_template_ignores(folder: Path) -> N
 @in_a_loop
 async def test_the_end_of_one_job_ends_its_workers_and_no_others(folder: Path) -> None:
     wait = "import signal; print('waiting', flush=True); signal.pause()"
-    async with template(folder / "a") as stays:
+    async with fork_server(folder / "a") as stays:
         (folder / "a" / "wait.py").write_text(wait)
         staying = await stays.start("wait.py")
-        async with template(folder / "b") as goes:
+        async with fork_server(folder / "b") as goes:
             (folder / "b" / "wait.py").write_text(wait)
             going = [await goes.start("wait.py") for _ in range(2)]
             for each in (staying, *going):
@@ -160,13 +172,13 @@ def test_template_and_workers_end_with_a_launcher_that_is_killed(tmp_path: Path)
 
 @in_a_loop
 async def test_workers_whose_template_is_killed_are_lost_and_the_nursery_serves_on(folder: Path) -> None:
-    async with template(folder) as host:
+    async with fork_server(folder) as host:
         (folder / "wait.py").write_text("import signal; print('waiting', flush=True); signal.pause()")
         started = await host.start("wait.py")
         await started.wrote("waiting")
         os.kill(host.warm.pid, signal.SIGKILL)
         assert (await started.ended()).code == -signal.SIGKILL
-    async with template(folder / "next") as host:
+    async with fork_server(folder / "next") as host:
         assert (await host.run("print('here')")).out == "here\n"
 
 
@@ -188,11 +200,11 @@ def test_when_the_nursery_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_it
             opened.callback(launcher.kill)
             assert launcher.stdout is not None
             workers = [re.findall(r"pids (\d+) (\d+)", launcher.stdout.readline())[0] for _ in range(2)]
-            (template,) = {int(parent) for _, parent in workers}
-            assert psutil.Process(template).parent() in nurseries
-            for nursery in nurseries:
-                nursery.kill()
-                nursery.wait(PATIENCE_S)
+            (fork_server,) = {int(parent) for _, parent in workers}
+            assert psutil.Process(fork_server).parent() in nurseries
+            for shared_server in nurseries:
+                shared_server.kill()
+                shared_server.wait(PATIENCE_S)
             for worker, _ in workers:
                 os.kill(int(worker), signal.SIGUSR2)
             assert launcher.wait(PATIENCE_S) == 0
@@ -202,14 +214,17 @@ def test_when_the_nursery_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_it
         )
     assert (tmp_path / "one" / "logs" / "template.log").read_text() == ""
     for name in ("template", "coordinator"):
-        assert "loads all that it needs itself: the nursery" in (tmp_path / "two" / "logs" / f"{name}.log").read_text()
+        assert (
+            "loads all that it needs itself: the shared fork server"
+            in (tmp_path / "two" / "logs" / f"{name}.log").read_text()
+        )
 
 
 # --- when it does not help
 
 ASKS = """
 import os
-from unisono.launch.forkserver.born import Unborn, asked, code_in, pid_in
+from unisono.launch.forkserver.client import Unborn, asked, code_in, pid_in
 from unisono.launch.forkserver.request import TEMPLATE
 
 try:
@@ -252,7 +267,7 @@ def test_a_launcher_whose_workers_would_be_others_is_refused(launcher: str, answ
 async def test_who_hangs_up_or_comes_from_a_folder_that_is_gone_does_not_keep_it_from_others(folder: Path) -> None:
     for words in (b"", None):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rude:
-            rude.connect(str(Path(os.environ[NURSERY], "torch")))
+            rude.connect(str(Path(os.environ[SHARED_FORK_SERVER], "torch")))
             if words is not None:
                 rude.send(words)
     gone = folder / "gone"
@@ -261,11 +276,11 @@ async def test_who_hangs_up_or_comes_from_a_folder_that_is_gone_does_not_keep_it
     os.chdir(gone)
     gone.rmdir()
     try:
-        with pytest.raises(Unborn, match="No such file"):
-            asked((TEMPLATE, "0"), environment(), {})
+        with pytest.raises(NotForked, match="No such file"):
+            asked((FORK_SERVER, "0"), environment(), {})
     finally:
         os.chdir(before)
-    async with template(folder) as host:
+    async with fork_server(folder) as host:
         assert (await host.run("print('here')")).out == "here\n"
 
 

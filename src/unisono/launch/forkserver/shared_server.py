@@ -1,12 +1,12 @@
 """A process that has programs of ours loaded, and forks them: for those who start many jobs. Linux only.
 
-``python -P -m unisono.launch.forkserver.nursery NAME FD VARYING…``, started in the environment that its forks will
-have. ``NAME`` is ``torch`` (it forks templates) or ``commands`` (launchers, coordinators, and whatever else needs no
-torch). ``FD`` is a listening socket (AF_UNIX, SEQPACKET) in a folder that only this user enters. Whoever connects
-sends a :class:`~unisono.launch.forkserver.request.Wish`, with the descriptors of the program. It hears ``{"born":
-pid}`` from the fork, and ``{"ended": code}`` from here when that has ended; or ``{"refused": why}``.
+``python -P -m unisono.launch.forkserver.shared_server NAME FD VARYING…``, started in the environment that its forks
+will have. ``NAME`` is ``torch`` (it forks fork servers) or ``commands`` (launchers, coordinators, and whatever else
+needs no torch). ``FD`` is a listening socket (AF_UNIX, SEQPACKET) in a folder that only this user enters. Whoever
+connects sends a :class:`~unisono.launch.forkserver.request.ForkRequest`, with the descriptors of the program. It hears
+``{"born": pid}`` from the fork, and ``{"ended": code}`` from here when that has ended; or ``{"refused": why}``.
 
-No program needs the nursery any more, which ends with the process that has started it.
+No program needs the shared fork server any more, which ends with the process that has started it.
 """
 
 import gc
@@ -24,10 +24,16 @@ from unisono.errors import Unreadable
 from unisono.host.parent_death import end_with_parent
 from unisono.host.same_user import is_same_user
 from unisono.launch.forkserver.fork import arrange, become, run
-from unisono.launch.forkserver.request import TEMPLATE, Wish, circumstances, door_of, environment_at_start
+from unisono.launch.forkserver.request import (
+    FORK_SERVER,
+    ForkRequest,
+    environment_at_start,
+    process_attributes,
+    socket_of,
+)
 
 LOADED = {
-    "torch": (TEMPLATE,),
+    "torch": (FORK_SERVER,),
     "commands": (
         *(
             f"unisono.cli.{name}"
@@ -37,14 +43,14 @@ LOADED = {
         "unisono.membership.server",
     ),
 }
-"""The modules that a nursery of this name has loaded, with all that they import."""
+"""The modules that a shared fork server of this name has loaded, with all that they import."""
 
-LONGEST_WISH = 2**20
+LONGEST_REQUEST = 2**20
 MOST_SENT = 16
 """Descriptors that a program may be given."""
 
 PATIENCE_S = 5.0
-"""How long someone who has connected may take to say what is wished for. Wishes are sent at once."""
+"""How long someone who has connected may take to say what is asked for. Requests are sent at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +66,18 @@ class Running:
     channel: socket.socket
 
 
-class Nursery:
+class SharedForkServer:
     """Forks programs.
 
     Args:
-        name: what it forks, as ``door_of`` says.
-        door: where others connect.
+        name: what it forks, as ``socket_of`` says.
+        listener: where others connect.
         found: what each fork of this process is.
         varying: variables in which who asks may differ from it.
     """
 
-    def __init__(self, name: str, door: socket.socket, found: Wish, varying: Collection[str]) -> None:
-        self._name, self._door, self._found, self._varying = name, door, found, varying
+    def __init__(self, name: str, listener: socket.socket, found: ForkRequest, varying: Collection[str]) -> None:
+        self._name, self._listener, self._found, self._varying = name, listener, found, varying
         self._set_by_libraries = {name: os.environ[name] for name in os.environ if name not in found.environment}
         self._running: dict[int, Running] = {}
         self._events = select.poll()
@@ -79,29 +85,29 @@ class Nursery:
     def serve(self) -> tuple[str, ...]:
         """Fork as often as asked, for ever. In each fork, the command that it is to run."""
         gc.collect()
-        gc.freeze()  # as in the template: a collection in a fork would copy every page
-        self._events.register(self._door, select.POLLIN)
+        gc.freeze()  # as in the fork server: a collection in a fork would copy every page
+        self._events.register(self._listener, select.POLLIN)
         while True:
             for descriptor, _ in self._events.poll():
-                if descriptor != self._door.fileno():
+                if descriptor != self._listener.fileno():
                     self._tell_end(descriptor)
                 elif (command := self._answer()) is not None:
                     return command
 
     def _answer(self) -> tuple[str, ...] | None:
         """Fork, or say why not. In the fork, the command that it is to run."""
-        channel, _ = self._door.accept()
+        channel, _ = self._listener.accept()
         received: list[int] = []
         child = None
         try:
             if is_same_user(channel):
-                wish = _heard(channel, received)
-                child = self._forked(wish, channel)
-        except (OSError, Unreadable):  # whoever it was has hung up, says nothing, or what is no wish
+                request = _heard(channel, received)
+                child = self._forked(request, channel)
+        except (OSError, Unreadable):  # whoever it was has hung up, says nothing, or what is no request
             pass
         if child == 0:
-            self._begin(wish, received, channel)
-            return wish.command
+            self._begin(request, received, channel)
+            return request.command
         for descriptor in received:
             os.close(descriptor)
         if child is None:
@@ -110,32 +116,32 @@ class Nursery:
             self._keep(child, channel)
         return None
 
-    def _forked(self, wish: Wish, channel: socket.socket) -> int | None:
+    def _forked(self, request: ForkRequest, channel: socket.socket) -> int | None:
         """The process id of a new child, 0 in it; None if there is none, and why not was said."""
-        if why := self._obstacle(wish):
+        if why := self._obstacle(request):
             channel.send(json.dumps({"refused": why}).encode())
             return None
         return os.fork()
 
-    def _obstacle(self, wish: Wish) -> str:
+    def _obstacle(self, request: ForkRequest) -> str:
         """Why a fork would be another program than is wished for; empty if it would not."""
         threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 (counts names, opens nothing)
         if threads > 1:
-            return f"{threads} threads run in the nursery, and a fork would have one of them only"
-        if (door := door_of(wish.command[0])) != self._name:
-            return f"{wish.command[0]} is forked at {door}, and not at {self._name}"
-        return wish.obstacle(self._found, self._varying)
+            return f"{threads} threads run in the shared fork server, and a fork would have one of them only"
+        if (listener := socket_of(request.command[0])) != self._name:
+            return f"{request.command[0]} is forked at {listener}, and not at {self._name}"
+        return request.obstacle(self._found, self._varying)
 
-    def _begin(self, wish: Wish, received: Sequence[int], channel: socket.socket) -> None:
+    def _begin(self, request: ForkRequest, received: Sequence[int], channel: socket.socket) -> None:
         """In a fork: be what was asked for, and say so."""
-        for one in (self._door, *(running.channel for running in self._running.values())):
+        for one in (self._listener, *(running.channel for running in self._running.values())):
             one.detach()  # their numbers are others' now
         try:
-            channel = arrange(received, wish.descriptors, channel)
-            become(wish.with_variables(self._set_by_libraries))
+            channel = arrange(received, request.descriptors, channel)
+            become(request.with_variables(self._set_by_libraries))
             channel.send(json.dumps({"born": os.getpid()}).encode())
             channel.close()
-        except BaseException as error:  # noqa: BLE001 (whatever it is: a fork that went on would be a second nursery)
+        except BaseException as error:  # noqa: BLE001 (whatever it is: a fork that went on would be a second shared fork server)
             with suppress(OSError):
                 channel.send(json.dumps({"refused": repr(error)}).encode())
             os._exit(1)
@@ -155,7 +161,7 @@ class Nursery:
             ended.channel.send(json.dumps({"ended": code}).encode())
 
 
-def _heard(channel: socket.socket, received: list[int]) -> Wish:
+def _heard(channel: socket.socket, received: list[int]) -> ForkRequest:
     """What is wished for.
 
     Args:
@@ -164,25 +170,25 @@ def _heard(channel: socket.socket, received: list[int]) -> Wish:
 
     Raises:
         OSError: nobody says anything.
-        Unreadable: it is no wish.
+        Unreadable: it is no request.
     """
     channel.settimeout(PATIENCE_S)
-    data, descriptors, _, _ = socket.recv_fds(channel, LONGEST_WISH, MOST_SENT)
+    data, descriptors, _, _ = socket.recv_fds(channel, LONGEST_REQUEST, MOST_SENT)
     received += descriptors
-    wish = Wish.from_json(data)
-    if len(wish.descriptors) != len(descriptors) or not {0, 1, 2} <= set(wish.descriptors):
+    request = ForkRequest.from_json(data)
+    if len(request.descriptors) != len(descriptors) or not {0, 1, 2} <= set(request.descriptors):
         raise Unreadable("a program has its input, output and errors, and as many descriptors as were sent")
-    return wish
+    return request
 
 
 def main() -> None:
     """Serve; or, in a fork, be the program that was asked for."""
-    name, door = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    name, listener = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
     end_with_parent(int(os.environ["UNISONO_LAUNCHER_PID"]))
     load(name)
     began = environment_at_start()
-    found = Wish(began, circumstances(began, os.getcwd()))  # noqa: PTH109 (as text)
-    run(Nursery(name, door, found, frozenset(sys.argv[3:])).serve())
+    found = ForkRequest(began, process_attributes(began, os.getcwd()))  # noqa: PTH109 (as text)
+    run(SharedForkServer(name, listener, found, frozenset(sys.argv[3:])).serve())
 
 
 def load(name: str) -> None:
@@ -190,7 +196,7 @@ def load(name: str) -> None:
     for module in LOADED[name]:
         importlib.import_module(module)
     if name == "torch":
-        sys.modules[TEMPLATE].load()
+        sys.modules[FORK_SERVER].load()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Asking a nursery for a program: a fork of a process that has loaded it already."""
+"""Asking a shared fork server for a program: a fork of a process that has loaded it already."""
 
 import asyncio
 import os
@@ -9,31 +9,31 @@ from pathlib import Path
 
 from unisono.errors import Unreadable
 from unisono.host.same_user import is_same_user
-from unisono.launch.forkserver.request import Wish, circumstances, door_of, ignored_signals
+from unisono.launch.forkserver.request import ForkRequest, ignored_signals, process_attributes, socket_of
 from unisono.received import parse_json
 
-NURSERY = "UNISONO_NURSERY"
-"""The variable that tells where nurseries listen: a folder with a socket for each."""
+SHARED_FORK_SERVER = "UNISONO_NURSERY"
+"""The variable that tells where shared fork servers listen: a folder with a socket for each."""
 
 PATIENCE_S = 30.0
-"""How long a nursery may take to answer. It may still be loading torch, and who asks would take as long."""
+"""How long a shared fork server may take to answer. It may still be loading torch, as who asks would have to."""
 
 LONGEST_ANSWER = 64 * 1024
 
 UNKNOWN = 255
-"""The exit code of a program whose nursery has ended before it."""
+"""The exit code of a program whose shared fork server has ended before it."""
 
 
-class Unborn(Exception):
-    """The nursery does not help; says why. Who asks starts the program itself."""
+class NotForked(Exception):
+    """The shared fork server does not help; says why. Who asks starts the program itself."""
 
 
-class Born:
-    """A program that a nursery has forked; to who asked like an ``asyncio.subprocess.Process``.
+class ForkedProcess:
+    """A program that a shared fork server has forked; to who asked like an ``asyncio.subprocess.Process``.
 
     Args:
         pid: its process id.
-        channel: where the nursery says how it has ended.
+        channel: where the shared fork server says how it has ended.
 
     Raises:
         OSError: there is no such process.
@@ -90,25 +90,27 @@ class Born:
         self._ended.set()
 
 
-async def born(command: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]) -> Born:
-    """Have a nursery fork a program.
+async def request_fork(
+    command: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int]
+) -> ForkedProcess:
+    """Have a shared fork server fork a program.
 
     Args:
         command: the module, and its arguments.
-        environment: of the program; says where the nurseries are.
+        environment: of the program; says where the shared fork servers are.
         descriptors: for each number that the program has, that of this process.
 
     Raises:
-        Unborn: there is no nursery, or its fork would be another one than this process would start.
+        NotForked: there is no shared fork server, or its fork would be another one than this process would start.
     """
     channel = asked(command, environment, descriptors)
     channel.setblocking(False)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            return Born(pid_in(await asyncio.get_running_loop().sock_recv(channel, LONGEST_ANSWER)), channel)
+            return ForkedProcess(pid_in(await asyncio.get_running_loop().sock_recv(channel, LONGEST_ANSWER)), channel)
     except (OSError, TimeoutError) as error:
         channel.close()
-        raise Unborn(f"the nursery does not answer: {error}") from error
+        raise NotForked(f"the shared fork server does not answer: {error}") from error
     except BaseException:
         channel.close()
         raise
@@ -117,65 +119,67 @@ async def born(command: Sequence[str], environment: Mapping[str, str], descripto
 def asked(
     command: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int], cwd: str | None = None
 ) -> socket.socket:
-    """Ask a nursery, as ``born`` does; where it will answer, and say how the program ends.
+    """Ask a shared fork server, as ``request_fork`` does; where it will answer, and say how the program ends.
 
     Args:
         command: the module, and its arguments.
-        environment: of the program; says where the nurseries are.
+        environment: of the program; says where the shared fork servers are.
         descriptors: for each number that the program has, that of this process.
         cwd: its working folder, absolute; by default that of this process.
 
     Raises:
-        Unborn: there is no nursery.
+        NotForked: there is no shared fork server.
     """
-    if NURSERY not in environment:
-        raise Unborn("there is no nursery")
+    if SHARED_FORK_SERVER not in environment:
+        raise NotForked("there is no shared fork server")
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         folder = cwd or os.getcwd()  # noqa: PTH109 (as text)
-        about = circumstances(environment, folder)
-        wish = Wish(dict(environment), about, tuple(command), tuple(descriptors), folder, ignored_signals())
+        about = process_attributes(environment, folder)
+        request = ForkRequest(dict(environment), about, tuple(command), tuple(descriptors), folder, ignored_signals())
         channel.settimeout(PATIENCE_S)
-        _connect(channel, Path(environment[NURSERY], door_of(command[0])))
-        socket.send_fds(channel, [wish.to_json()], list(descriptors.values()))
+        _connect(channel, Path(environment[SHARED_FORK_SERVER], socket_of(command[0])))
+        socket.send_fds(channel, [request.to_json()], list(descriptors.values()))
     except OSError as error:
         channel.close()
-        raise Unborn(f"the nursery at {environment[NURSERY]} cannot be asked: {error}") from error
+        raise NotForked(
+            f"the shared fork server at {environment[SHARED_FORK_SERVER]} cannot be asked: {error}"
+        ) from error
     except BaseException:
         channel.close()
         raise
     return channel
 
 
-def _connect(channel: socket.socket, door: Path) -> None:
-    if door.stat().st_uid != os.getuid():
-        raise Unborn(f"{door} belongs to another user")
-    channel.connect(str(door))
+def _connect(channel: socket.socket, listener: Path) -> None:
+    if listener.stat().st_uid != os.getuid():
+        raise NotForked(f"{listener} belongs to another user")
+    channel.connect(str(listener))
     if not is_same_user(channel):
-        raise Unborn(f"a process of another user answers at {door}")
+        raise NotForked(f"a process of another user answers at {listener}")
 
 
 def pid_in(answer: bytes) -> int:
-    """The process id of the program that a nursery has forked.
+    """The process id of the program that a shared fork server has forked.
 
     Raises:
-        Unborn: it has not; says why.
+        NotForked: it has not; says why.
     """
     try:
         found = parse_json(answer or b"{}")
     except Unreadable as error:
-        raise Unborn(f"the nursery's answer cannot be read: {error}") from error
+        raise NotForked(f"the shared fork server's answer cannot be read: {error}") from error
     match found:
         case {"born": int(pid)}:
             return pid
         case {"refused": str(why)}:
-            raise Unborn(why)
+            raise NotForked(why)
         case _:
-            raise Unborn("the nursery has ended")
+            raise NotForked("the shared fork server has ended")
 
 
 def code_in(channel: socket.socket) -> int | None:
-    """With which exit code the program has ended, negative for a signal; None if the nursery has ended before it."""
+    """With which exit code the program has ended, negative for a signal; None if nobody can say any more."""
     try:
         said = channel.recv(LONGEST_ANSWER)
     except ConnectionError:
