@@ -17,7 +17,7 @@ from unisono.train.group.workers import Workers
 PATIENCE_S = 20.0
 
 
-class Noticeboard:
+class TorchRendezvousStore:
     """Where threads find each other."""
 
     def __init__(self) -> None:
@@ -35,13 +35,15 @@ def side_by_side(number: int, work: Callable[[Workers], Any], host: str = "", sh
 
     If one raises, the others are woken; what is raised here is the first cause.
     """
-    board, split = Noticeboard(), Split.even(shards or number, number)
+    addresses, split = TorchRendezvousStore(), Split.even(shards or number, number)
     causes: list[BaseException] = []
 
     def worker(rank: int) -> Any:
         alone = number == 1
         transport = (
-            Solo(split.shards) if alone else SharedMemoryTransport(meet(rank, number, board, PATIENCE_S), rank, split)
+            Solo(split.shards)
+            if alone
+            else SharedMemoryTransport(meet(rank, number, addresses, PATIENCE_S), rank, split)
         )
         workers = Workers(Generation(1, rank, split), transport, host)
         try:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.place import Place
 from benchmarks.programs import serve
-from unisono.membership.rendezvous import Noticeboard
+from unisono.membership.rendezvous import TorchRendezvousStore
 from unisono.plan.split import Split, even_bounds
 from unisono.reduce.buckets import ALIGNMENT, Bucket
 from unisono.reduce.peers import meet
@@ -66,7 +66,7 @@ def work(task: Exchange, folder: Path) -> Exchanged:
     found = Exchanged(seconds={}, is_right=True)
     try:
         for number, size in enumerate(task.sizes):
-            with closing(_shared_memory(place, board_of(number, store))) as transport:
+            with closing(_shared_memory(place, store_of(number, store))) as transport:
                 ways = _ways(transport, place, size // 4)
                 found.is_right &= all(_is_sum(ways[way], place) for way in WAYS[:2])
                 found.seconds[size] = _in_turns(ways, calls_for(size), task.turns, order)
@@ -164,13 +164,13 @@ def _timed(way: Way, calls: int) -> float:
     return (perf_counter() - begun) / calls
 
 
-def board_of(number: int, store: dist.Store) -> Noticeboard:
-    """Of one meeting alone: on a board of all, whoever comes first reads what the others posted for the one before."""
-    return Noticeboard(dist.PrefixStore(f"meeting-{number}", store), TIMEOUT_S)
+def store_of(number: int, store: dist.Store) -> TorchRendezvousStore:
+    """Of one meeting alone: on a store of all, whoever comes first reads what the others posted for the one before."""
+    return TorchRendezvousStore(dist.PrefixStore(f"meeting-{number}", store), TIMEOUT_S)
 
 
-def _shared_memory(place: Place, board: Noticeboard) -> Transport:
-    peers = meet(place.rank, place.workers, board, TIMEOUT_S)
+def _shared_memory(place: Place, addresses: TorchRendezvousStore) -> Transport:
+    peers = meet(place.rank, place.workers, addresses, TIMEOUT_S)
     return SharedMemoryTransport(peers, place.rank, Split.even(place.workers, place.workers))
 
 

@@ -8,7 +8,7 @@ WORKERS = "train/group/workers.py"
 ELASTIC = "train/group/elastic.py"
 MEMBERSHIP = "train/group/membership.py"
 
-DOORS = ("tests/unit/test_elastic_doors.py", *ACTS)
+DOORS = ("tests/unit/test_elastic_listener.py", *ACTS)
 
 MUTANTS = (
     Mutant(

@@ -26,7 +26,7 @@ from benchmarks.lesson import Lesson, Look, half_cosine, held_out
 from benchmarks.link import Cable, End, joined, obstacle
 from benchmarks.noise import Noise
 from benchmarks.place import Place
-from benchmarks.programs.exchange import board_of, calls_for, traffic
+from benchmarks.programs.exchange import calls_for, store_of, traffic
 from benchmarks.programs.exercises import Traffic
 from benchmarks.programs.reduced import Reduced, ways
 from benchmarks.report import Grid, Report
@@ -313,10 +313,10 @@ def test_no_figure_of_a_report_is_cut_however_many_there_are(
 
 def test_whoever_comes_first_to_a_meeting_waits_for_what_is_posted_for_this_one() -> None:
     store = dist.HashStore()
-    board_of(0, store).post("peer/0", b"old")
+    store_of(0, store).post("peer/0", b"old")
     with ThreadPoolExecutor(1) as pool:
-        read = pool.submit(board_of(1, store).read, "peer/0")
-        board_of(1, store).post("peer/0", b"new")
+        read = pool.submit(store_of(1, store).read, "peer/0")
+        store_of(1, store).post("peer/0", b"new")
         assert read.result() == b"new"
 
 

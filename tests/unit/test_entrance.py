@@ -19,7 +19,7 @@ from unisono.launch.settings import LaunchSettings
 from unisono.membership import listener, server
 from unisono.membership.messages import Minted, Seat
 from unisono.membership.token import context_for, is_private, make_token, token_file
-from unisono.reduce.peers import Door
+from unisono.reduce.peers import PeerListener
 from unisono.train.config.settings import Coordination
 from unisono.train.group.elastic import MintedMeeting
 
@@ -260,8 +260,8 @@ def test_the_command_for_another_host_has_what_workers_need_in_common_and_no_tok
 
 
 def test_hosts_of_one_name_are_two_hosts_all_the_same() -> None:
-    with closing(Door(1.0)) as one, closing(Door(1.0)) as two:
-        here = [door.address.hex() for door in (one, two)]
+    with closing(PeerListener(1.0)) as one, closing(PeerListener(1.0)) as two:
+        here = [listener.address.hex() for listener in (one, two)]
     elsewhere = bytes.fromhex(here[0])[:9] + b"f" * (len(here[0]) // 2 - 9)
     addresses = [here[0], elsewhere.hex(), here[1]]
     roster = tuple(Seat(worker=f"w{rank}", host="box", address=address) for rank, address in enumerate(addresses))

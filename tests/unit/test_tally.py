@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from side_by_side import PATIENCE_S, Noticeboard
+from side_by_side import PATIENCE_S, TorchRendezvousStore
 from unisono.errors import MemoryFault
 from unisono.job import Job
 from unisono.membership.rendezvous import Generation
@@ -103,7 +103,7 @@ def test_partial_sums_have_the_same_bits_with_and_without_a_tally_and_leave_a_ba
 class OneHost:
     """Shared memory."""
 
-    def __call__(self, rank: int, split: Split, board: Noticeboard) -> Transport:
+    def __call__(self, rank: int, split: Split, board: TorchRendezvousStore) -> Transport:
         return SharedMemoryTransport(meet(rank, split.workers, board, PATIENCE_S), rank, split)
 
 
@@ -113,7 +113,7 @@ class Group:
     def __init__(self, topology: str | None) -> None:
         self.topology = topology
 
-    def __call__(self, rank: int, split: Split, board: Noticeboard) -> Transport:
+    def __call__(self, rank: int, split: Split, board: TorchRendezvousStore) -> Transport:
         group = _gloo(board, "all", rank, split)
         return ProcessGroupTransport(group, rank, split, CPU, self.topology)
 
@@ -121,7 +121,7 @@ class Group:
 class TwoHosts:
     """Two workers on each."""
 
-    def __call__(self, rank: int, split: Split, board: Noticeboard) -> Transport:
+    def __call__(self, rank: int, split: Split, board: TorchRendezvousStore) -> Transport:
         number, place = divmod(rank, 2)
         hosts = host_split(split, 2)
         across = ProcessGroupTransport(_gloo(board, f"across-{place}", number, hosts), number, hosts, CPU)
@@ -130,9 +130,9 @@ class TwoHosts:
 
 
 class Host:
-    """The board of one host."""
+    """The store of one host."""
 
-    def __init__(self, board: Noticeboard, number: int) -> None:
+    def __init__(self, board: TorchRendezvousStore, number: int) -> None:
         self._board, self._number = board, number
 
     def post(self, name: str, value: bytes) -> None:
@@ -142,14 +142,14 @@ class Host:
         return self._board.read(f"{self._number}/{name}")
 
 
-def _gloo(board: Noticeboard, name: str, rank: int, split: Split) -> dist.ProcessGroupGloo:
+def _gloo(board: TorchRendezvousStore, name: str, rank: int, split: Split) -> dist.ProcessGroupGloo:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=PATIENCE_S)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     return dist.ProcessGroupGloo(dist.PrefixStore(name, board._store), rank, split.workers, options)
 
 
-Connect = Callable[[int, Split, Noticeboard], Transport]
+Connect = Callable[[int, Split, TorchRendezvousStore], Transport]
 WAYS: dict[str, tuple[Connect, Split]] = {
     "alone": (OneHost(), Split.even(SHARDS, 1)),
     "shared memory of 2": (OneHost(), Split.even(SHARDS, 2)),
@@ -166,7 +166,7 @@ over_every_way = pytest.mark.parametrize(("connect", "split"), WAYS.values(), id
 
 
 def over(connect: Connect, split: Split, work: Callable[[Transport], Any]) -> list[Any]:
-    board = Noticeboard()
+    board = TorchRendezvousStore()
 
     def worker(rank: int) -> Any:
         transport = Solo(split.shards) if split.workers == 1 else connect(rank, split, board)

@@ -48,7 +48,7 @@ SPLITS = [
 ]
 
 
-class Noticeboard:
+class TorchRendezvousStore:
     """Where threads find each other."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class OverProcessGroup:
         self.topology = topology
 
     def __call__(
-        self, rank: int, split: Split, store: dist.Store, board: Noticeboard, timeout_s: float
+        self, rank: int, split: Split, store: dist.Store, board: TorchRendezvousStore, timeout_s: float
     ) -> ProcessGroupTransport:
         group = gloo(rank, split, store, timeout_s)
         return ProcessGroupTransport(group, rank, split, torch.device("cpu"), self.topology)
@@ -81,11 +81,13 @@ def gloo(rank: int, split: Split, store: dist.Store, timeout_s: float) -> dist.P
     return dist.ProcessGroupGloo(store, rank, split.workers, options)
 
 
-def over_shared_memory(rank: int, split: Split, store: dist.Store, board: Noticeboard, timeout_s: float) -> Transport:
+def over_shared_memory(
+    rank: int, split: Split, store: dist.Store, board: TorchRendezvousStore, timeout_s: float
+) -> Transport:
     return SharedMemoryTransport(meet(rank, split.workers, board, timeout_s), rank, split)
 
 
-Connect = Callable[[int, Split, dist.Store, Noticeboard, float], Transport]
+Connect = Callable[[int, Split, dist.Store, TorchRendezvousStore, float], Transport]
 GROUPS: dict[str, Connect] = {str(name or "collectives"): OverProcessGroup(name) for name in (*TOPOLOGIES, None)}
 TRANSPORTS: dict[str, Connect] = {**GROUPS, "shared memory": over_shared_memory}
 
@@ -106,7 +108,7 @@ def with_workers(request: pytest.FixtureRequest) -> WithWorkers:
 
 def run_over(connect: Connect, split: Split, work: Callable[[Transport], Any], timeout_s: float = 20) -> list[Any]:
     """Run some work on every worker of a transport, and return what each returned."""
-    store, board = dist.HashStore(), Noticeboard()
+    store, board = dist.HashStore(), TorchRendezvousStore()
 
     def worker(rank: int) -> Any:
         alone = split.workers == 1
@@ -337,7 +339,7 @@ def test_memory_that_was_planned_for_other_shards_is_let_go_of() -> None:
         transport.close()
         return is_gone
 
-    board = Noticeboard()
+    board = TorchRendezvousStore()
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(work, range(2))) == [True, True]
 

@@ -86,7 +86,7 @@ def _connect(environment: Environment, rendezvous: Rendezvous, timeout_s: float)
         ) from error
 
 
-class Noticeboard:
+class TorchRendezvousStore:
     """Where the workers of a generation post how others can reach them.
 
     Args:

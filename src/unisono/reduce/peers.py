@@ -21,7 +21,7 @@ LARGEST_MESSAGE = 32 * 1024
 """Bytes that always fit into a socket's buffer, so that everybody may send before anybody receives."""
 
 MOST_CALLERS = 1024
-"""That may wait at a door."""
+"""That may wait at a listener."""
 
 HELLO_S = 5.0
 """Seconds that whoever calls may take to say who it is: it is the first thing that it says."""
@@ -135,10 +135,10 @@ class Peers:
 
 
 LOOK_S = 0.1
-"""How often a door that is waited at is looked at."""
+"""How often a listener that is waited at is looked at."""
 
 
-class Door:
+class PeerListener:
     """Where the other workers of this host call this one: a socket without a name in the file system.
 
     Args:
@@ -168,7 +168,7 @@ class Door:
             meeting: what they meet for, so that nobody takes this user's other jobs for them.
 
         Raises:
-            WorkerLost: a peer is gone, or somebody else is where it should be, or this door was closed meanwhile.
+            WorkerLost: a peer is gone, or somebody else is where it should be, or this listener was closed meanwhile.
             NoProgress: a peer did not appear in time.
         """
         about = sha256(meeting.encode()).digest()[:16]
@@ -188,7 +188,7 @@ class Door:
         return Peers(rank, sockets)
 
     def close(self) -> None:
-        """Wake whoever waits at the door, and let nobody in any more. From any thread, and more than once."""
+        """Wake whoever waits at the listener, and let nobody in any more. From any thread, and more than once."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -239,7 +239,7 @@ class Door:
 
 
 def address_from(text: str) -> bytes:
-    """The address of a door, as it was told in hex; empty, and so within nobody's call, if that is none."""
+    """The address of a listener, as it was told in hex; empty, and so within nobody's call, if that is none."""
     try:
         return bytes.fromhex(text)
     except ValueError:
@@ -247,7 +247,7 @@ def address_from(text: str) -> bytes:
 
 
 def is_within_call(ours: bytes, theirs: bytes) -> bool:
-    """Whether doors with these addresses are on one host, whatever the hosts are called."""
+    """Whether listeners with these addresses are on one host, whatever the hosts are called."""
     length = len(_common()) + 1
     return ours[:length] == theirs[:length]
 
@@ -258,7 +258,7 @@ def _is_door(address: bytes) -> bool:
 
 @cache
 def _common() -> str:
-    """What the addresses of doors have in common that can call each other: one kernel, and one network namespace."""
+    """What addresses have in common whose listeners can call each other: one kernel, and one network namespace."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         network = Path("/proc/self/ns/net").stat().st_ino
@@ -267,26 +267,26 @@ def _common() -> str:
     return f"unisono-{sha256(f'{kernel} {network}'.encode()).hexdigest()[:16]}-"
 
 
-def meet(rank: int, workers: int, board: "Board", timeout_s: float, meeting: str = "") -> Peers:
+def meet(rank: int, workers: int, addresses: "RendezvousStore", timeout_s: float, meeting: str = "") -> Peers:
     """Connect every worker of this host with every other.
 
     Args:
         rank: of this worker.
         workers: how many there are.
-        board: where they post the addresses of their doors.
+        addresses: where they post the addresses of their listeners.
         timeout_s: how long to wait for a peer, now and in every exchange.
-        meeting: as of :meth:`Door.gather`.
+        meeting: as of :meth:`PeerListener.gather`.
 
     Raises:
         WorkerLost: a peer is gone, or somebody else is where it should be.
         NoProgress: a peer did not appear in time.
     """
-    with closing(Door(timeout_s)) as door:
-        board.post(f"peer/{rank}", door.address)
-        return door.gather(rank, workers, (board.read(f"peer/{other}") for other in range(rank)), meeting)
+    with closing(PeerListener(timeout_s)) as listener:
+        addresses.post(f"peer/{rank}", listener.address)
+        return listener.gather(rank, workers, (addresses.read(f"peer/{other}") for other in range(rank)), meeting)
 
 
-class Board(Protocol):
+class RendezvousStore(Protocol):
     """Where workers post what the others need to find them."""
 
     def post(self, name: str, value: bytes) -> None:

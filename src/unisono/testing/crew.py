@@ -94,7 +94,7 @@ class Crew:
 
 
 @dataclass(frozen=True, slots=True)
-class _Board:
+class _SharedStore:
     crew: Crew
     generation: int
 
@@ -145,7 +145,7 @@ class CrewMembership(Fixed):
         rank, split = roster.index(self._name), Split.even(self._shards, len(roster))
         transport: Transport = Solo(self._shards)
         if len(roster) > 1:
-            peers = meet(rank, len(roster), _Board(self._crew, number), PATIENCE_S)
+            peers = meet(rank, len(roster), _SharedStore(self._crew, number), PATIENCE_S)
             transport = SharedMemoryTransport(peers, rank, split)
         return Workers(Generation(number, rank, split), transport)
 

@@ -14,7 +14,14 @@ from torch.distributed import PrefixStore
 from unisono.errors import JobError
 from unisono.job import Job
 from unisono.membership.environment import Environment
-from unisono.membership.rendezvous import Generation, Noticeboard, backend_for, form_group, open_store, own_address
+from unisono.membership.rendezvous import (
+    Generation,
+    TorchRendezvousStore,
+    backend_for,
+    form_group,
+    open_store,
+    own_address,
+)
 from unisono.plan.topology import TOPOLOGIES
 from unisono.reduce.host_transport import HierarchicalTransport, host_split
 from unisono.reduce.peers import Peers, meet
@@ -66,9 +73,11 @@ class FixedMeeting(Meeting):
     def peers(self) -> Peers:
         """They post where they can be called."""
         here = self.environment
-        board = Noticeboard(dist.PrefixStore(f"host/{here.rank - here.local_rank}", self.store()), self._timeout_s)
+        addresses = TorchRendezvousStore(
+            dist.PrefixStore(f"host/{here.rank - here.local_rank}", self.store()), self._timeout_s
+        )
         meeting = f"{self._scope} at port {here.rendezvous.port if here.rendezvous is not None else 0}"
-        return meet(here.local_rank, here.local_world_size, board, self._timeout_s, meeting)
+        return meet(here.local_rank, here.local_world_size, addresses, self._timeout_s, meeting)
 
 
 # From an environment to workers that can talk to each other.

@@ -46,7 +46,7 @@ from unisono.membership.rendezvous import Generation
 from unisono.membership.store import CoordinatorStore
 from unisono.membership.token import read_token
 from unisono.plan.split import Split
-from unisono.reduce.peers import Door, Peers, address_from, is_within_call
+from unisono.reduce.peers import PeerListener, Peers, address_from, is_within_call
 from unisono.reduce.transport import Solo
 from unisono.train.config.settings import Coordination
 from unisono.train.group.connect import Meeting
@@ -109,14 +109,14 @@ class Elastic(Membership):
         self._generation = Generation(0, 0, Split.even(hello.shards, 1))
         self._workers = Workers(self._generation, Solo(hello.shards))
         self._due = self._lost = self._left = 0
-        self._doorway = threading.Lock()
+        self._listener_lock = threading.Lock()
         self._is_leaving = False
         self._standing, self._rate = Standing(0), 0.0
         self._heart = Heartbeat()
         self._forming: Future[Workers] = Future()
         self._unreached: tuple[Unreached, ...] = ()
         self._closed = threading.Event()
-        self._door = Door(timeout_s)
+        self._listener = PeerListener(timeout_s)
         self._line = call(self._hear)
         self._publisher = Publisher(self._line.request)
         self._store = CoordinatorStore(self._line, timedelta(seconds=timeout_s))
@@ -158,7 +158,7 @@ class Elastic(Membership):
                 loop=standing.loop,
                 at_boundary=standing.at_boundary,
                 step=standing.step,
-                address=self._door.address.hex(),
+                address=self._listener.address.hex(),
                 unreached=self._unreached,
             )
         )
@@ -170,7 +170,7 @@ class Elastic(Membership):
         self._open_door()
         # In a generation already: it was taken in, and lost the others before it had their state.
         left = self._generation.number
-        address, unreached = self._door.address.hex(), self._unreached
+        address, unreached = self._listener.address.hex(), self._unreached
         self._line.send(Ready(loop=loop, address=address, generation=left, unreached=unreached))
         over = f"loop/{loop}"
         self._watch(over)
@@ -241,7 +241,7 @@ class Elastic(Membership):
     def close(self) -> None:
         """Hang up on everybody."""
         self._closed.set()
-        self._door.close()
+        self._listener.close()
         self._workers.close()
         self._publisher.close()
         self._line.close()
@@ -264,18 +264,18 @@ class Elastic(Membership):
 
     def _hang_up_if_lost(self) -> None:
         # Called by whoever notes a loss, and by whoever forms a generation: whichever comes second sees the other.
-        with self._doorway:  # who has left it already waits for the next one, whose door stays open
+        with self._listener_lock:  # who has left it already waits for the next one, whose listener stays open
             if self._lost >= self._generation.number > self._left:
                 with suppress(InvalidStateError):
                     self._forming.set_exception(WorkerLost("another worker was lost before all had met"))
-                self._door.close()
+                self._listener.close()
                 self._workers.abort()
 
     # -- the main thread ---------------------------------------------------------------------------------------------
 
     def _form_first(self) -> None:
         begun = perf_counter()
-        self._line.send(Ready(address=self._door.address.hex()))
+        self._line.send(Ready(address=self._listener.address.hex()))
         lost: WorkerLost | None = None
         while True:
             try:
@@ -297,14 +297,14 @@ class Elastic(Membership):
         self._generation = Generation(minted.generation, rank, Split(minted.bounds), minted.departures)
         self._line.generation = minted.generation
         self._hang_up_if_lost()
-        meeting = MintedMeeting(minted, rank, self._door, self._store)
+        meeting = MintedMeeting(minted, rank, self._listener, self._store)
         self._unreached = ()
         try:
             with self._probing(minted, rank):
                 self._workers = self._met(meeting)
         except LaunchError as error:  # somebody was lost before all had met
             raise WorkerLost(f"generation {minted.generation} did not form: {error}") from error
-        self._door.close()
+        self._listener.close()
         self._hang_up_if_lost()
         self._publisher.lead(rank == 0)
         return arrival_in(minted, {"regroup": waited - begun, "form": perf_counter() - waited})
@@ -346,10 +346,10 @@ class Elastic(Membership):
         """Leave the generation, and be there for those of the next."""
         self._heart.forms = True
         self._workers.close()
-        with self._doorway:
+        with self._listener_lock:
             self._left = self._generation.number
-            self._door.close()
-            self._door = Door(self._timeout_s)
+            self._listener.close()
+            self._listener = PeerListener(self._timeout_s)
 
     def _await(self, *kinds: Any, wanted: Callable[[Any], bool] = lambda news: True) -> Any:
         """The next news of one of these kinds. After news of the end there are no others, however often one asks."""
@@ -427,14 +427,14 @@ class MintedMeeting(Meeting):
     Args:
         minted: the generation.
         rank: of this worker.
-        door: of this worker, whose address the others know.
+        listener: of this worker, whose address the others know.
         store: the coordinator's.
     """
 
-    def __init__(self, minted: Minted, rank: int, door: Door, store: dist.Store) -> None:
+    def __init__(self, minted: Minted, rank: int, listener: PeerListener, store: dist.Store) -> None:
         self._here = _on_the_host_of(minted.roster[rank], minted.roster)
         self._place = self._here.index(minted.roster[rank])
-        self._generation, self._door, self._store = minted.generation, door, store
+        self._generation, self._listener, self._store = minted.generation, listener, store
         self.environment = Environment(
             "unisono", rank, len(minted.roster), self._place, len(self._here), minted.roster[rank].host
         )
@@ -444,14 +444,14 @@ class MintedMeeting(Meeting):
         return dist.PrefixStore(f"g{self._generation}", self._store)
 
     def peers(self) -> Peers:
-        """At the doors whose addresses came with the roster."""
+        """At the listeners whose addresses came with the roster."""
         lower = (address_from(seat.address) for seat in self._here[: self._place])
         meeting = f"generation {self._generation} of {' '.join(seat.worker for seat in self._here)}"
-        return self._door.gather(self._place, len(self._here), lower, meeting)
+        return self._listener.gather(self._place, len(self._here), lower, meeting)
 
 
 def _on_the_host_of(mine: Seat, roster: Sequence[Seat]) -> list[Seat]:
-    # Hosts may have one name, for instance containers of one image: the addresses of their doors tell.
+    # Hosts may have one name, for instance containers of one image: the addresses of their listeners tell.
     here = address_from(mine.address)
     return [seat for seat in roster if seat.host == mine.host and is_within_call(here, address_from(seat.address))]
 

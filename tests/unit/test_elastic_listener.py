@@ -1,4 +1,4 @@
-"""An elastic worker between two generations: what is heard late of the one before closes no door of the next."""
+"""An elastic worker between two generations: what is heard late of the one before closes no listener of the next."""
 
 import socket
 import threading
@@ -80,7 +80,7 @@ class Line:
 
 
 class Host:
-    """A worker, its line, and the doors with which it formed generations."""
+    """A worker, its line, and the listeners with which it formed generations."""
 
     def __init__(self, timeout_s: float = PATIENCE_S) -> None:
         self.forms: Callable[[Meeting], None] = lambda meeting: None
@@ -125,7 +125,7 @@ def host() -> Iterator[Host]:
 
 
 def test_whoever_does_not_reach_a_host_of_its_generation_stops_waiting_for_it_and_says_so(host: Host) -> None:
-    host.forms = lambda meeting: meeting._door.gather(0, 2, ())  # type: ignore[attr-defined]
+    host.forms = lambda meeting: meeting._listener.gather(0, 2, ())  # type: ignore[attr-defined]
     thread, found = host.regroup()
     host.line.mint(2, probes="127.0.0.1:1")
     thread.join(PATIENCE_S / 2)
@@ -155,9 +155,9 @@ def test_probes_end_as_soon_as_a_generation_has_formed(host: Host) -> None:
 
 def test_a_loss_that_is_heard_of_late_leaves_the_door_to_the_next_generation_open(host: Host) -> None:
     thread, found = host.regroup()
-    door = host.elastic._door
+    listener = host.elastic._listener
     host.line.hear(Lost(generation=1, workers=("w2",)))
-    assert door.address.hex() == host.line.addresses[-1]  # a closed one has no address
+    assert listener.address.hex() == host.line.addresses[-1]  # a closed one has no address
     host.line.mint(2)
     thread.join(PATIENCE_S)
     assert isinstance(found[0], Arrival)
@@ -213,7 +213,7 @@ def test_whoever_waits_for_the_others_of_a_generation_wakes_when_one_of_them_has
 
     def wait_for_a_caller(meeting: Any) -> None:
         waits.set()
-        meeting._door.gather(0, 2, ())
+        meeting._listener.gather(0, 2, ())
 
     host.forms = wait_for_a_caller
     thread, found = host.regroup()

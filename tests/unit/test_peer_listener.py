@@ -1,4 +1,4 @@
-"""Workers of one host call each other at doors: only at such, and only each other."""
+"""Workers of one host call each other at listeners: only at such, and only each other."""
 
 import os
 import socket
@@ -12,9 +12,9 @@ import pytest
 from torch.distributed import HashStore
 
 from unisono.errors import LaunchError, NoProgress, WorkerLost
-from unisono.membership.rendezvous import Noticeboard
+from unisono.membership.rendezvous import TorchRendezvousStore
 from unisono.reduce import peers
-from unisono.reduce.peers import Door, address_from, meet
+from unisono.reduce.peers import PeerListener, address_from, meet
 
 pytestmark = pytest.mark.unit
 
@@ -27,10 +27,10 @@ def hello(rank: int, whom: int = 0, meeting: str = MEETING) -> bytes:
 
 
 @contextmanager
-def caller(door: Door, said: bytes) -> Iterator[socket.socket]:
+def caller(listener: PeerListener, said: bytes) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(PATIENCE_S)
-        connection.connect(door.address)
+        connection.connect(listener.address)
         if said:
             connection.send(said)
         yield connection
@@ -49,14 +49,14 @@ STRANGE = {
 @pytest.mark.parametrize("said", STRANGE.values(), ids=STRANGE.keys())
 def test_who_does_not_belong_here_is_hung_up_on_and_the_others_are_met(said: bytes) -> None:
     with (
-        closing(Door(PATIENCE_S)) as door,
-        closing(Door(PATIENCE_S)) as other,
+        closing(PeerListener(PATIENCE_S)) as listener,
+        closing(PeerListener(PATIENCE_S)) as other,
         ThreadPoolExecutor(2) as pool,
-        caller(door, said) as stranger,
+        caller(listener, said) as stranger,
     ):
-        first = pool.submit(door.gather, 0, 2, (), MEETING)
+        first = pool.submit(listener.gather, 0, 2, (), MEETING)
         assert stranger.recv(1) == b""
-        second = pool.submit(other.gather, 1, 2, [door.address], MEETING)
+        second = pool.submit(other.gather, 1, 2, [listener.address], MEETING)
         with closing(first.result(PATIENCE_S)) as ours, closing(second.result(PATIENCE_S)) as theirs:
             sending = pool.submit(ours.exchange, b"a")
             assert theirs.exchange(b"b") == sending.result(PATIENCE_S) == {0: b"a", 1: b"b"}
@@ -64,32 +64,36 @@ def test_who_does_not_belong_here_is_hung_up_on_and_the_others_are_met(said: byt
 
 def test_who_calls_and_hangs_up_or_says_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "HELLO_S", 0.05)
-    with closing(Door(PATIENCE_S)) as door, closing(Door(PATIENCE_S)) as other, ThreadPoolExecutor(2) as pool:
-        with caller(door, b""):
+    with (
+        closing(PeerListener(PATIENCE_S)) as listener,
+        closing(PeerListener(PATIENCE_S)) as other,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        with caller(listener, b""):
             pass
-        with caller(door, b""):
-            first = pool.submit(door.gather, 0, 2, (), MEETING)
-            with closing(other.gather(1, 2, [door.address], MEETING)), closing(first.result(PATIENCE_S)) as met:
+        with caller(listener, b""):
+            first = pool.submit(listener.gather, 0, 2, (), MEETING)
+            with closing(other.gather(1, 2, [listener.address], MEETING)), closing(first.result(PATIENCE_S)) as met:
                 assert met.ranks == [1]
 
 
 def test_who_calls_twice_as_one_worker_is_one_worker() -> None:
     with (
-        closing(Door(PATIENCE_S)) as door,
-        caller(door, hello(1)),
-        caller(door, hello(1)) as again,
-        caller(door, hello(2)),
-        closing(door.gather(0, 3, (), MEETING)) as met,
+        closing(PeerListener(PATIENCE_S)) as listener,
+        caller(listener, hello(1)),
+        caller(listener, hello(1)) as again,
+        caller(listener, hello(2)),
+        closing(listener.gather(0, 3, (), MEETING)) as met,
     ):
         assert met.ranks == [1, 2]
         assert again.recv(1) == b""
 
 
 def test_strangers_do_not_make_the_wait_longer() -> None:
-    with closing(Door(0.3)) as door, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(door.gather, 0, 2, (), MEETING)
+    with closing(PeerListener(0.3)) as listener, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(listener.gather, 0, 2, (), MEETING)
         while not waiting.done():
-            with suppress(OSError), caller(door, b"abc") as stranger:
+            with suppress(OSError), caller(listener, b"abc") as stranger:
                 stranger.recv(1)
         assert isinstance(waiting.exception(), NoProgress)
 
@@ -105,27 +109,27 @@ ADDRESSES = {
 
 @pytest.mark.parametrize("address", [*ADDRESSES.values()], ids=ADDRESSES.keys())
 def test_an_address_that_is_no_door_of_this_host_is_not_called(address: bytes) -> None:
-    with closing(Door(PATIENCE_S)) as door, pytest.raises(WorkerLost, match="where no worker is"):
-        door.gather(1, 2, [address])
+    with closing(PeerListener(PATIENCE_S)) as listener, pytest.raises(WorkerLost, match="where no worker is"):
+        listener.gather(1, 2, [address])
 
 
 def test_who_answers_as_another_user_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(Door(PATIENCE_S)) as door, closing(Door(PATIENCE_S)) as other:
+    with closing(PeerListener(PATIENCE_S)) as listener, closing(PeerListener(PATIENCE_S)) as other:
         monkeypatch.setattr(peers, "is_same_user", lambda connection: False)
         with pytest.raises(WorkerLost, match="a process of another user answers in place of rank 0"):
-            other.gather(1, 2, [door.address], MEETING)
-        connection, _ = door._socket.accept()
+            other.gather(1, 2, [listener.address], MEETING)
+        connection, _ = listener._socket.accept()
         with closing(connection):
             assert connection.recv(1) == b""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_the_kernel_tells_of_another_user() -> None:
-    with closing(Door(PATIENCE_S)) as door, closing(Door(PATIENCE_S)) as other:
+    with closing(PeerListener(PATIENCE_S)) as listener, closing(PeerListener(PATIENCE_S)) as other:
         os.seteuid(65534)
         try:
             with pytest.raises(WorkerLost, match="a process of another user answers"):
-                other.gather(1, 2, [door.address], MEETING)
+                other.gather(1, 2, [listener.address], MEETING)
         finally:
             os.seteuid(0)
 
@@ -133,10 +137,10 @@ def test_the_kernel_tells_of_another_user() -> None:
 @pytest.mark.parametrize("posted", ["zz", "\xe9", "abc", ""])
 def test_what_is_posted_and_is_no_address_is_named_and_not_called(posted: str) -> None:
     store = HashStore()
-    board = Noticeboard(store, PATIENCE_S)
-    board._store.set("peer/0", posted)
+    addresses = TorchRendezvousStore(store, PATIENCE_S)
+    addresses._store.set("peer/0", posted)
     with pytest.raises((LaunchError, WorkerLost), match="no address of a worker as peer/0|where no worker is"):
-        meet(1, 2, board, PATIENCE_S)
+        meet(1, 2, addresses, PATIENCE_S)
 
 
 def test_an_address_in_a_roster_that_is_none_is_within_nobodys_call() -> None:
@@ -145,8 +149,12 @@ def test_an_address_in_a_roster_that_is_none_is_within_nobodys_call() -> None:
 
 
 def test_workers_that_meet_for_other_things_do_not_meet() -> None:
-    with closing(Door(0.2)) as door, closing(Door(PATIENCE_S)) as other, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(door.gather, 0, 2, (), "unisono/1 at port 1")
-        with closing(other.gather(1, 2, [door.address], "unisono/1 at port 2")) as alone, pytest.raises(WorkerLost):
+    with (
+        closing(PeerListener(0.2)) as listener,
+        closing(PeerListener(PATIENCE_S)) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(listener.gather, 0, 2, (), "unisono/1 at port 1")
+        with closing(other.gather(1, 2, [listener.address], "unisono/1 at port 2")) as alone, pytest.raises(WorkerLost):
             alone.exchange(b"a")
         assert isinstance(waiting.exception(PATIENCE_S), NoProgress)
