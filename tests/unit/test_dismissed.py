@@ -76,7 +76,7 @@ def opened() -> Iterator[Opened]:
             return Line(hear, farewell, after)
 
         hello = WorkerHello(worker="w1", host="h", pid=1, shards=4)
-        made.append(Elastic(call, hello, lambda generation, meeting: Workers(generation, Solo(4)), 20.0))
+        made.append(Elastic(call, hello, lambda generation, rendezvous: Workers(generation, Solo(4)), 20.0))
         return made[-1]
 
     yield open_one

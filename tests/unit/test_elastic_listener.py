@@ -28,7 +28,7 @@ from unisono.membership.messages import (
 )
 from unisono.membership.rendezvous import Generation
 from unisono.reduce.transport import Solo
-from unisono.train.group.connect import Meeting
+from unisono.train.group.connect import Rendezvous
 from unisono.train.group.elastic import Elastic
 from unisono.train.group.liveness import Probing, Tell
 from unisono.train.group.membership import Arrival, Standing
@@ -83,7 +83,7 @@ class Host:
     """A worker, its line, and the listeners with which it formed generations."""
 
     def __init__(self, timeout_s: float = PATIENCE_S) -> None:
-        self.forms: Callable[[Meeting], None] = lambda meeting: None
+        self.forms: Callable[[Rendezvous], None] = lambda rendezvous: None
         self.patience_s = 0.1
 
         def call(hear: Callable[[ToWorker], None]) -> Any:
@@ -91,8 +91,8 @@ class Host:
             hear(Welcome(joins=False))
             return self.line
 
-        def form(generation: Generation, meeting: Meeting) -> Workers:
-            self.forms(meeting)
+        def form(generation: Generation, rendezvous: Rendezvous) -> Workers:
+            self.forms(rendezvous)
             return Workers(generation, Solo(4))
 
         def probe(targets: Sequence[Target], tell: Tell) -> Probing:
@@ -125,7 +125,7 @@ def host() -> Iterator[Host]:
 
 
 def test_whoever_does_not_reach_a_host_of_its_generation_stops_waiting_for_it_and_says_so(host: Host) -> None:
-    host.forms = lambda meeting: meeting._listener.gather(0, 2, ())  # type: ignore[attr-defined]
+    host.forms = lambda rendezvous: rendezvous._listener.gather(0, 2, ())  # type: ignore[attr-defined]
     thread, found = host.regroup()
     host.line.mint(2, probes="127.0.0.1:1")
     thread.join(PATIENCE_S / 2)
@@ -133,7 +133,7 @@ def test_whoever_does_not_reach_a_host_of_its_generation_stops_waiting_for_it_an
     assert "out of reach (b: " in str(found[0])
     thread, found = host.regroup()
     assert [each.agent for each in host.line.unreached] == ["b"]
-    host.forms = lambda meeting: None
+    host.forms = lambda rendezvous: None
     host.line.mint(3)
     thread.join(PATIENCE_S)
     assert isinstance(found[0], Arrival)
@@ -211,9 +211,9 @@ def test_what_is_published_is_told_again_until_the_coordinator_answers(
 def test_whoever_waits_for_the_others_of_a_generation_wakes_when_one_of_them_has_given_up(host: Host) -> None:
     waits = threading.Event()
 
-    def wait_for_a_caller(meeting: Any) -> None:
+    def wait_for_a_caller(rendezvous: Any) -> None:
         waits.set()
-        meeting._listener.gather(0, 2, ())
+        rendezvous._listener.gather(0, 2, ())
 
     host.forms = wait_for_a_caller
     thread, found = host.regroup()

@@ -10,7 +10,7 @@ from unisono.errors import JobError
 from unisono.membership.environment import (
     PORTS,
     Environment,
-    Rendezvous,
+    RendezvousAddress,
     first_host,
     recognise,
     tasks_per_node,
@@ -64,12 +64,14 @@ def test_the_host_is_named_by_the_system_unless_given() -> None:
 
 
 def test_unisono_run_hands_its_open_socket_to_rank_0() -> None:
-    assert recognise(UNISONO, "a") == Environment("unisono", 0, 4, 0, 4, "a", Rendezvous("127.0.0.1", 4711, store_fd=9))
+    assert recognise(UNISONO, "a") == Environment(
+        "unisono", 0, 4, 0, 4, "a", RendezvousAddress("127.0.0.1", 4711, store_fd=9)
+    )
 
 
 def test_other_ranks_of_unisono_run_have_no_socket() -> None:
     other = without(UNISONO, "UNISONO_STORE_FD") | {"UNISONO_RANK": "3", "UNISONO_LOCAL_RANK": "3"}
-    assert recognise(other, "a").rendezvous == Rendezvous("127.0.0.1", 4711)
+    assert recognise(other, "a").rendezvous == RendezvousAddress("127.0.0.1", 4711)
 
 
 def test_one_worker_of_unisono_run_meets_nobody() -> None:
@@ -79,7 +81,7 @@ def test_one_worker_of_unisono_run_meets_nobody() -> None:
 
 def test_torchrun_is_recognised_and_described_in_one_line() -> None:
     environment = recognise(TORCHRUN, "a")
-    assert environment == Environment("torchrun", 2, 4, 0, 2, "a", Rendezvous("10.0.0.1", 29500))
+    assert environment == Environment("torchrun", 2, 4, 0, 2, "a", RendezvousAddress("10.0.0.1", 29500))
     assert environment.describe() == "torchrun: rank 2 of 4 on host a, rendezvous 10.0.0.1:29500"
 
 
@@ -95,7 +97,7 @@ def test_unisono_comes_before_torchrun_and_torchrun_before_slurm() -> None:
 
 def test_plain_variables_on_loopback_mean_one_host() -> None:
     environment = recognise(PLAIN | {"MASTER_ADDR": "127.0.0.1"}, "a")
-    assert environment == Environment("env", 2, 4, 2, 4, "a", Rendezvous("127.0.0.1", 29500))
+    assert environment == Environment("env", 2, 4, 2, 4, "a", RendezvousAddress("127.0.0.1", 29500))
 
 
 def test_plain_variables_with_the_local_ones_are_taken_as_they_are() -> None:
@@ -141,7 +143,7 @@ def test_all_tasks_of_a_step_derive_one_port_and_other_steps_another() -> None:
 
 def test_address_and_port_of_a_step_can_be_given() -> None:
     given = recognise(SRUN | {"MASTER_ADDR": "login", "MASTER_PORT": "4000"}).rendezvous
-    assert given == Rendezvous("login", 4000)
+    assert given == RendezvousAddress("login", 4000)
 
 
 def test_a_batch_script_is_one_worker_although_slurm_names_five_tasks() -> None:

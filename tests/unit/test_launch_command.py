@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import JobError
-from unisono.launch.command import Meeting, WorkerCommand, dry_run, worker_command
+from unisono.launch.command import RendezvousSocket, WorkerCommand, dry_run, worker_command
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.tuning import Tuning
-from unisono.membership.environment import Rendezvous, recognise
+from unisono.membership.environment import RendezvousAddress, recognise
 
 pytestmark = pytest.mark.unit
 
 TRAIN = Script("train.py", ("-n", "5", "--help"))
 
 
-def command(rank: int = 0, meeting: Meeting | None = None, **settings: object) -> WorkerCommand:
+def command(rank: int = 0, rendezvous: RendezvousSocket | None = None, **settings: object) -> WorkerCommand:
     wanted = LaunchSettings(TRAIN, workers=4, **settings)  # type: ignore[arg-type]
-    return worker_command(wanted, Path("runs/x"), rank, meeting)
+    return worker_command(wanted, Path("runs/x"), rank, rendezvous)
 
 
 def test_a_worker_runs_the_script_with_its_own_arguments_untouched() -> None:
@@ -27,12 +27,12 @@ def test_a_worker_runs_the_script_with_its_own_arguments_untouched() -> None:
 
 
 def test_the_worker_recognises_what_the_launcher_says() -> None:
-    meeting = Meeting(4711, 9)
-    first = recognise(command(0, meeting).environment({}), "a")
-    third = recognise(command(2, meeting).environment({}), "a")
+    rendezvous = RendezvousSocket(4711, 9)
+    first = recognise(command(0, rendezvous).environment({}), "a")
+    third = recognise(command(2, rendezvous).environment({}), "a")
     assert (first.launcher, first.rank, first.world_size, first.local_world_size) == ("unisono", 0, 4, 4)
-    assert first.rendezvous == Rendezvous("127.0.0.1", 4711, store_fd=9)
-    assert (third.rank, third.local_rank, third.rendezvous) == (2, 2, Rendezvous("127.0.0.1", 4711))
+    assert first.rendezvous == RendezvousAddress("127.0.0.1", 4711, store_fd=9)
+    assert (third.rank, third.local_rank, third.rendezvous) == (2, 2, RendezvousAddress("127.0.0.1", 4711))
 
 
 def test_the_run_folder_is_absolute_since_a_script_may_change_its_folder() -> None:
@@ -63,7 +63,7 @@ def test_wishes_reach_the_workers_and_silence_stays_silent() -> None:
 
 def test_a_launcher_inside_a_worker_hands_on_no_foreign_socket() -> None:
     outer = {"UNISONO_STORE": "127.0.0.1:1", "UNISONO_STORE_FD": "3", "UNISONO_RANK": "7", "HOME": "/h"}
-    inner = command(1, Meeting(2, 4)).environment(outer)
+    inner = command(1, RendezvousSocket(2, 4)).environment(outer)
     assert inner["UNISONO_STORE"] == "127.0.0.1:2"
     assert "UNISONO_STORE_FD" not in inner
     assert (inner["UNISONO_RANK"], inner["HOME"]) == ("1", "/h")

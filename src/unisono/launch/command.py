@@ -28,7 +28,7 @@ PER_WORKER = (
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class RendezvousSocket:
     """Where the workers of one launch meet: a listening socket that the launcher opened.
 
     Attributes:
@@ -98,15 +98,17 @@ class WorkerCommand:
         return f"{variables} {shlex.join(self.argv)}"
 
 
-def worker_command(settings: LaunchSettings, run_dir: Path, rank: int, meeting: Meeting | None) -> WorkerCommand:
-    """How to start the worker of a rank. A job of one worker has no ``meeting``."""
+def worker_command(
+    settings: LaunchSettings, run_dir: Path, rank: int, rendezvous: RendezvousSocket | None
+) -> WorkerCommand:
+    """How to start the worker of a rank. A job of one worker has no ``rendezvous``."""
     own = {
         "UNISONO_RANK": str(rank),
         "UNISONO_WORLD_SIZE": str(settings.workers),
         "UNISONO_LOCAL_RANK": str(rank),
         "UNISONO_LOCAL_WORLD_SIZE": str(settings.workers),
     }
-    where = _where(meeting, rank)
+    where = _where(rendezvous, rank)
     variables = own | _common(settings, run_dir) | where | settings.extra_environment
     return WorkerCommand(tuple(settings.script.argv), variables)
 
@@ -143,20 +145,20 @@ def _wishes(settings: LaunchSettings) -> dict[str, str]:
     return {name: str(value) for name, value in wishes.items() if value is not None} | allowed
 
 
-def _where(meeting: Meeting | None, rank: int) -> dict[str, str]:
-    if meeting is None:
+def _where(rendezvous: RendezvousSocket | None, rank: int) -> dict[str, str]:
+    if rendezvous is None:
         return {}
-    socket = {"UNISONO_STORE_FD": str(meeting.fd)} if rank == 0 else {}
-    return {"UNISONO_STORE": f"127.0.0.1:{meeting.port}", **socket}
+    socket = {"UNISONO_STORE_FD": str(rendezvous.fd)} if rank == 0 else {}
+    return {"UNISONO_STORE": f"127.0.0.1:{rendezvous.port}", **socket}
 
 
 def dry_run(settings: LaunchSettings, run_dir: Path) -> str:
     """What would be started, one worker below the other, for a person to read."""
-    meeting = Meeting("PORT", "FD") if settings.workers > 1 else None
-    lines = ["# PORT and FD are those of a socket on loopback that the launcher opens"] if meeting else []
+    rendezvous = RendezvousSocket("PORT", "FD") if settings.workers > 1 else None
+    lines = ["# PORT and FD are those of a socket on loopback that the launcher opens"] if rendezvous else []
     lines += [f"# {line}" for line in settings.tuning.lines]
     for rank in range(settings.workers):
-        command = worker_command(settings, run_dir, rank, meeting)
+        command = worker_command(settings, run_dir, rank, rendezvous)
         shown = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
         lines += [f"# rank {rank}", str(WorkerCommand(command.script, shown))]
     return "\n".join(lines)

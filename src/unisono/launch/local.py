@@ -18,7 +18,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
 from unisono.host.guard import kill_group
 from unisono.host.memory import LOOK_S, offer, peak_mib
-from unisono.launch.command import Meeting, elastic_command, worker_command
+from unisono.launch.command import RendezvousSocket, elastic_command, worker_command
 from unisono.launch.ending.outcome import Blame, Outcome, WorkerExit
 from unisono.launch.ending.result import End, conclude, digest_in, with_faults
 from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
@@ -149,11 +149,11 @@ class _FixedWorkers:
     async def _start_all(self) -> None:
         await self._begins.open()
         await self._loaded_or_interrupted()
-        with _listening(self._settings.workers) as meeting:
+        with _listening(self._settings.workers) as rendezvous:
             for rank in range(self._settings.workers):
                 if self._interrupted is None:
                     try:
-                        self._running[rank] = await self._start(rank, meeting)
+                        self._running[rank] = await self._start(rank, rendezvous)
                     except OSError as error:
                         raise LaunchError(f"the worker of rank {rank} could not be started: {error}") from error
                     if self._interrupted is not None:  # while it was being started
@@ -166,9 +166,9 @@ class _FixedWorkers:
         for task in (loaded, interrupted):
             task.cancel()
 
-    async def _start(self, rank: int, meeting: Meeting | None) -> _Worker:
-        command = worker_command(self._settings, self._folder.path, rank, meeting)
-        meets = int(meeting.fd) if meeting is not None and rank == 0 else None
+    async def _start(self, rank: int, rendezvous: RendezvousSocket | None) -> _Worker:
+        command = worker_command(self._settings, self._folder.path, rank, rendezvous)
+        meets = int(rendezvous.fd) if rendezvous is not None and rank == 0 else None
         process, output = await self._group.begin(rank, lambda output: self._begins.start(command, output, meets))
         return _Worker(rank, process, output)
 
@@ -238,7 +238,7 @@ class _FixedWorkers:
 
 
 @contextmanager
-def _listening(workers: int) -> Iterator[Meeting | None]:
+def _listening(workers: int) -> Iterator[RendezvousSocket | None]:
     """A socket on loopback, at a port that the system chooses, open before any worker looks for it."""
     if workers == 1:
         yield None
@@ -246,4 +246,4 @@ def _listening(workers: int) -> Iterator[Meeting | None]:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(workers * 2 + 128)
-        yield Meeting(listener.getsockname()[1], listener.fileno())
+        yield RendezvousSocket(listener.getsockname()[1], listener.fileno())

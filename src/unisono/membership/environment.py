@@ -16,7 +16,7 @@ PORTS = range(15000, 30000)
 
 
 @dataclass(frozen=True, slots=True)
-class Rendezvous:
+class RendezvousAddress:
     """Where the workers meet.
 
     Attributes:
@@ -54,7 +54,7 @@ class Environment:
     local_rank: int
     local_world_size: int
     host: str
-    rendezvous: Rendezvous | None = None
+    rendezvous: RendezvousAddress | None = None
     note: str = ""
 
     def describe(self) -> str:
@@ -156,17 +156,17 @@ class Unisono:
         because = "this worker was started by unisono run"
         rank, size = variables.rank("UNISONO_RANK", "UNISONO_WORLD_SIZE", because)
         local = variables.rank("UNISONO_LOCAL_RANK", "UNISONO_LOCAL_WORLD_SIZE", because)
-        meeting = self._rendezvous(variables, because) if size > 1 else None
-        return Environment("unisono", rank, size, *local, host, meeting)
+        rendezvous = self._rendezvous(variables, because) if size > 1 else None
+        return Environment("unisono", rank, size, *local, host, rendezvous)
 
-    def _rendezvous(self, variables: Variables, because: str) -> Rendezvous:
+    def _rendezvous(self, variables: Variables, because: str) -> RendezvousAddress:
         store = variables.text("UNISONO_STORE", because)
         address, _, port = store.rpartition(":")
         if not address or not re.fullmatch(r"[0-9]{1,5}", port):
             raise JobError(f"UNISONO_STORE={store!r} in the environment: needs ADDRESS:PORT")
         inherited = "UNISONO_STORE_FD" in variables
         descriptor = variables.count("UNISONO_STORE_FD", because) if inherited else None
-        return Rendezvous(address.strip("[]"), int(port), descriptor)
+        return RendezvousAddress(address.strip("[]"), int(port), descriptor)
 
 
 class Torchrun:
@@ -195,10 +195,12 @@ class Plain:
         """RANK and WORLD_SIZE; where to meet if there are several; the local ones as far as they are set."""
         because = f"{variables.said('RANK', 'WORLD_SIZE')}: set both, or neither"
         rank, size = variables.rank("RANK", "WORLD_SIZE", because)
-        meeting = _master(variables, size)
-        one_host = meeting is None or meeting.address == "localhost" or meeting.address.startswith(("127.", "::1"))
+        rendezvous = _master(variables, size)
+        one_host = (
+            rendezvous is None or rendezvous.address == "localhost" or rendezvous.address.startswith(("127.", "::1"))
+        )
         local_rank, local_size, note = self._local(variables, rank, size, one_host)
-        return Environment("env", rank, size, local_rank, local_size, host, meeting, note)
+        return Environment("env", rank, size, local_rank, local_size, host, rendezvous, note)
 
     def _local(self, variables: Variables, rank: int, size: int, one_host: bool) -> tuple[int, int, str]:
         """Every worker must come to the same conclusion, so only what all of them see may count."""
@@ -236,8 +238,8 @@ class Slurm:
         local_rank = variables.count("SLURM_LOCALID", because)
         local_size, note = self._local_size(variables, size, local_rank)
         here = variables.text("SLURMD_NODENAME", because) if "SLURMD_NODENAME" in variables else host
-        meeting = self._rendezvous(variables, because) if size > 1 else None
-        return Environment("slurm", rank, size, local_rank, local_size, here, meeting, note)
+        rendezvous = self._rendezvous(variables, because) if size > 1 else None
+        return Environment("slurm", rank, size, local_rank, local_size, here, rendezvous, note)
 
     def _local_size(self, variables: Variables, size: int, local_rank: int) -> tuple[int, str]:
         text, node = f"SLURM_STEP_NUM_TASKS={size}", 0
@@ -255,16 +257,16 @@ class Slurm:
             raise JobError(f"{text} and SLURM_LOCALID={local_rank} in the environment contradict each other")
         return counts[node], note
 
-    def _rendezvous(self, variables: Variables, because: str) -> Rendezvous:
+    def _rendezvous(self, variables: Variables, because: str) -> RendezvousAddress:
         given = "MASTER_ADDR" in variables
         nodes = "" if given else variables.text("SLURM_STEP_NODELIST", because)
         address = variables.text("MASTER_ADDR", because) if given else first_host(nodes)
         if "MASTER_PORT" in variables:
-            return Rendezvous(address, variables.port("MASTER_PORT", because))
+            return RendezvousAddress(address, variables.port("MASTER_PORT", because))
         job = variables.count("SLURM_JOB_ID", because)
         step = variables.count("SLURM_STEP_ID", because)
         # Two jobs that share a host, or two steps of one job, must not meet at the same port.
-        return Rendezvous(address, PORTS[(job * 31 + step) % len(PORTS)])
+        return RendezvousAddress(address, PORTS[(job * 31 + step) % len(PORTS)])
 
 
 LAUNCHERS: tuple[Launcher, ...] = (Unisono(), Torchrun(), Plain(), Slurm())
@@ -298,9 +300,9 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def _master(variables: Variables, size: int) -> Rendezvous | None:
+def _master(variables: Variables, size: int) -> RendezvousAddress | None:
     if size == 1:
         return None
     because = f"{variables.said('RANK', 'WORLD_SIZE')}: the workers meet at that {{}} of rank 0's host"
     address = variables.text("MASTER_ADDR", because.format("address"))
-    return Rendezvous(address, variables.port("MASTER_PORT", because.format("port")))
+    return RendezvousAddress(address, variables.port("MASTER_PORT", because.format("port")))

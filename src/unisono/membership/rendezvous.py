@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from unisono.errors import LaunchError
 from unisono.membership.data_address import data_address
-from unisono.membership.environment import Environment, Rendezvous
+from unisono.membership.environment import Environment, RendezvousAddress
 from unisono.plan.split import Split
 
 # One roster's life: who is in it, and which shards each worker computes.
@@ -64,7 +64,7 @@ def open_store(environment: Environment, timeout_s: float) -> dist.Store:
     return _stores[where]
 
 
-def _connect(environment: Environment, rendezvous: Rendezvous, timeout_s: float) -> dist.Store:
+def _connect(environment: Environment, rendezvous: RendezvousAddress, timeout_s: float) -> dist.Store:
     serves = environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     options: dict[str, Any] = {"master_listen_fd": rendezvous.store_fd} if rendezvous.store_fd is not None else {}
     try:

@@ -158,20 +158,20 @@ class PeerListener:
         address: bytes = self._socket.getsockname()
         return address
 
-    def gather(self, rank: int, workers: int, lower: Iterable[bytes], meeting: str = "") -> Peers:
+    def gather(self, rank: int, workers: int, lower: Iterable[bytes], purpose: str = "") -> Peers:
         """Connect with every other worker. Processes of another user are neither heard nor called.
 
         Args:
             rank: of this worker on this host.
             workers: how many there are on this host.
             lower: the addresses of those of lower rank, in order: they are called. The others call.
-            meeting: what they meet for, so that nobody takes this user's other jobs for them.
+            purpose: what they meet for, so that nobody takes this user's other jobs for them.
 
         Raises:
             WorkerLost: a peer is gone, or somebody else is where it should be, or this listener was closed meanwhile.
             NoProgress: a peer did not appear in time.
         """
-        about = sha256(meeting.encode()).digest()[:16]
+        about = sha256(purpose.encode()).digest()[:16]
         sockets: dict[int, socket.socket] = {}
         with ExitStack() as calls:
             for other, address in enumerate(lower):
@@ -267,7 +267,7 @@ def _common() -> str:
     return f"unisono-{sha256(f'{kernel} {network}'.encode()).hexdigest()[:16]}-"
 
 
-def meet(rank: int, workers: int, addresses: "RendezvousStore", timeout_s: float, meeting: str = "") -> Peers:
+def meet(rank: int, workers: int, addresses: "RendezvousStore", timeout_s: float, purpose: str = "") -> Peers:
     """Connect every worker of this host with every other.
 
     Args:
@@ -275,7 +275,7 @@ def meet(rank: int, workers: int, addresses: "RendezvousStore", timeout_s: float
         workers: how many there are.
         addresses: where they post the addresses of their listeners.
         timeout_s: how long to wait for a peer, now and in every exchange.
-        meeting: as of :meth:`PeerListener.gather`.
+        purpose: as of :meth:`PeerListener.gather`.
 
     Raises:
         WorkerLost: a peer is gone, or somebody else is where it should be.
@@ -283,7 +283,7 @@ def meet(rank: int, workers: int, addresses: "RendezvousStore", timeout_s: float
     """
     with closing(PeerListener(timeout_s)) as listener:
         addresses.post(f"peer/{rank}", listener.address)
-        return listener.gather(rank, workers, (addresses.read(f"peer/{other}") for other in range(rank)), meeting)
+        return listener.gather(rank, workers, (addresses.read(f"peer/{other}") for other in range(rank)), purpose)
 
 
 class RendezvousStore(Protocol):

@@ -35,7 +35,7 @@ from unisono.train.config.numerics import apply_numerics, fingerprint, script_di
 from unisono.train.config.settings import Settings
 from unisono.train.config.terms import Terms
 from unisono.train.group.acts import Acts
-from unisono.train.group.connect import Connection, FixedMeeting, Meeting, TopologyName, TransportName, connect
+from unisono.train.group.connect import Connection, FixedRendezvous, Rendezvous, TopologyName, TransportName, connect
 from unisono.train.group.elastic import elastic
 from unisono.train.group.membership import Fixed, Membership
 from unisono.train.group.signals import LeaveRequest
@@ -176,14 +176,14 @@ def _membership(job: Job, environment: Environment, how: Connection, settings: S
         # Who hangs is found by the coordinator. That workers wait for each other in vain is for when it does not.
         how = replace(how, timeout_s=BACKSTOP * how.timeout_s)
 
-    def form(generation: Generation, meeting: Meeting) -> Workers:
-        return connect(job, generation, meeting, how)
+    def form(generation: Generation, rendezvous: Rendezvous) -> Workers:
+        return connect(job, generation, rendezvous, how)
 
     if settings.coordinator is not None:
         return elastic(settings.coordinator, job, environment.host, form, how.timeout_s, silence_s)
     job.require_workers(environment.world_size)
     generation = Generation(1, environment.rank, Split.even(job.shards, environment.world_size))
-    return Fixed(form(generation, FixedMeeting(environment, how.timeout_s)))
+    return Fixed(form(generation, FixedRendezvous(environment, how.timeout_s)))
 
 
 def _begun(run: Run, environment: Environment, said: int, settings: Settings) -> Run:

@@ -35,7 +35,7 @@ from unisono.train.group.workers import Workers
 _meetings = itertools.count(1)
 
 
-class Meeting(ABC):
+class Rendezvous(ABC):
     """Where the workers of one generation meet.
 
     Attributes:
@@ -53,7 +53,7 @@ class Meeting(ABC):
         """Connections to the other workers of this host, which are neighbours in the roster. Once."""
 
 
-class FixedMeeting(Meeting):
+class FixedRendezvous(Rendezvous):
     """Of workers that were started together, over their launcher's rendezvous. All make theirs in the same order.
 
     Args:
@@ -76,8 +76,8 @@ class FixedMeeting(Meeting):
         addresses = TorchRendezvousStore(
             dist.PrefixStore(f"host/{here.rank - here.local_rank}", self.store()), self._timeout_s
         )
-        meeting = f"{self._scope} at port {here.rendezvous.port if here.rendezvous is not None else 0}"
-        return meet(here.local_rank, here.local_world_size, addresses, self._timeout_s, meeting)
+        purpose = f"{self._scope} at port {here.rendezvous.port if here.rendezvous is not None else 0}"
+        return meet(here.local_rank, here.local_world_size, addresses, self._timeout_s, purpose)
 
 
 # From an environment to workers that can talk to each other.
@@ -108,25 +108,25 @@ class Connection:
     timeout_s: float
 
 
-def connect(job: Job, generation: Generation, meeting: Meeting, how: Connection) -> Workers:
+def connect(job: Job, generation: Generation, rendezvous: Rendezvous, how: Connection) -> Workers:
     """Connect the workers of a generation. Collective.
 
     Raises:
         JobError: a name is unknown, or shared memory or a topology was asked for where it cannot be; says why.
         LaunchError: the other workers cannot be reached.
     """
-    environment = meeting.environment
+    environment = rendezvous.environment
     _require_known("transport", how.transport, TRANSPORTS)
     _require_known("topology", how.topology, ("auto", *TOPOLOGIES))
     if environment.world_size == 1:
         return Workers(generation, Solo(job.shards))
     chosen = _chosen(job, environment, how)
     if chosen == "shared_memory":
-        return Workers(generation, SharedMemoryTransport(meeting.peers(), generation.rank, generation.split))
-    host = "" if environment.local_world_size == environment.world_size else own_address(meeting.store())
-    everyone = Workers(generation, _over_process_group(job, meeting, generation, how), host)
+        return Workers(generation, SharedMemoryTransport(rendezvous.peers(), generation.rank, generation.split))
+    host = "" if environment.local_world_size == environment.world_size else own_address(rendezvous.store())
+    everyone = Workers(generation, _over_process_group(job, rendezvous, generation, how), host)
     if chosen == "hierarchical" and _share_hosts(everyone, environment, how):
-        return Workers(generation, _over_hosts(everyone, meeting, how), host)
+        return Workers(generation, _over_hosts(everyone, rendezvous, how), host)
     return everyone
 
 
@@ -173,24 +173,24 @@ def _share_hosts(everyone: Workers, environment: Environment, how: Connection) -
     return False
 
 
-def _over_hosts(everyone: Workers, meeting: Meeting, how: Connection) -> Transport:
-    generation, local = everyone.generation, meeting.environment.local_world_size
+def _over_hosts(everyone: Workers, rendezvous: Rendezvous, how: Connection) -> Transport:
+    generation, local = everyone.generation, rendezvous.environment.local_world_size
     number, place = divmod(generation.rank, local)
     with ExitStack() as opened:  # whatever fails in here, what was opened before it is closed again
         opened.callback(everyone.close)
-        peers = meeting.peers()
+        peers = rendezvous.peers()
         opened.callback(peers.close)
         hosts = Generation(generation.number, number, host_split(generation.split, local))
-        group = form_group(PrefixStore(f"across/{place}", meeting.store()), hosts, "gloo", how.timeout_s)
+        group = form_group(PrefixStore(f"across/{place}", rendezvous.store()), hosts, "gloo", how.timeout_s)
         across = ProcessGroupTransport(group, number, hosts.split, how.device, how.topology)
         opened.pop_all()
     return HierarchicalTransport(peers, generation.rank, generation.split, across, everyone.transport)
 
 
-def _over_process_group(job: Job, meeting: Meeting, generation: Generation, how: Connection) -> Transport:
-    backend = backend_for(how.device, meeting.environment)
+def _over_process_group(job: Job, rendezvous: Rendezvous, generation: Generation, how: Connection) -> Transport:
+    backend = backend_for(how.device, rendezvous.environment)
     topology = _topology(job, backend, how.topology)
-    group = form_group(meeting.store(), generation, backend, how.timeout_s)
+    group = form_group(rendezvous.store(), generation, backend, how.timeout_s)
     where = how.device if backend == "nccl" else torch.device("cpu")
     return ProcessGroupTransport(group, generation.rank, generation.split, where, topology)
 

@@ -49,7 +49,7 @@ from unisono.plan.split import Split
 from unisono.reduce.peers import PeerListener, Peers, address_from, is_within_call
 from unisono.reduce.transport import Solo
 from unisono.train.config.settings import Coordination
-from unisono.train.group.connect import Meeting
+from unisono.train.group.connect import Rendezvous
 from unisono.train.group.liveness import Heartbeat, Probing, Tell, other_hosts
 from unisono.train.group.membership import Arrival, Membership, Standing
 from unisono.train.group.publisher import Publisher, packed, unpacked
@@ -61,7 +61,7 @@ LOOKS = 4
 BEAT_S = 1.0
 """Between two signs of life."""
 
-Form = Callable[[Generation, Meeting], Workers]
+Form = Callable[[Generation, Rendezvous], Workers]
 """Connects the workers of a generation."""
 
 Call = Callable[[Callable[[ToWorker], None]], Line]
@@ -297,11 +297,11 @@ class Elastic(Membership):
         self._generation = Generation(minted.generation, rank, Split(minted.bounds), minted.departures)
         self._line.generation = minted.generation
         self._hang_up_if_lost()
-        meeting = MintedMeeting(minted, rank, self._listener, self._store)
+        rendezvous = ElasticRendezvous(minted, rank, self._listener, self._store)
         self._unreached = ()
         try:
             with self._probing(minted, rank):
-                self._workers = self._met(meeting)
+                self._workers = self._met(rendezvous)
         except LaunchError as error:  # somebody was lost before all had met
             raise WorkerLost(f"generation {minted.generation} did not form: {error}") from error
         self._listener.close()
@@ -309,13 +309,13 @@ class Elastic(Membership):
         self._publisher.lead(rank == 0)
         return arrival_in(minted, {"regroup": waited - begun, "form": perf_counter() - waited})
 
-    def _met(self, meeting: Meeting) -> Workers:
+    def _met(self, rendezvous: Rendezvous) -> Workers:
         """Connect, on a thread of its own: nothing else wakes whoever waits for a host that has vanished."""
         generation, forming = self._generation, self._forming
 
         def connect() -> None:
             try:
-                workers = self._form(generation, meeting)
+                workers = self._form(generation, rendezvous)
             except Exception as error:  # noqa: BLE001 (raised by whoever waits)
                 with suppress(InvalidStateError):
                     forming.set_exception(error)
@@ -421,7 +421,7 @@ def arrival_in(minted: Minted, seconds: Mapping[str, float]) -> Arrival:
     )
 
 
-class MintedMeeting(Meeting):
+class ElasticRendezvous(Rendezvous):
     """Of the workers of a minted generation.
 
     Args:
@@ -446,8 +446,8 @@ class MintedMeeting(Meeting):
     def peers(self) -> Peers:
         """At the listeners whose addresses came with the roster."""
         lower = (address_from(seat.address) for seat in self._here[: self._place])
-        meeting = f"generation {self._generation} of {' '.join(seat.worker for seat in self._here)}"
-        return self._listener.gather(self._place, len(self._here), lower, meeting)
+        purpose = f"generation {self._generation} of {' '.join(seat.worker for seat in self._here)}"
+        return self._listener.gather(self._place, len(self._here), lower, purpose)
 
 
 def _on_the_host_of(mine: Seat, roster: Sequence[Seat]) -> list[Seat]:
