@@ -29,7 +29,7 @@ from unisono.reduce.host_memory import part_of
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
 from unisono.testing.fault import listening
-from unisono.train.group.membership import Arrival, Membership, Standing
+from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers
 
 MOST_SWITCHES = 20_000
@@ -105,7 +105,7 @@ class Worker:
     phase: str = "runs"
     call: int = -1
     needs: str | None = None
-    standing: Standing = field(default_factory=lambda: Standing(0))
+    progress: MemberProgress = field(default_factory=lambda: MemberProgress(0))
     loop: int = 0
     asks: str = ""
     passed: list[str] = field(default_factory=list)
@@ -296,9 +296,9 @@ class World:
         if not holders:
             return self._give_up(members)
         is_done = any(one.phase == "finished" for one in self._members)
-        steady = len({one.standing.acts for one in holders}) == 1 and all(one.standing.at_boundary for one in holders)
+        steady = len({one.progress.acts for one in holders}) == 1 and all(one.progress.at_boundary for one in holders)
         ready = [one for one in self._all if one.phase == "joins"] if steady and not is_done else []
-        source = max(range(len(members)), key=lambda n: (members[n] in holders, members[n].standing.acts, -n))
+        source = max(range(len(members)), key=lambda n: (members[n] in holders, members[n].progress.acts, -n))
         lacking = {one.name for one in members if one not in holders} | {one.name for one in ready}
         self._members = [*(one for one in self._members if not one.is_alive), *members, *ready]
         self._form([*members, *ready], frozenset(lacking), source)
@@ -311,16 +311,16 @@ class World:
 
     def _holds_state(self, worker: Worker) -> bool:
         assert self.group is not None
-        return worker.name not in self.group.joiners or worker.standing.acts >= max(1, self.group.source[1])
+        return worker.name not in self.group.joiners or worker.progress.acts >= max(1, self.group.source[1])
 
     def _form(self, members: Sequence[Worker], joiners: frozenset[str], source: int) -> None:
         self._number += 1
-        acts = [0 if one.name in joiners else one.standing.acts for one in members]
+        acts = [0 if one.name in joiners else one.progress.acts for one in members]
         self.group = Group(self._number, [one.name for one in members], joiners, (source, acts[source]))
         ranks = frozenset(rank for rank, one in enumerate(members) if one.name in joiners)
         for worker in members:
             worker.group, worker.call = self.group, -1
-            self._wake(worker, Arrival(source, acts, ranks, {}))
+            self._wake(worker, StateTransfer(source, acts, ranks, {}))
 
     def _strike(self, worker: Worker, blow: Blow) -> NoReturn:
         self.struck += 1
@@ -410,15 +410,15 @@ class SimulatedMembership(Membership):
     def leave(self) -> bool:
         return True
 
-    def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
+    def regroup(self, lost: WorkerLost | None, progress: MemberProgress) -> StateTransfer:
         if not self.is_elastic:
             assert lost is not None, "nobody asks these workers to regroup"
             raise lost
-        self.worker.standing = standing
-        arrival: Arrival = self.world.wait(self.worker, "arrived")
-        return self._enter_generation(arrival)
+        self.worker.progress = progress
+        transfer: StateTransfer = self.world.wait(self.worker, "arrived")
+        return self._enter_generation(transfer)
 
-    def enter(self, loop: int) -> Arrival | None:
+    def enter(self, loop: int) -> StateTransfer | None:
         self.worker.loop = loop
         found = self.world.wait(self.worker, "joins")
         return None if found == "over" else self._enter_generation(found)
@@ -426,7 +426,7 @@ class SimulatedMembership(Membership):
     def formed(self, seconds: Mapping[str, float]) -> None:
         self.joins = False
 
-    def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None: ...
+    def tell(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None: ...
 
     def resize(self, workers: int) -> None: ...
 
@@ -451,13 +451,13 @@ class SimulatedMembership(Membership):
 
     def close(self) -> None: ...
 
-    def _enter_generation(self, arrival: Arrival) -> Arrival:
+    def _enter_generation(self, transfer: StateTransfer) -> StateTransfer:
         group = self.worker.group
         assert group is not None
         split = Split.even(self.shards, len(group.names))
         rank = list(group.names).index(self.worker.name)
         self._workers = Workers(Generation(group.number, rank, split), SimulatedTransport(self.world, rank, split))
-        return arrival
+        return transfer
 
     shards = 4
 

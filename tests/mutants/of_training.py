@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         "a joiner gets no state when the newest act has changed none",
         ACTS_FILE,
-        "            is_lacking = self._changed or arrival.joiners\n",
+        "            is_lacking = self._changed or transfer.joiners\n",
         "            is_lacking = self._changed\n",
         ACTS,
     ),
@@ -113,8 +113,8 @@ MUTANTS = (
     Mutant(
         "a worker arrives with a count that is one too high",
         ACTS_FILE,
-        "        return Standing(self.done, self._loop, self.step)\n",
-        "        return Standing(self.done + 1, self._loop, self.step)\n",
+        "        return MemberProgress(self.done, self._loop, self.step)\n",
+        "        return MemberProgress(self.done + 1, self._loop, self.step)\n",
         ACTS,
     ),
     Mutant(
@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant(
         "a state is handed over though others who should hold the same hold another one",
         ACTS_FILE,
-        "        arrival = self._trusted(arrival)\n",
+        "        transfer = self._trusted(transfer)\n",
         "",
         ("tests/unit/test_struck_runs.py",),
     ),

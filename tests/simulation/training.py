@@ -23,7 +23,7 @@ from unisono.membership.messages import (
     Unreached,
     Welcome,
 )
-from unisono.train.group.elastic import arrival_in
+from unisono.train.group.elastic import transfer_in
 
 if TYPE_CHECKING:
     from simulation.group import Call, Group, Key
@@ -198,7 +198,7 @@ class Training:
 
     def _hand_over(self, group: Group, stage: int) -> None:
         """The next collective of the hand-over."""
-        behind = arrival_in(group.minted, {}).behind
+        behind = transfer_in(group.minted, {}).behind
         if stage < len(HAND_OVER) and behind:
             gives = self.name == group.source
             self._call("hand over", stage, (self.acts, self.steps) if gives else None, source=group.source)
@@ -210,7 +210,7 @@ class Training:
             self._told = told
         assert told == self._told, "the source has changed within the hand-over"
         rank = group.rank(self.name)
-        if stage + 1 == len(HAND_OVER) and rank in arrival_in(group.minted, {}).behind:
+        if stage + 1 == len(HAND_OVER) and rank in transfer_in(group.minted, {}).behind:
             self._take_over(group, *told)
         self._hand_over(group, stage + 1)
 

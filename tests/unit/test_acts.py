@@ -9,8 +9,8 @@ import pytest
 from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
 from unisono.membership.messages import Minted, Seat
 from unisono.train.group.acts import Acts, Change, Stateless
-from unisono.train.group.elastic import arrival_in
-from unisono.train.group.membership import Arrival, Membership, Standing
+from unisono.train.group.elastic import transfer_in
+from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers
 
 pytestmark = pytest.mark.unit
@@ -54,7 +54,7 @@ class FakeRecovery(Stateless):
             raise self.losses.pop()
 
 
-Next = Callable[["FakeMembership"], Arrival]
+Next = Callable[["FakeMembership"], StateTransfer]
 
 
 @dataclass
@@ -64,7 +64,7 @@ class FakeMembership(Membership):
     here: FakeWorkers = field(default_factory=FakeWorkers)
     coming: list[Next] = field(default_factory=list)
     known: dict[str, Any] = field(default_factory=dict)
-    standings: list[Standing] = field(default_factory=list)
+    progress_told: list[MemberProgress] = field(default_factory=list)
     seconds: list[Mapping[str, float]] = field(default_factory=list)
     entered: list[int] = field(default_factory=list)
     is_elastic: bool = True
@@ -78,8 +78,8 @@ class FakeMembership(Membership):
     def leave(self) -> bool:
         return True
 
-    def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
-        self.standings.append(standing)
+    def regroup(self, lost: WorkerLost | None, progress: MemberProgress) -> StateTransfer:
+        self.progress_told.append(progress)
         if not self.is_elastic:
             assert lost is not None
             raise lost
@@ -89,7 +89,7 @@ class FakeMembership(Membership):
         self.joins = False
         self.seconds.append(seconds)
 
-    def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None:
+    def tell(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
         pass
 
     def replace(self, generation: int, rank: int) -> None: ...
@@ -106,7 +106,7 @@ class FakeMembership(Membership):
     def published(self, name: str) -> Any:
         return self.known[name]
 
-    def enter(self, loop: int) -> Arrival | None:
+    def enter(self, loop: int) -> StateTransfer | None:
         self.entered.append(loop)
         return self.coming.pop(0)(self) if self.coming else None
 
@@ -120,15 +120,15 @@ class FakeMembership(Membership):
 def together_again(
     *acts: int, source: int = 0, rank: int = 0, told: Any = None, joiners: frozenset[int] = frozenset()
 ) -> Next:
-    def arrive(membership: FakeMembership) -> Arrival:
+    def arrive(membership: FakeMembership) -> StateTransfer:
         membership.here.rank, membership.here.told = rank, told
-        return Arrival(source, acts, joiners, {"regroup": 0.25})
+        return StateTransfer(source, acts, joiners, {"regroup": 0.25})
 
     return arrive
 
 
 def fail_with(error: BaseException) -> Next:
-    def arrive(membership: FakeMembership) -> Arrival:
+    def arrive(membership: FakeMembership) -> StateTransfer:
         raise error
 
     return arrive
@@ -153,7 +153,7 @@ def test_an_act_in_which_a_worker_is_lost_is_done_again_with_those_who_are_left(
     acts, act = Acts(membership), Act(losses=1)
     assert acts.together(act) == "call 2"
     assert acts.done == 1
-    assert membership.standings == [Standing(0)]
+    assert membership.progress_told == [MemberProgress(0)]
 
 
 def test_an_act_that_the_others_have_completed_is_taken_from_them_and_not_done_again() -> None:
@@ -199,9 +199,9 @@ def test_a_minted_generation_says_who_gives_what_to_whom() -> None:
         Seat(worker="w2", host="h", acts=5),
         Seat(worker="w3", host="h", joins=True),
     )
-    arrival = arrival_in(Minted(generation=2, roster=seats, bounds=(0, 1, 2, 3), source=1), {})
-    assert (arrival.source, arrival.behind) == (1, frozenset((0, 2)))
-    assert Arrival(0, [0, 0], frozenset([1]), {}).behind == {1}, "a joiner is behind though nothing is done yet"
+    transfer = transfer_in(Minted(generation=2, roster=seats, bounds=(0, 1, 2, 3), source=1), {})
+    assert (transfer.source, transfer.behind) == (1, frozenset((0, 2)))
+    assert StateTransfer(0, [0, 0], frozenset([1]), {}).behind == {1}, "a joiner is behind though nothing is done yet"
 
 
 def test_whoever_has_come_furthest_gives_its_result_and_keeps_its_own() -> None:
@@ -216,7 +216,7 @@ def test_losing_another_worker_while_the_next_generation_forms_is_survived_too()
     membership = FakeMembership(coming=[fail_with(WorkerLost("again")), together_again(0)])
     acts = Acts(membership)
     assert acts.together(Act(losses=1)) == "call 2"
-    assert len(membership.standings) == 2
+    assert len(membership.progress_told) == 2
 
 
 def test_losing_one_while_the_state_is_handed_over_leaves_this_worker_as_far_as_it_was() -> None:
@@ -231,7 +231,7 @@ def test_losing_one_while_the_state_is_handed_over_leaves_this_worker_as_far_as_
 
     membership.here.broadcast = broadcast  # type: ignore[method-assign]
     assert acts.together(Act(losses=9)) == "theirs"
-    assert [standing.acts for standing in membership.standings] == [0, 0]
+    assert [progress.acts for progress in membership.progress_told] == [0, 0]
 
 
 def test_losing_the_giver_when_its_state_is_here_does_not_apply_the_update_twice() -> None:
@@ -245,13 +245,13 @@ def test_losing_the_giver_when_its_state_is_here_does_not_apply_the_update_twice
         return "ours"
 
     def update(workers: Workers) -> Change[str]:
-        if not membership.standings:
+        if not membership.progress_told:
             raise WorkerLost("another one, in the middle of the act")
         return Change(add_one)
 
     assert acts.change(update) == "theirs"
     assert (recovery.weights, acts.done) == (1, 1)
-    assert [standing.acts for standing in membership.standings] == [0, 1]
+    assert [progress.acts for progress in membership.progress_told] == [0, 1]
 
 
 def test_what_is_told_of_a_change_is_told_when_it_is_counted() -> None:
@@ -320,7 +320,7 @@ def test_a_joiner_that_has_the_state_and_loses_its_source_goes_on_as_a_member() 
     acts = Acts(membership, FakeRecovery(losses=[WorkerLost("the source, as the engine is made")]))
     assert acts.enter(2)
     assert (membership.entered, membership.joins) == ([2], False)
-    assert [standing.acts for standing in membership.standings] == [7]
+    assert [progress.acts for progress in membership.progress_told] == [7]
 
 
 def test_a_joiner_with_another_model_is_refused() -> None:

@@ -31,7 +31,7 @@ from unisono.reduce.transport import Solo
 from unisono.train.group.connect import Rendezvous
 from unisono.train.group.elastic import Elastic
 from unisono.train.group.liveness import Probing, Tell
-from unisono.train.group.membership import Arrival, Standing
+from unisono.train.group.membership import MemberProgress, StateTransfer
 from unisono.train.group.workers import Workers
 
 pytestmark = pytest.mark.unit
@@ -106,7 +106,7 @@ class Host:
 
         def go() -> None:
             try:
-                found.append(self.elastic.regroup(WorkerLost("gone"), Standing(1)))
+                found.append(self.elastic.regroup(WorkerLost("gone"), MemberProgress(1)))
             except WorkerLost as error:
                 found.append(error)
 
@@ -136,7 +136,7 @@ def test_whoever_does_not_reach_a_host_of_its_generation_stops_waiting_for_it_an
     host.forms = lambda rendezvous: None
     host.line.mint(3)
     thread.join(PATIENCE_S)
-    assert isinstance(found[0], Arrival)
+    assert isinstance(found[0], StateTransfer)
     thread, found = host.regroup()
     assert host.line.unreached == ()
     host.line.mint(4)
@@ -149,7 +149,7 @@ def test_probes_end_as_soon_as_a_generation_has_formed(host: Host) -> None:
         thread, found = host.regroup()
         host.line.mint(2, probes=f"127.0.0.1:{silent.getsockname()[1]}")
         thread.join(PATIENCE_S)
-    assert isinstance(found[0], Arrival)
+    assert isinstance(found[0], StateTransfer)
     assert not [each for each in threading.enumerate() if each.name == "unisono-probe"]
 
 
@@ -160,7 +160,7 @@ def test_a_loss_that_is_heard_of_late_leaves_the_door_to_the_next_generation_ope
     assert listener.address.hex() == host.line.addresses[-1]  # a closed one has no address
     host.line.mint(2)
     thread.join(PATIENCE_S)
-    assert isinstance(found[0], Arrival)
+    assert isinstance(found[0], StateTransfer)
 
 
 def test_whoever_hears_nothing_of_the_coordinator_for_too_long_is_away_unless_it_was_told_that_all_is_over(

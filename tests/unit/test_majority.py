@@ -2,16 +2,16 @@ import pytest
 
 from unisono.train.group.control import Flags
 from unisono.train.group.majority import Verdict, healing, judged, trusted, verdict
-from unisono.train.group.membership import Arrival
+from unisono.train.group.membership import StateTransfer
 
 pytestmark = pytest.mark.unit
 
 
 def test_the_majority_gives_its_state_to_the_others() -> None:
-    arrival = healing([7, 5, 5])
-    assert arrival is not None
-    assert (arrival.source, arrival.behind) == (1, frozenset({0}))
-    assert not arrival.joiners
+    transfer = healing([7, 5, 5])
+    assert transfer is not None
+    assert (transfer.source, transfer.behind) == (1, frozenset({0}))
+    assert not transfer.joiners
     assert (other := healing([5, 7, 5, 5, 9])) is not None
     assert other.behind == {1, 4}
 
@@ -29,11 +29,11 @@ def test_a_worker_that_finds_a_flipped_bit_by_itself_outweighs_equal_digests() -
 
 
 def test_of_those_who_have_come_furthest_one_of_most_gives_its_state() -> None:
-    arrival = Arrival(source=0, acts=[4, 4, 3, 4, 0], joiners=frozenset({4}), seconds={})
-    assert trusted(arrival, {}) == arrival
-    assert trusted(arrival, {0: 5, 1: 5, 3: 5}) == arrival
-    found = trusted(arrival, {0: 7, 1: 5, 3: 5})
+    transfer = StateTransfer(source=0, acts=[4, 4, 3, 4, 0], joiners=frozenset({4}), seconds={})
+    assert trusted(transfer, {}) == transfer
+    assert trusted(transfer, {0: 5, 1: 5, 3: 5}) == transfer
+    found = trusted(transfer, {0: 7, 1: 5, 3: 5})
     assert found is not None
     assert (found.source, found.behind) == (1, frozenset({0, 2, 4}))
-    assert trusted(arrival, {0: 7, 1: 5}) is None
-    assert trusted(arrival, {0: 7, 1: 5, 3: 6}) is None
+    assert trusted(transfer, {0: 7, 1: 5}) is None
+    assert trusted(transfer, {0: 7, 1: 5, 3: 6}) is None

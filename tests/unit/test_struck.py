@@ -18,7 +18,7 @@ from struck_training import Memory, Outcome, train
 from unisono.errors import CheckpointError
 from unisono.plan.batches import Position
 from unisono.train.group.acts import Acts
-from unisono.train.group.membership import Arrival
+from unisono.train.group.membership import StateTransfer
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.adaptation import Adaptation
 from unisono.train.state.state import Reading
@@ -133,9 +133,9 @@ class LateCount(Acts):
             self.recovery.take(given, joins=joins)
         self.late = done, value, changed
 
-    def _catch_up(self, arrival: Arrival) -> None:
+    def _catch_up(self, transfer: StateTransfer) -> None:
         self.late = None
-        super()._catch_up(arrival)
+        super()._catch_up(transfer)
         if self.late is not None:
             done, value, changed = self.late
             self._commit(done, lambda: value, changed=changed)

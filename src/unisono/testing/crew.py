@@ -28,7 +28,7 @@ from unisono.train.assembly import assemble
 from unisono.train.config.settings import Settings
 from unisono.train.config.terms import Terms
 from unisono.train.group.acts import Acts
-from unisono.train.group.membership import Arrival, Fixed, Membership, Standing
+from unisono.train.group.membership import Fixed, MemberProgress, Membership, StateTransfer
 from unisono.train.group.signals import LeaveRequest
 from unisono.train.group.workers import Workers
 from unisono.train.run import Run
@@ -118,7 +118,7 @@ class CrewMembership(Fixed):
         """Whether somebody is to leave."""
         return bool(self._crew.leaving & set(self._crew.roster(self._workers.generation.number)))
 
-    def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
+    def regroup(self, lost: WorkerLost | None, progress: MemberProgress) -> StateTransfer:
         """Part, and meet again without those who leave."""
         if lost is not None:  # its script has ended with an error: nobody comes back, whoever asks how often
             raise JobEnded(str(lost)) from lost
@@ -131,7 +131,7 @@ class CrewMembership(Fixed):
         if self._name in self._crew.leaving:
             raise Dismissed("it is replaced")
         self._workers = self._connected(number + 1)
-        return Arrival(0, [standing.acts] * self._workers.world_size, frozenset(), {})
+        return StateTransfer(0, [progress.acts] * self._workers.world_size, frozenset(), {})
 
     def resize(self, workers: int) -> None:
         """Nobody comes."""

@@ -216,7 +216,7 @@ class StepLoop:
         if self.metrics.is_computed:
             self.timer.step_took(latest["seconds"], self.membership.workers.transport.traffic.take())
         shard_s = self.timer.shard_s if self.trained.adaptation.balances else 0.0
-        self.membership.tell(self.acts.standing, float(latest.get("samples_per_s", 0.0)), shard_s)
+        self.membership.tell(self.acts.progress, float(latest.get("samples_per_s", 0.0)), shard_s)
         self.listeners.tell(lambda one: one.step_ends(step, count))
         if is_settled:
             self.steering.step_ends(step)

@@ -14,7 +14,7 @@ from unisono.failpoints import failpoint
 from unisono.job import differences
 from unisono.received import value_of
 from unisono.train.group.majority import trusted
-from unisono.train.group.membership import Arrival, Membership, Standing
+from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers
 
 R = TypeVar("R")
@@ -67,12 +67,12 @@ class Recovers(Protocol):
     def gives_alone(self) -> None:
         """Members get a state that this one alone has, so that nobody can compare it. Called before :meth:`give`."""
 
-    def heal(self, workers: Workers, arrival: Arrival, what: str) -> None:
+    def heal(self, workers: Workers, transfer: StateTransfer, what: str) -> None:
         """Some workers hold another state than most: they get the right one. Collective.
 
         Args:
             workers: of this generation.
-            arrival: who gives the state, and who is behind.
+            transfer: who gives the state, and who is behind.
             what: they hold a wrong one of.
         """
 
@@ -105,7 +105,7 @@ class Stateless(Recovers):
     def gives_alone(self) -> None:
         """Nothing is given."""
 
-    def heal(self, workers: Workers, arrival: Arrival, what: str) -> None:
+    def heal(self, workers: Workers, transfer: StateTransfer, what: str) -> None:
         """Nothing is compared."""
 
     def depart(self, dismissed: Dismissed) -> NoReturn:
@@ -155,9 +155,9 @@ class Acts:
         return found
 
     @property
-    def standing(self) -> Standing:
+    def progress(self) -> MemberProgress:
         """How far this worker has come."""
-        return Standing(self.done, self._loop, self.step)
+        return MemberProgress(self.done, self._loop, self.step)
 
     def together(self, act: Callable[[Workers], R]) -> R:
         """Carry an act out that changes nothing.
@@ -216,8 +216,8 @@ class Acts:
         while True:
             try:
                 failpoint("regroup begins")
-                standing = replace(self.standing, at_boundary=at_boundary)
-                self._catch_up(self._heeding(partial(self._membership.regroup, lost, standing)))
+                progress = replace(self.progress, at_boundary=at_boundary)
+                self._catch_up(self._heeding(partial(self._membership.regroup, lost, progress)))
             except WorkerLost as error:
                 if isinstance(error, JobEnded) or not self._membership.is_elastic:
                     raise
@@ -237,11 +237,11 @@ class Acts:
         while self._membership.joins:
             try:
                 failpoint("join begins")
-                arrival = self._heeding(partial(self._membership.enter, loop))
-                if arrival is None:
+                transfer = self._heeding(partial(self._membership.enter, loop))
+                if transfer is None:
                     self.leave(loop)
                     return False
-                self._catch_up(arrival)
+                self._catch_up(transfer)
             except JobEnded:
                 raise
             except WorkerLost as lost:
@@ -323,48 +323,48 @@ class Acts:
         self._number += 1
         return value
 
-    def _catch_up(self, arrival: Arrival) -> None:
+    def _catch_up(self, transfer: StateTransfer) -> None:
         begun = perf_counter()
         failpoint("generation formed")
         self.recovery.leave()
-        if arrival.behind:
-            self._hand_over(arrival)
+        if transfer.behind:
+            self._hand_over(transfer)
         self.recovery.renew()
         failpoint("engine made")
-        seconds = {**arrival.seconds, "copy": perf_counter() - begun}
+        seconds = {**transfer.seconds, "copy": perf_counter() - begun}
         self.formed_s = seconds.get("form", 0.0) + seconds["copy"]
         self._membership.formed(seconds)
         failpoint("caught up")
 
-    def _hand_over(self, arrival: Arrival) -> None:
+    def _hand_over(self, transfer: StateTransfer) -> None:
         """Whoever is behind gets all that it lacks in one piece, and takes it over once it is whole. Collective."""
         workers, told = self._membership.workers, None
-        arrival = self._trusted(arrival)
-        if workers.rank == arrival.source:
-            if self._changed and arrival.is_alone and arrival.behind - arrival.joiners:
+        transfer = self._trusted(transfer)
+        if workers.rank == transfer.source:
+            if self._changed and transfer.is_alone and transfer.behind - transfer.joiners:
                 self.recovery.gives_alone()
-            is_lacking = self._changed or arrival.joiners
+            is_lacking = self._changed or transfer.joiners
             told = [self.done, self._changed, self._value, self.recovery.give() if is_lacking else None]
             failpoint("state captured")
-        told = workers.broadcast(told, arrival.source)
+        told = workers.broadcast(told, transfer.source)
         done, changed, value, given = value_of(tuple[int, bool, Any, Any], told, "what the source handed over")
-        if workers.rank in arrival.behind:
+        if workers.rank in transfer.behind:
             failpoint("state received")
-            self._take_over(done, value, given, changed=changed, joins=workers.rank in arrival.joiners)
+            self._take_over(done, value, given, changed=changed, joins=workers.rank in transfer.joiners)
             failpoint("state taken")
 
-    def _trusted(self, arrival: Arrival) -> Arrival:
+    def _trusted(self, transfer: StateTransfer) -> StateTransfer:
         """Have those who hold the state that is to be handed over compare it: one of most of them gives it. Collective.
 
         Raises:
             JobMismatch: no majority of them holds the same.
         """
-        if arrival.is_alone:
-            return arrival
-        workers, is_lacking = self._membership.workers, self._changed or arrival.joiners
-        own = self.recovery.digests() if is_lacking and workers.rank not in arrival.behind else None
+        if transfer.is_alone:
+            return transfer
+        workers, is_lacking = self._membership.workers, self._changed or transfer.joiners
+        own = self.recovery.digests() if is_lacking and workers.rank not in transfer.behind else None
         held = {rank: tuple(told) for rank, told in enumerate(workers.gather_json(own)) if told is not None}
-        if (found := trusted(arrival, held)) is None:
+        if (found := trusted(transfer, held)) is None:
             listed = ", ".join(f"rank {rank}: {'/'.join(f'{one:016x}' for one in each)}" for rank, each in held.items())
             raise JobMismatch(
                 f"workers come and go, and those that have come furthest hold different states ({listed}), and no "

@@ -51,7 +51,7 @@ from unisono.reduce.transport import Solo
 from unisono.train.config.settings import Coordination
 from unisono.train.group.connect import Rendezvous
 from unisono.train.group.liveness import Heartbeat, Probing, Tell, other_hosts
-from unisono.train.group.membership import Arrival, Membership, Standing
+from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.publisher import Publisher, packed, unpacked
 from unisono.train.group.workers import Workers
 
@@ -111,7 +111,7 @@ class Elastic(Membership):
         self._due = self._lost = self._left = 0
         self._listener_lock = threading.Lock()
         self._is_leaving = False
-        self._standing, self._rate = Standing(0), 0.0
+        self._progress, self._rate = MemberProgress(0), 0.0
         self._heart = Heartbeat()
         self._forming: Future[Workers] = Future()
         self._unreached: tuple[Unreached, ...] = ()
@@ -146,25 +146,25 @@ class Elastic(Membership):
             self._line.send(Leaving())
         return True
 
-    def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
+    def regroup(self, lost: WorkerLost | None, progress: MemberProgress) -> StateTransfer:
         """Hang up, and wait for the next generation."""
         begun = perf_counter()
-        self._standing = standing
+        self._progress = progress
         self._open_door()
         self._line.send(
             Arrived(
                 generation=self._generation.number,
-                acts=standing.acts,
-                loop=standing.loop,
-                at_boundary=standing.at_boundary,
-                step=standing.step,
+                acts=progress.acts,
+                loop=progress.loop,
+                at_boundary=progress.at_boundary,
+                step=progress.step,
                 address=self._listener.address.hex(),
                 unreached=self._unreached,
             )
         )
         return self._form_next(self._await(Minted, wanted=self._is_next), begun)
 
-    def enter(self, loop: int) -> Arrival | None:
+    def enter(self, loop: int) -> StateTransfer | None:
         """Wait to be taken in, or for the others to be through with the loop."""
         begun = perf_counter()
         self._open_door()
@@ -195,9 +195,9 @@ class Elastic(Membership):
         self._watch(name)
         return unpacked(self._await(_Known, wanted=lambda news: news.name == name).value)
 
-    def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None:
+    def tell(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
         """With the next sign of life."""
-        self._standing, self._rate, self._heart.shard_s = standing, samples_per_s, shard_s
+        self._progress, self._rate, self._heart.shard_s = progress, samples_per_s, shard_s
 
     def resize(self, workers: int) -> None:
         """Ask the coordinator."""
@@ -282,7 +282,7 @@ class Elastic(Membership):
                 if lost is None:
                     self._form_next(self._await(Minted), begun)
                 else:
-                    self.regroup(lost, Standing(0))
+                    self.regroup(lost, MemberProgress(0))
             except JobEnded:
                 raise
             except WorkerLost as error:
@@ -290,7 +290,7 @@ class Elastic(Membership):
             else:
                 return
 
-    def _form_next(self, minted: Minted, begun: float) -> Arrival:
+    def _form_next(self, minted: Minted, begun: float) -> StateTransfer:
         waited = perf_counter()
         rank = next(rank for rank, seat in enumerate(minted.roster) if seat.worker == self._hello.worker)
         self._forming = Future()
@@ -307,7 +307,7 @@ class Elastic(Membership):
         self._listener.close()
         self._hang_up_if_lost()
         self._publisher.lead(rank == 0)
-        return arrival_in(minted, {"regroup": waited - begun, "form": perf_counter() - waited})
+        return transfer_in(minted, {"regroup": waited - begun, "form": perf_counter() - waited})
 
     def _met(self, rendezvous: Rendezvous) -> Workers:
         """Connect, on a thread of its own: nothing else wakes whoever waits for a host that has vanished."""
@@ -380,12 +380,12 @@ class Elastic(Membership):
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
-            standing = self._standing
+            progress = self._progress
             self._line.send(
                 Progress(
-                    acts=standing.acts,
-                    step=standing.step,
-                    loop=standing.loop,
+                    acts=progress.acts,
+                    step=progress.step,
+                    loop=progress.loop,
                     samples_per_s=self._rate,
                     pulse=self._heart.look(self._workers),
                 )
@@ -411,9 +411,9 @@ def elastic(where: Coordination, job: Job, host: str, form: Form, timeout_s: flo
     return Elastic(call, hello, form, timeout_s, probe, silence_s)
 
 
-def arrival_in(minted: Minted, seconds: Mapping[str, float]) -> Arrival:
+def transfer_in(minted: Minted, seconds: Mapping[str, float]) -> StateTransfer:
     """A minted generation, as far as it matters for who gives what to whom."""
-    return Arrival(
+    return StateTransfer(
         source=minted.source,
         acts=[seat.acts for seat in minted.roster],
         joiners=frozenset(rank for rank, seat in enumerate(minted.roster) if seat.joins),

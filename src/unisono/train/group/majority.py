@@ -6,7 +6,7 @@ from dataclasses import replace
 from enum import Enum
 
 from unisono.train.group.control import Flags
-from unisono.train.group.membership import Arrival
+from unisono.train.group.membership import StateTransfer
 
 
 class Verdict(Enum):
@@ -31,7 +31,7 @@ def verdict(held: Sequence[Hashable]) -> Verdict:
     return Verdict.WRONG if healing(held) is None else Verdict.HEALING
 
 
-def healing(held: Sequence[Hashable]) -> Arrival | None:
+def healing(held: Sequence[Hashable]) -> StateTransfer | None:
     """Who gives whom the right state, where some workers hold another one than most do.
 
     Args:
@@ -43,7 +43,7 @@ def healing(held: Sequence[Hashable]) -> Arrival | None:
     right, votes = Counter(held).most_common(1)[0]
     if 2 * votes <= len(held):
         return None
-    return Arrival(
+    return StateTransfer(
         source=held.index(right),
         acts=[int(one == right) for one in held],
         joiners=frozenset(),
@@ -51,21 +51,21 @@ def healing(held: Sequence[Hashable]) -> Arrival | None:
     )
 
 
-def trusted(arrival: Arrival, held: Mapping[int, Hashable]) -> Arrival | None:
+def trusted(transfer: StateTransfer, held: Mapping[int, Hashable]) -> StateTransfer | None:
     """Who gives whom the state when some workers lack it.
 
     Args:
-        arrival: as those who have come furthest would give it, of whom any may hold a wrong one.
+        transfer: as those who have come furthest would give it, of whom any may hold a wrong one.
         held: digests of what these hold, by rank; empty if it is not compared.
 
     Returns:
         nothing if no majority of them holds the same. Whoever holds another state than most lacks theirs.
     """
     if len(set(held.values())) <= 1:
-        return arrival
+        return transfer
     ranks, found = list(held), healing(list(held.values()))
     if found is None:
         return None
     odd = {ranks[number] for number in found.behind}
-    acts = [-1 if rank in odd else acts for rank, acts in enumerate(arrival.acts)]
-    return replace(arrival, source=ranks[found.source], acts=acts)
+    acts = [-1 if rank in odd else acts for rank, acts in enumerate(transfer.acts)]
+    return replace(transfer, source=ranks[found.source], acts=acts)

@@ -10,7 +10,7 @@ from unisono.train.group.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class MemberProgress:
     """How far a member has come when it leaves its generation.
 
     Attributes:
@@ -27,7 +27,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class StateTransfer:
     """The roster of a new generation, as far as it matters for who gives what to whom.
 
     Attributes:
@@ -80,12 +80,12 @@ class Membership(ABC):
         """This worker was asked to leave. Returns whether the others may go on without it."""
 
     @abstractmethod
-    def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
+    def regroup(self, lost: WorkerLost | None, progress: MemberProgress) -> StateTransfer:
         """Leave this generation and become part of the next. Collective.
 
         Args:
             lost: why, if a worker was lost.
-            standing: how far this worker has come.
+            progress: how far this worker has come.
 
         Raises:
             WorkerLost: there will be no next one, or another worker was lost on the way.
@@ -97,11 +97,11 @@ class Membership(ABC):
         """This worker trains on, after so many seconds, by part."""
 
     @abstractmethod
-    def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None:
+    def tell(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
         """How far this worker has come, and how fast.
 
         Args:
-            standing: how far.
+            progress: how far.
             samples_per_s: of all workers, lately.
             shard_s: seconds that it takes for a shard, if shards are to be split by speed; else 0.
         """
@@ -139,7 +139,7 @@ class Membership(ABC):
         """
 
     @abstractmethod
-    def enter(self, loop: int) -> Arrival | None:
+    def enter(self, loop: int) -> StateTransfer | None:
         """For a joiner: wait to be taken in by the others, in this loop.
 
         Returns:
@@ -194,7 +194,7 @@ class Fixed(Membership):
         """They leave together."""
         return False
 
-    def regroup(self, lost: WorkerLost | None, standing: Standing) -> Arrival:
+    def regroup(self, lost: WorkerLost | None, progress: MemberProgress) -> StateTransfer:
         """There is no next generation."""
         assert lost is not None, "nobody asks these workers to regroup"
         raise lost
@@ -202,7 +202,7 @@ class Fixed(Membership):
     def formed(self, seconds: Mapping[str, float]) -> None:
         """Nobody asks."""
 
-    def tell(self, standing: Standing, samples_per_s: float, shard_s: float) -> None:
+    def tell(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
         """Nobody asks."""
 
     def resize(self, workers: int) -> None:
@@ -226,7 +226,7 @@ class Fixed(Membership):
         """Nobody joins."""
         raise NotImplementedError
 
-    def enter(self, loop: int) -> Arrival | None:
+    def enter(self, loop: int) -> StateTransfer | None:
         """Nobody joins."""
         raise NotImplementedError
 

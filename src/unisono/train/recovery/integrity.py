@@ -16,7 +16,7 @@ from unisono.received import value_of
 from unisono.train.group.acts import Change
 from unisono.train.group.control import Flags
 from unisono.train.group.majority import Verdict, healing, judged, verdict
-from unisono.train.group.membership import Arrival
+from unisono.train.group.membership import StateTransfer
 from unisono.train.group.workers import Workers
 from unisono.train.state.checkpoints import as_tree
 from unisono.train.state.trained import Doubt, Trained
@@ -47,7 +47,7 @@ FORMS = {
 Note = Callable[[], None]
 """Sets what was decided. Part of a change of the state, so that all workers have decided it, or none."""
 
-Mend = Callable[[Workers, Arrival, str], None]
+Mend = Callable[[Workers, StateTransfer, str], None]
 """Gives the right state to those who lack it. Told what they held a wrong one of. Collective."""
 
 
@@ -218,8 +218,8 @@ class Integrity:
         held = [tuple(own) for own, *_ in told]
         found = verdict(held)
         can_heal = found is Verdict.HEALING and not (self._shares or is_healed)
-        if can_heal and (arrival := healing(held)) is not None:
-            mend(workers, arrival, "state")
+        if can_heal and (transfer := healing(held)) is not None:
+            mend(workers, transfer, "state")
             # Registered objects may have been made of the state that was wrong: an average of the weights, say.
             return self.compare(workers, step, mend, has_flipped, weights_only=weights_only, is_healed=True)
         if found is not Verdict.RIGHT:
@@ -252,10 +252,10 @@ class Integrity:
         """
         own = self._trained.capture().digests()
         held = [tuple(each) for each in workers.gather_json(list(own.values()))]
-        arrival = healing(held)
-        if arrival is None:
+        transfer = healing(held)
+        if transfer is None:
             return self._doubting(place, f"step {place[0]}: the workers hold different states{NO_MAJORITY}")
-        mend(workers, arrival, "weights")
+        mend(workers, transfer, "weights")
         return None
 
     def suspect(self, step: int, digests: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from unisono.exit_codes import PREEMPTED
 from unisono.failpoints import failpoint
 from unisono.received import value_of
 from unisono.train.group.acts import Recovers
-from unisono.train.group.membership import Arrival, Membership
+from unisono.train.group.membership import Membership, StateTransfer
 from unisono.train.group.workers import Workers
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.snapshots import Snapshots
@@ -100,13 +100,13 @@ class Recovery(Recovers):
         """A collective call is complete."""
         self._trained.go_on()
 
-    def heal(self, workers: Workers, arrival: Arrival, what: str) -> None:
+    def heal(self, workers: Workers, transfer: StateTransfer, what: str) -> None:
         """Some workers hold another state than most: they get the right one. Collective."""
         failpoint("heal begins")
         hosts = workers.gather_json(platform.node())
-        odd, step = sorted(arrival.behind), self._trained.progress.position.step
+        odd, step = sorted(transfer.behind), self._trained.progress.position.step
         self._listeners.tell(lambda one: one.healed(step, what, odd, [hosts[rank] for rank in odd]))
-        given = workers.broadcast(self.give() if workers.rank == arrival.source else None, arrival.source)
+        given = workers.broadcast(self.give() if workers.rank == transfer.source else None, transfer.source)
         if workers.rank in odd:
             self.take(given, joins=False)
         failpoint("healed")
