@@ -9,7 +9,7 @@ from unisono.membership.messages import (
     FromAgent,
     FromWorker,
     Message,
-    Minted,
+    NewGeneration,
     Ready,
     WorkerEnded,
     WorkerHello,
@@ -116,9 +116,9 @@ class Job:
         """Who was told a message of this kind by the last event."""
         return [name for name, message in self.told if isinstance(message, kind)]
 
-    def minted(self) -> Minted:
+    def minted(self) -> NewGeneration:
         """The generation that the last event has minted."""
-        found = {message for _, message in self.told if isinstance(message, Minted)}
+        found = {message for _, message in self.told if isinstance(message, NewGeneration)}
         assert len(found) == 1
         return found.pop()
 

@@ -183,7 +183,7 @@ MUTANTS = (
     Mutant(
         "the state of the next generation is taken from its first rank",
         ELASTIC,
-        "        source=minted.source,\n",
+        "        source=new.source,\n",
         "        source=0,\n",
         ACTS,
     ),

@@ -26,7 +26,7 @@ from unisono.membership.messages import (
     Finished,
     JobOver,
     Message,
-    Minted,
+    NewGeneration,
     Ready,
     Start,
     StoreRequest,
@@ -152,7 +152,7 @@ def test_a_job_outlives_a_coordinator_that_is_killed(coordinator: Coordinator) -
         with closing(line):
             assert hear_worker(told, Welcome) == Welcome(joins=False)
             line.send(Ready())
-            hear_worker(told, Minted)
+            hear_worker(told, NewGeneration)
             line.generation = 1
             line.request(StoreRequest(id=0, operation="set", keys=("g1/a",), value="eA=="))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from simulation.settings import SHARDS
 from unisono.jsonl import read_lines
 from unisono.membership import state as machine
-from unisono.membership.messages import Minted
+from unisono.membership.messages import NewGeneration
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -28,7 +28,7 @@ def check(world: World, before: machine.State, after: machine.State) -> None:
         _check_progress(world, before, after.minted)
 
 
-def _check_progress(world: World, before: machine.State, minted: Minted) -> None:
+def _check_progress(world: World, before: machine.State, minted: NewGeneration) -> None:
     """What has failed with all alive is not tried for ever."""
     last = world.groups.get(before.generation)
     failed = last is not None and last.connected != last.names == {seat.worker for seat in minted.roster}
@@ -36,7 +36,7 @@ def _check_progress(world: World, before: machine.State, minted: Minted) -> None
     assert world.repeated <= 2, "the same workers fail to form a generation again and again"
 
 
-def _check_minted(world: World, before: machine.State, minted: Minted) -> None:
+def _check_minted(world: World, before: machine.State, minted: NewGeneration) -> None:
     names = [seat.worker for seat in minted.roster]
     assert len(set(names)) == len(names) <= SHARDS
     assert minted.bounds[0] == 0

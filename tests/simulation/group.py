@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from unisono.membership.messages import Minted
+from unisono.membership.messages import NewGeneration
 
 if TYPE_CHECKING:
     from simulation.script import Life
@@ -34,7 +34,7 @@ class Group:
     """What the members of a generation have between them: the transport."""
 
     world: World
-    minted: Minted
+    minted: NewGeneration
     life: Life
     begins: bool  # a first generation: from the newest checkpoint
     calls: dict[Key, Call] = field(default_factory=dict)

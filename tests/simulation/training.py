@@ -12,7 +12,7 @@ from unisono.membership.messages import (
     Formed,
     JobOver,
     Lost,
-    Minted,
+    NewGeneration,
     Ready,
     Refused,
     RegroupDue,
@@ -101,7 +101,7 @@ class Training:
             case Lost(generation=number) if number == self.generation and self.phase == "training":
                 if not self.is_still:
                     self.arrive(self.happens_to_stand())
-            case Minted() if message.generation > self.generation:
+            case NewGeneration() if message.generation > self.generation:
                 self.minted(message)
             case Removed(preempted=preempted):
                 if preempted:
@@ -153,7 +153,7 @@ class Training:
 
     # -- a generation begins
 
-    def minted(self, message: Minted) -> None:
+    def minted(self, message: NewGeneration) -> None:
         assert self.phase in ("waiting", "arrived"), self.phase
         group = self.world.group_of(message)
         if not self.holds and not group.begins:

@@ -15,7 +15,7 @@ from simulation.script import Life, Script
 from simulation.service import Service
 from simulation.settings import FAULTS_END_S, OVER_BY_S, TIMEOUT_S
 from unisono.membership import state as machine
-from unisono.membership.messages import JobOver, Minted
+from unisono.membership.messages import JobOver, NewGeneration
 
 
 class World:
@@ -79,7 +79,7 @@ class World:
         """The newest."""
         return self.lives[-1]
 
-    def group_of(self, minted: Minted) -> Group:
+    def group_of(self, minted: NewGeneration) -> Group:
         """The members of a generation. One number is one roster, whoever is told of it and however often."""
         if minted.generation not in self.groups:
             begins = minted.loop is None

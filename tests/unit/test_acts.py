@@ -7,7 +7,7 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
-from unisono.membership.messages import Minted, Seat
+from unisono.membership.messages import NewGeneration, Seat
 from unisono.train.group.acts import Acts, Change, Stateless
 from unisono.train.group.elastic import transfer_in
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
@@ -199,7 +199,7 @@ def test_a_minted_generation_says_who_gives_what_to_whom() -> None:
         Seat(worker="w2", host="h", acts=5),
         Seat(worker="w3", host="h", joins=True),
     )
-    transfer = transfer_in(Minted(generation=2, roster=seats, bounds=(0, 1, 2, 3), source=1), {})
+    transfer = transfer_in(NewGeneration(generation=2, roster=seats, bounds=(0, 1, 2, 3), source=1), {})
     assert (transfer.source, transfer.behind) == (1, frozenset((0, 2)))
     assert StateTransfer(0, [0, 0], frozenset([1]), {}).behind == {1}, "a joiner is behind though nothing is done yet"
 

@@ -14,7 +14,7 @@ from unisono.membership.messages import (
     Arrived,
     JobOver,
     Message,
-    Minted,
+    NewGeneration,
     Ready,
     Removed,
     Seat,
@@ -49,7 +49,7 @@ class Line:
             self.hear(self.farewell)
         elif isinstance(message, Ready) and message.loop is None:
             seat = Seat(worker="w1", host="h", address=message.address)
-            self.hear(Minted(generation=1, roster=(seat,), bounds=(0, 4), source=0))
+            self.hear(NewGeneration(generation=1, roster=(seat,), bounds=(0, 4), source=0))
 
     def request(self, request: StoreRequest) -> StoreReply:
         if request.operation == "get" and self.after is StoreRequest:

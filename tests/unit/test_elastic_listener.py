@@ -14,7 +14,7 @@ from unisono.membership.messages import (
     JobOver,
     Lost,
     Message,
-    Minted,
+    NewGeneration,
     Ready,
     Refused,
     Seat,
@@ -56,17 +56,17 @@ class Line:
     def send(self, message: Message) -> None:
         if isinstance(message, Ready):
             self.addresses.append(message.address)
-            self.mint(1)
+            self.announce(1)
         elif isinstance(message, Arrived):
             self.addresses.append(message.address)
             self.unreached = message.unreached
             self.arrived.set()
 
-    def mint(self, generation: int, probes: str = "") -> None:
+    def announce(self, generation: int, probes: str = "") -> None:
         mine = Seat(worker="w1", host="h", address=self.addresses[-1], agent="a")
         others = (Seat(worker="w2", host="i", address="00", agent="b", probes=probes),) if probes else ()
         bounds = (0, 2, 4) if others else (0, 4)
-        self.hear(Minted(generation=generation, roster=(mine, *others), bounds=bounds, source=0))
+        self.hear(NewGeneration(generation=generation, roster=(mine, *others), bounds=bounds, source=0))
 
     def request(self, request: StoreRequest) -> StoreReply:
         self.requests.append(request)
@@ -127,19 +127,19 @@ def host() -> Iterator[Host]:
 def test_whoever_does_not_reach_a_host_of_its_generation_stops_waiting_for_it_and_says_so(host: Host) -> None:
     host.forms = lambda rendezvous: rendezvous._listener.gather(0, 2, ())  # type: ignore[attr-defined]
     thread, found = host.regroup()
-    host.line.mint(2, probes="127.0.0.1:1")
+    host.line.announce(2, probes="127.0.0.1:1")
     thread.join(PATIENCE_S / 2)
     assert isinstance(found[0], WorkerLost)
     assert "out of reach (b: " in str(found[0])
     thread, found = host.regroup()
     assert [each.agent for each in host.line.unreached] == ["b"]
     host.forms = lambda rendezvous: None
-    host.line.mint(3)
+    host.line.announce(3)
     thread.join(PATIENCE_S)
     assert isinstance(found[0], StateTransfer)
     thread, found = host.regroup()
     assert host.line.unreached == ()
-    host.line.mint(4)
+    host.line.announce(4)
     thread.join(PATIENCE_S)
 
 
@@ -147,7 +147,7 @@ def test_probes_end_as_soon_as_a_generation_has_formed(host: Host) -> None:
     host.patience_s = 10 * PATIENCE_S
     with socket.create_server(("127.0.0.1", 0)) as silent:
         thread, found = host.regroup()
-        host.line.mint(2, probes=f"127.0.0.1:{silent.getsockname()[1]}")
+        host.line.announce(2, probes=f"127.0.0.1:{silent.getsockname()[1]}")
         thread.join(PATIENCE_S)
     assert isinstance(found[0], StateTransfer)
     assert not [each for each in threading.enumerate() if each.name == "unisono-probe"]
@@ -158,7 +158,7 @@ def test_a_loss_that_is_heard_of_late_leaves_the_door_to_the_next_generation_ope
     listener = host.elastic._listener
     host.line.hear(Lost(generation=1, workers=("w2",)))
     assert listener.address.hex() == host.line.addresses[-1]  # a closed one has no address
-    host.line.mint(2)
+    host.line.announce(2)
     thread.join(PATIENCE_S)
     assert isinstance(found[0], StateTransfer)
 
@@ -217,7 +217,7 @@ def test_whoever_waits_for_the_others_of_a_generation_wakes_when_one_of_them_has
 
     host.forms = wait_for_a_caller
     thread, found = host.regroup()
-    host.line.mint(2)
+    host.line.announce(2)
     assert waits.wait(PATIENCE_S)
     host.line.hear(Lost(generation=2))
     thread.join(PATIENCE_S / 2)

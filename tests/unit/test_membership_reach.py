@@ -11,7 +11,7 @@ from unisono.membership.messages import (
     End,
     Formed,
     LeftOut,
-    Minted,
+    NewGeneration,
     Probe,
     Probed,
     Progress,
@@ -359,6 +359,6 @@ def test_the_shards_of_those_who_go_are_computed_by_those_who_stay() -> None:
     job = at_work(("a", 2), ("b", 1))
     job.stop("w1").stop("w2", "b").stop("w3")
     minted = job.state.minted
-    assert isinstance(minted, Minted)
+    assert isinstance(minted, NewGeneration)
     assert minted.bounds == (0, SHARDS // 2, SHARDS)
     assert job.heard(End) == []

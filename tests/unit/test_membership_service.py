@@ -34,7 +34,7 @@ from unisono.membership.messages import (
     JobOver,
     Leaving,
     Message,
-    Minted,
+    NewGeneration,
     Progress,
     Ready,
     Refused,
@@ -453,7 +453,7 @@ def test_a_job_of_two_workers_forms_trains_and_ends(running: Running, tmp_path: 
             for worker in (one, other):
                 assert not hear(worker, Welcome).joins
                 say(worker, Ready())
-            minted = [hear(worker, Minted) for worker in (one, other)]
+            minted = [hear(worker, NewGeneration) for worker in (one, other)]
             assert minted[0] == minted[1]
             assert [seat.worker for seat in minted[0].roster] == list(names)
             assert running.ask("GET", "/status")[1]["generation"] == 1
@@ -568,7 +568,7 @@ def test_a_coordinator_takes_up_what_an_earlier_one_left(serve: Serve) -> None:
         assert told.get(timeout=PATIENCE_S) == Welcome(joins=False)
         line.send(Ready())
         minted = told.get(timeout=PATIENCE_S)
-        assert isinstance(minted, Minted)
+        assert isinstance(minted, NewGeneration)
         line.generation = 1
         line.request(StoreRequest(id=0, operation="add", keys=("run/n",), value="2"))
         first.close()

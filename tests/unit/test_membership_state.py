@@ -17,7 +17,7 @@ from unisono.membership.messages import (
     JobOver,
     Leaving,
     Lost,
-    Minted,
+    NewGeneration,
     Probed,
     Progress,
     Pulse,
@@ -68,9 +68,9 @@ def test_an_agent_is_asked_for_as_many_workers_as_it_has_room_for() -> None:
 
 def test_the_first_generation_is_minted_when_all_that_were_asked_for_are_ready() -> None:
     job = Job(smallest=2, largest=3).enlist(3).ready("w2", "w3")
-    assert job.heard(Minted) == []
+    assert job.heard(NewGeneration) == []
     minted = job.ready("w1").minted()
-    assert job.heard(Minted) == ["w1", "w2", "w3"]
+    assert job.heard(NewGeneration) == ["w1", "w2", "w3"]
     assert [seat.worker for seat in minted.roster] == ["w1", "w2", "w3"]
     assert (minted.generation, minted.bounds, minted.loop) == (1, (0, 3, 6, 8), None)
     assert not any(seat.joins for seat in minted.roster)
@@ -78,12 +78,12 @@ def test_the_first_generation_is_minted_when_all_that_were_asked_for_are_ready()
 
 def test_it_is_minted_without_those_that_have_ended_and_are_not_replaced() -> None:
     job = Job(smallest=2, largest=3).enlist(3).ready("w1", "w2")
-    assert job.end("w3").heard(Minted) == ["w1", "w2"]
+    assert job.end("w3").heard(NewGeneration) == ["w1", "w2"]
 
 
 def test_it_waits_for_agents_while_there_are_fewer_workers_than_needed() -> None:
     job = Job(smallest=3, largest=4).enlist(2).ready("w1", "w2")
-    assert job.heard(Minted) == []
+    assert job.heard(NewGeneration) == []
     job.enlist(2, "b").ready("w3", "w4")
     assert job.roster == ["w1", "w2", "w3", "w4"]
 
@@ -244,7 +244,7 @@ def test_the_others_are_told_of_a_loss_and_go_on_and_somebody_new_is_asked_for()
     assert job.heard(Lost) == ["w1", "w3"]
     assert ("a", Start(workers=("w4",))) in job.told
     job.arrive("w1", acts=5, at_boundary=False)
-    assert job.heard(Minted) == []
+    assert job.heard(NewGeneration) == []
     minted = job.arrive("w3", acts=6, at_boundary=False).minted()
     assert [seat.worker for seat in minted.roster] == ["w1", "w3"]
     assert minted.source == 1
@@ -446,10 +446,10 @@ def test_a_member_that_comes_back_in_time_is_not_lost_and_hears_what_it_missed()
     job.connect("w1", generation=1)
     assert job.told == [("w1", Welcome(joins=False)), ("w1", RegroupDue(generation=1))]
     job.arrive("w1").happen(Disconnected(worker="w1"))
-    assert job.arrive("w2").heard(Minted) == []
+    assert job.arrive("w2").heard(NewGeneration) == []
     assert job.connect("w1", generation=1).roster == ["w1", "w2", "w3"]
     job.happen(Disconnected(worker="w3")).connect("w3", generation=0)
-    assert job.heard(Minted) == ["w3"]
+    assert job.heard(NewGeneration) == ["w3"]
     job.end("w2").connect("w1", generation=2)
     assert job.told[-1] == ("w1", Lost(generation=2, workers=("w2",)))
 
@@ -838,7 +838,7 @@ def test_whoever_does_not_come_back_to_a_restarted_coordinator_is_lost() -> None
 
 def test_whoever_had_arrived_and_does_not_come_back_to_a_restarted_coordinator_is_lost() -> None:
     job = training(2).arrive("w1").happen(Restarted()).enlist(2, running=("w1", "w2"))
-    assert job.connect("w2", generation=1).arrive("w2").heard(Minted) == []
+    assert job.connect("w2", generation=1).arrive("w2").heard(NewGeneration) == []
     job.wait(10.1)
     assert job.roster == ["w2"]
 

@@ -24,7 +24,7 @@ from unisono.membership.messages import (
     Arrived,
     Formed,
     JobOver,
-    Minted,
+    NewGeneration,
     Progress,
     Ready,
     Refused,
@@ -470,7 +470,7 @@ def test_messages_to_a_line_may_be_large(coordinator: FakeCoordinator, connect: 
     _, told = connect()
     coordinator.expect(WorkerHello)
     roster = tuple(Seat(worker=f"w{number}", host="h" * 100) for number in range(20_000))
-    minted = Minted(generation=1, roster=roster, bounds=(), source=0)
+    minted = NewGeneration(generation=1, roster=roster, bounds=(), source=0)
 
     coordinator.say("w1", minted)
 

@@ -325,7 +325,7 @@ class Seat(Message):
     probes: Text = ""
 
 
-class Minted(Message):
+class NewGeneration(Message):
     """A new generation.
 
     Attributes:
@@ -476,7 +476,7 @@ FromWorker = Annotated[
 ]
 FromAgent = Annotated[AgentHello | WorkerEnded | AgentLeaving | Probed, Field(discriminator="kind")]
 ToWorker = Annotated[
-    Welcome | RegroupDue | Lost | Minted | Removed | Refused | JobOver | StoreReply, Field(discriminator="kind")
+    Welcome | RegroupDue | Lost | NewGeneration | Removed | Refused | JobOver | StoreReply, Field(discriminator="kind")
 ]
 ToAgent = Annotated[Welcome | Start | End | Probe | LeftOut | JobOver | Refused, Field(discriminator="kind")]
 

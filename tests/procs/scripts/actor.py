@@ -14,7 +14,7 @@ from unisono.membership.messages import (
     Finished,
     JobOver,
     Lost,
-    Minted,
+    NewGeneration,
     Progress,
     Ready,
     RegroupDue,
@@ -50,7 +50,7 @@ while True:
     match message:
         case Welcome(joins=joins):
             line.send(Ready(loop=0 if joins else None))
-        case Minted():
+        case NewGeneration():
             generation = line.generation = message.generation
             print("generation", generation, "of", [seat.worker for seat in message.roster], "pid", os.getpid())
         case RegroupDue() | Lost() if not finished:

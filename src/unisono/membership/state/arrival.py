@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
-from unisono.membership.messages import Arrived, Minted, Seat
+from unisono.membership.messages import Arrived, NewGeneration, Seat
 from unisono.membership.state.change import Change
 from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, State, Worker
 from unisono.plan.split import Split
@@ -15,7 +15,7 @@ def arrival(member: Worker) -> Arrived:
     return member.arrived
 
 
-def holds_state(member: Worker, minted: Minted) -> bool:
+def holds_state(member: Worker, minted: NewGeneration) -> bool:
     """Whether it has a state to go on from: it is no joiner that was still to receive it."""
     seat = next(seat for seat in minted.roster if seat.worker == member.id)
     return not seat.joins or max(1, minted.roster[minted.source].acts) <= arrival(member).acts
@@ -100,7 +100,7 @@ MOST_UNFORMED = 2
 """Generations that may fail to form because of a worker, as it seems, before it is excluded."""
 
 
-def exclude_unconnected(change: Change, minted: Minted, holders: Sequence[Worker]) -> frozenset[str]:
+def exclude_unconnected(change: Change, minted: NewGeneration, holders: Sequence[Worker]) -> frozenset[str]:
     """Exclude members whose hosts are left out, and those because of whom, it seems, no generation forms.
 
     Args:
@@ -125,19 +125,19 @@ def exclude_unconnected(change: Change, minted: Minted, holders: Sequence[Worker
     return frozenset(worker.id for worker in out)
 
 
-def _has_formed(state: State, minted: Minted, holders: Sequence[Worker]) -> bool:
+def _has_formed(state: State, minted: NewGeneration, holders: Sequence[Worker]) -> bool:
     base = minted.roster[minted.source].acts
     all_formed = {seat.worker for seat in minted.roster} <= set(state.formed)
     return all_formed or any(arrival(holder).acts > base for holder in holders)
 
 
-def _is_whole(state: State, minted: Minted) -> bool:
+def _is_whole(state: State, minted: NewGeneration) -> bool:
     """Whether nobody was lost, which would explain it, and there was somebody to connect with."""
     found = [state.workers.get(seat.worker) for seat in minted.roster]
     return len(found) > 1 and all(worker is not None and worker.phase in (*CANDIDATE, *MEMBER) for worker in found)
 
 
-def _suspects(change: Change, minted: Minted) -> list[Worker]:
+def _suspects(change: Change, minted: NewGeneration) -> list[Worker]:
     """The joiners, or if there are none the member that came last; nobody the first time."""
     workers = [change.state.workers[seat.worker] for seat in minted.roster]
     joiners = [worker for worker, seat in zip(workers, minted.roster, strict=True) if seat.joins]
@@ -149,7 +149,7 @@ def _suspects(change: Change, minted: Minted) -> list[Worker]:
     return [] if change.state.unformed else [max(workers, key=lambda worker: int(worker.id.removeprefix("w")))]
 
 
-def _why(minted: Minted) -> str:
+def _why(minted: NewGeneration) -> str:
     return (
         f"generation {minted.generation} did not form with it, nor did one before, and nobody was lost: see the "
         f"workers' logs. Its place stays empty until somebody resizes the job"

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from unisono.membership.messages import JobOver, Minted, Seat, Start
+from unisono.membership.messages import JobOver, NewGeneration, Seat, Start
 from unisono.membership.state.arrival import (
     are_steady,
     arrival,
@@ -178,7 +178,7 @@ def _form(change: Change) -> None:
 def _mint(change: Change, seats: list[Seat], source: int, loop: int | None) -> None:
     before, number = change.state, change.state.generation + 1
     split = split_for(before.shards, [before.workers[seat.worker] for seat in seats])
-    minted = Minted(
+    minted = NewGeneration(
         generation=number,
         roster=tuple(seats),
         bounds=split.bounds,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from unisono.membership.messages import Arrived, JobOver, Minted, Pulse, Removed
+from unisono.membership.messages import Arrived, JobOver, NewGeneration, Pulse, Removed
 from unisono.membership.state.coordination import Coordination
 
 
@@ -216,7 +216,7 @@ class State:
     last_turn: int = 0
     turns_seen: int = 0
     generation: int = 0
-    minted: Minted | None = None
+    minted: NewGeneration | None = None
     minted_at: float = 0.0
     loop: int | None = None
     due_since: float | None = None

@@ -25,7 +25,7 @@ from unisono.membership.messages import (
     JobOver,
     Leaving,
     Lost,
-    Minted,
+    NewGeneration,
     Progress,
     Ready,
     Refused,
@@ -162,7 +162,7 @@ class Elastic(Membership):
                 unreached=self._unreached,
             )
         )
-        return self._form_next(self._await(Minted, wanted=self._is_next), begun)
+        return self._form_next(self._await(NewGeneration, wanted=self._is_next), begun)
 
     def enter(self, loop: int) -> StateTransfer | None:
         """Wait to be taken in, or for the others to be through with the loop."""
@@ -175,11 +175,11 @@ class Elastic(Membership):
         over = f"loop/{loop}"
         self._watch(over)
 
-        def is_wanted(news: Minted | _Known) -> bool:
-            return self._is_next(news) if isinstance(news, Minted) else news.name == over
+        def is_wanted(news: NewGeneration | _Known) -> bool:
+            return self._is_next(news) if isinstance(news, NewGeneration) else news.name == over
 
-        news = self._await(Minted, _Known, wanted=is_wanted)
-        return self._form_next(news, begun) if isinstance(news, Minted) else None
+        news = self._await(NewGeneration, _Known, wanted=is_wanted)
+        return self._form_next(news, begun) if isinstance(news, NewGeneration) else None
 
     def formed(self, seconds: Mapping[str, float]) -> None:
         """Tell the coordinator."""
@@ -254,7 +254,7 @@ class Elastic(Membership):
         elif isinstance(message, Lost):
             self._lost = max(self._lost, message.generation)
             self._hang_up_if_lost()
-        elif isinstance(message, Welcome | Minted):
+        elif isinstance(message, Welcome | NewGeneration):
             self._news.put(message)
         elif isinstance(message, Removed | Refused | JobOver):
             self._farewell = message
@@ -280,7 +280,7 @@ class Elastic(Membership):
         while True:
             try:
                 if lost is None:
-                    self._form_next(self._await(Minted), begun)
+                    self._form_next(self._await(NewGeneration), begun)
                 else:
                     self.regroup(lost, MemberProgress(0))
             except JobEnded:
@@ -290,24 +290,24 @@ class Elastic(Membership):
             else:
                 return
 
-    def _form_next(self, minted: Minted, begun: float) -> StateTransfer:
+    def _form_next(self, new: NewGeneration, begun: float) -> StateTransfer:
         waited = perf_counter()
-        rank = next(rank for rank, seat in enumerate(minted.roster) if seat.worker == self._hello.worker)
+        rank = next(rank for rank, seat in enumerate(new.roster) if seat.worker == self._hello.worker)
         self._forming = Future()
-        self._generation = Generation(minted.generation, rank, Split(minted.bounds), minted.departures)
-        self._line.generation = minted.generation
+        self._generation = Generation(new.generation, rank, Split(new.bounds), new.departures)
+        self._line.generation = new.generation
         self._hang_up_if_lost()
-        rendezvous = ElasticRendezvous(minted, rank, self._listener, self._store)
+        rendezvous = ElasticRendezvous(new, rank, self._listener, self._store)
         self._unreached = ()
         try:
-            with self._probing(minted, rank):
+            with self._probing(new, rank):
                 self._workers = self._met(rendezvous)
         except LaunchError as error:  # somebody was lost before all had met
-            raise WorkerLost(f"generation {minted.generation} did not form: {error}") from error
+            raise WorkerLost(f"generation {new.generation} did not form: {error}") from error
         self._listener.close()
         self._hang_up_if_lost()
         self._publisher.lead(rank == 0)
-        return transfer_in(minted, {"regroup": waited - begun, "form": perf_counter() - waited})
+        return transfer_in(new, {"regroup": waited - begun, "form": perf_counter() - waited})
 
     def _met(self, rendezvous: Rendezvous) -> Workers:
         """Connect, on a thread of its own: nothing else wakes whoever waits for a host that has vanished."""
@@ -328,9 +328,9 @@ class Elastic(Membership):
         threading.Thread(target=connect, name="unisono-connect", daemon=True).start()
         return forming.result()
 
-    def _probing(self, minted: Minted, rank: int) -> AbstractContextManager[object]:
+    def _probing(self, new: NewGeneration, rank: int) -> AbstractContextManager[object]:
         """Wake whoever waits for hosts that this one does not reach: the transport itself would wait much longer."""
-        targets = other_hosts(minted, rank)
+        targets = other_hosts(new, rank)
         return closing(self._probe(targets, self._not_reached)) if self._probe and targets else nullcontext()
 
     def _not_reached(self, unreached: tuple[Unreached, ...]) -> None:
@@ -339,8 +339,8 @@ class Elastic(Membership):
         with suppress(InvalidStateError):
             self._forming.set_exception(WorkerLost(f"hosts of the generation are out of reach ({words})"))
 
-    def _is_next(self, minted: Minted) -> bool:
-        return minted.generation > self._generation.number  # a coordinator that came back may repeat itself
+    def _is_next(self, new: NewGeneration) -> bool:
+        return new.generation > self._generation.number  # a coordinator that came back may repeat itself
 
     def _open_door(self) -> None:
         """Leave the generation, and be there for those of the next."""
@@ -411,32 +411,32 @@ def elastic(where: Coordination, job: Job, host: str, form: Form, timeout_s: flo
     return Elastic(call, hello, form, timeout_s, probe, silence_s)
 
 
-def transfer_in(minted: Minted, seconds: Mapping[str, float]) -> StateTransfer:
-    """A minted generation, as far as it matters for who gives what to whom."""
+def transfer_in(new: NewGeneration, seconds: Mapping[str, float]) -> StateTransfer:
+    """A new generation, as far as it matters for who gives what to whom."""
     return StateTransfer(
-        source=minted.source,
-        acts=[seat.acts for seat in minted.roster],
-        joiners=frozenset(rank for rank, seat in enumerate(minted.roster) if seat.joins),
+        source=new.source,
+        acts=[seat.acts for seat in new.roster],
+        joiners=frozenset(rank for rank, seat in enumerate(new.roster) if seat.joins),
         seconds=seconds,
     )
 
 
 class ElasticRendezvous(Rendezvous):
-    """Of the workers of a minted generation.
+    """Of the workers of a new generation.
 
     Args:
-        minted: the generation.
+        new: the generation.
         rank: of this worker.
         listener: of this worker, whose address the others know.
         store: the coordinator's.
     """
 
-    def __init__(self, minted: Minted, rank: int, listener: PeerListener, store: dist.Store) -> None:
-        self._here = _on_the_host_of(minted.roster[rank], minted.roster)
-        self._place = self._here.index(minted.roster[rank])
-        self._generation, self._listener, self._store = minted.generation, listener, store
+    def __init__(self, new: NewGeneration, rank: int, listener: PeerListener, store: dist.Store) -> None:
+        self._here = _on_the_host_of(new.roster[rank], new.roster)
+        self._place = self._here.index(new.roster[rank])
+        self._generation, self._listener, self._store = new.generation, listener, store
         self.environment = Environment(
-            "unisono", rank, len(minted.roster), self._place, len(self._here), minted.roster[rank].host
+            "unisono", rank, len(new.roster), self._place, len(self._here), new.roster[rank].host
         )
 
     def store(self) -> dist.Store:
@@ -469,7 +469,7 @@ class _Known:
 
 
 _End = Removed | Refused | JobOver
-_News = Welcome | Minted | _End | _Known
+_News = Welcome | NewGeneration | _End | _Known
 
 
 def _leave(news: _End) -> NoReturn:

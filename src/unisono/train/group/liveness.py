@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from time import perf_counter
 
-from unisono.membership.messages import Minted, Pulse, Target, Unreached
+from unisono.membership.messages import NewGeneration, Pulse, Target, Unreached
 from unisono.membership.probe import probe, unreached
 from unisono.train.group.workers import Workers
 
@@ -89,8 +89,8 @@ class Probing:
             self._loop.close()
 
 
-def other_hosts(minted: Minted, rank: int) -> list[Target]:
+def other_hosts(new: NewGeneration, rank: int) -> list[Target]:
     """The hosts of a generation that answer probes, but this worker's own."""
-    mine = minted.roster[rank].agent
-    seats = {seat.agent: seat for seat in minted.roster if seat.agent and seat.probes and seat.agent != mine}
+    mine = new.roster[rank].agent
+    seats = {seat.agent: seat for seat in new.roster if seat.agent and seat.probes and seat.agent != mine}
     return [Target(agent=seat.agent, host=seat.host, address=seat.probes) for seat in seats.values()]
