@@ -40,7 +40,7 @@ from unisono.train.group.elastic import elastic
 from unisono.train.group.membership import Fixed, Membership
 from unisono.train.group.signals import LeaveRequest
 from unisono.train.group.workers import Workers
-from unisono.train.loop.feed import choose_device
+from unisono.train.loop.prefetch import choose_device
 from unisono.train.plugins import load_plugins
 from unisono.train.record.failure import FailureNote
 from unisono.train.run import Run

@@ -24,8 +24,8 @@ from unisono.plan.order import Stream, stream_seed
 from unisono.train.group.acts import Acts
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
-from unisono.train.loop.feed import feed
 from unisono.train.loop.loop import Load, Loop
+from unisono.train.loop.prefetch import prefetch
 from unisono.train.model.prepared import Prepared
 from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.recovery.integrity import Integrity
@@ -139,7 +139,7 @@ class StepLoop:
             )
         reading = Reading(samples, shuffle, drop_last)
         source = ShardSource(dataset, self.job.seed, collate, shuffle)
-        load = partial(feed, source, workers=loader_workers, timeout_s=self.limits.timeout_s, device=self.device)
+        load = partial(prefetch, source, workers=loader_workers, timeout_s=self.limits.timeout_s, device=self.device)
         live = self._loop(batches, reading, epochs, load, source)
         self._live = weakref.ref(live)  # a break lets go of the last one that holds it, and so ends the loop
         return live

@@ -20,7 +20,7 @@ from unisono.plan.split import even_bounds
 from unisono.plan.tree import Node, SummationTree
 from unisono.train.group.acts import Acts
 from unisono.train.group.workers import Workers
-from unisono.train.loop.feed import to_device
+from unisono.train.loop.prefetch import to_device
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.trained import Trained
 

@@ -33,7 +33,7 @@ Requests = Callable[[Position, Part], Iterator[ShardsRequest]]
 """What a worker with this part reads in each step from a position on."""
 
 
-class Supply:
+class ShardLoader:
     """Loads step by step; starts again where it stands when this worker is given another part.
 
     Args:
@@ -156,19 +156,19 @@ class Loop:
         progress = self.entered(progress)
         run.move(progress)
         run.enter()
-        with closing(Supply(load, self.requests, lambda: (run.shards(), run.shape()))) as supply:
+        with closing(ShardLoader(load, self.requests, lambda: (run.shards(), run.shape()))) as loader:
             while True:
                 found = self._next(progress.position, run)
                 if found is None:
                     at_end, progress = progress, run.boundary(is_end=True)
                     if progress == at_end:
                         break
-                    supply.close()
+                    loader.close()
                     continue
                 position, batch = found
                 after = replace(progress, position=self.batches.after(position, batch))
                 is_last = self._next(after.position, run) is None
-                step = Step(position, batch, partial(supply.at, position), run.compute, is_last=is_last)
+                step = Step(position, batch, partial(loader.at, position), run.compute, is_last=is_last)
                 run.begin(step)
                 try:
                     yield step
@@ -178,7 +178,7 @@ class Loop:
                 run.end(after)
                 progress = run.boundary(is_end=False)
                 if progress != after:
-                    supply.close()
+                    loader.close()
         # A run that is cut short stays where it is, so that another one can go on.
         if not self._is_cut(progress.position):
             run.move(self.left(progress))

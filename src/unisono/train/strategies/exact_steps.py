@@ -19,7 +19,7 @@ from unisono.train.group.acts import Acts, Change
 from unisono.train.group.majority import Verdict
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
-from unisono.train.loop.feed import to_device
+from unisono.train.loop.prefetch import to_device
 from unisono.train.model.prepared import Prepared
 from unisono.train.recovery.audit_judge import AuditJudge
 from unisono.train.recovery.integrity import Integrity, Note

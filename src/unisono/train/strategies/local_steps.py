@@ -17,7 +17,7 @@ from unisono.job import Job
 from unisono.train.group.acts import Acts, Change
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
-from unisono.train.loop.feed import to_device
+from unisono.train.loop.prefetch import to_device
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.trained import Trained
 from unisono.train.step.computer import StepCall, Told

@@ -9,7 +9,7 @@ import torch
 from unisono.adapt.view import BatchShape
 from unisono.data.shards import ShardsRequest
 from unisono.plan.batches import Position
-from unisono.train.loop.loop import Part, Supply
+from unisono.train.loop.loop import Part, ShardLoader
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +33,7 @@ class Drawn:
 
 
 class Supplied:
-    """A supply whose shards can be changed."""
+    """A loader whose shards can be changed."""
 
     def __init__(self) -> None:
         self.shards = range(2)
@@ -41,7 +41,7 @@ class Supplied:
         self.size = 20
         self.cut = 4
         part = lambda: (self.shards, BatchShape(self.size, self.cut))  # noqa: E731
-        self.supply = Supply(self._load, self._requests, part)
+        self.loader = ShardLoader(self._load, self._requests, part)
 
     def _load(self, requests: Iterator[ShardsRequest]) -> Drawn:
         self.loaded.append(Drawn(requests))
@@ -54,7 +54,7 @@ class Supplied:
             yield ShardsRequest(0, tuple(range(place, place + 1) for place in places))
 
     def at(self, step: int) -> list[int]:
-        ((*places,),) = self.supply.at(Position(step=step))
+        ((*places,),) = self.loader.at(Position(step=step))
         return [place.start for place in places]
 
 
@@ -85,7 +85,7 @@ def test_loading_a_step_again_draws_nothing_from_the_scripts_generators() -> Non
 def test_closing_ends_what_loads() -> None:
     supplied = Supplied()
     supplied.at(0)
-    supplied.supply.close()
+    supplied.loader.close()
     assert supplied.loaded[0].closed
 
 

@@ -51,7 +51,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 # Batches on their way to the device that computes.
 
 
-def feed(
+def prefetch(
     source: ShardSource, requests: Iterator[ShardsRequest], workers: int, timeout_s: float, device: torch.device
 ) -> Loaded:
     """Load steps for a device. On the CPU batches are used where they were loaded; nothing is copied.
@@ -65,10 +65,10 @@ def feed(
     """
     if device.type != "cuda":
         return load(source, requests, workers, timeout_s)
-    return CopiedAhead(load(source, requests, workers, timeout_s), CudaLane(device))
+    return Prefetched(load(source, requests, workers, timeout_s), CudaCopyStream(device))
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """A way to the device that runs beside the computation."""
 
     def send(self, shards: list[Any]) -> Any:
@@ -78,19 +78,19 @@ class Lane(Protocol):
         """The shards on the device, for the computation to use in its turn."""
 
 
-class CopiedAhead:
+class Prefetched:
     """Steps on a device: while one is computed, the next is copied, if it is loaded by then."""
 
-    def __init__(self, loaded: Loaded, lane: Lane) -> None:
+    def __init__(self, loaded: Loaded, stream: CopyStream) -> None:
         self._loaded = loaded
-        self._lane = lane
+        self._stream = stream
         self._coming: Future[Any] | None = None
 
     def __next__(self) -> list[Any]:
         """The next step's shards; the one after it is on its way then."""
         coming = self._coming or self._sent()
         self._coming = None
-        shards = self._lane.receive(coming.result())
+        shards = self._stream.receive(coming.result())
         if self._loaded.is_ready():
             self._coming = self._sent()
         return shards
@@ -106,7 +106,7 @@ class CopiedAhead:
     def _sent(self) -> Future[Any]:
         sent: Future[Any] = Future()
         try:
-            sent.set_result(self._lane.send(next(self._loaded)))
+            sent.set_result(self._stream.send(next(self._loaded)))
         except Exception as error:  # noqa: BLE001 (raised when the step is asked for that it belongs to)
             sent.set_exception(error)
         return sent
@@ -120,19 +120,19 @@ class Copies:
     arrived: torch.cuda.Event
 
 
-class CudaLane:
+class CudaCopyStream:
     """Copies on a stream of its own. Nothing here waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._cuda_stream = torch.cuda.Stream(device)
 
     def send(self, shards: list[Any]) -> Copies:
         """Start to copy, from page-locked memory: from other memory a copy makes the host wait."""
         locked = replaced(shards, Tensor, _page_locked)  # torch keeps it until it is copied
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._cuda_stream):
             copies = replaced(locked, Tensor, self._copied)
-        return Copies(copies, self._stream.record_event())
+        return Copies(copies, self._cuda_stream.record_event())
 
     def receive(self, sent: Copies) -> list[Any]:
         """Have the stream that computes wait for the copies."""

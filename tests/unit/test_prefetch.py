@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.errors import DataError
-from unisono.train.loop.feed import CopiedAhead, feed, to_device
+from unisono.train.loop.prefetch import Prefetched, prefetch, to_device
 
 pytestmark = pytest.mark.unit
 
@@ -38,7 +38,7 @@ class Steps:
         self.closed = True
 
 
-class NotedLane:
+class NotedStream:
     """Notes what is sent and what is received."""
 
     def __init__(self) -> None:
@@ -54,20 +54,20 @@ class NotedLane:
 
 
 def test_the_next_step_is_sent_once_the_present_one_is_handed_out() -> None:
-    lane = NotedLane()
-    batches = CopiedAhead(Steps("a", "b", "c", there=3), lane)
+    stream = NotedStream()
+    batches = Prefetched(Steps("a", "b", "c", there=3), stream)
     assert next(batches) == ["a on the device"]
-    assert lane.events == ["send a", "receive a", "send b"]
+    assert stream.events == ["send a", "receive a", "send b"]
     assert next(batches) == ["b on the device"]
-    assert lane.events[3:] == ["receive b", "send c"]
+    assert stream.events[3:] == ["receive b", "send c"]
 
 
 def test_a_step_that_is_not_loaded_yet_is_not_waited_for() -> None:
-    lane = NotedLane()
+    stream = NotedStream()
     steps = Steps("a", "b", there=1)
-    batches = CopiedAhead(steps, lane)
+    batches = Prefetched(steps, stream)
     next(batches)
-    assert lane.events == ["send a", "receive a"]
+    assert stream.events == ["send a", "receive a"]
     assert not batches.is_ready()
     steps.there = 1
     assert batches.is_ready()
@@ -77,7 +77,7 @@ def test_a_step_that_is_not_loaded_yet_is_not_waited_for() -> None:
 
 
 def test_an_error_belongs_to_the_step_that_could_not_be_loaded() -> None:
-    batches = CopiedAhead(Steps("a", DataError("b is broken"), there=2), NotedLane())
+    batches = Prefetched(Steps("a", DataError("b is broken"), there=2), NotedStream())
     assert next(batches) == ["a on the device"]
     with pytest.raises(DataError, match="b is broken"):
         next(batches)
@@ -85,14 +85,14 @@ def test_an_error_belongs_to_the_step_that_could_not_be_loaded() -> None:
 
 def test_what_copies_ends_what_loads() -> None:
     steps = Steps(there=0)
-    CopiedAhead(steps, NotedLane()).close()
+    Prefetched(steps, NotedStream()).close()
     assert steps.closed
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
     data = TensorDataset(torch.arange(8.0))
     requests = iter([ShardsRequest(0, (range(4),))])
-    (batch,) = next(feed(ShardSource(data, 0), requests, workers=0, timeout_s=1.0, device=torch.device("cpu")))
+    (batch,) = next(prefetch(ShardSource(data, 0), requests, workers=0, timeout_s=1.0, device=torch.device("cpu")))
     assert to_device(batch, torch.device("cpu"))[0] is batch[0]
 
 
