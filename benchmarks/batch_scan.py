@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from unisono.cli.batch_size import read_mib
-from unisono.launch.local import Launches
+from unisono.launch.local import Launcher
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.tuning import Tuning
@@ -66,23 +66,23 @@ def compared(workers: int, limit: str, steps: int, folder: Path) -> str:
         memory_limit_mib=read_mib(limit),
     )
     runner = BatchRunner(settings, steps, folder / "failed")
-    with Launches(share=True) as launches:
-        whole = searched(BatchSearch(workers), lambda batch: runner.attempt(batch, launches, folder), _tell)
+    with Launcher(share=True) as launcher:
+        whole = searched(BatchSearch(workers), lambda batch: runner.attempt(batch, launcher, folder), _tell)
         found = whole.found.largest
         if found is None:
             return f"{workers} workers: no batch fits"
         unit = max(SHARDS // workers, 1)
         begin, stride = (max(int(share * found) // unit * unit, unit) for share in (BELOW, SHARE))
         to_scan = range(begin, int(ABOVE * found), stride)
-        scan = Scan({batch: _fits(runner, batch, launches, folder) for batch in to_scan})
+        scan = Scan({batch: _fits(runner, batch, launcher, folder) for batch in to_scan})
     return (
         f"{workers} worker{'s' if workers > 1 else ''}: found {found} in {len(whole.trials)} trials; in a scan of "
         f"{len(scan.fits)} every batch fitted up to {scan.all_fit}, and the last that did was {scan.last}"
     )
 
 
-def _fits(runner: BatchRunner, batch: int, launches: Launches, folder: Path) -> bool:
-    tried = runner.attempt(batch, launches, folder)
+def _fits(runner: BatchRunner, batch: int, launcher: Launcher, folder: Path) -> bool:
+    tried = runner.attempt(batch, launcher, folder)
     _tell(tried)
     return tried.fits
 

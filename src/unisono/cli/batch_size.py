@@ -17,7 +17,7 @@ from unisono.cli.options import Module, ScriptArgs, ScriptName, Shards, Threads,
 from unisono.errors import JobError
 from unisono.exit_codes import FIRST_SIGNAL
 from unisono.host.memory import MIB, room_mib
-from unisono.launch.local import Launches
+from unisono.launch.local import Launcher
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.tuning import Tuning
@@ -144,8 +144,8 @@ def start(search: BatchSearch, runner: BatchRunner, path: Path) -> int:
         err.print(Text(line(tried)), soft_wrap=True)
 
     try:
-        with tempfile.TemporaryDirectory(prefix="unisono-batch-size-") as folder, Launches(share=True) as launches:
-            whole = searched(search, lambda batch: runner.attempt(batch, launches, Path(folder)), tell)
+        with tempfile.TemporaryDirectory(prefix="unisono-batch-size-") as folder, Launcher(share=True) as launcher:
+            whole = searched(search, lambda batch: runner.attempt(batch, launcher, Path(folder)), tell)
     except (Interrupted, KeyboardInterrupt) as interrupted:
         number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
         err.print(Text(f"unisono: ended by {signal.Signals(number).name}: nothing is kept"), soft_wrap=True)

@@ -43,12 +43,12 @@ def launch(settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> O
     Raises:
         LaunchError: a worker could not be started; those that were are ended.
     """
-    with Launches() as launches:
-        return launches.launch(settings, folder, terminal)
+    with Launcher() as launcher:
+        return launcher.launch(settings, folder, terminal)
 
 
-class Launches:
-    """Launches one after the other. A context. Main thread only.
+class Launcher:
+    """Launches jobs one after the other. A context. Main thread only.
 
     Args:
         share: a fork server for all of them, so that torch is loaded once. The settings may then differ in what each

@@ -66,7 +66,7 @@ class Environment:
         return f"{self.launcher}: rank {self.rank} of {self.world_size} on host {self.host}{where}{note}"
 
 
-class Launcher(Protocol):
+class LauncherVariables(Protocol):
     """How one launcher tells its workers where they stand."""
 
     def recognises(self, variables: "Variables") -> bool:
@@ -269,7 +269,7 @@ class Slurm:
         return RendezvousAddress(address, PORTS[(job * 31 + step) % len(PORTS)])
 
 
-LAUNCHERS: tuple[Launcher, ...] = (Unisono(), Torchrun(), Plain(), Slurm())
+LAUNCHERS: tuple[LauncherVariables, ...] = (Unisono(), Torchrun(), Plain(), Slurm())
 """In this order: whoever stands nearest to the worker comes first."""
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from unisono.launch.ending.result import open_folder
-from unisono.launch.local import Launches
+from unisono.launch.local import Launcher
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.terminal import Terminal
@@ -17,7 +17,7 @@ from unisono.launch.terminal.terminal import Terminal
 
 def main() -> None:
     """Serve until the input ends."""
-    with Launches(share=True) as launches:
+    with Launcher(share=True) as launcher:
         for line in sys.stdin:
             asked = json.loads(line)
             script, *arguments = asked["command"]
@@ -26,7 +26,7 @@ def main() -> None:
             )
             out, err = io.StringIO(), io.StringIO()
             folder = open_folder(Path(asked["folder"]), settings.script.stem)
-            outcome = launches.launch(settings, folder, Terminal(out, err))
+            outcome = launcher.launch(settings, folder, Terminal(out, err))
             answer = {"code": outcome.exit_code, "out": out.getvalue(), "err": err.getvalue()}
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()

@@ -12,7 +12,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.launch.ending.outcome import Outcome
 from unisono.launch.ending.result import open_folder
-from unisono.launch.local import Launches, launch
+from unisono.launch.local import Launcher, launch
 from unisono.launch.script import Script
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.terminal import SilentTerminal
@@ -144,8 +144,8 @@ def verify(request: Request, folder: Path, watch: Watch) -> Verification:
         LaunchError: a worker could not be started.
     """
     runs: list[TracedRun] = []
-    with Launches(share=True) as launches:
-        runner = _Runner(request, watch, launches)
+    with Launcher(share=True) as launcher:
+        runner = _Runner(request, watch, launcher)
         for number, workers in enumerate(request.workers, start=1):
             place = folder / f"run-{number}-{workers_text(workers).replace(' ', '-')}"
             label = f"run {number} of {len(request.workers)}: {workers_text(workers)}"
@@ -192,12 +192,12 @@ class _Runner:
 
     request: Request
     watch: Watch
-    launches: Launches
+    launcher: Launcher
 
     def run(self, workers: int, place: Path, label: str, *, steps: int | None = None, fresh: bool = False) -> TracedRun:
         """A run from its start to its end, traced."""
         # Forks of one process go through a set of words in the same order, so the first run is no such fork.
-        start = launch if fresh else self.launches.launch
+        start = launch if fresh else self.launcher.launch
         request, traces = self.request, place / "trace"
         for part in (place / "run", traces):
             part.mkdir(parents=True)

@@ -12,7 +12,7 @@ from unisono.errors import DataError, LaunchError
 from unisono.launch.ending.out_of_memory import ran_out_of_memory
 from unisono.launch.ending.outcome import Outcome
 from unisono.launch.ending.result import in_a_line, last_lines, open_folder
-from unisono.launch.local import Launches
+from unisono.launch.local import Launcher
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.study.measure.batch_search import Tried
@@ -37,12 +37,12 @@ class BatchRunner:
     steps: int
     failed: Path
 
-    def attempt(self, batch: int, launches: Launches, folder: Path) -> Tried:
+    def attempt(self, batch: int, launcher: Launcher, folder: Path) -> Tried:
         """Try one. Main thread only.
 
         Args:
             batch: samples per worker.
-            launches: that all trials have in common.
+            launcher: that all trials have in common.
             folder: for its run folder, which is removed.
 
         Raises:
@@ -52,7 +52,7 @@ class BatchRunner:
         """
         place = folder / f"batch-{batch}"
         run_folder = open_folder(place, self.settings.script.stem)
-        outcome = launches.launch(self.told(batch), run_folder, SilentTerminal())
+        outcome = launcher.launch(self.told(batch), run_folder, SilentTerminal())
         if outcome.interrupted is not None:
             raise Interrupted(outcome.interrupted)
         silent = [each.rank for each in outcome.exits if each.failure is None]
