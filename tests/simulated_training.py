@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.adapt.layout_trials import Layout
 from unisono.adapt.norms import Noise
 from unisono.adapt.policy import Policy
-from unisono.adapt.trial import Layout
 from unisono.adapt.view import Decision, Timings, View
 
 LATE = 7

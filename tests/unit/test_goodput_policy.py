@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from simulated_training import SimulatedTraining
-from unisono.adapt import goodput_policy, trial
+from unisono.adapt import goodput_policy
+from unisono.adapt import layout_trials as trial
 from unisono.adapt.goodput_policy import GoodputPolicy
+from unisono.adapt.layout_trials import Layout
 from unisono.adapt.norms import Noise
 from unisono.adapt.step_time import Bounds, StepTime, goodput
-from unisono.adapt.trial import Layout
 from unisono.errors import JobError
 
 pytestmark = pytest.mark.unit

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
 from unisono.adapt.batch_size_policies import Ramp
+from unisono.adapt.layout_trials import Layout, LayoutTrials, layout_of
 from unisono.adapt.policy import Policy
 from unisono.adapt.step_time import Bounds, StepTime, fit, goodput
-from unisono.adapt.trial import Layout, Trial, layout_of
 from unisono.adapt.view import Figure, View
 from unisono.errors import JobError
 from unisono.received import value_of
@@ -77,7 +77,7 @@ class GoodputPolicy(Policy):
             raise JobError(f"GoodputPolicy(rule={rule!r}): use 'gain', 'linear', 'sqrt' or 'none'")
         self._largest, self._fewest, self._most, self._rule = largest, fewest, most, rule
         self._steps, self._patience, self._margin, self._again_s = ramp, patience, margin, again_s
-        self._trial, self._ramp, self._decided_at = Trial(), Ramp(), 0
+        self._trials, self._ramp, self._decided_at = LayoutTrials(), Ramp(), 0
         self._fitted: tuple[Mapping[Layout, float], StepTime | None] = {}, None
 
     def after_step(self, view: View) -> None:
@@ -85,7 +85,7 @@ class GoodputPolicy(Policy):
         if self._ramp.steps_left:
             factor, self._ramp = self._ramp.step()
             self.set_learning_rate(view.learning_rate * factor, steps_left=self._ramp.steps_left)
-        self._trial = self._trial.after(view, self._patience, self._again_s)
+        self._trials = self._trials.after(view, self._patience, self._again_s)
         found = view.observed.get(self.name, {})
         if found and self._may_judge(view) and int(found["at_step"] or 0) > self._entered(view):
             self._go(int(found["next_workers"] or 0), int(found["next_batch_size"] or 0), found, view)
@@ -95,13 +95,13 @@ class GoodputPolicy(Policy):
         noise = view.noise
         if not self._may_judge(view) or noise is None or not (noise.scale or 0.0) > 0:
             return {}
-        now, model, seconds = layout_of(view), self._model(), self._trial.figures.seconds
+        now, model, seconds = layout_of(view), self._model(), self._trials.times.seconds
         most = min(self._most or now.job_shards, now.job_shards)
         bounds = Bounds(view.base_batch_size, self._largest, self._fewest, most)
         promise = {
             one: goodput(one, seconds.get(one) or model.seconds(one), noise, view.base_batch_size)
             for one in (now, *bounds.layouts(now, seconds))
-            if one.workers == now.workers or self._trial.wish.may_have(one.workers)
+            if one.workers == now.workers or self._trials.request.may_have(one.workers)
         }
         goal = max(promise, key=lambda one: (promise[one], -one.workers, -one.batch_size))
         if promise[goal] < (1 + self._margin) * promise[now]:
@@ -121,12 +121,12 @@ class GoodputPolicy(Policy):
 
     def state_dict(self) -> dict[str, Any]:
         """What was tried, and the ramp."""
-        return {"trial": self._trial.state(), "ramp": asdict(self._ramp), "decided_at": self._decided_at}
+        return {"trial": self._trials.state(), "ramp": asdict(self._ramp), "decided_at": self._decided_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         found = value_of({"trial": Any, "ramp": Ramp, "decided_at": int}, state, "state")
-        self._trial = Trial.of(found["trial"])
+        self._trials = LayoutTrials.of(found["trial"])
         self._ramp, self._decided_at = found["ramp"], found["decided_at"]
 
     def _entered(self, view: View) -> int:
@@ -135,13 +135,13 @@ class GoodputPolicy(Policy):
 
     def _may_judge(self, view: View) -> bool:
         """Whether there are times of this layout since it was entered, and nothing is under way."""
-        is_quiet = not self._ramp.steps_left and not self._trial.wish.workers
-        return is_quiet and self._trial.noted > self._entered(view)
+        is_quiet = not self._ramp.steps_left and not self._trials.request.workers
+        return is_quiet and self._trials.noted > self._entered(view)
 
     def _go(self, workers: int, samples: int, why: Mapping[str, Figure], view: View) -> None:
         if workers != view.world_size:
             self.resize(workers, before=view.world_size, **why)
-            self._trial = self._trial.asking(workers, view)
+            self._trials = self._trials.asking(workers, view)
         if samples != view.batch_size:
             self.set_batch_size(samples, None, before=view.batch_size, **why)
             factor = self._rate_factor(samples, view)
@@ -159,7 +159,7 @@ class GoodputPolicy(Policy):
 
     def _model(self) -> StepTime:
         """The fitted one, as long as the figures are nearly those that it was fitted to."""
-        seconds = self._trial.figures.seconds
+        seconds = self._trials.times.seconds
         known, model = self._fitted
         if model is None or known.keys() != seconds.keys() or any(_differ(known[one], seconds[one]) for one in known):
             model = fit(seconds)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from unisono.adapt.layout_trials import Layout, LayoutTrials, layout_of, useful_sizes
 from unisono.adapt.policy import Policy
-from unisono.adapt.trial import Layout, Trial, layout_of, useful_sizes
 from unisono.adapt.view import View
 from unisono.errors import JobError
 
@@ -56,26 +56,26 @@ class ScalingPolicy(Policy):
             raise JobError(f"{given}: fewest is at least 1, and most is no less")
         self._price, self._fewest, self._most = price, fewest, most
         self._patience, self._margin, self._again_s = patience, margin, again_s
-        self._trial = Trial()
+        self._trials = LayoutTrials()
 
     def after_step(self, view: View) -> None:
         """Time it; after some steps, compare."""
-        self._trial = self._trial.after(view, self._patience, self._again_s)
-        if self._trial.noted == view.step and not self._trial.wish.workers:
+        self._trials = self._trials.after(view, self._patience, self._again_s)
+        if self._trials.noted == view.step and not self._trials.request.workers:
             now = layout_of(view)
-            seen = {one.workers: step_s for one, step_s in self._trial.figures.seconds.items() if _is_like(one, now)}
+            seen = {one.workers: step_s for one, step_s in self._trials.times.seconds.items() if _is_like(one, now)}
             if (wanted := self._wanted(now, seen)) != now.workers:
                 figures = {f"step_s_{workers}": step_s for workers, step_s in sorted(seen.items())}
                 self.resize(wanted, before=now.workers, price=self._price, **figures)
-                self._trial = self._trial.asking(wanted, view)
+                self._trials = self._trials.asking(wanted, view)
 
     def state_dict(self) -> dict[str, Any]:
         """What was tried."""
-        return self._trial.state()
+        return self._trials.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self._trial = Trial.of(state)
+        self._trials = LayoutTrials.of(state)
 
     def _wanted(self, now: Layout, seen: Mapping[int, float]) -> int:
         """The best of those that were tried; if that is what there is, a neighbour that was not."""
@@ -89,7 +89,7 @@ class ScalingPolicy(Policy):
         smaller = [workers for workers in reversed(sizes) if workers < now.workers]
         new = [workers for workers in (*larger[:2], *smaller[:2]) if workers not in seen]
         in_turn = [bounded] if bounded != now.workers else [*sorted(better, key=lambda one: costs[one]), *new]
-        return next((workers for workers in in_turn if self._trial.wish.may_have(workers)), now.workers)
+        return next((workers for workers in in_turn if self._trials.request.may_have(workers)), now.workers)
 
     def _could_pay(self, workers: int, seen: Mapping[int, float], now: Layout, limit: float) -> bool:
         """Whether more workers would, if they scaled perfectly from each smaller number that was timed."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unisono.adapt.layout_trials import useful_sizes
 from unisono.adapt.policy import Policy
-from unisono.adapt.trial import useful_sizes
 from unisono.adapt.view import Figure, View
 from unisono.errors import JobError
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.adapt.layout_trials import Layout, useful_sizes
 from unisono.adapt.norms import Noise
-from unisono.adapt.trial import Layout, useful_sizes
 
 # How fast training comes forward in a layout, and the way to a better one.
 

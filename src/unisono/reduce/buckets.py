@@ -138,7 +138,7 @@ REPETITIONS = 5
 ENOUGH_S = 0.2
 """Seconds after which a topology is not repeated."""
 
-Trial = Callable[[], float]
+Timing = Callable[[], float]
 """Reduces a bucket once; returns the seconds of the slowest worker, the same number on every worker."""
 
 
@@ -170,7 +170,7 @@ class Choice:
         unknown = [bucket for known, bucket in largest.items() if known not in self._seconds]
         return unknown if len(self._names) > 1 else []
 
-    def measure(self, bucket: Bucket, trial: Callable[[str], Trial]) -> dict[str, float]:
+    def measure(self, bucket: Bucket, trial: Callable[[str], Timing]) -> dict[str, float]:
         """Try every topology on buckets of this one's class.
 
         Args:

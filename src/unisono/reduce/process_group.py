@@ -16,7 +16,7 @@ from unisono.errors import NoProgress, WorkerLost
 from unisono.plan.links import Links
 from unisono.plan.split import Split
 from unisono.plan.topology import distinct
-from unisono.reduce.buckets import Bucket, Choice, Trial
+from unisono.reduce.buckets import Bucket, Choice, Timing
 from unisono.reduce.exchange import Collectives, Exchange, Messages
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
@@ -209,7 +209,7 @@ class ProcessGroupTransport(Transport):
             return Collectives(self._group, like, self.rank, self.split)
         return Messages(self._group, like, self.rank, self.split, topology)
 
-    def _trial(self, bucket: Bucket, topology: str) -> Trial:
+    def _trial(self, bucket: Bucket, topology: str) -> Timing:
         mine = self.split.of(self.rank)
         count = len(self.tree.cover(mine.start, mine.stop))
         partials = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=self._device) for _ in range(count)]

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from unisono.adapt.layout_trials import Layout
 from unisono.adapt.step_time import StepTime, fit
-from unisono.adapt.trial import Layout
 from unisono.study.analysis.batch_curve import BatchCurve
 from unisono.study.analysis.laws import AMDAHL, GUSTAFSON, USL, Fit, fitted
 from unisono.study.analysis.recommendation import EFFICIENT, Prices, Recommendation, recommended

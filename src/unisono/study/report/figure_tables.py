@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.adapt.trial import Layout
+from unisono.adapt.layout_trials import Layout
 from unisono.study.analysis.analysis import Analysis, Curve
 from unisono.study.analysis.estimate import NOTHING, Estimate, interval, listed, number, percent, shown
 from unisono.study.analysis.laws import Fit

@@ -18,7 +18,7 @@ WAIT_S, WAIT_STEPS = 120.0, 20
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ScaleRequest:
     """What was asked for, and what could not be had.
 
     Attributes:
@@ -33,11 +33,11 @@ class Wish:
     since_step: int = 0
     refused: tuple[tuple[int, int, float], ...] = ()
 
-    def asking(self, workers: int, view: View) -> Wish:
+    def asking(self, workers: int, view: View) -> ScaleRequest:
         """From now on so many are asked for."""
         return replace(self, workers=workers, since_s=view.seconds, since_step=view.step)
 
-    def after(self, view: View) -> Wish:
+    def after(self, view: View) -> ScaleRequest:
         """One more step: they may have come, or it may have taken too long."""
         if not self.workers or self.workers == view.world_size:
             return replace(self, workers=0)
@@ -46,7 +46,7 @@ class Wish:
             return replace(self, workers=0, refused=(*others, (self.workers, view.world_size, view.seconds)))
         return self
 
-    def since(self, at_s: float) -> Wish:
+    def since(self, at_s: float) -> ScaleRequest:
         """Only what was refused then, or later."""
         return replace(self, refused=tuple(one for one in self.refused if one[2] >= at_s))
 
@@ -115,7 +115,7 @@ def useful_sizes(shards: int, fewest: int, most: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class StepTimes:
     """The newest time of a step in each layout.
 
     Attributes:
@@ -124,13 +124,13 @@ class Figures:
 
     noted: Mapping[Layout, tuple[float, float]] = field(default_factory=dict)
 
-    def after(self, layout: Layout, step_s: float, at_s: float) -> Figures:
+    def after(self, layout: Layout, step_s: float, at_s: float) -> StepTimes:
         """With one more, in place of the one before it."""
-        return Figures({**self.noted, layout: (step_s, at_s)})
+        return StepTimes({**self.noted, layout: (step_s, at_s)})
 
-    def since(self, at_s: float) -> Figures:
+    def since(self, at_s: float) -> StepTimes:
         """Those that were noted then, or later."""
-        return Figures({layout: figure for layout, figure in self.noted.items() if figure[1] >= at_s})
+        return StepTimes({layout: figure for layout, figure in self.noted.items() if figure[1] >= at_s})
 
     @property
     def seconds(self) -> dict[Layout, float]:
@@ -142,7 +142,7 @@ class Figures:
         return [[*astuple(layout), *figure] for layout, figure in self.noted.items()]
 
     @classmethod
-    def of(cls, state: Sequence[Sequence[float]]) -> Figures:
+    def of(cls, state: Sequence[Sequence[float]]) -> StepTimes:
         """The inverse of :meth:`state`.
 
         Raises:
@@ -160,7 +160,7 @@ SETTLED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TimingWindow:
     """The newest steps in a row that were computed in one layout.
 
     Attributes:
@@ -169,11 +169,11 @@ class Stretch:
 
     steps: Sequence[float] = ()
 
-    def after(self, view: View, longest: int) -> Stretch:
+    def after(self, view: View, longest: int) -> TimingWindow:
         """With one more step, and without the oldest ones beyond ``longest``; empty while things change."""
         if view.steady < SETTLED or not view.step_s > 0:
-            return Stretch()
-        return Stretch((*self.steps, view.step_s)[-longest:])
+            return TimingWindow()
+        return TimingWindow((*self.steps, view.step_s)[-longest:])
 
     @property
     def step_s(self) -> float:
@@ -193,49 +193,49 @@ AGAIN_STEPS = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class LayoutTrials:
     """Tries layouts one after the other, and remembers.
 
     Attributes:
-        wish: for another number of workers.
-        stretch: the steps that are being timed.
-        figures: the step time of each layout that was timed.
-        noted: the step after which the newest figure was noted.
+        request: for another number of workers.
+        window: the steps that are being timed.
+        times: the step time of each layout that was timed.
+        noted: the step after which the newest time was noted.
     """
 
-    wish: Wish = field(default_factory=Wish)
-    stretch: Stretch = field(default_factory=Stretch)
-    figures: Figures = field(default_factory=Figures)
+    request: ScaleRequest = field(default_factory=ScaleRequest)
+    window: TimingWindow = field(default_factory=TimingWindow)
+    times: StepTimes = field(default_factory=StepTimes)
     noted: int = -1
 
-    def after(self, view: View, patience: int, again_s: float) -> Trial:
+    def after(self, view: View, patience: int, again_s: float) -> LayoutTrials:
         """With one more step.
 
         Args:
             view: after it.
-            patience: steps that make a figure.
-            again_s: seconds of training for which a figure, or a refusal, is believed.
+            patience: steps whose median is a time.
+            again_s: seconds of training for which a time, or a refusal, is believed.
         """
-        trial = replace(self, wish=self.wish.after(view), stretch=self.stretch.after(view, patience))
-        if len(trial.stretch.steps) < patience:
-            return trial
-        step_s = trial.stretch.step_s
+        trials = replace(self, request=self.request.after(view), window=self.window.after(view, patience))
+        if len(trials.window.steps) < patience:
+            return trials
+        step_s = trials.window.step_s
         oldest = view.seconds - max(again_s, AGAIN_STEPS * step_s)
-        figures = self.figures.since(oldest).after(layout_of(view), step_s, view.seconds)
-        return Trial(trial.wish.since(oldest), Stretch(), figures, view.step)
+        times = self.times.since(oldest).after(layout_of(view), step_s, view.seconds)
+        return LayoutTrials(trials.request.since(oldest), TimingWindow(), times, view.step)
 
-    def asking(self, workers: int, view: View) -> Trial:
+    def asking(self, workers: int, view: View) -> LayoutTrials:
         """Another number of workers is asked for."""
-        return replace(self, wish=self.wish.asking(workers, view))
+        return replace(self, request=self.request.asking(workers, view))
 
     def state(self) -> dict[str, Any]:
         """As numbers, by name."""
-        steps, figures = list(self.stretch.steps), self.figures.state()
-        return {"wish": asdict(self.wish), "steps": steps, "figures": figures, "noted": self.noted}
+        steps, times = list(self.window.steps), self.times.state()
+        return {"wish": asdict(self.request), "steps": steps, "figures": times, "noted": self.noted}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Trial:
+    def of(cls, state: Mapping[str, Any]) -> LayoutTrials:
         """The inverse of :meth:`state`."""
-        forms = {"wish": Wish, "steps": tuple[float, ...], "figures": list[tuple[float, ...]], "noted": int}
+        forms = {"wish": ScaleRequest, "steps": tuple[float, ...], "figures": list[tuple[float, ...]], "noted": int}
         found = value_of(forms, state, "trial")
-        return cls(found["wish"], Stretch(found["steps"]), Figures.of(found["figures"]), found["noted"])
+        return cls(found["wish"], TimingWindow(found["steps"]), StepTimes.of(found["figures"]), found["noted"])
