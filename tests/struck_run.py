@@ -20,7 +20,7 @@ from unisono.errors import Dismissed, UnisonoError, UnisonoWarning, WorkerLost
 from unisono.job import Job
 from unisono.testing.crew import Trade, run_of
 from unisono.testing.fault import FlipBit, FlippedPlace, WrongResult
-from unisono.testing.strike import strike
+from unisono.testing.inject import inject
 from unisono.train.model.tensors import digest_tensors
 from unisono.train.run import Run
 from unisono.train.step.engine import Execution
@@ -122,7 +122,7 @@ def act_out(pool: ThreadPoolExecutor, play: Play, *blows: Blow) -> Outcome:
             if trouble.step == step.number and trouble not in done:
                 outcome.struck_at = outcome.struck_at or len(membership.worker.passed)
                 done.add(trouble)
-                strike(trouble.fault, run)
+                inject(trouble.fault, run)
 
     outcome = Outcome(world := World(script, play.workers, 0, blows), found)
     with warnings.catch_warnings():

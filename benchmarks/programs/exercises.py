@@ -25,7 +25,7 @@ from benchmarks.programs import serve
 from unisono.errors import NonFiniteLoss
 from unisono.sync.named import strategy_of
 from unisono.testing.faults import Faults
-from unisono.testing.rehearsal import Rehearsal
+from unisono.testing.injector import FaultInjector
 
 WATCHED = 10
 """Steps from one whose bytes are noted to the next, where every step is an exchange of its own."""
@@ -66,7 +66,7 @@ def train(exercise: Exercise, folder: Path) -> Outcome | None:
         strategy=exercise.strategy,
     ) as run:
         if exercise.slow > 1:
-            Rehearsal(Faults().slow(rank=run.world_size - 1, factor=exercise.slow)).attach(run)
+            FaultInjector(Faults().slow(rank=run.world_size - 1, factor=exercise.slow)).attach(run)
         try:
             return _outcome(run, exercise)
         except NonFiniteLoss:

@@ -18,7 +18,7 @@ from unisono.job import Job
 from unisono.testing.crew import Trade, train
 from unisono.testing.fault import WrongResult
 from unisono.testing.flip import flip_in
-from unisono.testing.strike import strike
+from unisono.testing.inject import inject
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.run import Run
 from unisono.train.step import audit
@@ -121,7 +121,7 @@ def two_loops(wrong: int | None, run: Run) -> str:
         for step in run.steps(TensorDataset(SAMPLES), epochs=2):
             if run.rank == wrong and step.number == 7 and not struck:
                 struck = True
-                strike(WrongResult(rank=0, at_step=7, bit=22), run)
+                inject(WrongResult(rank=0, at_step=7, bit=22), run)
             if step.number == 12:
                 assert list(run.dir.glob("checkpoints/step-*")), "there were some"
             step.run(loss)

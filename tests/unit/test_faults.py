@@ -23,8 +23,8 @@ from unisono.testing import Faults
 from unisono.testing.chaos import why_again
 from unisono.testing.fault import KINDS, RECOVERY, Fault, Slow, listening
 from unisono.testing.flip import flip_in
-from unisono.testing.rehearsal import PLUGIN, Rehearsal, is_in_recovery
-from unisono.testing.storm import SHARES, Storm
+from unisono.testing.injector import PLUGIN, FaultInjector, is_in_recovery
+from unisono.testing.random_faults import SHARES, RandomFaults
 from unisono.train.plugins import load_plugins
 from unisono.train.record.callbacks import Event
 
@@ -145,23 +145,23 @@ def test_what_is_built_is_checked_like_what_is_written() -> None:
 def test_a_storm_has_as_many_faults_as_it_should_inside_of_the_job(
     seed: int, faults: int, steps: int, largest: int
 ) -> None:
-    script = Storm(seed, faults, steps, largest).draw()
+    script = RandomFaults(seed, faults, steps, largest).draw()
     assert len(script.faults) == faults
     assert all(1 <= fault.at_step < steps for fault in script.faults)
-    assert script == Storm(seed, faults, steps, largest).draw()
+    assert script == RandomFaults(seed, faults, steps, largest).draw()
     if faults >= len(SHARES):
         assert set(script.counts) == set(SHARES)
 
 
 def test_some_faults_of_a_storm_strike_inside_of_a_recovery_and_most_do_not() -> None:
-    script = Storm(1, 200, 1000, 4).draw()
+    script = RandomFaults(1, 200, 1000, 4).draw()
     inside = [fault for fault in script.faults if is_in_recovery(fault)]
     assert 20 < len(inside) < 80
     assert {getattr(fault, "point", "") for fault in inside} == set(RECOVERY)
 
 
 def test_another_seed_draws_another_storm() -> None:
-    assert Storm(1, 20, 100, 4).draw() != Storm(2, 20, 100, 4).draw()
+    assert RandomFaults(1, 20, 100, 4).draw() != RandomFaults(2, 20, 100, 4).draw()
 
 
 # -- whom they strike
@@ -191,8 +191,8 @@ def struck(run: unisono.Run) -> list[tuple[int, int]]:
 
 def test_a_fault_strikes_before_its_step_and_never_again_in_its_folder(training: unisono.Run) -> None:
     faults = Faults().flip_bit(rank=0, at_step=3).flip_bit(rank=5, at_step=1).flip_bit(rank=0, at_step=99)
-    Rehearsal(faults).attach(training)
-    Rehearsal(faults).attach(training)  # as another worker of the same rank after a loss
+    FaultInjector(faults).attach(training)
+    FaultInjector(faults).attach(training)  # as another worker of the same rank after a loss
     with pytest.warns(UnisonoWarning, match="goes back"):
         loop(training)
     assert struck(training) == [(2, 1), (1, 3)]
@@ -201,7 +201,7 @@ def test_a_fault_strikes_before_its_step_and_never_again_in_its_folder(training:
 def test_a_fault_of_a_recovery_waits_for_its_step_and_then_for_its_point(training: unisono.Run) -> None:
     done: list[tuple[str, int]] = []
 
-    def strike(fault: Fault, run: unisono.Run) -> None:
+    def inject(fault: Fault, run: unisono.Run) -> None:
         done.append((fault.kind, run.inside.acts.step))
 
     faults = Faults().kill(rank=0, at_step=2).in_recovery("generation formed").leave(rank=3, at_step=3).in_recovery()
@@ -211,7 +211,7 @@ def test_a_fault_of_a_recovery_waits_for_its_step_and_then_for_its_point(trainin
         failpoint("generation formed")
 
     with listening(lambda point: None):  # who listens afterwards is who did before
-        Rehearsal(faults, strike).attach(training)
+        FaultInjector(faults, inject).attach(training)
         loop(training, recover)
     assert done == [("kill", 2), ("leave", 3)]
     assert struck(training) == [(1, 2), (2, 3)]
@@ -220,7 +220,7 @@ def test_a_fault_of_a_recovery_waits_for_its_step_and_then_for_its_point(trainin
 def test_a_fault_of_a_hand_over_strikes_whoever_gives_the_state_or_gets_it(training: unisono.Run) -> None:
     done: list[str] = []
 
-    def strike(fault: Fault, run: unisono.Run) -> None:
+    def inject(fault: Fault, run: unisono.Run) -> None:
         done.append(fault.kind)
 
     faults = Faults().kill(rank=1, at_step=0).in_recovery("state taken").stop(rank=1, at_step=0).in_recovery()
@@ -230,7 +230,7 @@ def test_a_fault_of_a_hand_over_strikes_whoever_gives_the_state_or_gets_it(train
         failpoint("state taken")
 
     with listening(lambda point: None):
-        Rehearsal(faults, strike, lambda fault, workers: 1).attach(training)  # and here is rank 0
+        FaultInjector(faults, inject, lambda fault, workers: 1).attach(training)  # and here is rank 0
         loop(training, recover)
     assert done == ["kill"]
 
@@ -252,7 +252,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_when_it_is_read_and_the_one_befo
     one_worker: None, tmp_path: Path
 ) -> None:
     with unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run", checkpoint_every=2) as run:
-        Rehearsal(Faults().flip_bit(rank=0, at_step=4, place="checkpoint", bit=12_345)).attach(run)
+        FaultInjector(Faults().flip_bit(rank=0, at_step=4, place="checkpoint", bit=12_345)).attach(run)
         loop(run)
     assert struck(run) == [(1, 4)]
     store = CheckpointStore(run.dir / "checkpoints")
@@ -264,7 +264,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_when_it_is_read_and_the_one_befo
 
 
 def test_a_checkpoint_that_is_to_be_struck_and_is_not_there_is_an_error(training: unisono.Run) -> None:
-    Rehearsal(Faults().flip_bit(rank=0, at_step=1, place="checkpoint")).attach(training)
+    FaultInjector(Faults().flip_bit(rank=0, at_step=1, place="checkpoint")).attach(training)
     with pytest.raises(JobError, match="there is no checkpoint yet: give checkpoint_every"):
         loop(training)
 
@@ -276,7 +276,7 @@ def test_a_slow_worker_takes_longer_for_as_many_steps_as_it_should(training: uni
     def sleep(seconds: float) -> None:
         slept.append((len(steps), seconds))
 
-    Rehearsal(Faults().slow(rank=0, factor=3, at_step=1, steps=2), sleep=sleep).attach(training)
+    FaultInjector(Faults().slow(rank=0, factor=3, at_step=1, steps=2), sleep=sleep).attach(training)
     loop(training, steps.append)
     assert [number for number, _ in slept] == [1, 2]
     assert [seconds for _, seconds in slept] == [2 * steps[number].computed_s for number in (1, 2)]

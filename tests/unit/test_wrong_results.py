@@ -15,7 +15,7 @@ from unisono.errors import MemoryFault
 from unisono.job import Job
 from unisono.testing.crew import Trade, train
 from unisono.testing.fault import WrongResult
-from unisono.testing.strike import strike
+from unisono.testing.inject import inject
 from unisono.train.run import Run
 from unisono.train.step.engine import Execution
 from unisono.train.step.step import Step
@@ -44,7 +44,7 @@ def script(wrong: int | None, since: int, run: Run) -> str:
     def strike_once(run: Run, step: Step) -> None:
         if victim and step.number == since and not struck:
             struck.append(step.number)
-            strike(WrongResult(rank=0, at_step=since, bit=BIT), run)
+            inject(WrongResult(rank=0, at_step=since, bit=BIT), run)
 
     run.on("step_begins", strike_once)
     for step in run.steps(TensorDataset(SAMPLES), epochs=1):

@@ -19,7 +19,7 @@ from unisono.launch.script import Script
 from unisono.received import LONGEST_S
 
 if TYPE_CHECKING:
-    from unisono.testing.chaos import Verdict
+    from unisono.testing.chaos import ChaosResult
 
 DIGITS = 16
 MOST_PROBLEMS = 20
@@ -52,7 +52,7 @@ def chaos(
     Exit code 0 if nobody can tell the two apart, else 1.
     """
     from unisono.checkpoint.folder import new_run_folder
-    from unisono.testing.chaos import REPORT, SCRIPT, Ordeal, undergo
+    from unisono.testing.chaos import REPORT, SCRIPT, ChaosSpec, run_chaos
     from unisono.testing.faults import Faults
 
     wanted = Range.read(workers)
@@ -65,7 +65,7 @@ def chaos(
     trained.require_readable()
     found = None if written is None else Faults.read(written)
     folder = (run_dir or new_run_folder(RUNS, f"chaos-{trained.stem}")).absolute()
-    ordeal = Ordeal(
+    spec = ChaosSpec(
         script=trained,
         folder=folder,
         seed=seed,
@@ -78,13 +78,13 @@ def chaos(
         written=found,
     )
     out, err = (Console(stderr=stderr, highlight=False, emoji=False) for stderr in (False, True))
-    verdict = undergo(ordeal, lambda line: err.print(Text(f"unisono: {line}"), soft_wrap=True))
+    verdict = run_chaos(spec, lambda line: err.print(Text(f"unisono: {line}"), soft_wrap=True))
     _show(verdict, out)
     out.print(Text(f"script of faults: {folder / SCRIPT}; report: {folder / REPORT}", "dim"), soft_wrap=True)
     raise typer.Exit(0 if verdict.is_good else 1)
 
 
-def _show(verdict: Verdict, out: Console) -> None:
+def _show(verdict: ChaosResult, out: Console) -> None:
     table = Table("fault", "planned", "struck")
     for column in table.columns[1:]:
         column.justify = "right"

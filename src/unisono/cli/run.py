@@ -119,7 +119,7 @@ def _shown(settings: LaunchSettings, *, is_elastic: bool) -> str:
 def _rehearsal(script: Path) -> dict[str, str]:
     """What workers are told so that the faults of a script strike them."""
     from unisono.testing.faults import Faults
-    from unisono.testing.rehearsal import PLUGIN, SCRIPT
+    from unisono.testing.injector import PLUGIN, SCRIPT
 
     Faults.read(script)
     others = os.environ.get("UNISONO_PLUGINS")

@@ -28,8 +28,8 @@ from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 from unisono.launch.script import Script
 from unisono.received import read_object
 from unisono.testing.faults import Faults, count
+from unisono.testing.random_faults import RandomFaults
 from unisono.testing.samples import Samples, problems
-from unisono.testing.storm import Storm
 
 SERIAL, STRUCK, SCRIPT, REPORT = "serial", "struck", "faults.toml", "chaos.json"
 """In the folder: the run folders of both jobs, the script of faults, and what came of it."""
@@ -53,8 +53,8 @@ STACKS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ordeal:
-    """What is to be gone through.
+class ChaosSpec:
+    """What a job has to survive: its faults, and what it is trained on.
 
     Attributes:
         script: what is trained.
@@ -82,7 +82,7 @@ class Ordeal:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ChaosResult:
     """What came of it.
 
     Attributes:
@@ -123,53 +123,53 @@ Say = Callable[[str], None]
 """Shows a line to the person who waits."""
 
 
-def undergo(ordeal: Ordeal, say: Say) -> Verdict:
+def run_chaos(spec: ChaosSpec, say: Say) -> ChaosResult:
     """Run the job alone, then run it with faults, and compare.
 
     Raises:
         JobError: the job fails even if nothing disturbs it, or the folder has been used.
     """
-    if (ordeal.folder / STRUCK).exists():
-        raise JobError(f"{ordeal.folder} has been used: name another folder with --run-dir")
-    ordeal.folder.mkdir(parents=True, exist_ok=True)
-    serial = _serial(ordeal, say)
+    if (spec.folder / STRUCK).exists():
+        raise JobError(f"{spec.folder} has been used: name another folder with --run-dir")
+    spec.folder.mkdir(parents=True, exist_ok=True)
+    serial = _serial(spec, say)
     steps = int(serial["steps"])
-    faults = ordeal.written or Storm(ordeal.seed, ordeal.faults, steps, ordeal.largest).draw()
-    (ordeal.folder / SCRIPT).write_text(faults.to_toml(), encoding="utf-8")
-    say(f"{steps} steps; the job with {len(faults.faults)} faults, on {ordeal.workers} workers")
+    faults = spec.written or RandomFaults(spec.seed, spec.faults, steps, spec.largest).draw()
+    (spec.folder / SCRIPT).write_text(faults.to_toml(), encoding="utf-8")
+    say(f"{steps} steps; the job with {len(faults.faults)} faults, on {spec.workers} workers")
     begun = time.monotonic()
-    struck = _Struck(ordeal, faults, steps, say)
+    struck = _Struck(spec, faults, steps, say)
     struck.run()
-    verdict = _judge(ordeal, faults, serial, struck, time.monotonic() - begun)
-    verdict.write(ordeal.folder / REPORT)
+    verdict = _judge(spec, faults, serial, struck, time.monotonic() - begun)
+    verdict.write(spec.folder / REPORT)
     return verdict
 
 
-def _serial(ordeal: Ordeal, say: Say) -> dict[str, Any]:
-    folder, known = ordeal.folder / SERIAL, ordeal.folder / TRAINED
-    if _read(known).get("argv") == ordeal.script.argv:
+def _serial(spec: ChaosSpec, say: Say) -> dict[str, Any]:
+    folder, known = spec.folder / SERIAL, spec.folder / TRAINED
+    if _read(known).get("argv") == spec.script.argv:
         say(f"the job alone is known from {folder}")
         return _read(folder / "result.json")
     if folder.exists():
         raise JobError(f"{folder} is of another job, or of one that did not end: name another folder with --run-dir")
     say("the job alone, on one worker")
-    with _started(_command(ordeal, folder, "-n", "1"), folder) as job:
+    with _started(_command(spec, folder, "-n", "1"), folder) as job:
         code = job.wait()
     found = _read(folder / "result.json")
     if code or not found.get("weights_sha256"):
         raise JobError(f"the job ends with exit code {code} even if nothing disturbs it{_words(folder)}")
-    write_json(known, {"argv": ordeal.script.argv})
+    write_json(known, {"argv": spec.script.argv})
     return found
 
 
-def _judge(ordeal: Ordeal, faults: Faults, serial: Mapping[str, Any], struck: _Struck, seconds: float) -> Verdict:
-    samples, alone = Samples.read(struck.folder), Samples.read(ordeal.folder / SERIAL)
+def _judge(spec: ChaosSpec, faults: Faults, serial: Mapping[str, Any], struck: _Struck, seconds: float) -> ChaosResult:
+    samples, alone = Samples.read(struck.folder), Samples.read(spec.folder / SERIAL)
     digest = _read(struck.folder / "result.json").get("weights_sha256") if struck.is_done else None
     wrong = list(struck.problems)
     if struck.is_done:
-        wrong += problems(samples, int(serial["steps"]), _shards(ordeal.folder / SERIAL), alone)
+        wrong += problems(samples, int(serial["steps"]), _shards(spec.folder / SERIAL), alone)
     journal = read_lines(struck.folder / "journal.jsonl")
-    return Verdict(
+    return ChaosResult(
         steps=int(serial["steps"]),
         planned=faults.counts,
         struck=count(str(line["kind"]) for line in journal if line["event"] == "fault"),
@@ -193,7 +193,7 @@ class _Struck:
         is_done: whether it has come to its end.
     """
 
-    ordeal: Ordeal
+    spec: ChaosSpec
     faults: Faults
     steps: int
     say: Say
@@ -204,7 +204,7 @@ class _Struck:
     @property
     def folder(self) -> Path:
         """Its run folder."""
-        return self.ordeal.folder / STRUCK
+        return self.spec.folder / STRUCK
 
     def run(self) -> None:
         """Start it, and start it again whenever it was ended by a fault."""
@@ -232,15 +232,15 @@ class _Struck:
             self.problems.append(f"it ended with exit code {code}{_words(self.folder)}")
 
     def _command(self) -> list[str]:
-        every = self.ordeal.checkpoint_every or max(1, self.steps // 50)
+        every = self.spec.checkpoint_every or max(1, self.steps // 50)
         options = {
-            "-n": self.ordeal.workers,
+            "-n": self.spec.workers,
             "--max-restarts": RESTARTS_PER_PLACE,
-            "--failure-timeout-s": self.ordeal.failure_timeout_s,
+            "--failure-timeout-s": self.spec.failure_timeout_s,
             "--checkpoint-every": every,
-            "--faults": self.ordeal.folder / SCRIPT,
+            "--faults": self.spec.folder / SCRIPT,
         }
-        return _command(self.ordeal, self.folder, *(str(word) for pair in options.items() for word in pair))
+        return _command(self.spec, self.folder, *(str(word) for pair in options.items() for word in pair))
 
     def _await(self, job: subprocess.Popen[bytes], mark: str) -> int | None:
         """Its exit code; None if it does nothing any more."""
@@ -250,13 +250,13 @@ class _Struck:
                 return job.wait(LOOK_S)
             if (now := _progress(self.folder)) != seen:
                 seen, since = now, time.monotonic()
-            elif time.monotonic() - since > self.ordeal.patience_s:
+            elif time.monotonic() - since > self.spec.patience_s:
                 self._give_up(job, mark)
                 return None
 
     def _give_up(self, job: subprocess.Popen[bytes], mark: str) -> None:
         """It hangs: have its workers write where they are, and end it."""
-        words = f"it did nothing for {self.ordeal.patience_s:g} s, and was ended (each worker's stack is in its log)"
+        words = f"it did nothing for {self.spec.patience_s:g} s, and was ended (each worker's stack is in its log)"
         self.problems.append(f"{words}; the coordinator says: {_status(self.folder)}")
         for process in _marked(mark):
             with suppress(psutil.NoSuchProcess):
@@ -313,9 +313,9 @@ def _started(command: Sequence[str], folder: Path, mark: str = "") -> Iterator[s
         job.wait()
 
 
-def _command(ordeal: Ordeal, folder: Path, *options: str) -> list[str]:
+def _command(spec: ChaosSpec, folder: Path, *options: str) -> list[str]:
     own = [sys.executable, "-P", "-m", "unisono", "run", *options, "--run-dir", str(folder)]
-    script = ordeal.script
+    script = spec.script
     return [*own, *(["-m"] if script.is_module else []), script.target, *script.args]
 
 

@@ -17,7 +17,7 @@ import psutil
 from unisono.errors import JobError, LaunchError, UnisonoError
 from unisono.launch.elastic.address import WHERE, Address, Control
 from unisono.membership.token import read_token
-from unisono.testing import accomplice
+from unisono.testing import fault_helper as fault_helper
 from unisono.testing.fault import (
     Fault,
     FlipBit,
@@ -45,7 +45,7 @@ PATIENCE_S = 30.0
 PAUSE_S = 0.1
 
 
-def strike(fault: Fault, run: Run) -> None:
+def inject(fault: Fault, run: Run) -> None:
     """Do it, now or, in a thread of its own, a little later. A slow worker is somebody else's business."""
     if isinstance(fault, Slow):
         return
@@ -95,7 +95,7 @@ def _do(fault: Fault, run: Run) -> None:
 def _help(what: str, whom: str, seconds: float) -> None:
     # In this worker's process group: whoever ends the worker ends what it has started.
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", accomplice.__file__, what, whom, str(seconds)],
+        [sys.executable, "-I", "-S", fault_helper.__file__, what, whom, str(seconds)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -105,14 +105,14 @@ def _help(what: str, whom: str, seconds: float) -> None:
         raise LaunchError(
             f"the process that is to {what} another one ended before it began, with code {process.wait()}"
         )
-    threading.Thread(target=process.wait, name="unisono-accomplice", daemon=True).start()
+    threading.Thread(target=process.wait, name="unisono-fault-helper", daemon=True).start()
 
 
 def _kill_coordinator(run_dir: Path, seconds: float) -> None:
     path = str(run_dir / WHERE)
     if seconds:
         _help("kill", path, seconds)
-    elif (pid := accomplice.named_in(path)) is not None:
+    elif (pid := fault_helper.named_in(path)) is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

@@ -34,7 +34,7 @@ WITHIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Storm:
+class RandomFaults:
     """What a script is to be like.
 
     Attributes:
@@ -100,5 +100,5 @@ class Storm:
             return script.join(at_step=at_step, after_s=after_s)
         if kind == "kill_coordinator":
             return script.kill_coordinator(at_step=at_step, for_s=draw.choice((0.0, 0.5)), after_s=after_s)
-        strike = {"kill": script.kill, "leave": script.leave, "kill_agent": script.kill_agent}[kind]
-        return strike(rank=rank, at_step=at_step, after_s=after_s)
+        of_rank = {"kill": script.kill, "leave": script.leave, "kill_agent": script.kill_agent}[kind]
+        return of_rank(rank=rank, at_step=at_step, after_s=after_s)

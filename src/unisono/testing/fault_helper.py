@@ -1,9 +1,9 @@
 """A process beside a worker that does to others what the worker, once it is struck, cannot do any more.
 
 It runs as a plain file, in the worker's process group, so that it starts in some milliseconds and ends with the worker.
-``accomplice.py continue PID SECONDS`` wakes a process that stands still; ``accomplice.py kill FILE SECONDS`` kills the
-process whose number the JSON file names, as often as another one comes, while the time lasts. Both say when they are
-ready.
+``fault_helper.py continue PID SECONDS`` wakes a process that stands still; ``fault_helper.py kill FILE SECONDS`` kills
+the process whose number the JSON file names, as often as another one comes, while the time lasts. Both say when they
+are ready.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Carries a script of faults out, in the workers that it names. A plugin: ``unisono.testing.rehearsal:begin``."""
+"""Carries a script of faults out, in the workers that it names. A plugin: ``unisono.testing.injector:begin``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from unisono.errors import JobError
 from unisono.failpoints import listen
 from unisono.testing.fault import OF_SOME, Fault, Join, KillCoordinator, Partition, Resize, Slow
 from unisono.testing.faults import Faults
-from unisono.testing.strike import strike
+from unisono.testing.inject import inject
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
     from unisono.train.step.step import Step
 
-PLUGIN = "unisono.testing.rehearsal:begin"
+PLUGIN = "unisono.testing.injector:begin"
 SCRIPT = "UNISONO_FAULTS"
 """The variable that names the script."""
 
@@ -31,7 +31,7 @@ DUE = ".due"
 
 
 def begin(run: Run) -> None:
-    """Listen to a run, and strike it.
+    """Listen to a run, and inject its faults.
 
     Raises:
         JobError: there is no script, or it makes no sense, or not for a job whose workers stay the same.
@@ -42,7 +42,7 @@ def begin(run: Run) -> None:
     faults = Faults.read(Path(path))
     if not run.inside.membership.is_elastic:
         _require_fixed(faults)
-    Rehearsal(faults).attach(run)
+    FaultInjector(faults).attach(run)
 
 
 def victim_of(fault: Fault, workers: int) -> int:
@@ -50,7 +50,7 @@ def victim_of(fault: Fault, workers: int) -> int:
     return 0 if isinstance(fault, Join | Resize | KillCoordinator) else fault.rank % workers
 
 
-class Rehearsal:
+class FaultInjector:
     """The faults that have yet to strike, in one worker.
 
     Args:
@@ -63,11 +63,11 @@ class Rehearsal:
     def __init__(
         self,
         faults: Faults,
-        strike: Callable[[Fault, Run], None] = strike,
+        inject: Callable[[Fault, Run], None] = inject,
         victim: Callable[[Fault, int], int] = victim_of,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._do, self._victim, self._sleep = strike, victim, sleep
+        self._do, self._victim, self._sleep = inject, victim, sleep
         numbered = dict(enumerate(faults.faults, 1))
         self._waiting = {number: fault for number, fault in numbered.items() if is_in_recovery(fault)}
         self._left = {number: fault for number, fault in numbered.items() if number not in self._waiting}
@@ -86,7 +86,7 @@ class Rehearsal:
         for number, fault in due.items():
             marker = run.dir / FOLDER / str(number)
             if self._victim(fault, run.world_size) == run.rank and _claim(marker):
-                self._strike(number, fault, run, step.number)
+                self._inject(number, fault, run, step.number)
             if marker.exists():
                 del self._left[number]
         for number, fault in self._waiting.items():
@@ -100,11 +100,11 @@ class Rehearsal:
             marker, workers = run.dir / FOLDER / str(number), run.inside.membership.workers
             is_victim = point in OF_SOME or self._victim(fault, workers.world_size) == workers.rank
             if is_victim and marker.with_name(f"{number}{DUE}").exists() and _claim(marker):
-                self._strike(number, fault, run, run.inside.acts.step)
+                self._inject(number, fault, run, run.inside.acts.step)
             if marker.exists():
                 del self._waiting[number]
 
-    def _strike(self, number: int, fault: Fault, run: Run, step: int) -> None:
+    def _inject(self, number: int, fault: Fault, run: Run, step: int) -> None:
         about: dict[str, Any] = {"number": number, "kind": fault.kind, "step": step, "rank": run.rank}
         about |= {"point": getattr(fault, "point", "")} if is_in_recovery(fault) else {}
         about |= {"generation": run.generation, "worker": os.environ.get("UNISONO_WORKER"), "pid": os.getpid()}
