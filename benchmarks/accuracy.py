@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from scipy import stats
 
 from benchmarks.crew import Crew
-from benchmarks.lesson import Learned, Lesson, Lessons, Look
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
+from benchmarks.training_spec import Learned, Look, TrainingSpec, TrainingSpecs
 
 SMALL = 16
 TIMES = 8
@@ -58,15 +58,15 @@ def run(choice: Choice) -> Report:
     )
 
 
-def small(choice: Choice, rate: float) -> Lesson:
+def small(choice: Choice, rate: float) -> TrainingSpec:
     """What all is measured by: a small batch in one shard."""
-    return Lesson(batch_size=SMALL, rate=rate, samples=choice.samples, falls=True, shards=1)
+    return TrainingSpec(batch_size=SMALL, rate=rate, samples=choice.samples, falls=True, shards=1)
 
 
-def large(choice: Choice, rate: float) -> dict[str, Lesson]:
+def large(choice: Choice, rate: float) -> dict[str, TrainingSpec]:
     """What is compared with it."""
     most = choice.samples * TIMES  # where there is no gain at all
-    ada = Lesson(
+    ada = TrainingSpec(
         batch_size=TIMES * SMALL,
         rate=rate,
         samples=most,
@@ -77,20 +77,20 @@ def large(choice: Choice, rate: float) -> dict[str, Lesson]:
     return linear(choice, rate, choice.samples, "") | {"AdaScale": ada}
 
 
-def linear(choice: Choice, rate: float, samples: int, name: str) -> dict[str, Lesson]:
+def linear(choice: Choice, rate: float, samples: int, name: str) -> dict[str, TrainingSpec]:
     """The rate in proportion to the batch, at once and over a warm-up."""
-    plain = Lesson(batch_size=TIMES * SMALL, rate=TIMES * rate, samples=samples, falls=True, shards=TIMES)
+    plain = TrainingSpec(batch_size=TIMES * SMALL, rate=TIMES * rate, samples=samples, falls=True, shards=TIMES)
     warm = plain.model_copy(update={"rate": rate, "policy": "warm-up", "factor": float(TIMES)})
     return {f"linear scaling{name}": plain, f"with warm-up{name}": warm}
 
 
-def learn(lessons: Mapping[str, Lesson], seeds: int, meter: NoiseMeter) -> dict[str, list[Look | None]]:
-    """The ends of all lessons' runs: a fresh process for each seed."""
-    found: dict[str, list[Look | None]] = {name: [] for name in lessons}
+def learn(specs: Mapping[str, TrainingSpec], seeds: int, meter: NoiseMeter) -> dict[str, list[Look | None]]:
+    """The ends of all runs: a fresh process for each seed."""
+    found: dict[str, list[Look | None]] = {name: [] for name in specs}
     for seed in range(seeds):
         meter.calibrate()
-        (learned,) = Crew.here(1).run("lesson", Lessons(lessons=list(lessons.values()), seed=seed), Learned)
-        for name, looks in zip(lessons, learned.runs, strict=True):
+        (learned,) = Crew.here(1).run("training_spec", TrainingSpecs(specs=list(specs.values()), seed=seed), Learned)
+        for name, looks in zip(specs, learned.runs, strict=True):
             found[name].append(looks[-1] if looks else None)
     return found
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.crew import Crew
 from benchmarks.figures import Ratio, bootstrap, counted
-from benchmarks.lesson import Learned, Lesson, Lessons, Look, digits
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
+from benchmarks.training_spec import Learned, Look, TrainingSpec, TrainingSpecs, digits
 
 FIRST, LARGEST = 64, 512
 RATE = 0.1
@@ -41,34 +41,36 @@ class Choice:
     noise: float = 0.3
     few: bool = False
 
-    def lesson(self, batch_size: int, rate: float, **more: Any) -> Lesson:
+    def spec(self, batch_size: int, rate: float, **more: Any) -> TrainingSpec:
         """One way of training; the others differ from it in what they say."""
         samples = self.epochs * len(digits()[0])
-        return Lesson(batch_size=batch_size, rate=rate, samples=samples, shards=4, noise=self.noise, looks=True, **more)
+        return TrainingSpec(
+            batch_size=batch_size, rate=rate, samples=samples, shards=4, noise=self.noise, looks=True, **more
+        )
 
-    def small(self) -> dict[str, Lesson]:
+    def small(self) -> dict[str, TrainingSpec]:
         """The best of these is to be beaten in time."""
         grid = [(FIRST, RATE)] if self.few else [(32, 0.05), (64, 0.05), (64, 0.1), (64, 0.2)]
-        return {f"batch {batch}, rate {rate:g}": self.lesson(batch, rate) for batch, rate in grid}
+        return {f"batch {batch}, rate {rate:g}": self.spec(batch, rate) for batch, rate in grid}
 
-    def large(self) -> dict[str, Lesson]:
+    def large(self) -> dict[str, TrainingSpec]:
         """The best of these is to be beaten in accuracy."""
         grid = [0.2] if self.few else [0.2, 0.4, LARGEST / FIRST * RATE]
-        return {f"batch {LARGEST}, rate {rate:g}": self.lesson(LARGEST, rate) for rate in grid}
+        return {f"batch {LARGEST}, rate {rate:g}": self.spec(LARGEST, rate) for rate in grid}
 
-    def adaptive(self) -> dict[str, Lesson]:
+    def adaptive(self) -> dict[str, TrainingSpec]:
         """What is to win."""
         both = {
-            "noise scale, rate by √": self.lesson(FIRST, RATE, policy="noise-scale", largest=LARGEST),
-            "noise scale, rate by AdaScale": self.lesson(FIRST, RATE, policy="noise-scale, ada-scale", largest=LARGEST),
+            "noise scale, rate by √": self.spec(FIRST, RATE, policy="noise-scale", largest=LARGEST),
+            "noise scale, rate by AdaScale": self.spec(FIRST, RATE, policy="noise-scale, ada-scale", largest=LARGEST),
         }
         return dict(list(both.items())[:1]) if self.few else both
 
-    def others(self) -> dict[str, Lesson]:
+    def others(self) -> dict[str, TrainingSpec]:
         """What somebody might have chosen who knew better."""
         grid = [] if self.few else [(FIRST, RATE, True), (2 * FIRST, 2 * RATE, False), (2 * FIRST, 2 * RATE, True)]
         return {
-            f"batch {batch}, rate {rate:g}{', falling' if falls else ''}": self.lesson(batch, rate, falls=falls)
+            f"batch {batch}, rate {rate:g}{', falling' if falls else ''}": self.spec(batch, rate, falls=falls)
             for batch, rate, falls in grid
         }
 
@@ -76,13 +78,13 @@ class Choice:
 def run(choice: Choice) -> Report:
     """All ways of training in each crew, in random order."""
     meter, order = NoiseMeter(), random.Random(0)  # noqa: S311  the order is to be repeatable
-    lessons = choice.small() | choice.large() | choice.adaptive() | choice.others()
-    found: dict[str, list[list[Look]]] = {name: [] for name in lessons}
+    specs = choice.small() | choice.large() | choice.adaptive() | choice.others()
+    found: dict[str, list[list[Look]]] = {name: [] for name in specs}
     for seed in range(choice.seeds):
         meter.calibrate()
-        names = order.sample(list(lessons), len(lessons))
-        task = Lessons(lessons=[lessons[name] for name in names], seed=seed)
-        learned = Crew.here(choice.workers).run("lesson", task, Learned)[0]
+        names = order.sample(list(specs), len(specs))
+        task = TrainingSpecs(specs=[specs[name] for name in names], seed=seed)
+        learned = Crew.here(choice.workers).run("training_spec", task, Learned)[0]
         for name, looks in zip(names, learned.runs, strict=True):
             found[name].append(looks)
     small = min(choice.small(), key=lambda name: statistics.median(times(found[name], choice.target)))

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from benchmarks import lesson
+from benchmarks import training_spec
 from benchmarks.exercise import Exercise, Outcome
 from benchmarks.figures import counted, times_as_fast
 from benchmarks.noise import NoiseMeter
@@ -129,9 +129,9 @@ def stale_accuracy(choice: Choice, strategy: str, rate: float, workers: int, see
     staleness of each gradient is the number of the others, whatever else this machine does.
     """
     torch.manual_seed(seed)
-    training, held_out = lesson.digits()
+    training, held_out = training_spec.digits()
     images, labels = training.tensors
-    model = lesson.network()
+    model = training_spec.network()
     prepared = Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=rate)])
     parameters = list(prepared.parameters.values())
     server = CentralWeights(cast("ParameterServer", strategy_of(strategy)), prepared, range(len(parameters)))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 import unisono
-from benchmarks import lesson
+from benchmarks import training_spec
 from benchmarks.crew import ROOT
 from benchmarks.exercise import Exercise, Exercises, Outcome, Outcomes
 from benchmarks.programs import serve
@@ -146,8 +146,8 @@ def _subject(exercise: Exercise) -> Subject:
             return _digits(exercise.rate)
         case "char_lm":
             return _char_lm(exercise)
-    training, held_out = lesson.digits()
-    model = lesson.network()
+    training, held_out = training_spec.digits()
+    model = training_spec.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=exercise.rate)
     return Subject(model, optimizer, training, held_out, images_loss, {"accuracy": accuracy, "loss": images_loss})
 

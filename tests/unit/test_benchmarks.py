@@ -22,7 +22,6 @@ from benchmarks.exercise import Exercise, Outcome
 from benchmarks.family import growth_per_hour
 from benchmarks.figures import Ratio, bootstrap, difference, mean_of_workers, slowest, times_as_fast, times_as_long
 from benchmarks.harness import Measured, interleaved
-from benchmarks.lesson import Lesson, Look, half_cosine, held_out
 from benchmarks.link import Cable, End, joined, obstacle
 from benchmarks.noise import Noise
 from benchmarks.place import Place
@@ -33,6 +32,7 @@ from benchmarks.report import Grid, Report
 from benchmarks.standings import FAILED, NOT_INSTALLED, standings
 from benchmarks.step import Choice, cells
 from benchmarks.task import Task, Trained
+from benchmarks.training_spec import Look, TrainingSpec, half_cosine, held_out
 from benchmarks.workloads import WORKLOADS
 from unisono.launch.tuning import tune
 from unisono.plan.topology import distinct
@@ -443,12 +443,12 @@ def test_accuracies_are_compared_seed_by_seed_and_a_run_that_diverged_knows_noth
 
 def test_with_eight_times_the_batch_nothing_but_the_rate_is_another_one() -> None:
     choice = accuracy.Choice()
-    lessons = accuracy.large(choice, 0.1)
-    for one in lessons.values():
+    specs = accuracy.large(choice, 0.1)
+    for one in specs.values():
         assert one.batch_size // one.shards == accuracy.SMALL
         assert one.factor * one.rate == pytest.approx(0.1 if one.iterations else 0.8)
-    assert lessons["AdaScale"].rate == accuracy.small(choice, 0.1).rate
-    assert [lesson.policies()[0].name for lesson in lessons.values() if lesson.policies()] == [
+    assert specs["AdaScale"].rate == accuracy.small(choice, 0.1).rate
+    assert [spec.policies()[0].name for spec in specs.values() if spec.policies()] == [
         "linear-scaling", "ada-scale"
     ]  # fmt: skip
 
@@ -456,17 +456,17 @@ def test_with_eight_times_the_batch_nothing_but_the_rate_is_another_one() -> Non
 @pytest.mark.slow
 def test_the_ways_that_are_compared_see_as_many_samples_of_the_same_noise() -> None:
     choice = adaptive.Choice()
-    lessons = [*choice.small().values(), *choice.large().values(), *choice.adaptive().values()]
-    assert len({(one.samples, one.noise, one.shards) for one in lessons}) == 1
+    specs = [*choice.small().values(), *choice.large().values(), *choice.adaptive().values()]
+    assert len({(one.samples, one.noise, one.shards) for one in specs}) == 1
     assert {one.batch_size for one in choice.adaptive().values()} <= {one.batch_size for one in choice.small().values()}
 
 
 def test_a_rate_falls_from_all_to_next_to_nothing() -> None:
     assert half_cosine(0) == 1
     assert 0 < half_cosine(1) == half_cosine(2) < 1e-5
-    lesson = Lesson(batch_size=8, rate=2.0, samples=100, falls=True)
-    assert lesson.rate_at(50) == pytest.approx(1.0)
-    assert lesson.model_copy(update={"falls": False}).rate_at(50) == 2.0
+    spec = TrainingSpec(batch_size=8, rate=2.0, samples=100, falls=True)
+    assert spec.rate_at(50) == pytest.approx(1.0)
+    assert spec.model_copy(update={"falls": False}).rate_at(50) == 2.0
 
 
 def test_held_out_images_are_as_noisy_as_those_that_are_trained_on_and_the_same_each_time() -> None:

@@ -9,45 +9,45 @@ import torch
 from torch import Tensor, nn
 
 import unisono
-from benchmarks.lesson import MOMENTUM, Learned, Lesson, Lessons, Look, digits, held_out, network
 from benchmarks.programs import serve
+from benchmarks.training_spec import MOMENTUM, Learned, Look, TrainingSpec, TrainingSpecs, digits, held_out, network
 from unisono.errors import NonFiniteLoss
 
 WARM_UP = 2000
 
 
-def work(task: Lessons, folder: Path) -> Learned:
+def work(task: TrainingSpecs, folder: Path) -> Learned:
     """One after the other, after a little of the first one, so that none pays for what is done once in a process."""
-    learn(task.lessons[0].model_copy(update={"samples": WARM_UP}), task.seed, folder / "warm-up")
-    numbered = enumerate(task.lessons)
-    return Learned(runs=[learn(lesson, task.seed, folder / f"run-{number}") for number, lesson in numbered])
+    learn(task.specs[0].model_copy(update={"samples": WARM_UP}), task.seed, folder / "warm-up")
+    numbered = enumerate(task.specs)
+    return Learned(runs=[learn(spec, task.seed, folder / f"run-{number}") for number, spec in numbered])
 
 
-def learn(lesson: Lesson, seed: int, folder: Path) -> list[Look]:
+def learn(spec: TrainingSpec, seed: int, folder: Path) -> list[Look]:
     """One run."""
-    policies = lesson.policies()
+    policies = spec.policies()
     with unisono.init(
-        batch_size=lesson.batch_size, shards=lesson.shards, seed=seed, run_dir=folder, policies=policies
+        batch_size=spec.batch_size, shards=spec.shards, seed=seed, run_dir=folder, policies=policies
     ) as run:
         try:
-            return list(looks(run, lesson))
+            return list(looks(run, spec))
         except NonFiniteLoss:
             return []
 
 
-def looks(run: unisono.Run, lesson: Lesson) -> Iterator[Look]:
+def looks(run: unisono.Run, spec: TrainingSpec) -> Iterator[Look]:
     """Train, and look: after each epoch, or in the end."""
-    test, train = held_out(lesson.noise), digits()[0]
+    test, train = held_out(spec.noise), digits()[0]
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lesson.rate, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=spec.rate, momentum=MOMENTUM)
     run.prepare(model, optimizer)
     clock, used, looked, steps, size = Clock(), 0, 0, 0, 0
-    for step in run.steps(train, epochs=-(-lesson.samples // len(train))):
-        optimizer.param_groups[0]["lr"] = lesson.rate_at(step.position)
-        step.run(lesson.loss)
+    for step in run.steps(train, epochs=-(-spec.samples // len(train))):
+        optimizer.param_groups[0]["lr"] = spec.rate_at(step.position)
+        step.run(spec.loss)
         used, steps, size = step.position + step.size, steps + 1, max(size, step.size)
-        is_over = used >= lesson.samples
-        if is_over or (lesson.looks and step.is_last_in_epoch):
+        is_over = used >= spec.samples
+        if is_over or (spec.looks and step.is_last_in_epoch):
             with clock.stopped():
                 seconds = {"seconds": clock.seconds, "cpu_seconds": clock.cpu_seconds}
                 yield Look(samples=used, steps=steps, batch_size=size, accuracy=accuracy(run, test), **seconds)
@@ -93,4 +93,4 @@ def right(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 if __name__ == "__main__":
-    serve(Lessons, work)
+    serve(TrainingSpecs, work)

@@ -23,7 +23,7 @@ MOMENTUM = 0.9
 PolicyName = Literal["none", "warm-up", "ada-scale", "noise-scale", "noise-scale, ada-scale"]
 
 
-class Lesson(BaseModel):
+class TrainingSpec(BaseModel):
     """One way of training a small network on scikit-learn's digits.
 
     Attributes:
@@ -80,15 +80,15 @@ class Lesson(BaseModel):
         return F.cross_entropy(model(images), labels)
 
 
-class Lessons(BaseModel):
+class TrainingSpecs(BaseModel):
     """What one crew trains, one after the other.
 
     Attributes:
-        lessons: in this order.
+        specs: in this order.
         seed: of all of them.
     """
 
-    lessons: list[Lesson]
+    specs: list[TrainingSpec]
     seed: int
 
 
@@ -113,7 +113,7 @@ class Look(BaseModel):
 
 
 class Learned(BaseModel):
-    """For each lesson its looks, the last one in the end; none if its loss was no number any more."""
+    """For each spec its looks, the last one in the end; none if its loss was no number any more."""
 
     runs: list[list[Look]]
 
