@@ -281,7 +281,7 @@ class World:
         return found
 
     def _mint(self) -> bool:
-        """The rules of the coordinator, see ``membership/state/rules.py``."""
+        """The rules of the coordinator, see ``membership/state/transitions.py``."""
         members = [one for one in self._members if one.is_alive]
         if not members or any(one.phase != "arrived" for one in members):
             return False

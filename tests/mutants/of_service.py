@@ -3,7 +3,7 @@
 from mutants.mutant import LINE, PUBLISHED, SERVICE, STORE, Mutant
 
 COORDINATOR = "membership/coordinator.py"
-LEDGER = "membership/ledger.py"
+STATE_LOG = "membership/state_log.py"
 KEYVALUE = "membership/keyvalue.py"
 CONVERSATION = "membership/conversation.py"
 BACKLOG = "train/group/publisher.py"
@@ -54,20 +54,20 @@ MUTANTS = (
     Mutant(
         "a coordinator does not start again from its newest state",
         COORDINATOR,
-        "        for entry in self._ledger.read():\n",
-        "        for entry in list(self._ledger.read())[:-1]:\n",
+        "        for entry in self._state_log.read():\n",
+        "        for entry in list(self._state_log.read())[:-1]:\n",
         SERVICE,
     ),
     Mutant(
         "a line after one that was cut off is lost with it",
-        LEDGER,
+        STATE_LOG,
         '        line = b"\\n" + line\n',
         "        pass\n",
         SERVICE,
     ),
     Mutant(
         "what happened before a file was written anew is lost",
-        LEDGER,
+        STATE_LOG,
         '        data = b"".join(map(_line, self._everything()))\n',
         '        data = b""\n',
         SERVICE,

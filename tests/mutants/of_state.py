@@ -2,8 +2,8 @@
 
 from mutants.mutant import STATE, Mutant
 
-RULES = "membership/state/rules.py"
-HEARING = "membership/state/hearing.py"
+TRANSITIONS = "membership/state/transitions.py"
+EVENTS = "membership/state/events.py"
 CHANGE = "membership/state/change.py"
 DEADLINE = "membership/state/deadline.py"
 ARRIVAL = "membership/state/arrival.py"
@@ -15,31 +15,31 @@ MUTANTS = (
     # -- generations
     Mutant(
         "the store keeps the keys of all generations",
-        RULES,
+        TRANSITIONS,
         "    change.actions.append(Forget(number))\n",
         "",
     ),
     Mutant(
         "a job that starts over keeps the published values of before",
-        RULES,
+        TRANSITIONS,
         "    change.actions.append(Forget())\n",
         "",
     ),
     Mutant(
         "a generation gets the number of the one before",
-        RULES,
+        TRANSITIONS,
         "change.state, change.state.generation + 1\n",
         "change.state, max(1, change.state.generation)\n",
     ),
     Mutant(
         "joiners are let in where members do not stand at one boundary",
-        RULES,
+        TRANSITIONS,
         "joiners = joiners[: max(0, size - len(staying))] if steady else []",
         "joiners = joiners[: max(0, size - len(staying))]",
     ),
     Mutant(
         "joiners are let in that wait at another loop",
-        RULES,
+        TRANSITIONS,
         "for worker in _ready(change.state) if worker.loop == loop and not worker.leaving]",
         "for worker in _ready(change.state) if not worker.leaving]",
     ),
@@ -69,142 +69,142 @@ MUTANTS = (
     ),
     Mutant(
         "the next generation is minted before all members have arrived",
-        RULES,
+        TRANSITIONS,
         'if minted is None or any(member.phase != "arrived" or not member.signs.connected for member in members):',
         'if minted is None or all(member.phase != "arrived" or not member.signs.connected for member in members):',
     ),
     Mutant(
         "a generation is minted with a member that has no connection",
-        RULES,
+        TRANSITIONS,
         'any(member.phase != "arrived" or not member.signs.connected for member in members)',
         'any(member.phase != "arrived" for member in members)',
     ),
     Mutant(
         "the only ones that hold the weights leave before somebody else has them",
-        RULES,
+        TRANSITIONS,
         "    if not any(member in holders for member in staying):\n",
         "    if not staying:\n",
     ),
     Mutant(
         "the first generation does not wait for those that were asked for",
-        RULES,
+        TRANSITIONS,
         "if len(ready) >= needed and len(ready) == len(state.candidates):",
         "if len(ready) >= needed:",
     ),
     Mutant(
         "the first generation is minted with fewer workers than are needed",
-        RULES,
+        TRANSITIONS,
         "if len(ready) >= needed and len(ready) == len(state.candidates):",
         "if ready and len(ready) == len(state.candidates):",
     ),
     Mutant(
         "there are more members than were asked for",
-        RULES,
+        TRANSITIONS,
         "staying = [member for member in members if not member.leaving][:size] if steady else []",
         "staying = [member for member in members if not member.leaving] if steady else []",
     ),
     Mutant(
         "members stop again and again for a joiner that waits at a later loop",
-        RULES,
+        TRANSITIONS,
         "return joiner.loop > state.loop and joiner.turn > state.turns_seen",
         "return joiner.loop > state.loop",
     ),
     Mutant(
         "workers of the life before are told nothing and wait for ever",
-        RULES,
+        TRANSITIONS,
         '            change.remove(worker, "all others are lost, and the job starts over")\n',
         "            pass\n",
     ),
     # -- messages
     Mutant(
         "an arrival in an earlier generation counts in this one",
-        HEARING,
+        EVENTS,
         'case Arrived() if worker.phase == "working" and message.generation == change.state.generation:',
         'case Arrived() if worker.phase == "working":',
     ),
     Mutant(
         "a worker may be in the generation after the newest",
-        HEARING,
+        EVENTS,
         "if hello.generation > state.generation:",
         "if hello.generation > state.generation + 1:",
     ),
     Mutant(
         "a member that missed its generation over a broken connection is not told of it",
-        HEARING,
+        EVENTS,
         "    if generation < minted.generation:\n",
         "    if generation + 1 < minted.generation:\n",
     ),
     Mutant(
         "a member that missed a loss over a broken connection is not told of it",
-        HEARING,
+        EVENTS,
         "    if change.state.broken:\n",
         "    if change.state.broken and False:\n",
     ),
     Mutant(
         "members wait for one that has left the work in the middle of it",
-        HEARING,
+        EVENTS,
         "        change.wake_members()  # they may wait for it, and it comes no more\n",
         "        pass\n",
     ),
     Mutant(
         "members wait for one that has left before it had formed the generation",
-        HEARING,
+        EVENTS,
         "    if not message.at_boundary or worker.id not in change.state.formed:\n",
         "    if not message.at_boundary:\n",
     ),
     Mutant(
         "a joiner that has lost the others leaves its generation, and nobody is told",
-        HEARING,
+        EVENTS,
         "            _ready(change, worker, message)\n            change.break_up(worker)\n",
         "            _ready(change, worker, message)\n",
     ),
     Mutant(
         "a worker that was given up is served when it comes back",
-        HEARING,
+        EVENTS,
         '    if worker.phase == "lost":\n',
         '    if worker.phase == "lost" and False:\n',
     ),
     Mutant(
         "a worker that was given up goes on talking, and is not told so",
-        HEARING,
+        EVENTS,
         '    if worker is None or worker.phase == "lost":\n        reason',
         "    if worker is None:\n        reason",
     ),
     Mutant(
         "a replacement that was meant for a rank of an earlier generation hits another worker",
-        HEARING,
+        EVENTS,
         "    if message.generation != change.state.generation:\n        return  # the worker",
         "    if False:\n        return  # the worker",
     ),
     Mutant(
         "a joiner that cannot join ends the job",
-        HEARING,
+        EVENTS,
         "if is_error and not is_joiner and not change",
         "if is_error and not change",
     ),
     Mutant(
         "a worker of an agent that was told to start it, and did not, is awaited for ever",
-        HEARING,
+        EVENTS,
         "        if worker.id not in hello.running:\n            _ended_unseen(change, worker)\n",
         "        pass\n",
     ),
     # -- restarts of the coordinator
     Mutant(
         "workers count as connected to a coordinator that has just started",
-        HEARING,
+        EVENTS,
         "workers={worker.id: replace(worker, signs=signs, unformed=0) for",
         "workers={worker.id: replace(worker, signs=replace(signs, connected=worker.signs.connected), unformed=0) for",
     ),
     Mutant(
         "a coordinator that was killed before it forgot values never forgets them",
-        HEARING,
+        EVENTS,
         "    change.actions.append(Forget() if state.minted is None else Forget(state.generation))"
         "  # perhaps it came to nothing\n",
         "",
     ),
     Mutant(
         "members are lost at once when the coordinator starts again on another clock",
-        HEARING,
+        EVENTS,
         "        arrival=None if state.arrival is None else change.now,\n",
         "",
     ),
@@ -248,7 +248,7 @@ MUTANTS = (
     # -- time
     Mutant(
         "signs of life do not renew a member's deadline",
-        HEARING,
+        EVENTS,
         "    worker = change.put(worker, signs=replace(worker.signs, at=change.now))\n",
         "",
     ),
@@ -272,7 +272,7 @@ MUTANTS = (
     ),
     Mutant(
         "a broken connection is a sign of life",
-        HEARING,
+        EVENTS,
         "return replace(signs, connected=False, at=max(signs.at, change.now - half))",
         "return replace(signs, connected=False, at=change.now)",
     ),
@@ -291,25 +291,25 @@ MUTANTS = (
     ),
     Mutant(
         "the longest ready candidate is dismissed instead of the newest",
-        RULES,
+        TRANSITIONS,
         "for worker in change.state.candidates[::-1][:surplus]:",
         "for worker in change.state.candidates[:surplus]:",
     ),
     Mutant(
         "a worker that cannot be replaced for want of restarts is replaced",
-        RULES,
+        TRANSITIONS,
         "missing = state.size - state.unreplaced - len(state.staying)",
         "missing = state.size - len(state.staying)",
     ),
     Mutant(
         "a joiner without the weights is told to write them",
-        RULES,
+        TRANSITIONS,
         "preempted=member in holders)",
         "preempted=True)",
     ),
     Mutant(
         "a job is over for its agents while workers still write their checkpoint",
-        RULES,
+        TRANSITIONS,
         "    if everybody and not state.workers:\n",
         "    if everybody:\n",
     ),
@@ -330,13 +330,13 @@ MUTANTS = (
     # -- the end
     Mutant(
         "workers may finish with different weights",
-        RULES,
+        TRANSITIONS,
         "    if len({worker.digest for worker in finished}) > 1:\n",
         "    if len({worker.digest for worker in finished}) > 2:\n",
     ),
     Mutant(
         "the job is done while members are still on the way",
-        RULES,
+        TRANSITIONS,
         "    if not finished or change.state.members:\n",
         "    if not finished:\n",
     ),

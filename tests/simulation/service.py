@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from simulation.checks import check
 from unisono.membership import state as machine
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.ledger import Everything, Ledger
 from unisono.membership.service import SHORTEST_WAIT_S
+from unisono.membership.state_log import Everything, StateLog
 
 if TYPE_CHECKING:
     from simulation.link import Link
@@ -26,7 +26,7 @@ class Killed(BaseException):
     """The coordinator's process has ended, here and now."""
 
 
-class FragileLedger(Ledger):
+class FragileStateLog(StateLog):
     """The real one; but its process may be killed before, while and after a line is written."""
 
     def __init__(self, path: Path, everything: Everything, burn: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ class Service:
         self._alarm = 0
         self.is_up = False
         self.coordinator: Coordinator
-        self._ledger: Ledger
+        self._state_log: StateLog
         self.start()
 
     @property
@@ -73,7 +73,7 @@ class Service:
         """Start, or start again, from what is in the folder."""
         try:
             self.coordinator = Coordinator(
-                self._folder, self.world.settings, lambda: self.world.now, ledger=self._open_ledger
+                self._folder, self.world.settings, lambda: self.world.now, state_log=self._open_state_log
             )
         except Killed:
             self._end()
@@ -96,13 +96,13 @@ class Service:
 
     def _end(self) -> None:
         self.is_up = False
-        self._ledger.close()
+        self._state_log.close()
         self._fuse = self.world.chance.randint(0, 7) if self.world.is_wicked() else None
         self.world.later(self.world.chance.choice(AWAY_S), self.start)
 
-    def _open_ledger(self, path: Path, everything: Everything) -> Ledger:
-        self._ledger = FragileLedger(path, everything, self.burn)
-        return self._ledger
+    def _open_state_log(self, path: Path, everything: Everything) -> StateLog:
+        self._state_log = FragileStateLog(path, everything, self.burn)
+        return self._state_log
 
     def crash_within(self) -> None:
         """Be killed in the middle of something."""

@@ -14,7 +14,7 @@ SOURCES = Path(unisono.__file__).parent
 DECIDE = ("membership", "train", "reduce", "sync", "adapt", "data", "plan")
 """What decides who takes part, and what is computed."""
 
-TOLD = {"membership/ledger.py": "in lines of the journal"}
+TOLD = {"membership/state_log.py": "in lines of the journal"}
 """Where the time of day is asked for all the same, and for what."""
 
 

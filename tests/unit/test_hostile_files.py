@@ -34,8 +34,8 @@ from unisono.launch.ending.result import with_faults
 from unisono.launch.forkserver.request import ForkRequest, Request
 from unisono.membership.coordinator import Coordinator
 from unisono.membership.keyvalue import KeyValue
-from unisono.membership.ledger import Ledger
 from unisono.membership.state.coordination import Coordination
+from unisono.membership.state_log import StateLog
 from unisono.plan.batches import Position
 from unisono.received import LARGEST_JSON, memory, parse_json, parse_object, read_object
 from unisono.train.model.prepared import Prepared
@@ -111,8 +111,8 @@ def test_a_store_is_made_again_from_whatever_stands_in_its_file(seed: int, tmp_p
     data = b"\n".join(hostile.mutated(chance, line) if chance.random() < 0.3 else line for line in lines)
     (tmp_path / "coordinator.jsonl").write_bytes(data)
     values = KeyValue()
-    with closing(Ledger(tmp_path / "coordinator.jsonl", lambda: ())) as ledger:
-        for entry in ledger.read():
+    with closing(StateLog(tmp_path / "coordinator.jsonl", lambda: ())) as state_log:
+        for entry in state_log.read():
             values.restore(entry)
     assert [json.loads(json.dumps(entry)) for entry in values.entries()] == list(values.entries())
 
@@ -131,7 +131,7 @@ def test_numbers_of_an_earlier_start_that_cannot_be_are_left_out(tmp_path: Path,
 def test_a_coordinator_waits_for_no_pipe_in_place_of_its_ledger(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "coordinator.jsonl")
     with pytest.raises(JobError, match="it is no file"):
-        Ledger(tmp_path / "coordinator.jsonl", lambda: ())
+        StateLog(tmp_path / "coordinator.jsonl", lambda: ())
 
 
 def test_a_launcher_waits_for_no_pipe_in_place_of_the_note_how_a_script_ended(tmp_path: Path) -> None:

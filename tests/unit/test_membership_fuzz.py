@@ -88,7 +88,7 @@ def bench(folder: Path) -> Iterator[Bench]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unisono.membership.ledger.os.fsync", lambda descriptor: None)  # thousands would take minutes
+        patch.setattr("unisono.membership.state_log.os.fsync", lambda descriptor: None)  # thousands would take minutes
         yield tmp_path_factory.mktemp("coordinator")
 
 

@@ -20,10 +20,9 @@ from websockets.sync.client import ClientConnection, connect
 from unisono.errors import JobError, UnisonoWarning
 from unisono.jsonl import read_lines
 from unisono.membership import listener, parser, service
+from unisono.membership.auth import Limits, Rate
 from unisono.membership.client import Line
 from unisono.membership.coordinator import Coordinator, WorkerSession
-from unisono.membership.gate import Limits, Rate
-from unisono.membership.ledger import Journal, Ledger
 from unisono.membership.listener import Address, hosts, listen, url
 from unisono.membership.messages import (
     AgentHello,
@@ -50,8 +49,9 @@ from unisono.membership.messages import (
     to_worker,
 )
 from unisono.membership.server import Server
-from unisono.membership.service import Outbox
+from unisono.membership.service import SendQueue
 from unisono.membership.state import AgentHeard, Coordination
+from unisono.membership.state_log import Journal, StateLog
 from unisono.membership.token import make_token, new_token, read_token, token_file
 
 pytestmark = pytest.mark.unit
@@ -545,13 +545,13 @@ def _frame(message: Message) -> bytes:
 
 def test_an_outbox_that_nobody_empties_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.membership.service.MOST_MESSAGES", 3)
-    outbox = Outbox()
+    queue = SendQueue()
 
     for _ in range(5):
-        outbox.send("x")
+        queue.send("x")
 
-    assert outbox._ends
-    assert not outbox._waiting
+    assert queue._ends
+    assert not queue._waiting
 
 
 # -- what it keeps
@@ -672,7 +672,7 @@ def test_a_coordinator_that_begins_anew_uses_no_number_twice(tmp_path: Path) -> 
     with closing(Coordinator(tmp_path, SETTINGS)) as one:
         one.values.restore({"key": "run/a", "value": ""})
         one.state = replace(one.state, generation=5, last_worker=7, stopping=True)
-        one._ledger.rewrite()
+        one._state_log.rewrite()
     for fresh in (True, False):
         with closing(Coordinator(tmp_path, SETTINGS, fresh=fresh)) as other:
             assert len(other.values) == 0
@@ -690,7 +690,7 @@ def test_what_another_version_left_is_refused(tmp_path: Path) -> None:
 def test_the_time_of_the_job_stands_still_while_no_coordinator_runs(tmp_path: Path) -> None:
     with closing(Coordinator(tmp_path, SETTINGS, lambda: 100.0)) as one:
         one._clock = lambda: 130.0
-        one._ledger.rewrite()
+        one._state_log.rewrite()
     with closing(Coordinator(tmp_path, SETTINGS, lambda: 7.0)) as other:
         assert other.now() == 30.0
 
@@ -699,19 +699,19 @@ def test_a_ledger_passes_over_what_was_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     path.write_bytes(b'{"a":1}\n[2]\n{"a":3')
 
-    with closing(Ledger(path, list)) as ledger:
-        ledger.append({"a": 4}, durable=True)
-        assert list(ledger.read()) == [{"a": 1}, {"a": 4}]
+    with closing(StateLog(path, list)) as state_log:
+        state_log.append({"a": 4}, durable=True)
+        assert list(state_log.read()) == [{"a": 1}, {"a": 4}]
 
 
 def test_a_ledger_that_grows_is_written_anew(tmp_path: Path) -> None:
     total = 0
-    with closing(Ledger(tmp_path / "ledger", lambda: [{"total": total}], small=100)) as ledger:
+    with closing(StateLog(tmp_path / "ledger", lambda: [{"total": total}], small=100)) as state_log:
         for number in range(50):
             total += number
-            ledger.append({"number": number})
+            state_log.append({"number": number})
 
-        found = list(ledger.read())
+        found = list(state_log.read())
     assert found[0].pop("total") + sum(entry["number"] for entry in found[1:]) == total
     assert len(found) < 20
     assert stat.S_IMODE((tmp_path / "ledger").stat().st_mode) == 0o600

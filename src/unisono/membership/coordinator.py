@@ -16,7 +16,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from unisono.errors import JobError, Unreadable
 from unisono.membership import state as machine
 from unisono.membership.keyvalue import Answer, KeyValue
-from unisono.membership.ledger import Everything, Journal, Ledger
 from unisono.membership.messages import (
     PROTOCOL,
     AgentHello,
@@ -34,8 +33,9 @@ from unisono.membership.messages import (
     from_worker,
 )
 from unisono.membership.parser import parse
+from unisono.membership.state_log import Everything, Journal, StateLog
 
-LEDGER = "coordinator.jsonl"
+STATE_LOG = "coordinator.jsonl"
 """In the run folder: from it the coordinator starts again."""
 
 _STATE: TypeAdapter[machine.State] = TypeAdapter(machine.State)
@@ -63,7 +63,7 @@ class Coordinator:
         clock: in seconds, from any start, never going back.
         fresh: begin anew, whatever an earlier coordinator left. Only the numbers of generations and workers go on from
             there: none is ever used twice in a run folder.
-        ledger: opens the file that remembers.
+        state_log: opens the file that remembers.
 
     Raises:
         JobError: another coordinator works in this folder, or what one left cannot be understood.
@@ -76,7 +76,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         *,
         fresh: bool = False,
-        ledger: Callable[[Path, Everything], Ledger] = Ledger,
+        state_log: Callable[[Path, Everything], StateLog] = StateLog,
     ) -> None:
         self.values = KeyValue(self._keep)
         self.changed: Callable[[], None] = lambda: None  # called after everything that may move the next deadline
@@ -85,15 +85,15 @@ class Coordinator:
         self._journal = Journal(run_folder / "journal.jsonl")
         self._unwritten: list[dict[str, Any]] = []
         self._clock = clock
-        self._ledger = ledger(run_folder / LEDGER, self._entries)
+        self._state_log = state_log(run_folder / STATE_LOG, self._entries)
         self._began, self._stood_at = clock(), 0.0
         self.state = machine.State(settings)
         try:
             self._take_up(fresh)
-            self._ledger.rewrite()
+            self._state_log.rewrite()
         except (JobError, OSError) as error:
-            self._ledger.close()
-            raise JobError(f"{LEDGER} cannot be used: {error}") from error
+            self._state_log.close()
+            raise JobError(f"{STATE_LOG} cannot be used: {error}") from error
 
     @property
     def connections(self) -> int:
@@ -171,7 +171,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Let another coordinator take over."""
-        self._ledger.close()
+        self._state_log.close()
 
     # -- acting
 
@@ -202,7 +202,7 @@ class Coordinator:
     # -- remembering
 
     def _keep(self, entry: Mapping[str, Any], durable: bool = False) -> None:
-        self._ledger.append(entry, durable=durable)
+        self._state_log.append(entry, durable=durable)
 
     def _entries(self) -> Iterator[Mapping[str, Any]]:
         yield self._state_entry()
@@ -214,7 +214,7 @@ class Coordinator:
 
     def _take_up(self, fresh: bool) -> None:
         newest = None
-        for entry in self._ledger.read():
+        for entry in self._state_log.read():
             if isinstance(entry.get("state"), dict):
                 newest = entry
             elif not fresh:

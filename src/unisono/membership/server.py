@@ -24,8 +24,8 @@ from starlette.applications import Starlette
 from unisono.errors import JobError, UnisonoError
 from unisono.exit_codes import FIRST_SIGNAL, PREEMPTED, USAGE
 from unisono.membership import state as machine
+from unisono.membership.auth import AuthMiddleware, Limits
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.gate import Gate, Limits
 from unisono.membership.listener import Address, HttpProtocol, WebSocketProtocol, hosts, listen, url
 from unisono.membership.parser import LONGEST_MESSAGE
 from unisono.membership.service import Service
@@ -40,7 +40,7 @@ is short. An answer may take as long."""
 
 
 class Server(uvicorn.Server):
-    """Serves a coordinator, with its gate and its clock, until the job is over or a signal comes.
+    """Serves a coordinator, with its authentication and its clock, until the job is over or a signal comes.
 
     Args:
         coordinator: the coordinator that decides.
@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
         self._coordinator = coordinator
         self._limits = Limits()
         ping_s = min(PING_S, coordinator.state.settings.failure_timeout_s / 4)
-        app = Gate(Starlette(lifespan=self._running), token, names, self._limits)
+        app = AuthMiddleware(Starlette(lifespan=self._running), token, names, self._limits)
         super().__init__(
             uvicorn.Config(
                 app,

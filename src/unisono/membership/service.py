@@ -16,8 +16,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from unisono.errors import JobError, Unreadable
 from unisono.membership import state as machine
+from unisono.membership.auth import Limits, Rate
 from unisono.membership.coordinator import AgentSession, Coordinator, Session, WorkerSession
-from unisono.membership.gate import Limits, Rate
 from unisono.membership.messages import Name
 from unisono.membership.parser import parse
 
@@ -27,7 +27,7 @@ MOST_MESSAGES = 8192
 MOST_CHARACTERS = 32 * 2**20
 
 
-class Outbox:
+class SendQueue:
     """A bounded queue of messages. One that would grow beyond its bounds hangs up instead."""
 
     def __init__(self) -> None:
@@ -159,10 +159,10 @@ class Service:
 
     async def _serve(self, socket: WebSocket, kind: type[Session]) -> None:
         await socket.accept()
-        outbox = Outbox()
-        session = kind(self._coordinator, outbox)
+        queue = SendQueue()
+        session = kind(self._coordinator, queue)
         reading = asyncio.create_task(self._read(socket, session))
-        writing = asyncio.create_task(outbox.drain(partial(_send, socket)))
+        writing = asyncio.create_task(queue.drain(partial(_send, socket)))
         try:
             await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -18,7 +18,7 @@ MOST_EXCLUDED = 16
 
 
 class Change:
-    """What events and rules are made of.
+    """What events and transitions are made of.
 
     Args:
         state: before the step.

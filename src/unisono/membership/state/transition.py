@@ -3,9 +3,9 @@
 from unisono.membership.state.change import Change
 from unisono.membership.state.deadline import excused
 from unisono.membership.state.event import Action, Event
-from unisono.membership.state.hearing import hear
-from unisono.membership.state.rules import settle
+from unisono.membership.state.events import hear
 from unisono.membership.state.state import State
+from unisono.membership.state.transitions import settle
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:

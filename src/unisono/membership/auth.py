@@ -70,7 +70,7 @@ class _Refusal(Exception):
         self.reason = reason
 
 
-class Gate:
+class AuthMiddleware:
     """Lets a request or a connection in if it holds the token, was meant for this address, and is within limits.
 
     Args:

@@ -63,7 +63,7 @@ Everything = Callable[[], Iterable[Mapping[str, Any]]]
 """The entries that say all that is known now."""
 
 
-class Ledger:
+class StateLog:
     """A file of entries, which only one process at a time may keep open.
 
     What cannot be written (a full disk, say) is warned of and left out: training goes on, and what is lost is only
