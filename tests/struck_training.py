@@ -18,9 +18,9 @@ from unisono.train.group.acts import Acts, Change, Stateless
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest_tensors, set_all
-from unisono.train.state.adaptation import Adaptation
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.first_weights import shared_weights
+from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Trained
 
 STEPS = 2
@@ -70,7 +70,7 @@ class Training(Stateless):
 
     def __init__(self, membership: SimulatedMembership, memory: Memory, acts: type[Acts] = Acts) -> None:
         self.membership, self.acts = membership, acts(membership, self)
-        self.trained = Trained({}, Adaptation((), SHARDS, SHARDS))
+        self.trained = Trained({}, PolicyState((), SHARDS, SHARDS))
         self.checkpoints = Checkpoints(lambda: memory)  # type: ignore[arg-type,return-value]
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)

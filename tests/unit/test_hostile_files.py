@@ -41,7 +41,7 @@ from unisono.received import LARGEST_JSON, memory, parse_json, parse_object, rea
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import set_like
 from unisono.train.recovery.integrity import Integrity
-from unisono.train.state.adaptation import Adaptation
+from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.state import Progress
 from unisono.train.state.trained import Doubt, Trained
 
@@ -192,7 +192,7 @@ def a_run() -> Trained:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    trained = Trained({"fingerprint": {"a": 1}}, Adaptation((AdaScale(),), 8, 8))
+    trained = Trained({"fingerprint": {"a": 1}}, PolicyState((AdaScale(),), 8, 8))
     trained.prepared = Prepared.of(model, [optimizer])
     trained.registered.add("counter", Counter())
     trained.monitors.see(1, GradientNorms((2.0, 3.0), (1, 1), 1.5), [0.5, 0.25])
@@ -222,8 +222,8 @@ def test_a_part_of_a_snapshot_that_cannot_be_restored_is_named(part: str, seed: 
 
 def small_parts(trained: Trained) -> str:
     """All that a run knows besides its weights and optimizers."""
-    known = [trained.monitors.state_dict(), trained.adaptation.state_dict(), trained.progress.as_tree()]
-    return repr([*known, trained.strategy, trained.doubt, [vars(one) for one in trained.adaptation.policies]])
+    known = [trained.monitors.state_dict(), trained.policy_state.state_dict(), trained.progress.as_tree()]
+    return repr([*known, trained.strategy, trained.doubt, [vars(one) for one in trained.policy_state.policies]])
 
 
 def weights(trained: Trained) -> str:
@@ -259,9 +259,9 @@ def a_view(trained: Trained) -> View:
         step=position.step,
         epoch=position.epoch,
         samples=position.samples,
-        batch_size=trained.adaptation.batch_size,
+        batch_size=trained.policy_state.batch_size,
         base_batch_size=8,
-        shards=trained.adaptation.shards,
+        shards=trained.policy_state.shards,
         base_shards=8,
         world_size=setting.world_size,
         learning_rate=0.1,
@@ -274,7 +274,7 @@ def a_view(trained: Trained) -> View:
         departures=setting.departures,
         topology=setting.topology,
         links=monitors.links,
-        observed=trained.adaptation.observed,
+        observed=trained.policy_state.observed,
     )
 
 
@@ -283,8 +283,8 @@ def used(trained: Trained) -> None:
     assert trained.prepared is not None
     view = a_view(trained)
     with suppress(UnisonoError):
-        trained.adaptation.take(trained.adaptation.ask("after_step", view), view, loop=0)
-        with trained.adaptation.scaled(trained.prepared.optimizers):
+        trained.policy_state.take(trained.policy_state.ask("after_step", view), view, loop=0)
+        with trained.policy_state.scaled(trained.prepared.optimizers):
             trained.monitors.see(view.step, GradientNorms((2.0, 3.0), (1, 1), 1.5), [0.5, 0.25])
             trained.monitors.time(Setting(), [Timings(0.1, 0.2)])
 
@@ -375,7 +375,7 @@ POLICIES: list[Callable[[], Policy]] = [
 
 def a_policy_at_work(make: Callable[[], Policy]) -> Trained:
     """A run in which a policy has seen some steps of two uneven workers."""
-    trained = Trained({"fingerprint": {}}, Adaptation((make(),), 8, 8))
+    trained = Trained({"fingerprint": {}}, PolicyState((make(),), 8, 8))
     trained.prepared = a_run().prepared
     for step in range(30):
         trained.progress = Progress(Position(step=step + 1, samples=8 * step + 8))
@@ -383,7 +383,7 @@ def a_policy_at_work(make: Callable[[], Policy]) -> Trained:
         trained.monitors.see(step, norms, [0.5, 0.25])
         setting = Setting(1, 2, 8, 8, "ring")
         trained.monitors.time(setting, [Timings(0.1, 0.2, exposed_s=0.01), Timings(0.4, 0.2 + step, exposed_s=0.1)])
-        trained.adaptation.ask("after_step", a_view(trained))
+        trained.policy_state.ask("after_step", a_view(trained))
     return trained
 
 
@@ -391,7 +391,7 @@ def a_policy_at_work(make: Callable[[], Policy]) -> Trained:
 def test_the_state_of_a_policy_is_set_whole_or_not_at_all(make: Callable[[], Policy]) -> None:
     trained = a_policy_at_work(make)
     good = trained.capture()
-    name = trained.adaptation.names[0]
+    name = trained.policy_state.names[0]
     state = good.state["adaptation"]
     for number in range(3 * CASES["requests"]):
         chance = Random(f"policy {name} {number}")

@@ -20,7 +20,7 @@ from unisono.sync.averaging import DiLoCo, LocalSGD
 from unisono.sync.strategy import Strategy
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
-from unisono.train.state.adaptation import Adaptation
+from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Trained
 from unisono.train.step.engine import Call, Clip
 from unisono.train.step.listeners import Listeners
@@ -47,7 +47,7 @@ def recipe_of(strategy: Strategy, prepared: Prepared) -> Recipe:
 
 
 def trained_under(strategy: Strategy) -> Trained:
-    trained = Trained({}, Adaptation((), JOB.batch_size, JOB.shards, strategy=strategy))
+    trained = Trained({}, PolicyState((), JOB.batch_size, JOB.shards, strategy=strategy))
     trained.prepared = prepared_model()
     return trained
 
@@ -172,7 +172,7 @@ def test_rounds_of_another_strategy_are_not_gone_on_with() -> None:
     assert trained.prepared is not None
     steps = LocalSteps(JOB, CPU, trained, membership, Listeners([]), timeout_s=1.0, begin=begin)
     for strategy in (LocalSGD(), LocalSGD(), DiLoCo(), LocalSGD()):
-        trained.adaptation.strategy = strategy
+        trained.policy_state.strategy = strategy
         steps.drop()
         steps.make(membership.workers, trained.prepared)
     before = [made.args[2] for made in begin.call_args_list]

@@ -16,7 +16,7 @@ from unisono.errors import JobError, PolicyError
 from unisono.plan.links import Links
 from unisono.sync.averaging import LocalSGD
 from unisono.train.config.terms import Terms
-from unisono.train.state.adaptation import Adaptation, observed
+from unisono.train.state.policy_state import PolicyState, observed
 
 pytestmark = pytest.mark.unit
 
@@ -266,18 +266,18 @@ class Fails(Policy):
         raise ZeroDivisionError("no")
 
 
-def adaptation(*policies: Policy) -> Adaptation:
-    return Adaptation(policies, batch_size=64, shards=8)
+def policy_state(*policies: Policy) -> PolicyState:
+    return PolicyState(policies, batch_size=64, shards=8)
 
 
-def decide(at_work: Adaptation) -> Sequence[Decision]:
+def decide(at_work: PolicyState) -> Sequence[Decision]:
     decisions = at_work.ask("after_step", VIEW)
     at_work.take(decisions, VIEW, loop=0)
     return decisions
 
 
 def test_all_that_was_decided_takes_effect_together_and_says_why() -> None:
-    at_work = adaptation(Says(("set_batch_size", 128), ("set_learning_rate", 0.3), ("checkpoint", None)))
+    at_work = policy_state(Says(("set_batch_size", 128), ("set_learning_rate", 0.3), ("checkpoint", None)))
     decisions = decide(at_work)
     assert at_work.batch_size == 128
     assert at_work.rate == pytest.approx(3.0)
@@ -286,7 +286,7 @@ def test_all_that_was_decided_takes_effect_together_and_says_why() -> None:
 
 
 def test_the_number_of_shards_stays_until_a_policy_says_another() -> None:
-    at_work = adaptation(Says(("set_batch_size", (128, 16))))
+    at_work = policy_state(Says(("set_batch_size", (128, 16))))
     decisions = decide(at_work)
     assert at_work.shape == BatchShape(128, 16)
     assert [str(one) for one in decisions] == ["says: set_batch_size(128, shards=16)"]
@@ -298,7 +298,7 @@ def test_the_number_of_shards_stays_until_a_policy_says_another() -> None:
 
 
 def test_rates_are_others_only_while_the_optimizers_run() -> None:
-    at_work = adaptation(Says(("set_learning_rate", 0.3)))
+    at_work = policy_state(Says(("set_learning_rate", 0.3)))
     decide(at_work)
     weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
     groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "lr": 1.0}]
@@ -310,18 +310,18 @@ def test_rates_are_others_only_while_the_optimizers_run() -> None:
 
 def test_state_comes_back_with_effects_policies_and_what_was_decided() -> None:
     policy = Says(("set_batch_size", 128))
-    at_work = adaptation(policy)
+    at_work = policy_state(policy)
     decide(at_work)
-    again = adaptation(back := Says())
+    again = policy_state(back := Says())
     again.load_state_dict(at_work.state_dict())
     assert (again.batch_size, again.digest) == (128, at_work.digest)
     assert back.asked == ["after_step"]
 
 
 def test_the_number_of_shards_comes_back_unless_the_job_is_another_one() -> None:
-    at_work = adaptation(Says(("set_batch_size", (128, 16))))
+    at_work = policy_state(Says(("set_batch_size", (128, 16))))
     decide(at_work)
-    again, other = adaptation(), Adaptation([], batch_size=96, shards=12)
+    again, other = policy_state(), PolicyState([], batch_size=96, shards=12)
     again.load_state_dict(at_work.state_dict())
     other.load_state_dict(at_work.state_dict())
     assert again.shape == BatchShape(128, 16)
@@ -339,17 +339,17 @@ def test_a_digest_tells_other_decisions_and_not_other_reasons() -> None:
 
 def test_a_policy_that_fails_is_named() -> None:
     with pytest.raises(PolicyError, match="the policy fails failed in after_epoch: ZeroDivisionError: no"):
-        adaptation(Fails()).ask("after_epoch", VIEW)
+        policy_state(Fails()).ask("after_epoch", VIEW)
 
 
 NAMELESS = [("set_topology", "spiral"), ("set_strategy", "hope"), ("set_balance", "taste"), ("replace", -1)]
 
 
 def test_what_was_chosen_of_connections_and_shards_comes_back_with_the_state() -> None:
-    at_work = adaptation(Says(("set_topology", "ring"), ("set_balance", "speed"), ("measure_links", None)))
+    at_work = policy_state(Says(("set_topology", "ring"), ("set_balance", "speed"), ("measure_links", None)))
     decide(at_work)
     at_work.observed["spot"] = {"price": 0.5}
-    again = adaptation(Says())
+    again = policy_state(Says())
     again.load_state_dict(at_work.state_dict())
     assert (again.topology, again.balances, again.measures_links) == ("ring", True, True)
     assert again.observed == {"spot": {"price": 0.5}}
@@ -369,7 +369,7 @@ def test_what_a_policy_observes_has_to_be_figures(seen: Any) -> None:
 )
 def test_what_makes_no_sense_is_refused_and_the_policy_named(wish: tuple[str, Any]) -> None:
     with pytest.raises(PolicyError, match=f"the policy says wants {wish[0]}"):
-        adaptation(Says(wish)).ask("after_step", VIEW)
+        policy_state(Says(wish)).ask("after_step", VIEW)
 
 
 @pytest.mark.parametrize(
@@ -385,11 +385,11 @@ def test_what_makes_no_sense_is_refused_and_the_policy_named(wish: tuple[str, An
 )
 def test_shards_that_make_no_sense_are_refused(shape: tuple[int, Any], words: str) -> None:
     with pytest.raises(PolicyError, match=f"^the policy says wants set_batch_size.*{words}"):
-        adaptation(Says(("set_batch_size", shape))).ask("after_step", VIEW)
+        policy_state(Says(("set_batch_size", shape))).ask("after_step", VIEW)
 
 
 def test_fewer_samples_than_the_shards_that_there_are_by_now_are_refused() -> None:
-    at_work = adaptation(Says(("set_batch_size", 12)))
+    at_work = policy_state(Says(("set_batch_size", 12)))
     at_work.take([Decision("p", "set_batch_size", 64, shards=16)], VIEW, loop=0)
     with pytest.raises(PolicyError, match=r"at least as many samples as shards \(16\)"):
         at_work.ask("after_step", VIEW)
@@ -407,7 +407,7 @@ RULED_OUT = [
 def test_a_strategy_that_the_run_cannot_have_is_refused_from_policies_too(
     terms: Terms, strategy: str, words: str
 ) -> None:
-    at_work = Adaptation([Says(("set_strategy", strategy))], batch_size=64, shards=8, terms=terms)
+    at_work = PolicyState([Says(("set_strategy", strategy))], batch_size=64, shards=8, terms=terms)
     with pytest.raises(PolicyError, match=rf"the policy says wants set_strategy\('{strategy}'\): .*{words}"):
         at_work.ask("after_step", VIEW)
 
@@ -416,10 +416,10 @@ def test_a_strategy_that_the_run_cannot_have_is_refused_from_policies_too(
 def test_a_strategy_that_policies_had_chosen_before_is_refused_where_the_run_cannot_have_it(
     terms: Terms, strategy: str, words: str
 ) -> None:
-    at_work = adaptation(Says(("set_strategy", strategy)))
+    at_work = policy_state(Says(("set_strategy", strategy)))
     decide(at_work)
     with pytest.raises(JobError, match=words):
-        Adaptation([], batch_size=64, shards=8, terms=terms).load_state_dict(at_work.state_dict())
+        PolicyState([], batch_size=64, shards=8, terms=terms).load_state_dict(at_work.state_dict())
 
 
 @pytest.mark.parametrize(("terms", "strategy", "words"), [*RULED_OUT, (Terms(), "local-sdg", "no such strategy")])
@@ -428,24 +428,24 @@ def test_what_a_policy_may_choose_some_day_is_refused_as_the_run_begins(
 ) -> None:
     policy = StrategyPolicy(workers={1: "all-reduce", 8: strategy})
     with pytest.raises(JobError, match=f"the policy strategy may choose a strategy that cannot be: .*{words}"):
-        Adaptation([policy], batch_size=64, shards=8, terms=terms)
+        PolicyState([policy], batch_size=64, shards=8, terms=terms)
 
 
 def test_another_text_for_the_strategy_that_is_in_use_is_no_decision() -> None:
-    at_work = Adaptation([StrategyPolicy(workers={1: "local-sgd:every=8"})], 64, 8, strategy=LocalSGD(every=8))
+    at_work = PolicyState([StrategyPolicy(workers={1: "local-sgd:every=8"})], 64, 8, strategy=LocalSGD(every=8))
     view = replace(VIEW, strategy=str(at_work.strategy))
     assert at_work.ask("before_train", view) == at_work.ask("after_step", view) == []
 
 
 def test_two_policies_of_one_name_are_refused() -> None:
     with pytest.raises(JobError, match="each name once"):
-        adaptation(Says(), Says())
+        policy_state(Says(), Says())
 
 
 def test_policies_have_the_names_of_the_command_line() -> None:
     found = policies_named([*NAMED, "unisono.adapt.policy:Policy"], batch_size=64)
     assert [policy.name for policy in found[:-1]] == list(NAMED)
-    assert any(adaptation(policy).needs_monitor for policy in found)
+    assert any(policy_state(policy).needs_monitor for policy in found)
 
 
 @pytest.mark.parametrize("name", ["greedy", "unisono.nowhere:Policy", "unisono.adapt.policy:None_", "math:sqrt"])

@@ -16,7 +16,7 @@ from unisono.adapt.policy import Policy
 from unisono.adapt.spot_policy import SpotPolicy, daly_s, mean_time_between_failures
 from unisono.adapt.view import Timings, View
 from unisono.errors import JobError, PolicyError
-from unisono.train.state.adaptation import observed
+from unisono.train.state.policy_state import observed
 
 pytestmark = pytest.mark.unit
 

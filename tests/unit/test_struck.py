@@ -20,7 +20,7 @@ from unisono.plan.batches import Position
 from unisono.train.group.acts import Acts
 from unisono.train.group.membership import StateTransfer
 from unisono.train.model.prepared import Prepared
-from unisono.train.state.adaptation import Adaptation
+from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.state import Reading
 from unisono.train.state.trained import Trained
 
@@ -168,7 +168,7 @@ def test_one_worker_may_die_at_any_point_of_a_run_that_resumes(pool: ThreadPoolE
 
 
 def test_a_worker_that_joins_in_a_loop_does_not_train_other_parameters_than_the_others() -> None:
-    member, joiner = (Trained({}, Adaptation((), 8, 8)) for _ in range(2))
+    member, joiner = (Trained({}, PolicyState((), 8, 8)) for _ in range(2))
     for one, is_frozen in ((member, False), (joiner, True)):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         model[0].requires_grad_(not is_frozen)
@@ -179,11 +179,11 @@ def test_a_worker_that_joins_in_a_loop_does_not_train_other_parameters_than_the_
 
 
 def test_a_checkpoint_is_handed_on_as_it_was_until_all_have_restored_it() -> None:
-    x, y = (Trained({}, Adaptation((), 8, 8)) for _ in range(2))
+    x, y = (Trained({}, PolicyState((), 8, 8)) for _ in range(2))
     for one in (x, y):
         model = torch.nn.Linear(2, 1)
         one.prepared = Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
-    x.progress, x.adaptation.rate = replace(x.progress, position=Position(step=7)), 2.0
+    x.progress, x.policy_state.rate = replace(x.progress, position=Position(step=7)), 2.0
     x.go_back(x.capture())
     x.restored = x.capture()
     x.settle()
@@ -191,7 +191,7 @@ def test_a_checkpoint_is_handed_on_as_it_was_until_all_have_restored_it() -> Non
     assert y.prepared is not None
     x.prepared.optimizers[0].param_groups[0]["lr"] = 0.05
     y.take(x.give(), joins=False)
-    assert (y.progress, y.adaptation.rate) == (x.progress, 2.0)
+    assert (y.progress, y.policy_state.rate) == (x.progress, 2.0)
     assert y.settle()
     assert y.prepared.optimizers[0].param_groups[0]["lr"] == 0.1
     x.go_on()

@@ -32,8 +32,8 @@ from unisono.train.group.membership import Fixed, MemberProgress, Membership, St
 from unisono.train.group.signals import LeaveRequest
 from unisono.train.group.workers import Workers
 from unisono.train.run import Run
-from unisono.train.state.adaptation import Adaptation
 from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.policy_state import PolicyState
 from unisono.train.step.engine import Execution
 from unisono.train.step.surroundings import Care, Surroundings
 
@@ -191,7 +191,7 @@ def run_of(trade: Trade, membership: Membership) -> Run:
     """The run of one worker."""
     folder, acts = RunFolder(trade.folder), Acts(membership)
     terms, job = Terms(trade.job.reduction, trade.execution.shard_optimizer), trade.job
-    adaptation = Adaptation((), job.batch_size, job.shards, strategy=strategy_of(trade.strategy), terms=terms)
+    policy_state = PolicyState((), job.batch_size, job.shards, strategy=strategy_of(trade.strategy), terms=terms)
     around = Surroundings(
         settings=Settings(stop_after=trade.stop_after),
         folder=folder,
@@ -200,7 +200,7 @@ def run_of(trade: Trade, membership: Membership) -> Run:
         leave=LeaveRequest(),
         execution=trade.execution,
         care=Care.of(PATIENCE_S, trade.verify_every, "even"),
-        adaptation=adaptation,
+        policy_state=policy_state,
         opened=ExitStack(),
     )
     around.opened.callback(folder.close)

@@ -11,6 +11,7 @@ from unisono.job import Job
 from unisono.train.group.acts import Acts
 from unisono.train.group.membership import Membership
 from unisono.train.loop.evaluation import Evaluator
+from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.callbacks import Callbacks
 from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.record.notices import Notices
@@ -27,7 +28,6 @@ from unisono.train.state.ending import Ending
 from unisono.train.state.first_weights import FirstWeights
 from unisono.train.state.requests import Requests
 from unisono.train.state.trained import Trained
-from unisono.train.steering import Steering
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.listeners import Listener, Listeners
 from unisono.train.step.surroundings import Surroundings
@@ -59,7 +59,7 @@ class Inside:
         snapshots: takes the state.
         synchronization: gets workers the same weights.
         verification: compares the state.
-        steering: asks policies.
+        policy_runner: asks policies.
         loop: carries loops out.
         first_weights: with which the training begins.
         evaluator: evaluates beside training.
@@ -84,7 +84,7 @@ class Inside:
     snapshots: Snapshots
     synchronization: Synchronization
     verification: Verification
-    steering: Steering
+    policy_runner: PolicyRunner
     loop: StepLoop
     first_weights: FirstWeights
     evaluator: Evaluator
@@ -111,8 +111,8 @@ def assemble(
     base = _base(job, membership, device, checkpoints, around)
     made = _computing(base)
     acts, trained, folder = made.acts, base.trained, base.folder
-    steering = Steering(job, trained, membership, checkpoints, base.metrics, folder, acts)
-    loop = _loop(base, made, steering)
+    policy_runner = PolicyRunner(job, trained, membership, checkpoints, base.metrics, folder, acts)
+    loop = _loop(base, made, policy_runner)
     base.ending.also(loop.leave)
     allow = around.settings.allow_job_change
     return Inside(
@@ -131,7 +131,7 @@ def assemble(
         snapshots=made.snapshots,
         synchronization=made.synchronization,
         verification=made.verification,
-        steering=steering,
+        policy_runner=policy_runner,
         loop=loop,
         first_weights=FirstWeights(trained, checkpoints, folder, around.fingerprint, allow_job_change=allow),
         evaluator=Evaluator(job, device, trained, acts),
@@ -167,7 +167,7 @@ def _base(
 ) -> _Base:
     folder, ending, timeout_s = around.folder, Ending(around.opened), around.care.failure_timeout_s
     about = {"job": job.model_dump(mode="json"), "fingerprint": around.fingerprint}
-    trained = Trained(about, around.adaptation)
+    trained = Trained(about, around.policy_state)
     results = Results(folder, trained, membership, job, device, timeout_s, measures=around.settings.study)
     metrics, timer, callbacks = MetricsLine(folder, trained, membership), Timer(), Callbacks()
     notices = Notices(job, folder, membership)
@@ -252,7 +252,7 @@ def _computing(base: _Base) -> _Computing:
     return _Computing(integrity, exact, steps, snapshots, recovery, acts, synchronization, verification)
 
 
-def _loop(base: _Base, made: _Computing, steering: Steering) -> StepLoop:
+def _loop(base: _Base, made: _Computing, policy_runner: PolicyRunner) -> StepLoop:
     settings, around = base.around.settings, base.around
     how = LoopLimits(
         around.care.failure_timeout_s, settings.stop_after, settings.stop_after_epochs, around.execution.monitoring
@@ -272,7 +272,7 @@ def _loop(base: _Base, made: _Computing, steering: Steering) -> StepLoop:
         made.snapshots,
         base.checkpoints,
         base.requests,
-        steering,
+        policy_runner,
         base.listeners,
         base.metrics,
         base.timer,

@@ -319,7 +319,7 @@ class Run:
             inside.acts.await_end()
         inside.synchronization.before_call()
         inside.verification.require_whole(self.rank)
-        inside.steering.end()
+        inside.policy_runner.end()
         inside.snapshots.settle(is_end=True)
         verified = inside.verification.require_right()
         weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))

@@ -44,8 +44,8 @@ from unisono.train.loop.prefetch import choose_device
 from unisono.train.plugins import load_plugins
 from unisono.train.record.failure import FailureNote
 from unisono.train.run import Run
-from unisono.train.state.adaptation import Adaptation
 from unisono.train.state.checkpoints import Checkpoints, agreed_folder
+from unisono.train.state.policy_state import PolicyState
 from unisono.train.step.engine import CHECKS, Execution
 from unisono.train.step.surroundings import BACKSTOP, Care, Surroundings
 
@@ -153,19 +153,19 @@ def init(
     care = Care.of(failure_timeout_s, _first(verify_every, settings.verify_every), balance)
     environment, wanted = recognise(os.environ), _folder(run_dir, settings, _number(settings))
     chosen = choose_device(device, environment.local_rank)
-    adaptation = _adaptation(policies, settings, care, _terms(shard_optimizer, job, settings), job, strategy)
-    execution = _execution(overlap, (checks, audit), settings, adaptation, monitor, care)
+    state = _policy_state(policies, settings, care, _terms(shard_optimizer, job, settings), job, strategy)
+    execution = _execution(overlap, (checks, audit), settings, state, monitor, care)
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
         membership = opened.enter_context(closing(_membership(job, environment, how, settings)))
-        _require_strategy(adaptation, membership)
+        _require_strategy(state, membership)
         acts = Acts(membership)
-        acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(adaptation, execution))
+        acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(state, execution))
         folder = opened.enter_context(closing(agreed_folder(acts, membership, wanted, job, settings)))
         checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        around = Surroundings(settings, folder, marks, acts, leave, execution, care, adaptation, opened.pop_all())
+        around = Surroundings(settings, folder, marks, acts, leave, execution, care, state, opened.pop_all())
     return _begun(Run(assemble(job, membership, chosen, checkpoints, around)), environment, batch_size, settings)
 
 
@@ -223,14 +223,14 @@ def _execution(
     overlap: bool | None,
     checking: tuple[str | None, float | None],
     settings: Settings,
-    adaptation: Adaptation,
+    policy_state: PolicyState,
     monitor: int | Monitoring,
     care: Care,
 ) -> Execution:
-    monitoring = _monitoring(monitor, settings, adaptation)
+    monitoring = _monitoring(monitor, settings, policy_state)
     found = _checking(*checking, settings)
     looks = care.verify_every is not None
-    return Execution(_first(overlap, settings.overlap), adaptation.terms.splits_update, monitoring, *found, looks)
+    return Execution(_first(overlap, settings.overlap), policy_state.terms.splits_update, monitoring, *found, looks)
 
 
 def _checking(checks: str | None, audit: float | None, settings: Settings) -> tuple[int | None, float]:
@@ -243,29 +243,29 @@ def _checking(checks: str | None, audit: float | None, settings: Settings) -> tu
     return CHECKS[chosen], share
 
 
-def _require_strategy(adaptation: Adaptation, membership: Membership) -> None:
+def _require_strategy(policy_state: PolicyState, membership: Membership) -> None:
     workers = None if membership.is_elastic else membership.workers.world_size  # None: others may come
-    adaptation.terms.require(adaptation.strategy, workers)
+    policy_state.terms.require(policy_state.strategy, workers)
 
 
-def _besides(adaptation: Adaptation, execution: Execution) -> dict[str, Any]:
+def _besides(policy_state: PolicyState, execution: Execution) -> dict[str, Any]:
     checking = {"checked bytes": execution.checked_bytes, "audit": execution.audit}
-    about = {"script": script_digest(), "policies": adaptation.names, "strategy": str(adaptation.strategy)}
+    about = {"script": script_digest(), "policies": policy_state.names, "strategy": str(policy_state.strategy)}
     return about | checking
 
 
-def _adaptation(
+def _policy_state(
     policies: Sequence[Policy],
     settings: Settings,
     care: Care,
     terms: Terms,
     job: Job,
     given: Strategy | str | None,
-) -> Adaptation:
+) -> PolicyState:
     named = policies_named(settings.policies, job.batch_size)
     together = settings.batch_scale.policies([*policies, *named], job.batch_size)
     strategy = strategy_of(given or settings.strategy or AllReduce())
-    return Adaptation(together, job.batch_size, job.shards, balances=care.balances, strategy=strategy, terms=terms)
+    return PolicyState(together, job.batch_size, job.shards, balances=care.balances, strategy=strategy, terms=terms)
 
 
 def _number(settings: Settings) -> int:
@@ -305,10 +305,10 @@ def _checkpoint_every(argument: int | None, keep: int, settings: Settings) -> in
     return every
 
 
-def _monitoring(argument: int | Monitoring, settings: Settings, adaptation: Adaptation) -> Monitoring:
+def _monitoring(argument: int | Monitoring, settings: Settings, policy_state: PolicyState) -> Monitoring:
     if isinstance(argument, Monitoring):
         return argument
-    return Monitoring(argument or settings.monitor_every or int(adaptation.needs_monitor))
+    return Monitoring(argument or settings.monitor_every or int(policy_state.needs_monitor))
 
 
 def _announce(run: Run, environment: Environment) -> None:

@@ -27,6 +27,7 @@ from unisono.train.group.workers import Workers
 from unisono.train.loop.loop import Load, Loop
 from unisono.train.loop.prefetch import prefetch
 from unisono.train.model.prepared import Prepared
+from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.recovery import Recovery
@@ -37,7 +38,6 @@ from unisono.train.state.ending import Ending
 from unisono.train.state.requests import Requests
 from unisono.train.state.state import Progress, Reading
 from unisono.train.state.trained import Trained
-from unisono.train.steering import Steering
 from unisono.train.step.computer import StepCall
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.engine import Clip, LossFunction
@@ -83,7 +83,7 @@ class StepLoop:
         snapshots: writes checkpoints.
         checkpoints: says when one is due.
         requests: what the workers have agreed to do at the next boundary.
-        steering: asks policies.
+        policy_runner: asks policies.
         listeners: who is told.
         metrics: writes the line of each step.
         timer: of this worker's steps.
@@ -104,7 +104,7 @@ class StepLoop:
     snapshots: Snapshots
     checkpoints: Checkpoints
     requests: Requests
-    steering: Steering
+    policy_runner: PolicyRunner
     listeners: Listeners
     metrics: MetricsLine
     timer: Timer
@@ -156,11 +156,11 @@ class StepLoop:
 
     def shape(self) -> BatchShape:
         """Of the next global batch."""
-        return self.trained.adaptation.shape
+        return self.trained.policy_state.shape
 
     def is_stopped(self) -> bool:
         """Whether a policy has stopped the loop."""
-        return self.trained.adaptation.stopped == self._number
+        return self.trained.policy_state.stopped == self._number
 
     def is_whole(self) -> bool:
         """Whether what the step computed counts."""
@@ -209,17 +209,17 @@ class StepLoop:
         self.trained.progress = after
         count = self.acts.step = after.position.step
         is_settled = self.synchronization.step_ends(step)
-        if self.steering.links_are_due() or self.limits.monitoring.measures_links(count):
+        if self.policy_runner.links_are_due() or self.limits.monitoring.measures_links(count):
             self._measure_links()
-        self.metrics.finish(step, self.steering.rates)
+        self.metrics.finish(step, self.policy_runner.rates)
         latest = self.metrics.latest
         if self.metrics.is_computed:
             self.timer.step_took(latest["seconds"], self.membership.workers.transport.traffic.take())
-        shard_s = self.timer.shard_s if self.trained.adaptation.balances else 0.0
+        shard_s = self.timer.shard_s if self.trained.policy_state.balances else 0.0
         self.membership.tell(self.acts.progress, float(latest.get("samples_per_s", 0.0)), shard_s)
         self.listeners.tell(lambda one: one.step_ends(step, count))
         if is_settled:
-            self.steering.step_ends(step)
+            self.policy_runner.step_ends(step)
             self.steps.follow(self.acts)
 
     def boundary(self, *, is_end: bool) -> Progress:
@@ -250,7 +250,7 @@ class StepLoop:
         if not self.acts.enter(number):
             self._seed_behind(number)
             return
-        self.steering.begin()
+        self.policy_runner.begin()
         try:
             yield from loop.steps(self.trained.progress, load, self)
         except GeneratorExit:  # a break; or the end of a run that is closed in the middle of the loop

@@ -11,7 +11,7 @@ from unisono.adapt.view import Decision, View
 from unisono.errors import JobError, PolicyError
 from unisono.study.replay.record import Record
 from unisono.study.replay.timeline import decisions_that_hold, lines_that_hold
-from unisono.train.state.adaptation import Adaptation, Hook
+from unisono.train.state.policy_state import Hook, PolicyState
 
 RECORDING = "record them with unisono.init(monitor=1), or UNISONO_MONITOR_EVERY=1"
 
@@ -55,17 +55,17 @@ def replay(record: Record, policies: Sequence[Policy]) -> Replay:
     seen = lines_that_hold(record.journal, "observed")
     observed = [(line["step"], str(line.get("policy")), line.get("figures") or {}) for line in seen]
     steps = recorded_steps(record.metrics, job.batch_size, job.shards, observed)
-    adaptation = Adaptation(policies, job.batch_size, job.shards)
-    _require_figures(record, steps, adaptation)
+    policy_state = PolicyState(policies, job.batch_size, job.shards)
+    _require_figures(record, steps, policy_state)
     untimed = sum("workers" not in step.view.metrics for step in steps)
-    unwatched = sum("gradient_norm" not in step.view.metrics for step in steps) if adaptation.needs_monitor else 0
+    unwatched = sum("gradient_norm" not in step.view.metrics for step in steps) if policy_state.needs_monitor else 0
     ends = {step for step, decision in decisions_that_hold(record.journal) if decision.verb == "stop"}
     decisions: list[tuple[int, Decision]] = []
     settings: list[tuple[int, int, float]] = []
     stopped = None
-    for hooks, view in _moments(steps, adaptation):
-        found = _asked(adaptation, hooks, view)
-        adaptation.take(found, view, loop=0)
+    for hooks, view in _moments(steps, policy_state):
+        found = _asked(policy_state, hooks, view)
+        policy_state.take(found, view, loop=0)
         decisions += [(view.step, decision) for decision in found]
         settings.append((view.step, view.batch_size, view.learning_rate))
         if any(decision.verb == "stop" for decision in found) and view.step not in ends:
@@ -73,32 +73,32 @@ def replay(record: Record, policies: Sequence[Policy]) -> Replay:
             break
     else:
         if any(line.get("event") == "finished" for line in record.journal):
-            _asked(adaptation, ("after_train",), replace(view, epoch=0))
+            _asked(policy_state, ("after_train",), replace(view, epoch=0))
     return Replay(decisions, settings, stopped, gaps(steps), unwatched, untimed)
 
 
-def _moments(steps: Sequence[RecordedStep], adaptation: Adaptation) -> Iterator[tuple[tuple[Hook, ...], View]]:
+def _moments(steps: Sequence[RecordedStep], policy_state: PolicyState) -> Iterator[tuple[tuple[Hook, ...], View]]:
     """When a run asks its policies: what, and with which view."""
     yield ("before_train",), steps[0].before
     for step in steps:
-        view = step.seen(adaptation.batch_size, adaptation.shards, adaptation.rate)
+        view = step.seen(policy_state.batch_size, policy_state.shards, policy_state.rate)
         yield ("after_step", "after_epoch") if step.ends_epoch else ("after_step",), view
 
 
-def _asked(adaptation: Adaptation, hooks: Sequence[Hook], view: View) -> list[Decision]:
+def _asked(policy_state: PolicyState, hooks: Sequence[Hook], view: View) -> list[Decision]:
     try:
-        return [decision for hook in hooks for decision in adaptation.ask(hook, view)]
+        return [decision for hook in hooks for decision in policy_state.ask(hook, view)]
     except PolicyError as error:
         lacks = "" if view.workers else f". The run had not written down its workers' times by then: {RECORDING}"
         raise PolicyError(f"after step {view.step} of the recorded run: {error}{lacks}") from error
 
 
-def _require_figures(record: Record, steps: Sequence[RecordedStep], adaptation: Adaptation) -> None:
+def _require_figures(record: Record, steps: Sequence[RecordedStep], policy_state: PolicyState) -> None:
     if not steps:
         raise JobError(f"{record.path / 'metrics.jsonl'} holds no step: there is nothing that a policy could look at")
-    if not adaptation.needs_monitor or any(step.view.noise is not None for step in steps):
+    if not policy_state.needs_monitor or any(step.view.noise is not None for step in steps):
         return
-    names = ", ".join(adaptation.names)
+    names = ", ".join(policy_state.names)
     if record.job.shards < 2:
         raise JobError(
             f"{names}: reads the gradients' noise, of which a job with one shard can say nothing; train with at least "

@@ -70,7 +70,7 @@ class MetricsLine(Listener):
     def step_begins(self, step: Step) -> None:
         """The samples are here."""
         self._recorder.step_loaded()
-        self._line.begin(step, adapts=not self._trained.adaptation.is_empty)
+        self._line.begin(step, adapts=not self._trained.policy_state.is_empty)
 
     def call_done(self, step: Step, optimizers: Sequence[Optimizer], done: Computed) -> None:
         """A call of ``step.run`` is over."""
@@ -84,7 +84,7 @@ class MetricsLine(Listener):
         if not self._line.values or self._trained.prepared is None:
             return
         loss, about = round_figures(told, strategy)
-        times = {} if self._trained.adaptation.is_empty else self._trained.monitors.times
+        times = {} if self._trained.policy_state.is_empty else self._trained.monitors.times
         self._line.values.pop("loss", None)  # that of this worker's part of the newest step
         self._note(self._trained.prepared.optimizers, loss, {**about, **times})
 

@@ -13,9 +13,9 @@ from unisono.errors import CheckpointError
 from unisono.received import value_of
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
-from unisono.train.state.adaptation import Adaptation
 from unisono.train.state.checkpoints import as_snapshot, as_tree
 from unisono.train.state.monitors import Monitors
+from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.registered import Registered, all_or_nothing, kept, restoring
 from unisono.train.state.state import (
     Progress,
@@ -52,7 +52,7 @@ class Trained:
 
     Args:
         about: JSON values that say whose state this is.
-        adaptation: policies, and what they have changed.
+        policy_state: policies, and what they have changed.
 
     Attributes:
         prepared: models and optimizers; None before ``run.prepare``.
@@ -67,8 +67,8 @@ class Trained:
         original: that state, when the script has asked for all of it, but another worker may still lack it.
     """
 
-    def __init__(self, about: Mapping[str, Any], adaptation: Adaptation) -> None:
-        self.adaptation = adaptation
+    def __init__(self, about: Mapping[str, Any], policy_state: PolicyState) -> None:
+        self.policy_state = policy_state
         self.prepared: Prepared | None = None
         self.has_weights = False
         self.loops = 0
@@ -92,8 +92,8 @@ class Trained:
         return Setting(
             generation=workers.generation.number,
             world_size=workers.world_size,
-            batch_size=self.adaptation.batch_size,
-            shards=self.adaptation.shards,
+            batch_size=self.policy_state.batch_size,
+            shards=self.policy_state.shards,
             topology=workers.transport.topology,
             departures=workers.generation.departures,
         )
@@ -104,7 +104,7 @@ class Trained:
         own = {
             "about": dict(self._about),
             "monitors": self.monitors.state_dict(),
-            "adaptation": self.adaptation.state_dict(),
+            "adaptation": self.policy_state.state_dict(),
             "strategy": list(self.strategy),
             "doubt": None if self.doubt is None else asdict(self.doubt),
         }
@@ -119,13 +119,13 @@ class Trained:
                 a later loop, its model need not fit until then.
         """
         assert self.prepared is not None, "there is something to train"
-        with all_or_nothing(self, self.monitors, self.adaptation, *self.adaptation.policies):
+        with all_or_nothing(self, self.monitors, self.policy_state, *self.policy_state.policies):
             self.restored, self.original = snapshot, None
             with restoring(snapshot, "progress"):
                 self.progress = Progress.from_tree(kept(snapshot, "progress"))
             self._recall(snapshot)
             with restoring(snapshot, "adaptation"):
-                self.adaptation.load_state_dict(kept(snapshot, "adaptation"))
+                self.policy_state.load_state_dict(kept(snapshot, "adaptation"))
             may_differ = begins and self.progress.loop > 0
             with suppress(CheckpointError) if may_differ else nullcontext(), restoring(snapshot, "model"):
                 restore_models(self.prepared, snapshot)

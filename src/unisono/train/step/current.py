@@ -42,7 +42,7 @@ class CurrentSteps:
         exact: StepComputer,
         local: StepComputer,
     ) -> None:
-        self.strategy = trained.adaptation.strategy
+        self.strategy = trained.policy_state.strategy
         self.under_way: Step | None = None
         self.is_computing = False
         self._trained, self._membership, self._folder, self._listeners = trained, membership, folder, listeners
@@ -80,17 +80,17 @@ class CurrentSteps:
         if self._computer is not None and self._computer.shares_work:
             return range(0)
         workers = self._membership.workers
-        return workers.split(self._trained.adaptation.shards).of(workers.rank)
+        return workers.split(self._trained.policy_state.shards).of(workers.rank)
 
     def make(self) -> None:
         """Have the one compute that the present strategy needs, in the present generation. Collective."""
         self.drop()
-        prepared, workers, adaptation = self._trained.prepared, self._membership.workers, self._trained.adaptation
-        self.strategy = adaptation.strategy
+        prepared, workers, policy_state = self._trained.prepared, self._membership.workers, self._trained.policy_state
+        self.strategy = policy_state.strategy
         if prepared is None or not self._trained.has_weights:
             return
-        if adaptation.topology is not None:
-            workers.transport.use_topology(adaptation.topology)
+        if policy_state.topology is not None:
+            workers.transport.use_topology(policy_state.topology)
         if not serve(workers, self.strategy) and workers.rank == 0:
             self._folder.journal("all compute", strategy=str(self.strategy), workers=workers.world_size)
         chosen, other = (self._exact, self._local) if self.strategy.is_exact else (self._local, self._exact)
@@ -148,17 +148,17 @@ class CurrentSteps:
 
     def follow(self, acts: Acts) -> None:
         """Policies may have chosen another strategy."""
-        adaptation = self._trained.adaptation
-        if adaptation.strategy != self.strategy or (self.has_own_weights and not adaptation.is_empty):
+        policy_state = self._trained.policy_state
+        if policy_state.strategy != self.strategy or (self.has_own_weights and not policy_state.is_empty):
             acts.together(self._switch)
 
     def _switch(self, workers: Workers) -> None:
-        adaptation = self._trained.adaptation
+        policy_state = self._trained.policy_state
         try:
-            require_agreement(workers.transport, adaptation.digest)
+            require_agreement(workers.transport, policy_state.digest)
         except PolicyError:
-            adaptation.refuse(workers, self._trained.progress.position.step)
-        if adaptation.strategy != self.strategy:
+            policy_state.refuse(workers, self._trained.progress.position.step)
+        if policy_state.strategy != self.strategy:
             self.make()
 
 

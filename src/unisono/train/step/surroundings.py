@@ -12,7 +12,7 @@ from unisono.received import LONGEST_S
 from unisono.train.config.settings import Settings
 from unisono.train.group.acts import Acts
 from unisono.train.group.signals import LeaveRequest
-from unisono.train.state.adaptation import Adaptation
+from unisono.train.state.policy_state import PolicyState
 from unisono.train.step.engine import Execution
 
 VERIFY_EVERY = 100
@@ -63,7 +63,7 @@ class Surroundings:
         leave: whether this worker was asked to leave.
         execution: how steps are carried out.
         care: how workers look after each other.
-        adaptation: policies, and what they have changed.
+        policy_state: policies, and what they have changed.
         opened: all that is to be closed.
     """
 
@@ -74,5 +74,5 @@ class Surroundings:
     leave: LeaveRequest
     execution: Execution
     care: Care
-    adaptation: Adaptation
+    policy_state: PolicyState
     opened: ExitStack

@@ -90,7 +90,7 @@ class ExactSteps:
             prepared,
             self.device,
             self.execution,
-            scaled=self.trained.adaptation.scaled,
+            scaled=self.trained.policy_state.scaled,
             found=self.judge.found,
             repeats=lambda step: self.listeners.tell(lambda one: one.repeated(step)),
             has_lost=self._had_lost,
@@ -157,7 +157,7 @@ class ExactSteps:
         try:
             attempt = engine.attempt(made, partial(self.report.flags, acts.formed_s))
         except PolicyError:
-            self.trained.adaptation.refuse(workers, made.step)
+            self.trained.policy_state.refuse(workers, made.step)
         except MemoryFault:
             self.judge.discard_unconfirmed()
             raise
@@ -190,7 +190,7 @@ class ExactSteps:
             call.clip,
             load=partial(self._load, step, call.source),
             is_last=step.is_last,
-            decided=self.trained.adaptation.digest,
+            decided=self.trained.policy_state.digest,
             computed=partial(self.listeners.step_computed, step, len(mine)),
         )
 
@@ -255,7 +255,7 @@ class ExactSteps:
     def _figures(self, step: Step, attempt: Attempt) -> dict[str, Any]:
         """What is measured of a call, besides its loss."""
         found: dict[str, Any] = {}
-        adapts, monitors = not self.trained.adaptation.is_empty, self.trained.monitors
+        adapts, monitors = not self.trained.policy_state.is_empty, self.trained.monitors
         if attempt.norms is not None:
             losses = [part.loss for part in attempt.report.shards if part.weight]
             found |= monitors.see(step.number, attempt.norms, losses)

@@ -75,8 +75,8 @@ class LocalSteps:
     def make(self, workers: Workers, prepared: Prepared) -> None:
         """Begin rounds. Collective."""
         self._trained.anticipate()
-        strategy, before = self._trained.adaptation.strategy, self._before
-        recipe = Recipe(strategy, self._job, prepared, self._device, self._trained.adaptation.scaled, self._timeout_s)
+        strategy, before = self._trained.policy_state.strategy, self._before
+        recipe = Recipe(strategy, self._job, prepared, self._device, self._trained.policy_state.scaled, self._timeout_s)
         is_same = before is not None and before.strategy == strategy
         rounds = self._begin(recipe, workers, before if is_same else None)
         name, state = self._trained.strategy

@@ -14,13 +14,13 @@ from unisono.train.group.acts import Acts
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.record.metrics_line import MetricsLine
-from unisono.train.state.adaptation import Hook, observed
 from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.policy_state import Hook, observed
 from unisono.train.state.trained import Trained
 from unisono.train.step.step import Step
 
 
-class Steering:
+class PolicyRunner:
     """Asks a run's policies at its step boundaries.
 
     Args:
@@ -45,7 +45,7 @@ class Steering:
     ) -> None:
         self._job = job
         self._trained = trained
-        self._adaptation = trained.adaptation
+        self._policy_state = trained.policy_state
         self._membership = membership
         self._checkpoints = checkpoints
         self._metrics = metrics
@@ -54,14 +54,14 @@ class Steering:
     @property
     def rates(self) -> dict[str, float]:
         """What the line of a step tells of learning rates: nothing where no policy may change them."""
-        if self._adaptation.is_empty:
+        if self._policy_state.is_empty:
             return {}
-        return {"learning_rate": self._learning_rate, "lr_factor": self._adaptation.rate}
+        return {"learning_rate": self._learning_rate, "lr_factor": self._policy_state.rate}
 
     def begin(self) -> None:
         """A loop begins: if it is the first, so does the training."""
-        if not self._adaptation.has_begun:
-            self._adaptation.has_begun = True
+        if not self._policy_state.has_begun:
+            self._policy_state.has_begun = True
             self._ask(("before_train",), 0)
 
     def step_ends(self, step: Step) -> None:
@@ -70,13 +70,13 @@ class Steering:
 
     def links_are_due(self) -> bool:
         """Whether the connections between workers are to be measured now that a step is committed."""
-        is_due, self._adaptation.measures_links = self._adaptation.measures_links, False
+        is_due, self._policy_state.measures_links = self._policy_state.measures_links, False
         return is_due
 
     def end(self) -> None:
         """Training is over. What is decided now has no effect."""
-        if not self._adaptation.is_empty:
-            self._adaptation.ask("after_train", self._view(self._trained.progress.position.epoch))
+        if not self._policy_state.is_empty:
+            self._policy_state.ask("after_train", self._view(self._trained.progress.position.epoch))
 
     @property
     def _learning_rate(self) -> float:
@@ -84,7 +84,7 @@ class Steering:
         assert self._trained.prepared is not None, "there is something to train"
         groups = [group for one in self._trained.prepared.optimizers for group in one.param_groups]
         rates = [group["lr"] for group in groups if "lr" in group]
-        return float(rates[0]) * self._adaptation.rate if rates else 0.0
+        return float(rates[0]) * self._policy_state.rate if rates else 0.0
 
     def _view(self, epoch: int) -> View:
         position = self._trained.progress.position
@@ -94,9 +94,9 @@ class Steering:
             step=position.step,
             epoch=epoch,
             samples=position.samples,
-            batch_size=self._adaptation.batch_size,
+            batch_size=self._policy_state.batch_size,
             base_batch_size=self._job.batch_size,
-            shards=self._adaptation.shards,
+            shards=self._policy_state.shards,
             base_shards=self._job.shards,
             world_size=setting.world_size or self._membership.workers.world_size,
             learning_rate=self._learning_rate,
@@ -109,20 +109,20 @@ class Steering:
             generation=setting.generation,
             departures=setting.departures,
             topology=setting.topology,
-            strategy=str(self._adaptation.strategy),
+            strategy=str(self._policy_state.strategy),
             links=monitors.links,
-            observed=dict(self._adaptation.observed),
+            observed=dict(self._policy_state.observed),
         )
 
     def _ask(self, hooks: Sequence[Hook], epoch: int) -> None:
-        if self._adaptation.is_empty:
+        if self._policy_state.is_empty:
             return
         view = self._view(epoch)
-        if due := self._adaptation.observers(view.step):
+        if due := self._policy_state.observers(view.step):
             self._observe(due, view)
             view = self._view(epoch)
-        decisions = [decision for hook in hooks for decision in self._adaptation.ask(hook, view)]
-        self._adaptation.take(decisions, view, self._trained.progress.loop)
+        decisions = [decision for hook in hooks for decision in self._policy_state.ask(hook, view)]
+        self._policy_state.take(decisions, view, self._trained.progress.loop)
         for decision in decisions:
             self._carry_out(decision, view)
 
@@ -141,15 +141,19 @@ class Steering:
         seen = self._acts.together(look)
         if seen["error"]:
             raise PolicyError(seen["error"])
-        news = {name: each for name, each in seen["figures"].items() if each != self._adaptation.observed.get(name)}
-        self._adaptation.observed |= news
+        news = {name: each for name, each in seen["figures"].items() if each != self._policy_state.observed.get(name)}
+        self._policy_state.observed |= news
         if self._membership.workers.rank == 0:
             for name, figures in news.items():
                 self._folder.journal("observed", step=view.step, policy=name, figures=figures)
 
     def _carry_out(self, decision: Decision, view: View) -> None:
         reading = self._trained.progress.reading
-        if decision.verb == "set_batch_size" and reading is not None and self._adaptation.batch_size > reading.samples:
+        if (
+            decision.verb == "set_batch_size"
+            and reading is not None
+            and self._policy_state.batch_size > reading.samples
+        ):
             raise PolicyError(
                 f"the policy {decision.policy} wants batches of {decision.value} samples, and the data set has "
                 f"{reading.samples}: give it a limit"

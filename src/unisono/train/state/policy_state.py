@@ -48,7 +48,7 @@ FORMS = {
 Hook = Literal["before_train", "after_step", "after_epoch", "after_train"]
 
 
-class Adaptation:
+class PolicyState:
     """What policies have changed so far, and their next decisions.
 
     Args:
