@@ -36,7 +36,7 @@ from unisono.train.step.timer import Timer
 from unisono.train.step.worker_report import WorkerReport
 from unisono.train.step_loop import LoopLimits, StepLoop
 from unisono.train.strategies.exact_steps import ExactSteps
-from unisono.train.strategies.local_steps import LocalSteps
+from unisono.train.strategies.local_training import LocalTraining
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _computing(base: _Base) -> _Computing:
         newest_loss=lambda: base.metrics.newest_loss,
         tells_times=around.settings.study,
     )
-    local = LocalSteps(job, device, trained, membership, listeners, care.failure_timeout_s)
+    local = LocalTraining(job, device, trained, membership, listeners, care.failure_timeout_s)
     steps = CurrentSteps(trained, membership, folder, listeners, exact, local)
     ending.also(steps.drop)
     snapshots = Snapshots(trained, checkpoints, steps, listeners)

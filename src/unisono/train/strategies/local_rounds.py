@@ -61,7 +61,7 @@ class Tally:
     begun: float = field(default_factory=perf_counter)
 
 
-class Rounds:
+class LocalRounds:
     """A generation's steps under one strategy whose workers have weights of their own in between.
 
     A round is what lies between two moments at which all workers hold the same weights. Making it is collective; after
@@ -84,7 +84,7 @@ class Rounds:
     """
 
     def __init__(
-        self, recipe: Recipe, workers: Workers, synchroniser: Synchroniser, before: Rounds | None = None
+        self, recipe: Recipe, workers: Workers, synchroniser: Synchroniser, before: LocalRounds | None = None
     ) -> None:
         self.is_open = self.goes_on = False
         self.exchanged = -1
@@ -214,7 +214,7 @@ class Rounds:
             **self.synchroniser.figures(),
         }
 
-    def _take_over(self, before: Rounds | None) -> None:
+    def _take_over(self, before: LocalRounds | None) -> None:
         # Whoever had not begun the round comes along: others may have pushed to it, and asked it for its replica.
         told = self._workers.gather_json(None if before is None else [before.exchanged, before.is_open])
         known = [each for each in told if each is not None]
@@ -244,9 +244,9 @@ class Rounds:
         return self._engines[shards]
 
 
-def begin_rounds(recipe: Recipe, workers: Workers, before: Rounds | None) -> Rounds:
+def begin_local_rounds(recipe: Recipe, workers: Workers, before: LocalRounds | None) -> LocalRounds:
     """A generation's rounds, with what does as their strategy says. Collective."""
-    return Rounds(recipe, workers, synchroniser_of(recipe, workers), before)
+    return LocalRounds(recipe, workers, synchroniser_of(recipe, workers), before)
 
 
 def synchroniser_of(recipe: Recipe, workers: Workers) -> Synchroniser:

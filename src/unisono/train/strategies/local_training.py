@@ -25,11 +25,11 @@ from unisono.train.step.engine import Call
 from unisono.train.step.listeners import Computed, Listeners
 from unisono.train.step.step import Step
 from unisono.train.step.surroundings import BACKSTOP
-from unisono.train.strategies.rounds import Recipe, Rounds, begin_rounds
+from unisono.train.strategies.local_rounds import LocalRounds, Recipe, begin_local_rounds
 from unisono.train.strategies.synchroniser import Sums
 
 
-class LocalSteps:
+class LocalTraining:
     """A run's rounds, from generation to generation and from strategy to strategy.
 
     Args:
@@ -53,13 +53,13 @@ class LocalSteps:
         membership: Membership,
         listeners: Listeners,
         timeout_s: float,
-        begin: Callable[[Recipe, Workers, Rounds | None], Rounds] = begin_rounds,
+        begin: Callable[[Recipe, Workers, LocalRounds | None], LocalRounds] = begin_local_rounds,
     ) -> None:
         self._job, self._device, self._trained = job, device, trained
         self._membership, self._listeners, self._begin = membership, listeners, begin
         self._timeout_s = BACKSTOP * timeout_s if membership.is_elastic else timeout_s
-        self._rounds: Rounds | None = None
-        self._before: Rounds | None = None  # of the generation or the strategy before
+        self._rounds: LocalRounds | None = None
+        self._before: LocalRounds | None = None  # of the generation or the strategy before
         self._loss = math.nan  # the newest known: of this worker's own samples, or of all in a round
 
     @property
@@ -158,7 +158,7 @@ class LocalSteps:
     def require_whole(self) -> None:
         """Each worker updates all of its weights."""
 
-    def _parts(self, rounds: Rounds, call: StepCall, own: Sums) -> None:
+    def _parts(self, rounds: LocalRounds, call: StepCall, own: Sums) -> None:
         step = call.step
         for part in rounds.parts(step.number, step.batch):
             attempt = rounds.train(
@@ -183,7 +183,7 @@ class LocalSteps:
             shards = source.load(ShardsRequest(step.epoch, tuple(step.batch.shard(shard) for shard in part)))
         return [to_device(shard, self._device) for shard in shards]
 
-    def _with_others(self, acts: Acts, action: Callable[[Rounds], None]) -> None:
+    def _with_others(self, acts: Acts, action: Callable[[LocalRounds], None]) -> None:
         """Do something in which others may be lost; then it is done again with those who are left."""
         while (rounds := self._rounds) is not None:
             try:

@@ -25,8 +25,8 @@ from unisono.train.state.trained import Trained
 from unisono.train.step.engine import Call, Clip
 from unisono.train.step.listeners import Listeners
 from unisono.train.step.step import Step
-from unisono.train.strategies.local_steps import LocalSteps
-from unisono.train.strategies.rounds import Recipe, Rounds, Tally, begin_rounds
+from unisono.train.strategies.local_rounds import LocalRounds, Recipe, Tally, begin_local_rounds
+from unisono.train.strategies.local_training import LocalTraining
 
 pytestmark = pytest.mark.unit
 
@@ -69,7 +69,7 @@ def test_whoever_watches_a_worker_sees_it_get_on_with_each_shard_that_it_compute
 
         seen = list[tuple[bool, int]]()
         prepared = prepared_model()
-        mine = begin_rounds(recipe_of(LocalSGD(), prepared), workers, None)
+        mine = begin_local_rounds(recipe_of(LocalSGD(), prepared), workers, None)
         batch = Batches(8, 8, 4).at(Position())
         shards = [torch.ones(2, 3)] * 4
         mine.train(Call(0, 0, batch, shards, loss_fn, prepared.optimizers, Clip()))
@@ -102,13 +102,13 @@ class Recorded:
             raise WorkerLost("gone")
 
 
-def steps_with(losses: int) -> tuple[LocalSteps, Recorded, Mock]:
+def steps_with(losses: int) -> tuple[LocalTraining, Recorded, Mock]:
     acts, membership = Mock(), Mock(is_elastic=True)
     membership.workers.is_aborted = False
     recorded = Recorded(losses)
     begin = Mock(return_value=recorded)
     trained = trained_under(LocalSGD())
-    steps = LocalSteps(JOB, CPU, trained, membership, Listeners([]), timeout_s=1.0, begin=begin)
+    steps = LocalTraining(JOB, CPU, trained, membership, Listeners([]), timeout_s=1.0, begin=begin)
     assert trained.prepared is not None
     steps.make(membership.workers, trained.prepared)
     return steps, recorded, acts
@@ -142,8 +142,8 @@ def test_whoever_had_not_begun_the_round_comes_along_with_those_who_had(
 ) -> None:
     before = [broken_off(is_open=each) for each in is_open]
 
-    def work(workers: Workers) -> Rounds:
-        return Rounds(RECIPE, workers, Mock(), before[workers.rank])
+    def work(workers: Workers) -> LocalRounds:
+        return LocalRounds(RECIPE, workers, Mock(), before[workers.rank])
 
     for rank, mine in enumerate(side_by_side(2, work)):
         assert (mine.goes_on, mine.is_open) == (any(is_open), any(is_open))
@@ -154,7 +154,7 @@ def test_whoever_had_not_begun_the_round_comes_along_with_those_who_had(
 
 def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more() -> None:
     def work(workers: Workers) -> list[int]:
-        mine = Rounds(RECIPE, workers, Mock(figures=dict))
+        mine = LocalRounds(RECIPE, workers, Mock(figures=dict))
         for step in range(3):
             mine.begin()
             if step == 1:  # an evaluation
@@ -170,7 +170,7 @@ def test_rounds_of_another_strategy_are_not_gone_on_with() -> None:
     begin = Mock(side_effect=lambda recipe, workers, before: Mock(strategy=recipe.strategy, goes_on=True))
     trained, membership = trained_under(LocalSGD()), Mock(is_elastic=True)
     assert trained.prepared is not None
-    steps = LocalSteps(JOB, CPU, trained, membership, Listeners([]), timeout_s=1.0, begin=begin)
+    steps = LocalTraining(JOB, CPU, trained, membership, Listeners([]), timeout_s=1.0, begin=begin)
     for strategy in (LocalSGD(), LocalSGD(), DiLoCo(), LocalSGD()):
         trained.policy_state.strategy = strategy
         steps.drop()
@@ -182,7 +182,7 @@ def test_rounds_of_another_strategy_are_not_gone_on_with() -> None:
 def test_what_one_had_exchanged_when_a_worker_was_lost_nobody_exchanges_again() -> None:
     def work(workers: Workers) -> list[int]:
         before = broken_off(is_open=True, exchanged=6 - workers.rank)
-        mine = Rounds(RECIPE, workers, Mock(), before)
+        mine = LocalRounds(RECIPE, workers, Mock(), before)
         mine.begin()
         for step in range(6 - workers.rank, 9):  # one was lost in the exchange that the first had behind it
             mine.step_ends(step, ends_round=False)
