@@ -49,6 +49,6 @@ def metrics(model, batch):
 for step in run.steps(training, epochs=args.epochs):
     step.run(loss_of)  # under another strategy than all-reduce, the loss of this worker alone
     if step.is_last_in_epoch:
-        accuracy = run.evaluate(held_out, metrics)["accuracy"]  # all come together, and have the same weights here
+        accuracy = run.evaluate(held_out, metrics)["accuracy"]  # all synchronise, and have the same weights here
         run.print(f"epoch {step.epoch + 1}: {run.strategy} among {run.world_size}, accuracy {accuracy:.2%}")
 run.finish(model)

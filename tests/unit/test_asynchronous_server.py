@@ -265,7 +265,7 @@ def test_workers_that_take_turns_end_as_the_serial_run_does_with_the_optimizers_
                     assert one.claim(step) is None
                 workers.barrier()
                 if step + 1 in rounds:
-                    one.settle(after_loss=False)()
+                    one.synchronise(after_loss=False)()
             return one._prepared
         finally:
             one.close()
@@ -320,7 +320,7 @@ def test_whatever_hyperparameter_the_script_changes_the_servers_go_by_it(name: s
                     one._pull()
                     push(one, gradients(step, one.replica.weights))
                 workers.barrier()
-            one.settle(after_loss=False)()
+            one.synchronise(after_loss=False)()
             return weights_of(one._prepared)
         finally:
             one.close()
@@ -469,7 +469,7 @@ class Loss:
             one = AsynchronousServer(Ground(workers, known._prepared, PATIENCE_S, seed=0), self.how)
             try:
                 one.follow(known)
-                one.settle(after_loss=True)()
+                one.synchronise(after_loss=True)()
                 one.resume()
                 work(one)
                 one._pull()
@@ -506,7 +506,7 @@ def test_whoever_was_given_anothers_state_serves_nothing_until_all_have_agreed()
         try:
             if workers.rank == 0:
                 one.follow(known)
-            one.settle(after_loss=True)()
+            one.synchronise(after_loss=True)()
             one.resume()
             one._pull()
             workers.barrier()
@@ -524,7 +524,7 @@ def test_whoever_was_given_anothers_state_serves_nothing_until_all_have_agreed()
 
 @pytest.mark.parametrize("after_loss", [True, False], ids=["after another loss", "in the round's end"])
 def test_what_one_has_taken_of_a_server_that_is_lost_then_is_newer_than_older_copies(after_loss: bool) -> None:
-    """Rank 0 has come together with the others when rank 2 is lost; rank 1 only has what it had pulled before."""
+    """Rank 0 has synchronised with the others when rank 2 is lost; rank 1 only has what it had pulled before."""
     all_of_them: dict[int, AsynchronousServer] = {}
     together = threading.Barrier(3)
 
@@ -547,7 +547,7 @@ def test_what_one_has_taken_of_a_server_that_is_lost_then_is_newer_than_older_co
                 workers.barrier = lost  # type: ignore[method-assign]
             one.follows = after_loss
             with suppress(WorkerLost):
-                one.settle(after_loss=after_loss)()
+                one.synchronise(after_loss=after_loss)()
                 if after_loss:
                     one.resume()
             together.wait(PATIENCE_S)
@@ -562,7 +562,7 @@ def test_what_one_has_taken_of_a_server_that_is_lost_then_is_newer_than_older_co
         one = AsynchronousServer(Ground(workers, known._prepared, PATIENCE_S, seed=0), strategy())
         try:
             one.follow(known)
-            one.settle(after_loss=True)()
+            one.synchronise(after_loss=True)()
             one.resume()
             one._pull()
             workers.barrier()

@@ -90,7 +90,7 @@ def trained(number: int, how: Strategy, steps: int, rounds: Sequence[int]) -> li
             one.apply(known.optimizers)
             one.step_ends(step, ends_round=step in rounds)
             if step in rounds:
-                one.settle(after_loss=False)()
+                one.synchronise(after_loss=False)()
             found.append(in_float64(weights_of(known)))
         one.close()
         return found
@@ -142,7 +142,7 @@ def test_a_round_that_ends_again_without_a_step_in_between_moves_no_weight() -> 
         one.step_ends(0, ends_round=True)
         found = []
         for _ in range(2):
-            one.settle(after_loss=False)()
+            one.synchronise(after_loss=False)()
             found.append(one.replica.copies())
         return found
 
@@ -193,7 +193,7 @@ def test_weights_that_the_script_has_loaded_between_rounds_are_those_that_traini
         one.round_begins()
         one.step_begins()
         one.step_ends(0, ends_round=True)
-        one.settle(after_loss=False)()
+        one.synchronise(after_loss=False)()
         return weights_of(known)
 
     for found in side_by_side(2, work):
@@ -214,7 +214,7 @@ def test_what_goes_on_from_round_to_round_goes_on_in_the_next_generation(how: St
             one.apply(known.optimizers)
             one.step_ends(step, ends_round=step % 2 == 1)
             if step % 2 == 1:
-                one.settle(after_loss=False)()
+                one.synchronise(after_loss=False)()
                 if again:
                     state = {name: [each.clone() for each in kept] for name, kept in one.state_dict().items()}
                     one = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
@@ -262,7 +262,7 @@ def test_after_a_loss_the_others_go_on_from_one_model_with_what_they_have_done(h
         known, mine = before[(0, 2)[workers.rank]]
         one = kind(Ground(workers, mine, PATIENCE_S, seed=0), how)
         one.follow(known)
-        one.settle(after_loss=True)()
+        one.synchronise(after_loss=True)()
         return weights_of(mine)
 
     first, second = side_by_side(2, follow)
@@ -289,7 +289,7 @@ def test_whoever_was_given_anothers_state_in_the_middle_of_a_round_has_what_all_
         again = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
         if workers.rank != 2:
             again.follow(one)
-        again.settle(after_loss=True)()
+        again.synchronise(after_loss=True)()
         return again.replica.copies(), again.state_dict()
 
     found = side_by_side(3, work)
@@ -304,7 +304,7 @@ def test_whoever_was_given_anothers_state_in_the_middle_of_a_round_has_what_all_
 # -- buffers and optimizers
 
 
-def settled(number: int, make: Make, updates: Sequence[int]) -> list[Prepared]:
+def synchronised(number: int, make: Make, updates: Sequence[int]) -> list[Prepared]:
     """Workers that made so many updates each, and came together."""
 
     def work(workers: Workers) -> Prepared:
@@ -318,14 +318,14 @@ def settled(number: int, make: Make, updates: Sequence[int]) -> list[Prepared]:
         norm.running_mean.fill_(float(workers.rank))  # type: ignore[operator, union-attr]
         norm.running_var.fill_(float(workers.rank**2))  # type: ignore[operator, union-attr]
         norm.num_batches_tracked.fill_(7 + workers.rank)  # type: ignore[operator, union-attr]
-        one.settle(after_loss=False)()
+        one.synchronise(after_loss=False)()
         return known
 
     return side_by_side(number, work)
 
 
 def test_statistics_of_batch_norm_become_the_mean_and_counts_those_of_the_first_worker() -> None:
-    for known in settled(3, sgd, [1, 1, 1]):
+    for known in synchronised(3, sgd, [1, 1, 1]):
         norm: Any = known.modules[0].norm
         torch.testing.assert_close(norm.running_mean, torch.full((4,), 1.0))
         torch.testing.assert_close(norm.running_var, torch.full((4,), 5 / 3))
@@ -357,7 +357,7 @@ def test_workers_that_computed_nothing_have_no_part_in_the_statistics() -> None:
 
 
 def alone(make: Make, rank: int, updates: int) -> list[dict[str, Any]]:
-    """What a worker's optimizer keeps, if nobody comes together with it."""
+    """What a worker's optimizer keeps, if nobody synchronises with it."""
     known = prepared(make)
     for step in range(updates):
         for parameter, gradient in zip(known.parameters.values(), gradients(rank, step), strict=True):
@@ -368,7 +368,7 @@ def alone(make: Make, rank: int, updates: int) -> list[dict[str, Any]]:
 
 def test_moments_become_the_mean_also_those_of_a_number_and_counts_the_largest() -> None:
     updates = [2, 5, 3]
-    found = settled(3, torch.optim.Adam, updates)
+    found = synchronised(3, torch.optim.Adam, updates)
     each = [alone(torch.optim.Adam, rank, times) for rank, times in enumerate(updates)]
     for known in found:
         for number, parameter in enumerate(known.parameters.values()):
@@ -380,7 +380,7 @@ def test_moments_become_the_mean_also_those_of_a_number_and_counts_the_largest()
 
 
 def test_where_a_worker_has_made_no_update_all_take_what_the_one_with_the_most_has() -> None:
-    found = settled(3, lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9), [0, 2, 1])
+    found = synchronised(3, lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9), [0, 2, 1])
     expected = alone(lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9), 1, 2)
     for known in found:
         for kept, parameter in zip(expected, known.parameters.values(), strict=True):
@@ -404,7 +404,7 @@ def test_whatever_the_optimizer_moments_become_the_mean_and_all_counts_those_of_
     name: str,
 ) -> None:
     updates = [2, 5, 3]
-    found = settled(3, STATEFUL[name], updates)
+    found = synchronised(3, STATEFUL[name], updates)
     each = [alone(STATEFUL[name], rank, times) for rank, times in enumerate(updates)]
     for known in found:
         for number, parameter in enumerate(known.parameters.values()):
@@ -430,7 +430,7 @@ class Coded(Optimizer):
 def test_codes_have_no_mean_and_come_from_one_worker_with_their_scales() -> None:
     updates = [2, 5, 3]
     expected = alone(Coded, 1, 5)
-    for known in settled(3, Coded, updates):
+    for known in synchronised(3, Coded, updates):
         for kept, parameter in zip(expected, known.parameters.values(), strict=True):
             if parameter.numel() > 1:
                 torch.testing.assert_close(dict(known.optimizers[0].state[parameter]), kept, rtol=0, atol=0)
@@ -481,7 +481,7 @@ def test_a_round_in_whose_last_collective_a_worker_is_lost_has_changed_nothing(h
         before = one.replica.copies()
         one.replica.average_states = lost  # type: ignore[method-assign,assignment]
         with pytest.raises(WorkerLost):
-            one.settle(after_loss=False)
+            one.synchronise(after_loss=False)
         return before, one.replica.copies()
 
     for before, after in side_by_side(2, work):

@@ -149,7 +149,7 @@ def test_whoever_had_not_begun_the_round_comes_along_with_those_who_had(
         assert (mine.goes_on, mine.is_open) == (any(is_open), any(is_open))
         synchroniser: Any = mine.synchroniser
         assert synchroniser.follow.call_args_list == ([call(before[rank].synchroniser)] if any(is_open) else [])
-        assert synchroniser.settle.called == any(is_open)
+        assert synchroniser.synchronise.called == any(is_open)
 
 
 def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more() -> None:

@@ -128,7 +128,7 @@ def test_all_go_on_from_the_mean_of_the_replicas_when_they_come_together() -> No
         pairs = pairs_of(workers)
         try:
             before = flat(pairs._live)
-            pairs.settle(after_loss=False)()
+            pairs.synchronise(after_loss=False)()
             return before, flat(pairs._live), flat(pairs.replica.weights), flat(pairs._live)
         finally:
             pairs.close()
@@ -145,7 +145,7 @@ def test_weights_that_the_script_changes_between_steps_are_refused() -> None:
     def work(workers: Workers) -> None:
         pairs = pairs_of(workers)
         try:
-            pairs.settle(after_loss=False)()
+            pairs.synchronise(after_loss=False)()
             pairs.step_begins()
             with torch.no_grad():
                 pairs.replica.weights[0].add_(1.0)
@@ -174,7 +174,7 @@ def test_nobody_is_asked_for_a_replica_of_before_when_all_have_come_together() -
 
             pairs.replica.average_states = dawdling  # type: ignore[method-assign]
             before = flat(pairs._live)
-            pairs.settle(after_loss=False)()
+            pairs.synchronise(after_loss=False)()
             if workers.rank == ASKS:
                 with torch.no_grad():
                     pairs._live[0].add_(8.0)  # an update
@@ -299,8 +299,8 @@ CASES = [
 ]
 
 
-def settled(survivors: Sequence[Pairs], work: Callable[[Pairs], None] = lambda pairs: None) -> list[Pairs]:
-    """The survivors come together in the next generation."""
+def synchronised(survivors: Sequence[Pairs], work: Callable[[Pairs], None] = lambda pairs: None) -> list[Pairs]:
+    """The survivors synchronise in the next generation."""
 
     def follow(workers: Workers) -> Pairs:
         before = survivors[workers.rank]
@@ -308,7 +308,7 @@ def settled(survivors: Sequence[Pairs], work: Callable[[Pairs], None] = lambda p
         try:
             pairs.follow(before)
             work(pairs)
-            pairs.settle(after_loss=True)()
+            pairs.synchronise(after_loss=True)()
         except Death:
             workers.abort()
         finally:
@@ -327,7 +327,7 @@ def test_the_survivors_come_together_at_the_mean_that_they_had_before_a_broken_e
     survivors = scene.play()
     expected = scene.expected()
     largest = max(float(one.abs().max()) for one in scene.before.values())
-    assert_same_mean(mean([flat(one._live) for one in settled(survivors)]), expected, largest)
+    assert_same_mean(mean([flat(one._live) for one in synchronised(survivors)]), expected, largest)
 
 
 @pytest.mark.parametrize("when", ["confirming", "confirmed"])
@@ -335,7 +335,7 @@ def test_a_whole_exchange_stays_when_the_one_who_asked_dies_after_it(when: str) 
     scene = Scene(2, ASKS, when)
     (survivor,) = scene.play()
     expected = mean(list(scene.before.values()))
-    (found,) = settled([survivor])
+    (found,) = synchronised([survivor])
     assert_same_mean(flat(found._live), expected, float(expected.abs().max()))
 
 
@@ -353,7 +353,7 @@ def test_what_happens_between_a_broken_exchange_and_the_death_stays(dies: int) -
     expected = scene.expected()
     expected[:35] += 1.0
     largest = max(float(one.abs().max()) for one in scene.before.values())
-    assert_same_mean(mean([flat(one._live) for one in settled(survivors)]), expected, largest)
+    assert_same_mean(mean([flat(one._live) for one in synchronised(survivors)]), expected, largest)
 
 
 @pytest.mark.parametrize("misses", [0, 1])
@@ -377,10 +377,10 @@ def test_another_loss_while_they_come_together_does_not_change_what_becomes_of_a
             pairs.workers.gather_json = gathered  # type: ignore[method-assign]
 
     try:
-        settled(survivors, fail)
+        synchronised(survivors, fail)
     except WorkerLost:
         pass
     else:
         pytest.fail("the other one noticed nothing")
     largest = max(float(one.abs().max()) for one in scene.before.values())
-    assert_same_mean(mean([flat(one._live) for one in settled(survivors)]), scene.expected(), largest)
+    assert_same_mean(mean([flat(one._live) for one in synchronised(survivors)]), scene.expected(), largest)

@@ -87,7 +87,7 @@ class Rounds(Strategy):
     """A strategy whose workers have weights of their own in between.
 
     Args:
-        round_every: steps from one moment to the next at which all of them come together: the strategy's central model
+        round_every: steps from one moment to the next at which all of them synchronise: the strategy's central model
             becomes everybody's, policies are asked, checkpoints written, workers taken in. An epoch's end is one, too.
     """
 

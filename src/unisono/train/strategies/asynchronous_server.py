@@ -50,10 +50,10 @@ class AsynchronousServer(SharedWork):
         assert isinstance(before, AsynchronousServer)
         self._central, self._seen = before._central, before._seen
 
-    def settle(self, *, after_loss: bool) -> Callable[[], None]:
+    def synchronise(self, *, after_loss: bool) -> Callable[[], None]:
         """All updates that have arrived are everybody's."""
         self._serves = self.follows or not after_loss  # what is new here, nobody has ever pushed to
-        agreed = super().settle(after_loss=after_loss)
+        agreed = super().synchronise(after_loss=after_loss)
 
         def make() -> None:
             agreed()

@@ -59,7 +59,7 @@ class CentralAveraging(Synchroniser):
             weight.sub_(correction)
         self._apart = []
 
-    def settle(self, *, after_loss: bool) -> Callable[[], None]:
+    def synchronise(self, *, after_loss: bool) -> Callable[[], None]:
         """A last correction, all the way: the central model becomes the mean, and what replicas have learned is in it.
 
         Without, the update after the newest correction would be in no model any more when replicas become the central
@@ -107,7 +107,7 @@ class LocalUpdates(Synchroniser):
         if (step + 1) % self._strategy.every == 0 and not ends_round:
             self._synchronised()()
 
-    def settle(self, *, after_loss: bool) -> Callable[[], None]:
+    def synchronise(self, *, after_loss: bool) -> Callable[[], None]:
         """The mean of everything."""
         weights = self._synchronised()
         buffers, states = self.replica.average_buffers(), self.replica.average_states()
@@ -149,11 +149,11 @@ class OuterUpdates(LocalUpdates):
         """Begin where all are, which may be where the script has put them."""
         self._start = self.replica.copies()
 
-    def settle(self, *, after_loss: bool) -> Callable[[], None]:
+    def synchronise(self, *, after_loss: bool) -> Callable[[], None]:
         """An outer update, too."""
         if after_loss:  # one of them may have made an outer update that others have not
             self._start, self._velocity = self.common(self._start), self.common(self._velocity)
-        return super().settle(after_loss=after_loss)
+        return super().synchronise(after_loss=after_loss)
 
     def step_ends(self, step: int, *, ends_round: bool) -> None:
         """Count, and make the outer update, if this is the time."""

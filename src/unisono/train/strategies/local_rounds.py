@@ -1,4 +1,4 @@
-"""Steps that workers take by themselves, and the moments at which all of them come together."""
+"""Steps that workers take by themselves, and the moments at which all of them synchronise."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LocalRounds:
     """A generation's steps under one strategy whose workers have weights of their own in between.
 
     A round is what lies between two moments at which all workers hold the same weights. Making it is collective; after
-    a loss in the middle of a round, the workers that are left come together first.
+    a loss in the middle of a round, the workers that are left synchronise first.
 
     Args:
         recipe: how steps are computed.
@@ -151,7 +151,7 @@ class LocalRounds:
         """A step is over, on this worker. May be called again if a worker was lost in it.
 
         What others had exchanged when one was lost is not exchanged again: they would wait for the next one in vain.
-        Nor is anything if the loop's body has made all come together, and has done nothing since.
+        Nor is anything if the loop's body has made all synchronise, and has done nothing since.
         """
         if step > self.exchanged:
             if self.is_open:
@@ -159,7 +159,7 @@ class LocalRounds:
             self.exchanged = step
 
     def end(self, step: int, told: Mapping[str, Any]) -> Callable[[], list[dict[str, Any]]]:
-        """Work out what all come to when they come together. Collective; weights stay as they are.
+        """Work out what all come to when they synchronise. Collective; weights stay as they are.
 
         Args:
             step: after which this worker stands.
@@ -175,15 +175,15 @@ class LocalRounds:
         if any(other != step for other in steps):
             listed = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(steps))
             raise JobError(
-                f"the workers come together after different steps ({listed}): with strategy={str(self.strategy)!r} "
+                f"the workers synchronise after different steps ({listed}): with strategy={str(self.strategy)!r} "
                 f"each has a loss of its own, so leave loops by something that is the same on all, such as "
                 f"run.evaluate or run.all_reduce"
             )
-        settled = self.synchroniser.settle(after_loss=False)
+        synchronised = self.synchroniser.synchronise(after_loss=False)
         everybody = self._workers.gather_json({**told, **self._figures()})
 
         def make() -> list[dict[str, Any]]:
-            settled()
+            synchronised()
             self.is_open = False
             self.tally = Tally()
             return everybody
@@ -225,7 +225,7 @@ class LocalRounds:
         if before is not None:
             self.synchroniser.follow(before.synchroniser)
             self.tally = before.tally
-        self.synchroniser.settle(after_loss=True)()
+        self.synchroniser.synchronise(after_loss=True)()
         self.synchroniser.resume()
 
     def _engine_for(self, shards: int) -> StepEngine:

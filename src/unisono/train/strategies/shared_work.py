@@ -169,7 +169,7 @@ class SharedWork(Synchroniser):
         """Wait until others have taken all of a step. So nobody waits for a whole round of theirs where it ends."""
         self._ask_one(QUEUE_RANK, RpcMessage({"ask": "taken", "step": step}))
 
-    def settle(self, *, after_loss: bool) -> Callable[[], None]:
+    def synchronise(self, *, after_loss: bool) -> Callable[[], None]:
         """All go on behind the newest item that any of them has had."""
         if after_loss:
             self._item = self._queue.next = max(self.workers.gather_json(self._item))

@@ -139,10 +139,10 @@ class Synchroniser(Update):
         """A step's first update is about to be computed."""
 
     def step_ends(self, step: int, *, ends_round: bool) -> None:
-        """All updates of a step are made; :meth:`settle` comes next if the round ends."""
+        """All updates of a step are made; :meth:`synchronise` comes next if the round ends."""
 
     @abstractmethod
-    def settle(self, *, after_loss: bool) -> Callable[[], None]:
+    def synchronise(self, *, after_loss: bool) -> Callable[[], None]:
         """Work out the strategy's central model, with buffers and what optimizers keep. Collective; sets nothing of it.
 
         If a worker is lost in it, it is done again with those who are left, of whom some may be through.
