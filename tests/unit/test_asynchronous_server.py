@@ -30,7 +30,7 @@ from unisono.train.strategies.asynchronous_server import AsynchronousServer
 from unisono.train.strategies.central_weights import CentralWeights
 from unisono.train.strategies.pairs import Pairs
 from unisono.train.strategies.replica import set_states, states_of
-from unisono.train.strategies.synchroniser import Ground
+from unisono.train.strategies.synchroniser import SyncContext
 
 pytestmark = pytest.mark.unit
 
@@ -175,7 +175,7 @@ def test_parameters_that_were_not_used_are_left_alone_as_torch_leaves_them() -> 
 
 
 def asynchronous(workers: Workers, how: ParameterServer, make: Make = OPTIMIZERS["SGD"]) -> AsynchronousServer:
-    return AsynchronousServer(Ground(workers, prepared(make), PATIENCE_S, seed=0), how)
+    return AsynchronousServer(SyncContext(workers, prepared(make), PATIENCE_S, seed=0), how)
 
 
 def push(worker: AsynchronousServer, found: Sequence[Tensor]) -> None:
@@ -208,7 +208,7 @@ def test_a_worker_waits_for_its_turn_no_longer_than_said_and_says_where_who_is()
     here = f"on host {platform.node()}"
 
     def work(workers: Workers) -> None:
-        one = AsynchronousServer(Ground(workers, prepared(), 0.3, seed=0), strategy(max_staleness=0))
+        one = AsynchronousServer(SyncContext(workers, prepared(), 0.3, seed=0), strategy(max_staleness=0))
         try:
             if workers.rank == 1:
                 assert one.claim(0) == 0
@@ -340,14 +340,14 @@ def test_whatever_hyperparameter_the_script_changes_the_servers_go_by_it(name: s
 @pytest.mark.parametrize("how", [strategy(), PairAveraging()], ids=str)
 def test_schedulers_find_that_the_update_came_before_them_whoever_made_it(how: Strategy) -> None:
     def work(workers: Workers) -> float:
-        ground = Ground(workers, prepared(), PATIENCE_S, seed=0)
-        one = AsynchronousServer(ground, how) if isinstance(how, ParameterServer) else Pairs(ground)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(ground.prepared.optimizers[0], 0.5)
+        context = SyncContext(workers, prepared(), PATIENCE_S, seed=0)
+        one = AsynchronousServer(context, how) if isinstance(how, ParameterServer) else Pairs(context)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(context.prepared.optimizers[0], 0.5)
         try:
             one.step_begins()
             workers.barrier()
             while workers.rank == 0 and one.claim(0) is not None:
-                one.apply(ground.prepared.optimizers)
+                one.apply(context.prepared.optimizers)
             workers.barrier()
             assert one.claim(0) is None
             workers.barrier()
@@ -466,7 +466,7 @@ class Loss:
 
         def follow(workers: Workers) -> list[Tensor]:
             known = self.survivors[workers.rank]
-            one = AsynchronousServer(Ground(workers, known._prepared, PATIENCE_S, seed=0), self.how)
+            one = AsynchronousServer(SyncContext(workers, known._prepared, PATIENCE_S, seed=0), self.how)
             try:
                 one.follow(known)
                 one.synchronise(after_loss=True)()
@@ -502,7 +502,7 @@ def test_whoever_was_given_anothers_state_serves_nothing_until_all_have_agreed()
     def follow(workers: Workers) -> list[Tensor]:
         known = loss.survivors[workers.rank]
         given = [prepared(), known._prepared][workers.rank == 0]
-        one = AsynchronousServer(Ground(workers, given, PATIENCE_S, seed=0), loss.how)
+        one = AsynchronousServer(SyncContext(workers, given, PATIENCE_S, seed=0), loss.how)
         try:
             if workers.rank == 0:
                 one.follow(known)
@@ -559,7 +559,7 @@ def test_what_one_has_taken_of_a_server_that_is_lost_then_is_newer_than_older_co
 
     def follow(workers: Workers) -> list[Tensor]:
         known = all_of_them[workers.rank]
-        one = AsynchronousServer(Ground(workers, known._prepared, PATIENCE_S, seed=0), strategy())
+        one = AsynchronousServer(SyncContext(workers, known._prepared, PATIENCE_S, seed=0), strategy())
         try:
             one.follow(known)
             one.synchronise(after_loss=True)()

@@ -17,7 +17,7 @@ from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import set_all
 from unisono.train.strategies.averaging import CentralAveraging, LocalUpdates, OuterUpdates
-from unisono.train.strategies.synchroniser import Ground, Synchroniser
+from unisono.train.strategies.synchroniser import SyncContext, Synchroniser
 
 pytestmark = pytest.mark.unit
 
@@ -70,7 +70,7 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-5, atol=1e-5)
 
 
-KINDS: dict[type[Strategy], Callable[[Ground, Any], Synchroniser]] = {
+KINDS: dict[type[Strategy], Callable[[SyncContext, Any], Synchroniser]] = {
     LocalSGD: LocalUpdates,
     DiLoCo: OuterUpdates,
     ModelAveraging: CentralAveraging,
@@ -82,7 +82,7 @@ def trained(number: int, how: Strategy, steps: int, rounds: Sequence[int]) -> li
 
     def work(workers: Workers) -> list[list[Tensor]]:
         known, found = prepared(), []
-        one = KINDS[type(how)](Ground(workers, known, PATIENCE_S, seed=0), how)
+        one = KINDS[type(how)](SyncContext(workers, known, PATIENCE_S, seed=0), how)
         for step in range(steps):
             one.step_begins()
             for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
@@ -135,7 +135,7 @@ def test_diloco_gives_what_has_changed_to_torchs_sgd_with_nesterov_momentum(numb
 def test_a_round_that_ends_again_without_a_step_in_between_moves_no_weight() -> None:
     def work(workers: Workers) -> list[list[Tensor]]:
         known = prepared()
-        one = OuterUpdates(Ground(workers, known, PATIENCE_S, seed=0), DiLoCo(every=4))
+        one = OuterUpdates(SyncContext(workers, known, PATIENCE_S, seed=0), DiLoCo(every=4))
         for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, 0), strict=True):
             parameter.grad = gradient
         one.apply(known.optimizers)
@@ -186,7 +186,7 @@ def test_in_rounds_of_one_step_model_averaging_leaves_out_no_update() -> None:
 def test_weights_that_the_script_has_loaded_between_rounds_are_those_that_training_goes_on_from(how: Strategy) -> None:
     def work(workers: Workers) -> list[Tensor]:
         known = prepared()
-        one = KINDS[type(how)](Ground(workers, known, PATIENCE_S, seed=0), how)
+        one = KINDS[type(how)](SyncContext(workers, known, PATIENCE_S, seed=0), how)
         with torch.no_grad():
             for weight in weights_of(known):
                 weight.fill_(7.0)
@@ -206,7 +206,7 @@ def test_what_goes_on_from_round_to_round_goes_on_in_the_next_generation(how: St
 
     def work(workers: Workers, *, again: bool) -> list[Tensor]:
         known = prepared()
-        one = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
+        one = kind(SyncContext(workers, known, PATIENCE_S, seed=0), how)
         for step in range(6):
             one.step_begins()
             for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
@@ -217,7 +217,7 @@ def test_what_goes_on_from_round_to_round_goes_on_in_the_next_generation(how: St
                 one.synchronise(after_loss=False)()
                 if again:
                     state = {name: [each.clone() for each in kept] for name, kept in one.state_dict().items()}
-                    one = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
+                    one = kind(SyncContext(workers, known, PATIENCE_S, seed=0), how)
                     one.load_state_dict(state)
         return weights_of(known)
 
@@ -233,7 +233,7 @@ def test_after_a_loss_the_others_go_on_from_one_model_with_what_they_have_done(h
 
     def work(workers: Workers) -> None:
         known = prepared()
-        one = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
+        one = kind(SyncContext(workers, known, PATIENCE_S, seed=0), how)
         before[workers.rank] = one, known
         for step in range(2 if isinstance(how, ModelAveraging) else 3):
             one.step_begins()
@@ -260,7 +260,7 @@ def test_after_a_loss_the_others_go_on_from_one_model_with_what_they_have_done(h
 
     def follow(workers: Workers) -> list[Tensor]:
         known, mine = before[(0, 2)[workers.rank]]
-        one = kind(Ground(workers, mine, PATIENCE_S, seed=0), how)
+        one = kind(SyncContext(workers, mine, PATIENCE_S, seed=0), how)
         one.follow(known)
         one.synchronise(after_loss=True)()
         return weights_of(mine)
@@ -277,7 +277,7 @@ def test_whoever_was_given_anothers_state_in_the_middle_of_a_round_has_what_all_
 
     def work(workers: Workers) -> tuple[list[Tensor], dict[str, Any]]:
         known = prepared()
-        one = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
+        one = kind(SyncContext(workers, known, PATIENCE_S, seed=0), how)
         for step in range(5):
             one.step_begins()
             for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
@@ -286,7 +286,7 @@ def test_whoever_was_given_anothers_state_in_the_middle_of_a_round_has_what_all_
             one.step_ends(step, ends_round=False)
         if workers.rank == 0:
             kept.update({name: [each.clone() for each in values] for name, values in one.state_dict().items()})
-        again = kind(Ground(workers, known, PATIENCE_S, seed=0), how)
+        again = kind(SyncContext(workers, known, PATIENCE_S, seed=0), how)
         if workers.rank != 2:
             again.follow(one)
         again.synchronise(after_loss=True)()
@@ -309,7 +309,7 @@ def synchronised(number: int, make: Make, updates: Sequence[int]) -> list[Prepar
 
     def work(workers: Workers) -> Prepared:
         known = prepared(make)
-        one = LocalUpdates(Ground(workers, known, PATIENCE_S, seed=0), LocalSGD())
+        one = LocalUpdates(SyncContext(workers, known, PATIENCE_S, seed=0), LocalSGD())
         for step in range(updates[workers.rank]):
             for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
                 parameter.grad = gradient
@@ -342,7 +342,7 @@ def averaged(weights: Sequence[float]) -> list[float]:
         norm.running_mean.fill_(float(workers.rank))
         norm.running_var.fill_(1.0 if weights[workers.rank] else torch.inf)
         norm.num_batches_tracked.fill_(7 + workers.rank)
-        replica = LocalUpdates(Ground(workers, known, PATIENCE_S, seed=0), LocalSGD()).replica
+        replica = LocalUpdates(SyncContext(workers, known, PATIENCE_S, seed=0), LocalSGD()).replica
         set_all(replica.average_buffers(weights[workers.rank]))
         return [float(norm.running_mean[0]), float(norm.running_var[0]), int(norm.num_batches_tracked)]
 
@@ -472,7 +472,7 @@ def test_a_round_in_whose_last_collective_a_worker_is_lost_has_changed_nothing(h
 
     def work(workers: Workers) -> tuple[list[Tensor], list[Tensor]]:
         known = prepared()
-        one = KINDS[type(how)](Ground(workers, known, PATIENCE_S, seed=0), how)
+        one = KINDS[type(how)](SyncContext(workers, known, PATIENCE_S, seed=0), how)
         one.step_begins()
         for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, 0), strict=True):
             parameter.grad = gradient

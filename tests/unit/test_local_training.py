@@ -25,7 +25,7 @@ from unisono.train.state.trained import Trained
 from unisono.train.step.engine import Call, Clip
 from unisono.train.step.listeners import Listeners
 from unisono.train.step.step import Step
-from unisono.train.strategies.local_rounds import LocalRounds, Recipe, Tally, begin_local_rounds
+from unisono.train.strategies.local_rounds import LocalRounds, StepConfig, Tally, begin_local_rounds
 from unisono.train.strategies.local_training import LocalTraining
 
 pytestmark = pytest.mark.unit
@@ -42,8 +42,8 @@ def prepared_model() -> Prepared:
     return Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
 
 
-def recipe_of(strategy: Strategy, prepared: Prepared) -> Recipe:
-    return Recipe(strategy, JOB, prepared, CPU, lambda optimizers: nullcontext(), PATIENCE_S)
+def recipe_of(strategy: Strategy, prepared: Prepared) -> StepConfig:
+    return StepConfig(strategy, JOB, prepared, CPU, lambda optimizers: nullcontext(), PATIENCE_S)
 
 
 def trained_under(strategy: Strategy) -> Trained:
@@ -167,7 +167,7 @@ def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more() -> None
 
 
 def test_rounds_of_another_strategy_are_not_gone_on_with() -> None:
-    begin = Mock(side_effect=lambda recipe, workers, before: Mock(strategy=recipe.strategy, goes_on=True))
+    begin = Mock(side_effect=lambda config, workers, before: Mock(strategy=config.strategy, goes_on=True))
     trained, membership = trained_under(LocalSGD()), Mock(is_elastic=True)
     assert trained.prepared is not None
     steps = LocalTraining(JOB, CPU, trained, membership, Listeners([]), timeout_s=1.0, begin=begin)

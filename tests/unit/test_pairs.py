@@ -14,7 +14,7 @@ from unisono.reduce.rpc_message import RpcMessage
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.strategies.pairs import Pairs
-from unisono.train.strategies.synchroniser import Ground
+from unisono.train.strategies.synchroniser import SyncContext
 
 pytestmark = pytest.mark.unit
 
@@ -36,7 +36,7 @@ def prepared(rank: int, rate: float = 0.0) -> Prepared:
 
 
 def pairs_of(workers: Workers, rate: float = 0.0) -> Pairs:
-    return Pairs(Ground(workers, prepared(workers.rank, rate), PATIENCE_S, seed=0))
+    return Pairs(SyncContext(workers, prepared(workers.rank, rate), PATIENCE_S, seed=0))
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -55,8 +55,8 @@ def assert_same_mean(found: Tensor, expected: Tensor, size: float) -> None:
 
 def updated(pairs: Pairs, gradient: float = 0.0) -> None:
     """Exchange and update."""
-    optimizer = pairs._ground.prepared.optimizers[0]
-    for parameter in pairs._ground.prepared.parameters.values():
+    optimizer = pairs._context.prepared.optimizers[0]
+    for parameter in pairs._context.prepared.parameters.values():
         parameter.grad = torch.full_like(parameter, gradient)
     pairs.apply([optimizer])
 
@@ -304,7 +304,7 @@ def synchronised(survivors: Sequence[Pairs], work: Callable[[Pairs], None] = lam
 
     def follow(workers: Workers) -> Pairs:
         before = survivors[workers.rank]
-        pairs = Pairs(Ground(workers, before._ground.prepared, PATIENCE_S, seed=0))
+        pairs = Pairs(SyncContext(workers, before._context.prepared, PATIENCE_S, seed=0))
         try:
             pairs.follow(before)
             work(pairs)

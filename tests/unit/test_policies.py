@@ -15,7 +15,7 @@ from unisono.adapt.view import BatchShape, Decision, Timings, View, decisions_di
 from unisono.errors import JobError, PolicyError
 from unisono.plan.links import Links
 from unisono.sync.averaging import LocalSGD
-from unisono.train.config.terms import Terms
+from unisono.train.config.strategy_constraints import StrategyConstraints
 from unisono.train.state.policy_state import PolicyState, observed
 
 pytestmark = pytest.mark.unit
@@ -396,39 +396,41 @@ def test_fewer_samples_than_the_shards_that_there_are_by_now_are_refused() -> No
 
 
 RULED_OUT = [
-    (Terms(splits_update=True), "local-sgd", "shard_optimizer=True splits one update over all workers"),
-    (Terms(splits_update=True), "parameter-server:servers=1", "some only serve: leave one of them out"),
-    (Terms("native"), "parameter-server", "reduction='native' is the backend's own"),
-    (Terms(compares_bits=True), "diloco", "compare bits, which strategy='diloco' does not promise"),
+    (StrategyConstraints(splits_update=True), "local-sgd", "shard_optimizer=True splits one update over all workers"),
+    (StrategyConstraints(splits_update=True), "parameter-server:servers=1", "some only serve: leave one of them out"),
+    (StrategyConstraints("native"), "parameter-server", "reduction='native' is the backend's own"),
+    (StrategyConstraints(compares_bits=True), "diloco", "compare bits, which strategy='diloco' does not promise"),
 ]
 
 
-@pytest.mark.parametrize(("terms", "strategy", "words"), RULED_OUT)
+@pytest.mark.parametrize(("constraints", "strategy", "words"), RULED_OUT)
 def test_a_strategy_that_the_run_cannot_have_is_refused_from_policies_too(
-    terms: Terms, strategy: str, words: str
+    constraints: StrategyConstraints, strategy: str, words: str
 ) -> None:
-    at_work = PolicyState([Says(("set_strategy", strategy))], batch_size=64, shards=8, terms=terms)
+    at_work = PolicyState([Says(("set_strategy", strategy))], batch_size=64, shards=8, constraints=constraints)
     with pytest.raises(PolicyError, match=rf"the policy says wants set_strategy\('{strategy}'\): .*{words}"):
         at_work.ask("after_step", VIEW)
 
 
-@pytest.mark.parametrize(("terms", "strategy", "words"), RULED_OUT)
+@pytest.mark.parametrize(("constraints", "strategy", "words"), RULED_OUT)
 def test_a_strategy_that_policies_had_chosen_before_is_refused_where_the_run_cannot_have_it(
-    terms: Terms, strategy: str, words: str
+    constraints: StrategyConstraints, strategy: str, words: str
 ) -> None:
     at_work = policy_state(Says(("set_strategy", strategy)))
     decide(at_work)
     with pytest.raises(JobError, match=words):
-        PolicyState([], batch_size=64, shards=8, terms=terms).load_state_dict(at_work.state_dict())
+        PolicyState([], batch_size=64, shards=8, constraints=constraints).load_state_dict(at_work.state_dict())
 
 
-@pytest.mark.parametrize(("terms", "strategy", "words"), [*RULED_OUT, (Terms(), "local-sdg", "no such strategy")])
+@pytest.mark.parametrize(
+    ("constraints", "strategy", "words"), [*RULED_OUT, (StrategyConstraints(), "local-sdg", "no such strategy")]
+)
 def test_what_a_policy_may_choose_some_day_is_refused_as_the_run_begins(
-    terms: Terms, strategy: str, words: str
+    constraints: StrategyConstraints, strategy: str, words: str
 ) -> None:
     policy = StrategyPolicy(workers={1: "all-reduce", 8: strategy})
     with pytest.raises(JobError, match=f"the policy strategy may choose a strategy that cannot be: .*{words}"):
-        PolicyState([policy], batch_size=64, shards=8, terms=terms)
+        PolicyState([policy], batch_size=64, shards=8, constraints=constraints)
 
 
 def test_another_text_for_the_strategy_that_is_in_use_is_no_decision() -> None:

@@ -26,7 +26,7 @@ from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce
 from unisono.train.assembly import assemble
 from unisono.train.config.settings import Settings
-from unisono.train.config.terms import Terms
+from unisono.train.config.strategy_constraints import StrategyConstraints
 from unisono.train.group.acts import Acts
 from unisono.train.group.membership import Fixed, MemberProgress, Membership, StateTransfer
 from unisono.train.group.signals import LeaveRequest
@@ -35,7 +35,7 @@ from unisono.train.run import Run
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.step.engine import Execution
-from unisono.train.step.surroundings import Care, Surroundings
+from unisono.train.step.run_context import FaultTolerance, RunContext
 
 PATIENCE_S = 30.0
 
@@ -190,20 +190,22 @@ def train(trade: Trade, script: Callable[[Run], Any]) -> list[Any]:
 def run_of(trade: Trade, membership: Membership) -> Run:
     """The run of one worker."""
     folder, acts = RunFolder(trade.folder), Acts(membership)
-    terms, job = Terms(trade.job.reduction, trade.execution.shard_optimizer), trade.job
-    policy_state = PolicyState((), job.batch_size, job.shards, strategy=strategy_of(trade.strategy), terms=terms)
-    around = Surroundings(
+    constraints, job = StrategyConstraints(trade.job.reduction, trade.execution.shard_optimizer), trade.job
+    policy_state = PolicyState(
+        (), job.batch_size, job.shards, strategy=strategy_of(trade.strategy), constraints=constraints
+    )
+    context = RunContext(
         settings=Settings(stop_after=trade.stop_after),
         folder=folder,
         fingerprint={"job": "of a crew"},
         acts=acts,
         leave=LeaveRequest(),
         execution=trade.execution,
-        care=Care.of(PATIENCE_S, trade.verify_every, "even"),
+        fault_tolerance=FaultTolerance.of(PATIENCE_S, trade.verify_every, "even"),
         policy_state=policy_state,
         opened=ExitStack(),
     )
-    around.opened.callback(folder.close)
+    context.opened.callback(folder.close)
     checkpoints = Checkpoints(lambda: CheckpointStore(folder.checkpoints, keep=9), every=trade.checkpoint_every)
-    around.opened.callback(checkpoints.close)
-    return Run(assemble(trade.job, membership, torch.device("cpu"), checkpoints, around))
+    context.opened.callback(checkpoints.close)
+    return Run(assemble(trade.job, membership, torch.device("cpu"), checkpoints, context))

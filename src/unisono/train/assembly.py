@@ -30,7 +30,7 @@ from unisono.train.state.requests import Requests
 from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.listeners import Listener, Listeners
-from unisono.train.step.surroundings import Surroundings
+from unisono.train.step.run_context import RunContext
 from unisono.train.step.synchronization import Synchronization
 from unisono.train.step.timer import Timer
 from unisono.train.step.worker_report import WorkerReport
@@ -95,7 +95,7 @@ class Inside:
 
 
 def assemble(
-    job: Job, membership: Membership, device: torch.device, checkpoints: Checkpoints, around: Surroundings
+    job: Job, membership: Membership, device: torch.device, checkpoints: Checkpoints, context: RunContext
 ) -> Inside:
     """Make everything, each with all that it needs.
 
@@ -104,17 +104,17 @@ def assemble(
         membership: who trains.
         device: where this worker computes.
         checkpoints: of the run.
-        around: settings, and what was opened with them.
+        context: settings, and what was opened with them.
     """
     if not membership.joins and membership.workers.rank == 0:
         checkpoints.begin_writing()
-    base = _base(job, membership, device, checkpoints, around)
+    base = _base(job, membership, device, checkpoints, context)
     made = _computing(base)
     acts, trained, folder = made.acts, base.trained, base.folder
     policy_runner = PolicyRunner(job, trained, membership, checkpoints, base.metrics, folder, acts)
     loop = _loop(base, made, policy_runner)
     base.ending.also(loop.leave)
-    allow = around.settings.allow_job_change
+    allow = context.settings.allow_job_change
     return Inside(
         job=job,
         device=device,
@@ -133,7 +133,7 @@ def assemble(
         verification=made.verification,
         policy_runner=policy_runner,
         loop=loop,
-        first_weights=FirstWeights(trained, checkpoints, folder, around.fingerprint, allow_job_change=allow),
+        first_weights=FirstWeights(trained, checkpoints, folder, context.fingerprint, allow_job_change=allow),
         evaluator=Evaluator(job, device, trained, acts),
         listeners=base.listeners,
         metrics=base.metrics,
@@ -150,7 +150,7 @@ class _Base:
     membership: Membership
     device: torch.device
     checkpoints: Checkpoints
-    around: Surroundings
+    context: RunContext
     folder: RunFolder
     trained: Trained
     ending: Ending
@@ -163,22 +163,22 @@ class _Base:
 
 
 def _base(
-    job: Job, membership: Membership, device: torch.device, checkpoints: Checkpoints, around: Surroundings
+    job: Job, membership: Membership, device: torch.device, checkpoints: Checkpoints, context: RunContext
 ) -> _Base:
-    folder, ending, timeout_s = around.folder, Ending(around.opened), around.care.failure_timeout_s
-    about = {"job": job.model_dump(mode="json"), "fingerprint": around.fingerprint}
-    trained = Trained(about, around.policy_state)
-    results = Results(folder, trained, membership, job, device, timeout_s, measures=around.settings.study)
+    folder, ending, timeout_s = context.folder, Ending(context.opened), context.fault_tolerance.failure_timeout_s
+    about = {"job": job.model_dump(mode="json"), "fingerprint": context.fingerprint}
+    trained = Trained(about, context.policy_state)
+    results = Results(folder, trained, membership, job, device, timeout_s, measures=context.settings.study)
     metrics, timer, callbacks = MetricsLine(folder, trained, membership), Timer(), Callbacks()
     notices = Notices(job, folder, membership)
-    listeners = Listeners([metrics, *_watching(membership, around), notices, results, callbacks, timer])
+    listeners = Listeners([metrics, *_watching(membership, context), notices, results, callbacks, timer])
     ending.also(lambda: listeners.tell(lambda one: one.close()))
     return _Base(
         job,
         membership,
         device,
         checkpoints,
-        around,
+        context,
         folder,
         trained,
         ending,
@@ -191,12 +191,12 @@ def _base(
     )
 
 
-def _watching(membership: Membership, around: Surroundings) -> list[Listener]:
+def _watching(membership: Membership, context: RunContext) -> list[Listener]:
     """Those who write down what somebody is going to check."""
-    settings, rank, found = around.settings, -1 if membership.joins else membership.workers.rank, list[Listener]()
+    settings, rank, found = context.settings, -1 if membership.joins else membership.workers.rank, list[Listener]()
     if settings.samples:
         worker = f"rank-{rank}" if settings.coordinator is None else settings.coordinator.worker
-        found.append(SampleLog(around.folder.path, worker))
+        found.append(SampleLog(context.folder.path, worker))
     if settings.trace is not None:
         found.append(Trace.open(settings.trace, rank))
     return found
@@ -217,11 +217,11 @@ class _Computing:
 
 
 def _computing(base: _Base) -> _Computing:
-    job, device, around, listeners = base.job, base.device, base.around, base.listeners
+    job, device, context, listeners = base.job, base.device, base.context, base.listeners
     membership, trained, checkpoints, folder = base.membership, base.trained, base.checkpoints, base.folder
-    requests, ending, how, care = base.requests, base.ending, around.execution, around.care
-    report = WorkerReport(membership, around.leave, base.timer, checkpoints)
-    integrity = Integrity(trained, care.verify_every, audits=how.audit > 0, shares=how.shard_optimizer)
+    requests, ending, how, fault_tolerance = base.requests, base.ending, context.execution, context.fault_tolerance
+    report = WorkerReport(membership, context.leave, base.timer, checkpoints)
+    integrity = Integrity(trained, fault_tolerance.verify_every, audits=how.audit > 0, shares=how.shard_optimizer)
     judge = AuditJudge(membership, trained, integrity, checkpoints, listeners)
     exact = ExactSteps(
         job,
@@ -235,16 +235,16 @@ def _computing(base: _Base) -> _Computing:
         requests,
         listeners,
         newest_loss=lambda: base.metrics.newest_loss,
-        tells_times=around.settings.study,
+        tells_times=context.settings.study,
     )
-    local = LocalTraining(job, device, trained, membership, listeners, care.failure_timeout_s)
+    local = LocalTraining(job, device, trained, membership, listeners, fault_tolerance.failure_timeout_s)
     steps = CurrentSteps(trained, membership, folder, listeners, exact, local)
     ending.also(steps.drop)
     snapshots = Snapshots(trained, checkpoints, steps, listeners)
     recovery = Recovery(
         membership, steps, trained, integrity, requests, checkpoints, snapshots, folder, listeners, ending
     )
-    acts = around.acts.changing(recovery)
+    acts = context.acts.changing(recovery)
     synchronization = Synchronization(
         acts, steps, trained, membership, checkpoints, requests, report, listeners, ending
     )
@@ -253,9 +253,12 @@ def _computing(base: _Base) -> _Computing:
 
 
 def _loop(base: _Base, made: _Computing, policy_runner: PolicyRunner) -> StepLoop:
-    settings, around = base.around.settings, base.around
+    settings, context = base.context.settings, base.context
     how = LoopLimits(
-        around.care.failure_timeout_s, settings.stop_after, settings.stop_after_epochs, around.execution.monitoring
+        context.fault_tolerance.failure_timeout_s,
+        settings.stop_after,
+        settings.stop_after_epochs,
+        context.execution.monitoring,
     )
     return StepLoop(
         base.job,

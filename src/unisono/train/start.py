@@ -33,7 +33,7 @@ from unisono.sync.strategy import AllReduce, Strategy
 from unisono.train.assembly import assemble
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
 from unisono.train.config.settings import Settings
-from unisono.train.config.terms import Terms
+from unisono.train.config.strategy_constraints import StrategyConstraints
 from unisono.train.group.acts import Acts
 from unisono.train.group.connect import Connection, FixedRendezvous, Rendezvous, TopologyName, TransportName, connect
 from unisono.train.group.elastic import elastic
@@ -47,7 +47,7 @@ from unisono.train.run import Run
 from unisono.train.state.checkpoints import Checkpoints, agreed_folder
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.step.engine import CHECKS, Execution
-from unisono.train.step.surroundings import BACKSTOP, Care, Surroundings
+from unisono.train.step.run_context import BACKSTOP, FaultTolerance, RunContext
 
 G = TypeVar("G")
 
@@ -150,11 +150,11 @@ def init(
         on_nan=on_nan,
     )
     every = _checkpoint_every(checkpoint_every, keep, settings)
-    care = Care.of(failure_timeout_s, _first(verify_every, settings.verify_every), balance)
+    tolerance = FaultTolerance.of(failure_timeout_s, _first(verify_every, settings.verify_every), balance)
     environment, wanted = recognise(os.environ), _folder(run_dir, settings, _number(settings))
     chosen = choose_device(device, environment.local_rank)
-    state = _policy_state(policies, settings, care, _terms(shard_optimizer, job, settings), job, strategy)
-    execution = _execution(overlap, (checks, audit), settings, state, monitor, care)
+    state = _policy_state(policies, settings, tolerance, _constraints(shard_optimizer, job, settings), job, strategy)
+    execution = _execution(overlap, (checks, audit), settings, state, monitor, tolerance)
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         opened.callback(apply_numerics(job, chosen).apply)
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
@@ -165,8 +165,8 @@ def init(
         folder = opened.enter_context(closing(agreed_folder(acts, membership, wanted, job, settings)))
         checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        around = Surroundings(settings, folder, marks, acts, leave, execution, care, state, opened.pop_all())
-    return _begun(Run(assemble(job, membership, chosen, checkpoints, around)), environment, batch_size, settings)
+        context = RunContext(settings, folder, marks, acts, leave, execution, tolerance, state, opened.pop_all())
+    return _begun(Run(assemble(job, membership, chosen, checkpoints, context)), environment, batch_size, settings)
 
 
 def _membership(job: Job, environment: Environment, how: Connection, settings: Settings) -> Membership:
@@ -208,7 +208,7 @@ def _first(*given: G | None) -> G | None:
     return next((value for value in given if value is not None), None)
 
 
-def _terms(shard_optimizer: bool | None, job: Job, settings: Settings) -> Terms:
+def _constraints(shard_optimizer: bool | None, job: Job, settings: Settings) -> StrategyConstraints:
     # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
     splits = _first(shard_optimizer, settings.shard_optimizer) is True and settings.trace is None
     if splits and settings.coordinator is not None:
@@ -216,7 +216,9 @@ def _terms(shard_optimizer: bool | None, job: Job, settings: Settings) -> Terms:
             "shard_optimizer=True leaves half updated weights behind when a worker is lost in an update, so it needs "
             "workers that stay the same: unisono run -n N, without a range and without --max-restarts"
         )
-    return Terms(job.reduction, splits, compares_bits=settings.trace is not None or bool(settings.samples))
+    return StrategyConstraints(
+        job.reduction, splits, compares_bits=settings.trace is not None or bool(settings.samples)
+    )
 
 
 def _execution(
@@ -225,12 +227,14 @@ def _execution(
     settings: Settings,
     policy_state: PolicyState,
     monitor: int | Monitoring,
-    care: Care,
+    fault_tolerance: FaultTolerance,
 ) -> Execution:
     monitoring = _monitoring(monitor, settings, policy_state)
     found = _checking(*checking, settings)
-    looks = care.verify_every is not None
-    return Execution(_first(overlap, settings.overlap), policy_state.terms.splits_update, monitoring, *found, looks)
+    looks = fault_tolerance.verify_every is not None
+    return Execution(
+        _first(overlap, settings.overlap), policy_state.constraints.splits_update, monitoring, *found, looks
+    )
 
 
 def _checking(checks: str | None, audit: float | None, settings: Settings) -> tuple[int | None, float]:
@@ -245,7 +249,7 @@ def _checking(checks: str | None, audit: float | None, settings: Settings) -> tu
 
 def _require_strategy(policy_state: PolicyState, membership: Membership) -> None:
     workers = None if membership.is_elastic else membership.workers.world_size  # None: others may come
-    policy_state.terms.require(policy_state.strategy, workers)
+    policy_state.constraints.require(policy_state.strategy, workers)
 
 
 def _besides(policy_state: PolicyState, execution: Execution) -> dict[str, Any]:
@@ -257,15 +261,22 @@ def _besides(policy_state: PolicyState, execution: Execution) -> dict[str, Any]:
 def _policy_state(
     policies: Sequence[Policy],
     settings: Settings,
-    care: Care,
-    terms: Terms,
+    fault_tolerance: FaultTolerance,
+    constraints: StrategyConstraints,
     job: Job,
     given: Strategy | str | None,
 ) -> PolicyState:
     named = policies_named(settings.policies, job.batch_size)
     together = settings.batch_scale.policies([*policies, *named], job.batch_size)
     strategy = strategy_of(given or settings.strategy or AllReduce())
-    return PolicyState(together, job.batch_size, job.shards, balances=care.balances, strategy=strategy, terms=terms)
+    return PolicyState(
+        together,
+        job.batch_size,
+        job.shards,
+        balances=fault_tolerance.balances,
+        strategy=strategy,
+        constraints=constraints,
+    )
 
 
 def _number(settings: Settings) -> int:

@@ -22,7 +22,7 @@ from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.coordinator_line import CoordinatorLine, Probes
 from unisono.launch.elastic.coordinator_process import CoordinatorProcess, invitation
 from unisono.launch.elastic.elastic import ElasticSettings, at_the_end, telling, verdict_of
-from unisono.launch.elastic.starter import Process, Starter, Surroundings
+from unisono.launch.elastic.starter import JobContext, Process, Starter
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import COMPLETE, Outcome, WorkerExit, describe
 from unisono.launch.ending.result import End, conclude, with_faults
@@ -166,8 +166,8 @@ class Agent:
             tasks.append(asyncio.create_task(self._keep_coordinator(self._coordinator)))
         else:
             address, tokens = self._joined.address, self._joined.token_file
-        around = Surroundings(self._settings, self._folder.path, address.url, tokens, address.certificate)
-        self._starter = Starter(around, self._group.say)
+        job = JobContext(self._settings, self._folder.path, address.url, tokens, address.certificate)
+        self._starter = Starter(job, self._group.say)
         opened.push_async_callback(self._end_workers)
         await self._starter.open()
         self._probes = Probes(self._id, _host(), address, self._settings.failure_timeout_s, self._tell)

@@ -10,14 +10,14 @@ from unisono.launch.elastic.elastic import ElasticSettings
 from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.worker_start import Process, Warm, WorkerStart
 
-__all__ = ["AGENT", "Process", "Starter", "Surroundings"]
+__all__ = ["AGENT", "Process", "Starter", "JobContext"]
 
 AGENT = "UNISONO_AGENT_PID"
 """The variable that tells a worker which process its agent is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class JobContext:
     """What all workers of a host have in common.
 
     Attributes:
@@ -39,14 +39,14 @@ class Starter:
     """Starts workers.
 
     Args:
-        around: what they have in common.
+        job: what they have in common.
         say: shows a line to the person at the terminal.
     """
 
-    def __init__(self, around: Surroundings, say: Callable[[str], None]) -> None:
-        self._around = around
-        log = around.run_dir / "logs" / "template.log" if around.settings.launch.warm_start else None
-        common = elastic_command(around.settings.launch, around.run_dir, None)
+    def __init__(self, job: JobContext, say: Callable[[str], None]) -> None:
+        self._job = job
+        log = job.run_dir / "logs" / "template.log" if job.settings.launch.warm_start else None
+        common = elastic_command(job.settings.launch, job.run_dir, None)
         self._start = WorkerStart(Warm(common, log), say)
 
     async def open(self) -> None:
@@ -64,10 +64,10 @@ class Starter:
         Raises:
             OSError: it cannot be started.
         """
-        around = self._around
-        settings = around.settings.launch
-        seat = ElasticSeat(worker, place, around.coordinator, around.token_file, around.certificate)
-        command = elastic_command(settings, around.run_dir, seat)
+        job = self._job
+        settings = job.settings.launch
+        seat = ElasticSeat(worker, place, job.coordinator, job.token_file, job.certificate)
+        command = elastic_command(settings, job.run_dir, seat)
         agent = {AGENT: str(os.getpid())}  # a warm worker's launcher is the fork server
         return await self._start.start(WorkerCommand(command.script, agent | dict(command.variables)), output)
 

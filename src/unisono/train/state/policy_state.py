@@ -18,7 +18,7 @@ from unisono.plan.topology import TOPOLOGIES
 from unisono.received import value_of
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce, Strategy
-from unisono.train.config.terms import Terms
+from unisono.train.config.strategy_constraints import StrategyConstraints
 from unisono.train.group.workers import Workers
 from unisono.train.state.registered import all_or_nothing
 
@@ -57,10 +57,10 @@ class PolicyState:
         shards: of the job.
         balances: whether shards are split by speed to begin with.
         strategy: that the job begins with.
-        terms: of the run, for the strategies that policies choose; by default any will do.
+        constraints: of the run, for the strategies that policies choose; by default any will do.
 
     Attributes:
-        terms: as given.
+        constraints: as given.
         batch_size: of the next step.
         shards: that its batch is cut into: a multiple of the job's.
         rate: by which the script's learning rates are multiplied.
@@ -86,7 +86,7 @@ class PolicyState:
         *,
         balances: bool = False,
         strategy: Strategy | None = None,
-        terms: Terms | None = None,
+        constraints: StrategyConstraints | None = None,
     ) -> None:
         self.batch_size, self.shards, self.rate = batch_size, shards, 1.0
         self.topology: str | None = None
@@ -97,7 +97,7 @@ class PolicyState:
         self.decided: tuple[Decision, ...] = ()
         self.digest = 0
         self.observed: dict[str, dict[str, Figure]] = {}
-        self._base, self.terms = BatchShape(batch_size, shards), terms or Terms()
+        self._base, self.constraints = BatchShape(batch_size, shards), constraints or StrategyConstraints()
         self._policies = {policy.name: policy for policy in policies}
         if len(self._policies) < len(policies):
             names = ", ".join(policy.name for policy in policies)
@@ -298,7 +298,7 @@ class PolicyState:
 
     def _read(self, given: Any) -> Strategy:
         strategy = strategy_of(given)
-        self.terms.require(strategy)
+        self.constraints.require(strategy)
         return strategy
 
     def _check_batch(self, decision: Decision) -> None:

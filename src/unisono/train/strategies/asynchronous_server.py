@@ -17,28 +17,28 @@ from unisono.train.model.update import hyperparameters_of, tell_schedulers
 from unisono.train.strategies.central_weights import CentralWeights
 from unisono.train.strategies.replica import set_states, states_of
 from unisono.train.strategies.shared_work import SharedWork
-from unisono.train.strategies.synchroniser import Ground, Synchroniser
+from unisono.train.strategies.synchroniser import SyncContext, Synchroniser
 
 
 class AsynchronousServer(SharedWork):
     """A worker takes the next batch, pulls the weights, and pushes its gradient; it may be a server, too.
 
     Args:
-        ground: what it stands on.
+        context: the workers, what they train, and their limits.
         strategy: how stale gradients are treated, and who serves.
     """
 
-    def __init__(self, ground: Ground, strategy: ParameterServer) -> None:
-        super().__init__(ground, parts=1, bound=strategy.max_staleness)
+    def __init__(self, context: SyncContext, strategy: ParameterServer) -> None:
+        super().__init__(context, parts=1, bound=strategy.max_staleness)
         size = self.workers.world_size
         apart = strategy.servers if strategy.servers < size else 0
         self._servers = list(range(size - apart, size)) if apart else list(range(size))
         self._computes = not apart or self.rank < size - apart
-        self._prepared, self._strategy = ground.prepared, strategy
-        self._parameters = list(ground.prepared.parameters.values())
+        self._prepared, self._strategy = context.prepared, strategy
+        self._parameters = list(context.prepared.parameters.values())
         held = shares([weight.nbytes for weight in self.replica.weights], len(self._servers))
         self._held = dict(zip(self._servers, held, strict=True))
-        self._central = CentralWeights(strategy, ground.prepared, self._held.get(self.rank, []))
+        self._central = CentralWeights(strategy, context.prepared, self._held.get(self.rank, []))
         self._serves = True
         self._seen = [0] * len(self._parameters)  # of each, the version that is here
         self._updates = 0

@@ -10,7 +10,7 @@ import torch
 
 from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging
 from unisono.train.model.tensors import set_all, set_like
-from unisono.train.strategies.synchroniser import Ground, Synchroniser
+from unisono.train.strategies.synchroniser import SyncContext, Synchroniser
 
 # Synchronous model averaging at work.
 
@@ -19,12 +19,12 @@ class CentralAveraging(Synchroniser):
     """Every worker updates its replica; a central model, which all have alike, draws them together in each step.
 
     Args:
-        ground: what it stands on.
+        context: the workers, what they train, and their limits.
         strategy: how strongly.
     """
 
-    def __init__(self, ground: Ground, strategy: ModelAveraging) -> None:
-        super().__init__(ground)
+    def __init__(self, context: SyncContext, strategy: ModelAveraging) -> None:
+        super().__init__(context)
         self._strategy = strategy
         self._central = self.replica.copies()
         self._previous = self.replica.copies()
@@ -94,12 +94,12 @@ class LocalUpdates(Synchroniser):
     """Every worker makes updates of its own; every so many steps their weights become the mean.
 
     Args:
-        ground: what it stands on.
+        context: the workers, what they train, and their limits.
         strategy: how often.
     """
 
-    def __init__(self, ground: Ground, strategy: LocalSGD) -> None:
-        super().__init__(ground)
+    def __init__(self, context: SyncContext, strategy: LocalSGD) -> None:
+        super().__init__(context)
         self._strategy = strategy
 
     def step_ends(self, step: int, *, ends_round: bool) -> None:
@@ -128,12 +128,12 @@ class OuterUpdates(LocalUpdates):
     """The same with an outer optimizer, whose velocity all workers have alike.
 
     Args:
-        ground: what it stands on.
+        context: the workers, what they train, and their limits.
         strategy: how often, and how fast.
     """
 
-    def __init__(self, ground: Ground, strategy: DiLoCo) -> None:
-        super().__init__(ground, strategy)
+    def __init__(self, context: SyncContext, strategy: DiLoCo) -> None:
+        super().__init__(context, strategy)
         self._outer = strategy
         self._start = self.replica.copies()
         self._velocity = [torch.zeros_like(weight) for weight in self._start]

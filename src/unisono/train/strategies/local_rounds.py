@@ -22,11 +22,11 @@ from unisono.train.step.engine import Attempt, Call, Execution, Scaled, StepEngi
 from unisono.train.strategies.asynchronous_server import AsynchronousServer
 from unisono.train.strategies.averaging import CentralAveraging, LocalUpdates, OuterUpdates
 from unisono.train.strategies.pairs import Pairs
-from unisono.train.strategies.synchroniser import Alone, Ground, Sums, Synchroniser
+from unisono.train.strategies.synchroniser import Alone, Sums, SyncContext, Synchroniser
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StepConfig:
     """How steps are computed, besides who computes them.
 
     Attributes:
@@ -68,7 +68,7 @@ class LocalRounds:
     a loss in the middle of a round, the workers that are left synchronise first.
 
     Args:
-        recipe: how steps are computed.
+        config: how steps are computed.
         workers: of this generation.
         synchroniser: does what the strategy says, between these workers; closed with the rounds.
         before: this worker's rounds in the generation before, under the same strategy; None for one that was given
@@ -84,13 +84,13 @@ class LocalRounds:
     """
 
     def __init__(
-        self, recipe: Recipe, workers: Workers, synchroniser: Synchroniser, before: LocalRounds | None = None
+        self, config: StepConfig, workers: Workers, synchroniser: Synchroniser, before: LocalRounds | None = None
     ) -> None:
         self.is_open = self.goes_on = False
         self.exchanged = -1
         self.tally = Tally()
-        self.strategy = recipe.strategy
-        self._recipe, self._workers = recipe, workers
+        self.strategy = config.strategy
+        self._config, self._workers = config, workers
         self._engines: dict[int, StepEngine] = {}
         self._engine: StepEngine | None = None
         self._sent = workers.transport.traffic.sent_bytes, workers.transport.traffic.sent_messages
@@ -230,42 +230,42 @@ class LocalRounds:
 
     def _engine_for(self, shards: int) -> StepEngine:
         if shards not in self._engines:
-            alone, how, recipe = Alone(self._workers, shards), Execution(overlap=False), self._recipe
+            alone, how, config = Alone(self._workers, shards), Execution(overlap=False), self._config
             self._engines[shards] = StepEngine(
-                recipe.job,
+                config.job,
                 alone,
-                recipe.prepared,
-                recipe.device,
+                config.prepared,
+                config.device,
                 how,
                 self.synchroniser,
                 rank=self._workers.rank,
-                scaled=recipe.scaled,
+                scaled=config.scaled,
             )
         return self._engines[shards]
 
 
-def begin_local_rounds(recipe: Recipe, workers: Workers, before: LocalRounds | None) -> LocalRounds:
+def begin_local_rounds(config: StepConfig, workers: Workers, before: LocalRounds | None) -> LocalRounds:
     """A generation's rounds, with what does as their strategy says. Collective."""
-    return LocalRounds(recipe, workers, synchroniser_of(recipe, workers), before)
+    return LocalRounds(config, workers, synchroniser_of(config, workers), before)
 
 
-def synchroniser_of(recipe: Recipe, workers: Workers) -> Synchroniser:
+def synchroniser_of(config: StepConfig, workers: Workers) -> Synchroniser:
     """Does what a strategy says. Collective.
 
     Args:
-        recipe: with a strategy whose workers have weights of their own in between.
+        config: with a strategy whose workers have weights of their own in between.
         workers: of this generation.
     """
-    strategy, ground = recipe.strategy, Ground(workers, recipe.prepared, recipe.timeout_s, recipe.job.seed)
+    strategy, context = config.strategy, SyncContext(workers, config.prepared, config.timeout_s, config.job.seed)
     match strategy:
         case DiLoCo():
-            return OuterUpdates(ground, strategy)
+            return OuterUpdates(context, strategy)
         case LocalSGD():
-            return LocalUpdates(ground, strategy)
+            return LocalUpdates(context, strategy)
         case ModelAveraging():
-            return CentralAveraging(ground, strategy)
+            return CentralAveraging(context, strategy)
         case PairAveraging():
-            return Pairs(ground)
+            return Pairs(context)
         case ParameterServer(synchronous=False):
-            return AsynchronousServer(ground, strategy)
+            return AsynchronousServer(context, strategy)
     raise JobError(f"strategy={str(strategy)!r} cannot be used here")

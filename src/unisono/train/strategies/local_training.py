@@ -23,9 +23,9 @@ from unisono.train.state.trained import Trained
 from unisono.train.step.computer import StepCall, Told
 from unisono.train.step.engine import Call
 from unisono.train.step.listeners import Computed, Listeners
+from unisono.train.step.run_context import BACKSTOP
 from unisono.train.step.step import Step
-from unisono.train.step.surroundings import BACKSTOP
-from unisono.train.strategies.local_rounds import LocalRounds, Recipe, begin_local_rounds
+from unisono.train.strategies.local_rounds import LocalRounds, StepConfig, begin_local_rounds
 from unisono.train.strategies.synchroniser import Sums
 
 
@@ -53,7 +53,7 @@ class LocalTraining:
         membership: Membership,
         listeners: Listeners,
         timeout_s: float,
-        begin: Callable[[Recipe, Workers, LocalRounds | None], LocalRounds] = begin_local_rounds,
+        begin: Callable[[StepConfig, Workers, LocalRounds | None], LocalRounds] = begin_local_rounds,
     ) -> None:
         self._job, self._device, self._trained = job, device, trained
         self._membership, self._listeners, self._begin = membership, listeners, begin
@@ -76,9 +76,11 @@ class LocalTraining:
         """Begin rounds. Collective."""
         self._trained.anticipate()
         strategy, before = self._trained.policy_state.strategy, self._before
-        recipe = Recipe(strategy, self._job, prepared, self._device, self._trained.policy_state.scaled, self._timeout_s)
+        config = StepConfig(
+            strategy, self._job, prepared, self._device, self._trained.policy_state.scaled, self._timeout_s
+        )
         is_same = before is not None and before.strategy == strategy
-        rounds = self._begin(recipe, workers, before if is_same else None)
+        rounds = self._begin(config, workers, before if is_same else None)
         name, state = self._trained.strategy
         if name == str(strategy) and not rounds.goes_on:
             rounds.synchroniser.load_state_dict(state)

@@ -18,7 +18,7 @@ from unisono.sync.averaging import average
 from unisono.train.model.tensors import set_all
 from unisono.train.model.update import tell_schedulers
 from unisono.train.strategies.shared_work import SharedWork
-from unisono.train.strategies.synchroniser import Ground, Synchroniser
+from unisono.train.strategies.synchroniser import SyncContext, Synchroniser
 
 
 @dataclass
@@ -42,17 +42,17 @@ class Pairs(SharedWork):
     which exchanges they have, and one that is not on both sides is taken back.
 
     Args:
-        ground: what it stands on.
+        context: the workers, what they train, and their limits.
     """
 
-    def __init__(self, ground: Ground) -> None:
-        super().__init__(ground, parts=ground.workers.world_size, bound=None)
+    def __init__(self, context: SyncContext) -> None:
+        super().__init__(context, parts=context.workers.world_size, bound=None)
         self._live = self.replica.copies()  # others change it, while gradients are computed on the model's own weights
         self._lock = threading.Lock()
         self._asked = _Exchange()  # the newest one that this worker has asked for
         self._granted: dict[int, _Exchange] = {}  # the newest one that each of the others has asked it for, by rank
         self._exchanges = self._updates = 0
-        self._chance = random.Random(f"{ground.seed} {self.rank}")  # noqa: S311 (whom to ask is no secret)
+        self._chance = random.Random(f"{context.seed} {self.rank}")  # noqa: S311 (whom to ask is no secret)
         self.open()
 
     def follow(self, before: Synchroniser) -> None:
@@ -64,7 +64,7 @@ class Pairs(SharedWork):
     def step_begins(self) -> None:
         """Others may be faster, and make all of its updates."""
         super().step_begins()
-        tell_schedulers(self._ground.prepared.optimizers)
+        tell_schedulers(self._context.prepared.optimizers)
 
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
         """Exchange, then update."""

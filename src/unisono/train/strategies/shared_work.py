@@ -13,7 +13,7 @@ from unisono.reduce.rpc import RpcEndpoint
 from unisono.reduce.rpc_message import RpcMessage
 from unisono.sync.parameter_server import StalenessBound
 from unisono.train.model.tensors import Untouched
-from unisono.train.strategies.synchroniser import Ground, Synchroniser
+from unisono.train.strategies.synchroniser import SyncContext, Synchroniser
 
 # Who computes what next, where nobody waits for the slowest worker.
 
@@ -114,21 +114,21 @@ class SharedWork(Synchroniser):
     """Workers ask each other, one at a time, and rank 0 for the next part of the work.
 
     Args:
-        ground: what it stands on.
+        context: the workers, what they train, and their limits.
         parts: of a step's work.
         bound: the largest staleness of a gradient; None for no limit.
     """
 
-    def __init__(self, ground: Ground, parts: int, bound: int | None) -> None:
-        super().__init__(ground)
+    def __init__(self, context: SyncContext, parts: int, bound: int | None) -> None:
+        super().__init__(context)
         self.parts = parts
-        self.rank = ground.workers.rank
+        self.rank = context.workers.rank
         self._is_bounded = bound is not None
-        self._queue = WorkQueue(parts, StalenessBound(bound), ground.timeout_s, self._called)
+        self._queue = WorkQueue(parts, StalenessBound(bound), context.timeout_s, self._called)
         self._item = 0  # the number behind the newest one that this worker has had
         self._endpoint: RpcEndpoint | None = None
         self._hosts: list[str] = []
-        self._ground = ground
+        self._context = context
         why = "With this strategy other workers have copies of them, and give them back as they were"
         self._untouched = Untouched(self.replica.weights, why)
 
@@ -137,7 +137,7 @@ class SharedWork(Synchroniser):
         workers = self.workers
         if workers.world_size > 1:
             self._hosts = workers.gather_json(platform.node())
-            traffic, timeout_s = workers.transport.traffic, self._ground.timeout_s
+            traffic, timeout_s = workers.transport.traffic, self._context.timeout_s
             self._endpoint = RpcEndpoint(self.rank, workers.host, self._answer, traffic, timeout_s, self._called)
             self._endpoint.ends = self._queue.end
             workers.attach(self._endpoint.abort)

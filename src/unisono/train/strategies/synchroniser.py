@@ -84,7 +84,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Ground:
+class SyncContext:
     """What a synchroniser stands on.
 
     Attributes:
@@ -106,7 +106,7 @@ class Synchroniser(Update):
     It lives as long as the generation and the strategy. Making it is collective.
 
     Args:
-        ground: what it stands on.
+        context: the workers, what they train, and their limits.
 
     Attributes:
         parts: into how many a step's work is cut that is not shared out beforehand; 0 if every worker has its own part.
@@ -119,10 +119,10 @@ class Synchroniser(Update):
     parts = 0
     follows = False
 
-    def __init__(self, ground: Ground) -> None:
-        self.workers = ground.workers
-        self.averaging = Averaging(ground.workers.transport)
-        self.replica = Replica(ground.prepared, ground.workers, self.averaging)
+    def __init__(self, context: SyncContext) -> None:
+        self.workers = context.workers
+        self.averaging = Averaging(context.workers.transport)
+        self.replica = Replica(context.prepared, context.workers, self.averaging)
 
     def follow(self, before: Synchroniser) -> None:
         """Some of the workers were lost: take over what this worker knows from before."""

@@ -11,7 +11,7 @@ from unisono.sync.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class StrategyConstraints:
     """What every strategy of a run has to agree with: the one that it begins with, and those that policies choose.
 
     Attributes:

@@ -22,7 +22,7 @@ BACKSTOP = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Care:
+class FaultTolerance:
     """How workers look after each other. It decides no bit.
 
     Attributes:
@@ -39,7 +39,7 @@ class Care:
     balances: bool
 
     @classmethod
-    def of(cls, failure_timeout_s: float, verify_every: int | None, balance: str) -> Care:
+    def of(cls, failure_timeout_s: float, verify_every: int | None, balance: str) -> FaultTolerance:
         """From what the user says; 0 steps for never, None for as often as it costs next to nothing."""
         if not 0 < failure_timeout_s <= LONGEST_S:
             raise JobError(f"failure_timeout_s={failure_timeout_s!r}: needs to be positive, and at most {LONGEST_S:g}")
@@ -52,7 +52,7 @@ class Care:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunContext:
     """Settings, and what was opened with them; that is closed with the run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Surroundings:
         acts: the collective calls so far.
         leave: whether this worker was asked to leave.
         execution: how steps are carried out.
-        care: how workers look after each other.
+        fault_tolerance: how workers look after each other.
         policy_state: policies, and what they have changed.
         opened: all that is to be closed.
     """
@@ -73,6 +73,6 @@ class Surroundings:
     acts: Acts
     leave: LeaveRequest
     execution: Execution
-    care: Care
+    fault_tolerance: FaultTolerance
     policy_state: PolicyState
     opened: ExitStack
