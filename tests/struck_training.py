@@ -14,7 +14,7 @@ from unisono.checkpoint.codec import unflatten
 from unisono.checkpoint.snapshot import Digests, FrozenSnapshot, Snapshot
 from unisono.plan.batches import Position
 from unisono.plan.tree import Node
-from unisono.train.group.acts import Acts, Change, Stateless
+from unisono.train.group.collectives import Change, CollectiveCalls, Stateless
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest_tensors, set_all
@@ -68,7 +68,9 @@ class Outcome:
 class Training(Stateless):
     """One worker's script, and what a run does around it."""
 
-    def __init__(self, membership: SimulatedMembership, memory: Memory, acts: type[Acts] = Acts) -> None:
+    def __init__(
+        self, membership: SimulatedMembership, memory: Memory, acts: type[CollectiveCalls] = CollectiveCalls
+    ) -> None:
         self.membership, self.acts = membership, acts(membership, self)
         self.trained = Trained({}, PolicyState((), SHARDS, SHARDS))
         self.checkpoints = Checkpoints(lambda: memory)  # type: ignore[arg-type,return-value]
@@ -179,7 +181,7 @@ def train(
     joiners: int = 0,
     *blows: Blow,
     memory: Memory | None = None,
-    acts: type[Acts] = Acts,
+    acts: type[CollectiveCalls] = CollectiveCalls,
 ) -> Outcome:
     """Run a job to its end, from the newest checkpoint in a memory on, if there is one."""
     memory, found = memory or Memory(), {}

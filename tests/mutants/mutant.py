@@ -7,7 +7,7 @@ STATE = ("tests/unit/test_membership_state.py", "tests/unit/test_membership_simu
 SERVICE = ("tests/unit/test_membership_service.py", *STATE)
 STORE = ("tests/unit/test_membership_store.py", *SERVICE)
 LINE = ("tests/unit/test_conversation.py", *STORE)
-ACTS = ("tests/unit/test_acts.py", "tests/unit/test_struck.py", "tests/unit/test_membership_simulation.py")
+ACTS = ("tests/unit/test_collective_calls.py", "tests/unit/test_struck.py", "tests/unit/test_membership_simulation.py")
 PUBLISHED = ("tests/unit/test_publisher.py", "tests/unit/test_membership_simulation.py")
 
 

@@ -2,7 +2,7 @@
 
 from mutants.mutant import ACTS, Mutant
 
-ACTS_FILE = "train/group/acts.py"
+ACTS_FILE = "train/group/collectives.py"
 MAJORITY = "train/group/majority.py"
 WORKERS = "train/group/workers.py"
 ELASTIC = "train/group/elastic.py"

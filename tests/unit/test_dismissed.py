@@ -25,7 +25,7 @@ from unisono.membership.messages import (
     WorkerHello,
 )
 from unisono.reduce.transport import Solo
-from unisono.train.group.acts import Acts, Stateless
+from unisono.train.group.collectives import CollectiveCalls, Stateless
 from unisono.train.group.elastic import Elastic
 from unisono.train.group.workers import Workers
 
@@ -88,23 +88,23 @@ def lose(workers: Workers) -> None:
     raise WorkerLost("the others regroup")
 
 
-def agree(acts: Acts) -> None:
+def agree(acts: CollectiveCalls) -> None:
     acts.agree("model", {"layer": 1})
 
 
-def enter(acts: Acts) -> None:
+def enter(acts: CollectiveCalls) -> None:
     acts.enter(0)
 
 
-def evaluate(acts: Acts) -> None:
+def evaluate(acts: CollectiveCalls) -> None:
     acts.together(lose)
 
 
-def regroup(acts: Acts) -> None:
+def regroup(acts: CollectiveCalls) -> None:
     acts.regroup(None, at_boundary=True)
 
 
-def await_end(acts: Acts) -> None:
+def await_end(acts: CollectiveCalls) -> None:
     acts.await_end()
 
 
@@ -118,7 +118,7 @@ PLACES = [
 
 @pytest.mark.parametrize(("stands", "joins", "after"), PLACES)
 def test_a_dismissed_worker_exits_with_code_0_wherever_it_stands(
-    stands: Callable[[Acts], None], joins: bool, after: type[Message], opened: Opened
+    stands: Callable[[CollectiveCalls], None], joins: bool, after: type[Message], opened: Opened
 ) -> None:
     departed: list[str] = []
 
@@ -127,7 +127,7 @@ def test_a_dismissed_worker_exits_with_code_0_wherever_it_stands(
             departed.append(dismissed.reason)
             raise dismissed
 
-    acts = Acts(opened(joins=joins, after=after), Noting())
+    acts = CollectiveCalls(opened(joins=joins, after=after), Noting())
     with pytest.raises(SystemExit) as left:
         stands(acts)
     assert (left.value.code, departed) == (0, [SURPLUS.reason])
@@ -135,9 +135,9 @@ def test_a_dismissed_worker_exits_with_code_0_wherever_it_stands(
 
 @pytest.mark.parametrize(("stands", "joins", "after"), PLACES)
 def test_a_script_that_catches_everything_is_told_again_instead_of_waiting_for_ever(
-    stands: Callable[[Acts], None], joins: bool, after: type[Message], opened: Opened
+    stands: Callable[[CollectiveCalls], None], joins: bool, after: type[Message], opened: Opened
 ) -> None:
-    acts = Acts(opened(joins=joins, after=after))
+    acts = CollectiveCalls(opened(joins=joins, after=after))
     for place in (stands, stands, regroup, await_end):
         with pytest.raises(Dismissed):
             place(acts)
@@ -147,7 +147,7 @@ def test_a_joiner_whose_script_is_done_exits_when_it_is_dismissed(opened: Opened
     elastic = opened(joins=True, after=StoreRequest)
     elastic._line.hear(SURPLUS)  # type: ignore[attr-defined]
     with pytest.raises(SystemExit) as left:
-        Acts(elastic).await_end()
+        CollectiveCalls(elastic).await_end()
     assert left.value.code == 0
 
 
@@ -162,7 +162,7 @@ def test_a_worker_that_is_dismissed_before_there_is_a_run_exits_with_code_0(
 
 
 def test_the_end_of_the_job_is_told_again_too(opened: Opened) -> None:
-    acts = Acts(opened(joins=True, after=Ready, farewell=JobOver(digest="abc")))
+    acts = CollectiveCalls(opened(joins=True, after=Ready, farewell=JobOver(digest="abc")))
     for _ in range(2):
         with pytest.raises(SystemExit) as left:
             acts.enter(0)
@@ -170,7 +170,7 @@ def test_the_end_of_the_job_is_told_again_too(opened: Opened) -> None:
 
 
 def test_a_dismissal_in_a_thread_of_the_script_ends_the_main_thread_at_its_next_call(opened: Opened) -> None:
-    acts = Acts(opened(joins=False, after=Arrived))
+    acts = CollectiveCalls(opened(joins=False, after=Arrived))
     with ThreadPoolExecutor(1) as pool:
         assert isinstance(pool.submit(evaluate, acts).exception(20.0), SystemExit)  # of which a thread says nothing
     with pytest.raises(Dismissed):

@@ -202,7 +202,7 @@ def test_a_fault_of_a_recovery_waits_for_its_step_and_then_for_its_point(trainin
     done: list[tuple[str, int]] = []
 
     def inject(fault: Fault, run: unisono.Run) -> None:
-        done.append((fault.kind, run.inside.acts.step))
+        done.append((fault.kind, run.inside.collectives.step))
 
     faults = Faults().kill(rank=0, at_step=2).in_recovery("generation formed").leave(rank=3, at_step=3).in_recovery()
 

@@ -17,7 +17,7 @@ from one_at_a_time import Blow, blows_on
 from struck_training import Memory, Outcome, train
 from unisono.errors import CheckpointError
 from unisono.plan.batches import Position
-from unisono.train.group.acts import Acts
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import StateTransfer
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.policy_state import PolicyState
@@ -74,7 +74,7 @@ def failures(
     serial: Outcome,
     size: tuple[int, int],
     scripts: Sequence[Sequence[Blow]],
-    acts: type[Acts] = Acts,
+    acts: type[CollectiveCalls] = CollectiveCalls,
 ) -> list[str]:
     """Those scripts of blows after which something is wrong."""
     found = []
@@ -123,7 +123,7 @@ def test_another_may_die_at_any_point_of_the_recovery(
     assert failures(pool, serial, size, pairs_of_blows(pool, size)) == []
 
 
-class LateCount(Acts):
+class LateCount(CollectiveCalls):
     """Sets the state that was handed over at once, and counts it when the collectives after it are done."""
 
     late: tuple[int, Any, bool] | None = None

@@ -27,7 +27,7 @@ from unisono.sync.strategy import AllReduce
 from unisono.train.assembly import assemble
 from unisono.train.config.settings import Settings
 from unisono.train.config.strategy_constraints import StrategyConstraints
-from unisono.train.group.acts import Acts
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Fixed, MemberProgress, Membership, StateTransfer
 from unisono.train.group.signals import LeaveRequest
 from unisono.train.group.workers import Workers
@@ -189,7 +189,7 @@ def train(trade: Trade, script: Callable[[Run], Any]) -> list[Any]:
 
 def run_of(trade: Trade, membership: Membership) -> Run:
     """The run of one worker."""
-    folder, acts = RunFolder(trade.folder), Acts(membership)
+    folder, collectives = RunFolder(trade.folder), CollectiveCalls(membership)
     constraints, job = StrategyConstraints(trade.job.reduction, trade.execution.shard_optimizer), trade.job
     policy_state = PolicyState(
         (), job.batch_size, job.shards, strategy=strategy_of(trade.strategy), constraints=constraints
@@ -198,7 +198,7 @@ def run_of(trade: Trade, membership: Membership) -> Run:
         settings=Settings(stop_after=trade.stop_after),
         folder=folder,
         fingerprint={"job": "of a crew"},
-        acts=acts,
+        collectives=collectives,
         leave=LeaveRequest(),
         execution=trade.execution,
         fault_tolerance=FaultTolerance.of(PATIENCE_S, trade.verify_every, "even"),

@@ -100,7 +100,7 @@ class FaultInjector:
             marker, workers = run.dir / FOLDER / str(number), run.inside.membership.workers
             is_victim = point in OF_SOME or self._victim(fault, workers.world_size) == workers.rank
             if is_victim and marker.with_name(f"{number}{DUE}").exists() and _claim(marker):
-                self._inject(number, fault, run, run.inside.acts.step)
+                self._inject(number, fault, run, run.inside.collectives.step)
             if marker.exists():
                 del self._waiting[number]
 

@@ -8,7 +8,7 @@ import torch
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.job import Job
-from unisono.train.group.acts import Acts
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.loop.evaluation import Evaluator
 from unisono.train.policy_runner import PolicyRunner
@@ -54,7 +54,7 @@ class Inside:
         integrity: what is known of older states.
         exact: computes steps after which all workers have the same weights.
         steps: who computes now.
-        acts: the collective calls.
+        collectives: the collective calls.
         recovery: goes on when workers come and go.
         snapshots: takes the state.
         synchronization: gets workers the same weights.
@@ -79,7 +79,7 @@ class Inside:
     integrity: Integrity
     exact: ExactSteps
     steps: CurrentSteps
-    acts: Acts
+    collectives: CollectiveCalls
     recovery: Recovery
     snapshots: Snapshots
     synchronization: Synchronization
@@ -110,8 +110,8 @@ def assemble(
         checkpoints.begin_writing()
     base = _base(job, membership, device, checkpoints, context)
     made = _computing(base)
-    acts, trained, folder = made.acts, base.trained, base.folder
-    policy_runner = PolicyRunner(job, trained, membership, checkpoints, base.metrics, folder, acts)
+    collectives, trained, folder = made.collectives, base.trained, base.folder
+    policy_runner = PolicyRunner(job, trained, membership, checkpoints, base.metrics, folder, collectives)
     loop = _loop(base, made, policy_runner)
     base.ending.also(loop.leave)
     allow = context.settings.allow_job_change
@@ -126,7 +126,7 @@ def assemble(
         integrity=made.integrity,
         exact=made.exact,
         steps=made.steps,
-        acts=acts,
+        collectives=collectives,
         recovery=made.recovery,
         snapshots=made.snapshots,
         synchronization=made.synchronization,
@@ -134,7 +134,7 @@ def assemble(
         policy_runner=policy_runner,
         loop=loop,
         first_weights=FirstWeights(trained, checkpoints, folder, context.fingerprint, allow_job_change=allow),
-        evaluator=Evaluator(job, device, trained, acts),
+        evaluator=Evaluator(job, device, trained, collectives),
         listeners=base.listeners,
         metrics=base.metrics,
         callbacks=base.callbacks,
@@ -211,7 +211,7 @@ class _Computing:
     steps: CurrentSteps
     snapshots: Snapshots
     recovery: Recovery
-    acts: Acts
+    collectives: CollectiveCalls
     synchronization: Synchronization
     verification: Verification
 
@@ -244,12 +244,12 @@ def _computing(base: _Base) -> _Computing:
     recovery = Recovery(
         membership, steps, trained, integrity, requests, checkpoints, snapshots, folder, listeners, ending
     )
-    acts = context.acts.changing(recovery)
+    collectives = context.collectives.changing(recovery)
     synchronization = Synchronization(
-        acts, steps, trained, membership, checkpoints, requests, report, listeners, ending
+        collectives, steps, trained, membership, checkpoints, requests, report, listeners, ending
     )
-    verification = Verification(acts, membership, steps, trained, integrity, judge, snapshots, listeners)
-    return _Computing(integrity, exact, steps, snapshots, recovery, acts, synchronization, verification)
+    verification = Verification(collectives, membership, steps, trained, integrity, judge, snapshots, listeners)
+    return _Computing(integrity, exact, steps, snapshots, recovery, collectives, synchronization, verification)
 
 
 def _loop(base: _Base, made: _Computing, policy_runner: PolicyRunner) -> StepLoop:
@@ -264,7 +264,7 @@ def _loop(base: _Base, made: _Computing, policy_runner: PolicyRunner) -> StepLoo
         base.job,
         base.device,
         how,
-        made.acts,
+        made.collectives,
         base.membership,
         made.steps,
         base.trained,

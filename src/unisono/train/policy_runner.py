@@ -10,7 +10,7 @@ from unisono.adapt.view import LOCAL, Decision, View
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import PolicyError
 from unisono.job import Job
-from unisono.train.group.acts import Acts
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.record.metrics_line import MetricsLine
@@ -30,7 +30,7 @@ class PolicyRunner:
         checkpoints: that a policy may ask for.
         metrics: has the newest line.
         folder: of the run, with the journal.
-        acts: the collective calls.
+        collectives: the collective calls.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PolicyRunner:
         checkpoints: Checkpoints,
         metrics: MetricsLine,
         folder: RunFolder,
-        acts: Acts,
+        collectives: CollectiveCalls,
     ) -> None:
         self._job = job
         self._trained = trained
@@ -49,7 +49,7 @@ class PolicyRunner:
         self._membership = membership
         self._checkpoints = checkpoints
         self._metrics = metrics
-        self._folder, self._acts = folder, acts
+        self._folder, self._collectives = folder, collectives
 
     @property
     def rates(self) -> dict[str, float]:
@@ -138,7 +138,7 @@ class PolicyRunner:
                     seen["error"] = str(error)
             return dict(workers.broadcast(seen))
 
-        seen = self._acts.together(look)
+        seen = self._collectives.together(look)
         if seen["error"]:
             raise PolicyError(seen["error"])
         news = {name: each for name, each in seen["figures"].items() if each != self._policy_state.observed.get(name)}

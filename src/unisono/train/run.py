@@ -123,10 +123,10 @@ class Run:
             refuse_unset_memory(prepared.optimizers)
         inside, trained = self.inside, self.inside.trained
         inside.synchronization.before_call()
-        inside.acts.agree("model", prepared.layout())
+        inside.collectives.agree("model", prepared.layout())
         is_first, trained.prepared = trained.prepared is None, prepared
-        inside.acts.change(partial(inside.first_weights.act, prepared, resumes=is_first))
-        inside.acts.together(inside.steps.make_together)
+        inside.collectives.change(partial(inside.first_weights.act, prepared, resumes=is_first))
+        inside.collectives.together(inside.steps.make_together)
         inside.listeners.tell(lambda one: one.prepared(prepared, trained.progress.position.step))
         return model, optimizer
 
@@ -259,17 +259,17 @@ class Run:
     def all_reduce(self, value: Any, operation: Operation = "mean") -> Any:
         """Combine one number or tensor per worker: ``mean``, ``sum``, ``max`` or ``min``."""
         self.inside.synchronization.before_call()
-        return self.inside.acts.together(lambda workers: workers.all_reduce(value, operation))
+        return self.inside.collectives.together(lambda workers: workers.all_reduce(value, operation))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value that the worker ``source`` has: a tensor, a number, text, or lists and dicts of them."""
         self.inside.synchronization.before_call()
-        return self.inside.acts.together(lambda workers: workers.broadcast(value, source))
+        return self.inside.collectives.together(lambda workers: workers.broadcast(value, source))
 
     def barrier(self) -> None:
         """Wait until every worker is here."""
         self.inside.synchronization.before_call()
-        self.inside.acts.together(lambda workers: workers.barrier())
+        self.inside.collectives.together(lambda workers: workers.barrier())
 
     # -- keeping ---------------------------------------------------------------------------------------------
 
@@ -316,17 +316,17 @@ class Run:
         prepared, inside = self._prepared(), self.inside
         inside.loop.leave()
         if inside.membership.joins:
-            inside.acts.await_end()
+            inside.collectives.await_end()
         inside.synchronization.before_call()
         inside.verification.require_whole(self.rank)
         inside.policy_runner.end()
         inside.snapshots.settle(is_end=True)
         verified = inside.verification.require_right()
         weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))
-        inside.acts.agree("set of weights", {"sha256": weights})
+        inside.collectives.agree("set of weights", {"sha256": weights})
         # What follows on any worker may read what the main worker wrote: if that one is lost in it, the next one does.
         save = partial(inside.snapshots.save_last, verified)
-        inside.acts.together(partial(inside.results.conclude, weights, save))
+        inside.collectives.together(partial(inside.results.conclude, weights, save))
         inside.membership.finished(weights)
         self.print(f"weights sha256 {weights}")
         self.close()

@@ -34,7 +34,7 @@ from unisono.train.assembly import assemble
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
 from unisono.train.config.settings import Settings
 from unisono.train.config.strategy_constraints import StrategyConstraints
-from unisono.train.group.acts import Acts
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.connect import Connection, FixedRendezvous, Rendezvous, TopologyName, TransportName, connect
 from unisono.train.group.elastic import elastic
 from unisono.train.group.membership import Fixed, Membership
@@ -160,12 +160,12 @@ def init(
         how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
         membership = opened.enter_context(closing(_membership(job, environment, how, settings)))
         _require_strategy(state, membership)
-        acts = Acts(membership)
-        acts.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(state, execution))
-        folder = opened.enter_context(closing(agreed_folder(acts, membership, wanted, job, settings)))
+        calls = CollectiveCalls(membership)
+        calls.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(state, execution))
+        folder = opened.enter_context(closing(agreed_folder(calls, membership, wanted, job, settings)))
         checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        context = RunContext(settings, folder, marks, acts, leave, execution, tolerance, state, opened.pop_all())
+        context = RunContext(settings, folder, marks, calls, leave, execution, tolerance, state, opened.pop_all())
     return _begun(Run(assemble(job, membership, chosen, checkpoints, context)), environment, batch_size, settings)
 
 

@@ -21,7 +21,7 @@ from unisono.job import Job
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
-from unisono.train.group.acts import Acts
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.loop import Load, Loop
@@ -72,7 +72,7 @@ class StepLoop:
         job: that is trained.
         device: where this worker computes.
         limits: how loops are carried out.
-        acts: the collective calls.
+        collectives: the collective calls.
         membership: who trains.
         steps: who computes.
         trained: the state.
@@ -93,7 +93,7 @@ class StepLoop:
     job: Job
     device: torch.device
     limits: LoopLimits
-    acts: Acts
+    collectives: CollectiveCalls
     membership: Membership
     steps: CurrentSteps
     trained: Trained
@@ -130,7 +130,7 @@ class StepLoop:
             raise JobError(f"loader_workers={loader_workers}: use 0 to load in this process, or a number of processes")
         samples = check_dataset(dataset)
         self.synchronization.before_call()
-        self.acts.agree("data set", {"number of samples": samples})
+        self.collectives.agree("data set", {"number of samples": samples})
         batches = Batches(samples, self.job.batch_size, self.job.shards, drop_last)
         if not batches.per_epoch:
             raise DataError(
@@ -199,7 +199,9 @@ class StepLoop:
         prepared.check_unchanged()
         self.trained.require_same_trained()
         self.steps.is_computing = True
-        return self.steps.compute(StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, self._source), self.acts)
+        return self.steps.compute(
+            StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, self._source), self.collectives
+        )
 
     def end(self, after: Progress | None) -> None:
         """The body of a step is done; or it was left, and nothing of the step counts (None)."""
@@ -207,7 +209,7 @@ class StepLoop:
         if after is None or step is None or self.trained.is_doubted:
             return
         self.trained.progress = after
-        count = self.acts.step = after.position.step
+        count = self.collectives.step = after.position.step
         is_settled = self.synchronization.step_ends(step)
         if self.policy_runner.links_are_due() or self.limits.monitoring.measures_links(count):
             self._measure_links()
@@ -216,11 +218,11 @@ class StepLoop:
         if self.metrics.is_computed:
             self.timer.step_took(latest["seconds"], self.membership.workers.transport.traffic.take())
         shard_s = self.timer.shard_s if self.trained.policy_state.balances else 0.0
-        self.membership.tell(self.acts.progress, float(latest.get("samples_per_s", 0.0)), shard_s)
+        self.membership.tell(self.collectives.progress, float(latest.get("samples_per_s", 0.0)), shard_s)
         self.listeners.tell(lambda one: one.step_ends(step, count))
         if is_settled:
             self.policy_runner.step_ends(step)
-            self.steps.follow(self.acts)
+            self.steps.follow(self.collectives)
 
     def boundary(self, *, is_end: bool) -> Progress:
         """The body is done, or the loop. Every worker stands here, and has the same state unless a round is open."""
@@ -236,7 +238,7 @@ class StepLoop:
         if is_back := trained.is_doubted:
             self.verification.go_back()
         if self.requests.regroup and (is_back or not is_end) and not self.steps.is_open:
-            self.acts.regroup(None, at_boundary=True)
+            self.collectives.regroup(None, at_boundary=True)
         return trained.progress
 
     def _loop(
@@ -247,7 +249,7 @@ class StepLoop:
         loop = Loop(number, reading, batches, epochs, self.limits.stop_after, self.limits.stop_after_epochs)
         self._joined, self._source, self.steps.is_computing = self.membership.joins, source, False
         self.listeners.tell(lambda one: one.loop_begins(number, batches, source))
-        if not self.acts.enter(number):
+        if not self.collectives.enter(number):
             self._seed_behind(number)
             return
         self.policy_runner.begin()
@@ -255,10 +257,10 @@ class StepLoop:
             yield from loop.steps(self.trained.progress, load, self)
         except GeneratorExit:  # a break; or the end of a run that is closed in the middle of the loop
             if self.is_whole():
-                self.acts.leave(number)
+                self.collectives.leave(number)
                 self._seed_behind(number)
             raise
-        self.acts.leave(number)
+        self.collectives.leave(number)
         self._seed_behind(number)
 
     def _seed_behind(self, loop: int) -> None:
@@ -267,7 +269,7 @@ class StepLoop:
 
     def _measure_links(self) -> None:
         self.synchronization.before_call()
-        measured = self.acts.together(_measured_links)
+        measured = self.collectives.together(_measured_links)
         if measured is not None:
             self.trained.monitors.links = Links.from_json(measured)
             self.listeners.tell(lambda one: one.links_measured(measured))

@@ -18,7 +18,7 @@ from unisono.job import Job
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import even_bounds
 from unisono.plan.tree import Node, SummationTree
-from unisono.train.group.acts import Acts
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.prepared import Prepared
@@ -130,15 +130,15 @@ class Evaluator:
         job: that is trained.
         device: where to compute.
         trained: with the model.
-        acts: the collective calls.
+        collectives: the collective calls.
 
     Attributes:
         is_under_way: whether it evaluates now.
     """
 
-    def __init__(self, job: Job, device: torch.device, trained: Trained, acts: Acts) -> None:
+    def __init__(self, job: Job, device: torch.device, trained: Trained, collectives: CollectiveCalls) -> None:
         self.is_under_way = False
-        self._job, self._device, self._trained, self._acts = job, device, trained, acts
+        self._job, self._device, self._trained, self._collectives = job, device, trained, collectives
 
     def carry_out(
         self, action: Callable[[Evaluation], R], dataset: Any, batch_size: int | None, collate: Collate | None
@@ -156,12 +156,12 @@ class Evaluator:
         """
         prepared, job = self._trained.prepared, self._job
         assert prepared is not None, "there is something to evaluate"
-        self._acts.agree("data set", {"number of samples": check_dataset(dataset)})
+        self._collectives.agree("data set", {"number of samples": check_dataset(dataset)})
         step, size = self._trained.progress.position.step, batch_size or -(-job.batch_size // job.shards)
         source = ShardSource(dataset, job.seed, collate)
         self.is_under_way = True
         try:
-            return self._acts.together(
+            return self._collectives.together(
                 lambda workers: action(Evaluation(job, workers, prepared, self._device, source, size, step))
             )
         finally:

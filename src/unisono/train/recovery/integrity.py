@@ -13,7 +13,7 @@ from unisono.checkpoint.snapshot import Digests, FrozenSnapshot, Snapshot
 from unisono.errors import CheckpointError, JobMismatch, MemoryFault, UnisonoWarning
 from unisono.plan.audits import Finding
 from unisono.received import value_of
-from unisono.train.group.acts import Change
+from unisono.train.group.collectives import Change
 from unisono.train.group.control import Flags
 from unisono.train.group.majority import Verdict, healing, judged, verdict
 from unisono.train.group.membership import StateTransfer
@@ -85,9 +85,9 @@ class Integrity:
     right, the state is *doubted* (``trained.doubt``): nothing is computed any more until the next boundary, where the
     run goes back to the kept state (:meth:`retrieve`) and computes the steps after it again. They end in the same bits.
 
-    What is known of the states decides which collective calls come next. So whatever is decided in an act is returned
-    as a :data:`Note`, and is set in the act's change; and it is handed over with the state (:meth:`give`). Only the
-    copies are each worker's own.
+    What is known of the states decides which collective calls come next. So whatever is decided in a collective call
+    is returned as a :data:`Note`, and is set in the call's change; and it is handed over with the state
+    (:meth:`give`). Only the copies are each worker's own.
 
     Args:
         trained: what is compared and kept.

@@ -11,7 +11,7 @@ from unisono.errors import Dismissed
 from unisono.exit_codes import PREEMPTED
 from unisono.failpoints import failpoint
 from unisono.received import value_of
-from unisono.train.group.acts import Recovers
+from unisono.train.group.collectives import Recovers
 from unisono.train.group.membership import Membership, StateTransfer
 from unisono.train.group.workers import Workers
 from unisono.train.recovery.integrity import Integrity

@@ -7,7 +7,7 @@ from functools import partial
 from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import JobMismatch, MemoryFault
-from unisono.train.group.acts import Acts, Change
+from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.recovery.audit_judge import AuditJudge
@@ -22,7 +22,7 @@ class Verification:
     """Verifies the state of a run between its steps.
 
     Args:
-        acts: the collective calls.
+        collectives: the collective calls.
         membership: who trains.
         steps: who computes.
         trained: the state.
@@ -34,7 +34,7 @@ class Verification:
 
     def __init__(
         self,
-        acts: Acts,
+        collectives: CollectiveCalls,
         membership: Membership,
         steps: CurrentSteps,
         trained: Trained,
@@ -43,7 +43,7 @@ class Verification:
         snapshots: Snapshots,
         listeners: Listeners,
     ) -> None:
-        self._acts, self._membership, self._steps, self._trained = acts, membership, steps, trained
+        self._collectives, self._membership, self._steps, self._trained = collectives, membership, steps, trained
         self._integrity, self._judge, self._snapshots, self._listeners = integrity, judge, snapshots, listeners
 
     def verify(self) -> Digests | None:
@@ -60,10 +60,10 @@ class Verification:
         weights_only = self._steps.has_own_weights or self._trained.restored is not None
 
         def compare(workers: Workers) -> Change[Digests]:
-            heal = self._acts.recovery.heal
+            heal = self._collectives.recovery.heal
             return self._integrity.compare(workers, step, heal, self._has_flipped, weights_only=weights_only)
 
-        digests = self._acts.change(compare)
+        digests = self._collectives.change(compare)
         if self._trained.is_doubted:
             return None
         if not weights_only:
@@ -103,9 +103,9 @@ class Verification:
         def retrieve(workers: Workers) -> Change[None]:
             return Change(partial(self._set_back, self._integrity.retrieve(workers)))
 
-        self._acts.change(retrieve)
-        self._acts.together(self._steps.make_together)
-        step = self._acts.step = self._trained.progress.position.step
+        self._collectives.change(retrieve)
+        self._collectives.together(self._steps.make_together)
+        step = self._collectives.step = self._trained.progress.position.step
         self._judge.discard_unconfirmed()
         self._listeners.tell(lambda one: one.went_back(reached, step, doubt))
 

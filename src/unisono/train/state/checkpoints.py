@@ -15,7 +15,7 @@ from unisono.errors import CheckpointError, JobError, JobMismatch
 from unisono.failpoints import failpoint
 from unisono.job import Job, differences
 from unisono.train.config.settings import Settings
-from unisono.train.group.acts import Acts
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 
@@ -135,11 +135,13 @@ def require_same_job(ours: dict[str, Any], theirs: dict[str, Any], where: str, *
 # Which run folder the workers write into, and that nobody else does.
 
 
-def agreed_folder(acts: Acts, membership: Membership, wanted: Path | None, job: Job, settings: Settings) -> RunFolder:
+def agreed_folder(
+    collectives: CollectiveCalls, membership: Membership, wanted: Path | None, job: Job, settings: Settings
+) -> RunFolder:
     """This host's run folder. The others' may be another one: hosts of an elastic job need to share no files.
 
     Args:
-        acts: the collective calls.
+        collectives: the collective calls.
         membership: who trains.
         wanted: by the script or its launcher; None for a new one.
         job: that is trained.
@@ -151,7 +153,7 @@ def agreed_folder(acts: Acts, membership: Membership, wanted: Path | None, job: 
     """
     opening = _Opening(wanted, job, settings)
     try:
-        shared = acts.together(opening)
+        shared = collectives.together(opening)
         own = Path(shared) if wanted is None or not membership.is_elastic else wanted
         folder = opening.folder or RunFolder(own)
         if str(folder.path) != shared:  # the main worker may be one of this host some time
@@ -165,7 +167,7 @@ def agreed_folder(acts: Acts, membership: Membership, wanted: Path | None, job: 
 
 
 class _Opening:
-    """What the main worker does with the folder, and tells the others. An act: repeated if a worker is lost in it.
+    """What the main worker does with the folder, and tells the others. Collective: repeated if a worker is lost in it.
 
     Attributes:
         folder: opened; None on other workers.

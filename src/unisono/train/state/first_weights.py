@@ -12,7 +12,7 @@ from torch import Tensor
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import UnisonoWarning
-from unisono.train.group.acts import Change
+from unisono.train.group.collectives import Change
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import Values, digest_tensors, set_all

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 
 from unisono.data.shards import ShardSource
-from unisono.train.group.acts import Acts
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.step.engine import Clip, LossFunction
@@ -77,19 +77,19 @@ class StepComputer(Protocol):
     def step_begins(self) -> None:
         """A step begins: from now on only updates and the script change the state."""
 
-    def compute(self, call: StepCall, acts: Acts) -> Computed:
+    def compute(self, call: StepCall, collectives: CollectiveCalls) -> Computed:
         """Compute, and update the weights.
 
         Raises:
             UnisonoError: whatever :meth:`StepEngine.attempt` and ``work_out`` raise.
         """
 
-    def step_ends(self, step: Step, acts: Acts, *, is_due: bool) -> bool:
+    def step_ends(self, step: Step, collectives: CollectiveCalls, *, is_due: bool) -> bool:
         """A step is over on this worker.
 
         Args:
             step: that is over.
-            acts: the collective calls.
+            collectives: the collective calls.
             is_due: whether the workers want to synchronize whatever the strategy says.
 
         Returns:
@@ -97,7 +97,11 @@ class StepComputer(Protocol):
         """
 
     def synchronize(
-        self, step: int, told: Callable[[], Mapping[str, Any]], heard: Callable[[Told], None], acts: Acts
+        self,
+        step: int,
+        told: Callable[[], Mapping[str, Any]],
+        heard: Callable[[Told], None],
+        collectives: CollectiveCalls,
     ) -> Told:
         """Have all workers get the same weights.
 
@@ -105,7 +109,7 @@ class StepComputer(Protocol):
             step: steps committed so far.
             told: JSON values by name that this worker has to say.
             heard: is told what every worker says, where weights are set.
-            acts: the collective calls.
+            collectives: the collective calls.
 
         Returns:
             what every worker says, with its figures.

@@ -6,7 +6,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import PolicyError
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import Strategy
-from unisono.train.group.acts import Acts
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.state.trained import Trained
@@ -120,13 +120,13 @@ class CurrentSteps:
         if self._computer is not None:
             self._computer.step_begins()
 
-    def compute(self, call: StepCall, acts: Acts) -> float:
+    def compute(self, call: StepCall, collectives: CollectiveCalls) -> float:
         """Carry a call of ``step.run`` out.
 
         Returns:
             its mean loss.
         """
-        done: Computed = self.computer.compute(call, acts)
+        done: Computed = self.computer.compute(call, collectives)
         self.is_computing = False
         call.step.metrics |= done.metrics
         if not self._trained.is_doubted:
@@ -146,11 +146,11 @@ class CurrentSteps:
         if self._computer is not None:
             self._computer.require_whole()
 
-    def follow(self, acts: Acts) -> None:
+    def follow(self, collectives: CollectiveCalls) -> None:
         """Policies may have chosen another strategy."""
         policy_state = self._trained.policy_state
         if policy_state.strategy != self.strategy or (self.has_own_weights and not policy_state.is_empty):
-            acts.together(self._switch)
+            collectives.together(self._switch)
 
     def _switch(self, workers: Workers) -> None:
         policy_state = self._trained.policy_state

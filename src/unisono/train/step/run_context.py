@@ -10,7 +10,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.received import LONGEST_S
 from unisono.train.config.settings import Settings
-from unisono.train.group.acts import Acts
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.signals import LeaveRequest
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.step.engine import Execution
@@ -59,7 +59,7 @@ class RunContext:
         settings: from the environment.
         folder: of the run.
         fingerprint: of the job and the machine.
-        acts: the collective calls so far.
+        collectives: the collective calls so far.
         leave: whether this worker was asked to leave.
         execution: how steps are carried out.
         fault_tolerance: how workers look after each other.
@@ -70,7 +70,7 @@ class RunContext:
     settings: Settings
     folder: RunFolder
     fingerprint: dict[str, Any]
-    acts: Acts
+    collectives: CollectiveCalls
     leave: LeaveRequest
     execution: Execution
     fault_tolerance: FaultTolerance

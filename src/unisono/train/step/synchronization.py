@@ -7,7 +7,7 @@ from typing import Any
 
 from unisono.adapt.view import Timings
 from unisono.errors import JobMismatch
-from unisono.train.group.acts import Acts
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.ending import Ending
@@ -26,7 +26,7 @@ class Synchronization:
     Under a strategy with which all workers always have the same weights, there is nothing to do.
 
     Args:
-        acts: the collective calls.
+        collectives: the collective calls.
         steps: who computes.
         trained: what is trained.
         membership: who trains.
@@ -39,7 +39,7 @@ class Synchronization:
 
     def __init__(
         self,
-        acts: Acts,
+        collectives: CollectiveCalls,
         steps: CurrentSteps,
         trained: Trained,
         membership: Membership,
@@ -49,7 +49,7 @@ class Synchronization:
         listeners: Listeners,
         ending: Ending,
     ) -> None:
-        self._acts, self._steps, self._trained, self._membership = acts, steps, trained, membership
+        self._collectives, self._steps, self._trained, self._membership = collectives, steps, trained, membership
         self._checkpoints, self._requests, self._report = checkpoints, requests, report
         self._listeners, self._ending = listeners, ending
 
@@ -80,7 +80,7 @@ class Synchronization:
             whether all workers have the same weights after it.
         """
         is_due = self._requests.leave or self._requests.regroup or self._checkpoints.due(step.number + 1)
-        ends = self._steps.computer.step_ends(step, self._acts, is_due=is_due)
+        ends = self._steps.computer.step_ends(step, self._collectives, is_due=is_due)
         if ends:
             self._synchronize()
         return ends
@@ -89,13 +89,13 @@ class Synchronization:
         if not self._steps.is_open:
             return
         step = self._trained.progress.position.step
-        told = self._steps.computer.synchronize(step, self._told, self._heard, self._acts)
+        told = self._steps.computer.synchronize(step, self._told, self._heard, self._collectives)
         if any(one["samples"] for one in told):
             strategy = str(self._steps.strategy)
             self._listeners.tell(lambda one: one.round_ended(told, strategy))
 
     def _told(self) -> Mapping[str, Any]:
-        return self._report.told(self._acts.formed_s)
+        return self._report.told(self._collectives.formed_s)
 
     def _heard(self, told: Told) -> None:
         """What every worker says. In the change with which they synchronize."""

@@ -15,7 +15,7 @@ from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept
 from unisono.errors import MemoryFault, PolicyError
 from unisono.job import Job
-from unisono.train.group.acts import Acts, Change
+from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.majority import Verdict
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
@@ -114,18 +114,22 @@ class ExactSteps:
         """From now on only updates and the script change the state."""
         self.require_engine().step_begins()
 
-    def compute(self, call: StepCall, acts: Acts) -> Computed:
+    def compute(self, call: StepCall, collectives: CollectiveCalls) -> Computed:
         """Compute the call with the others; all make the update, or none."""
         self._seconds = {}
-        loss, metrics, figures = acts.change(partial(self._train, call, acts))
+        loss, metrics, figures = collectives.change(partial(self._train, call, collectives))
         return Computed(loss, metrics, figures, self._seconds, call.step.size)
 
-    def step_ends(self, step: Step, acts: Acts, *, is_due: bool) -> bool:
+    def step_ends(self, step: Step, collectives: CollectiveCalls, *, is_due: bool) -> bool:
         """All have the same weights anyway."""
         return True
 
     def synchronize(
-        self, step: int, told: Callable[[], Mapping[str, Any]], heard: Callable[[Told], None], acts: Acts
+        self,
+        step: int,
+        told: Callable[[], Mapping[str, Any]],
+        heard: Callable[[Told], None],
+        collectives: CollectiveCalls,
     ) -> Told:
         """All have the same weights anyway."""
         return []
@@ -147,7 +151,7 @@ class ExactSteps:
         assert self.engine is not None, "these steps are in use"
         return self.engine
 
-    def _train(self, call: StepCall, acts: Acts, workers: Workers) -> Change[_Found]:
+    def _train(self, call: StepCall, collectives: CollectiveCalls, workers: Workers) -> Change[_Found]:
         place = call.step.number, call.step.calls
         if (suspicion := self.integrity.settle_suspicion(workers, place)) is not None:
             return self._doubted(workers, suspicion)
@@ -155,7 +159,7 @@ class ExactSteps:
         made = self._call(call, mine)
         self.listeners.tell(lambda one: one.call_begins(made, mine, workers.generation.number))
         try:
-            attempt = engine.attempt(made, partial(self.report.flags, acts.formed_s))
+            attempt = engine.attempt(made, partial(self.report.flags, collectives.formed_s))
         except PolicyError:
             self.trained.policy_state.refuse(workers, made.step)
         except MemoryFault:
@@ -168,8 +172,8 @@ class ExactSteps:
         if verdict is not Verdict.RIGHT:
             engine.discard()
             healing = verdict is Verdict.HEALING
-            doubt = self.integrity.settle_majority(workers, place, acts.recovery.heal) if healing else note
-            return self._train(call, acts, workers) if doubt is None else self._doubted(workers, doubt)
+            doubt = self.integrity.settle_majority(workers, place, collectives.recovery.heal) if healing else note
+            return self._train(call, collectives, workers) if doubt is None else self._doubted(workers, doubt)
         while workers.rank == 0 and workers.transport.measured:
             about = workers.transport.measured.pop(0)
             self.listeners.tell(lambda one, about=about: one.topology_measured(about))  # type: ignore[misc]

@@ -14,7 +14,7 @@ from unisono.data.streams import generators_kept
 from unisono.errors import JobError, WorkerLost
 from unisono.failpoints import failpoint
 from unisono.job import Job
-from unisono.train.group.acts import Acts, Change
+from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
@@ -104,7 +104,7 @@ class LocalTraining:
     def step_begins(self) -> None:
         """Nobody looks at memory that each worker changes by itself."""
 
-    def compute(self, call: StepCall, acts: Acts) -> Computed:
+    def compute(self, call: StepCall, collectives: CollectiveCalls) -> Computed:
         """Compute this worker's part of a step, and update its weights.
 
         Raises:
@@ -117,21 +117,25 @@ class LocalTraining:
                 f"step.run was called twice in step {step.number}: with strategy={str(self._rounds.strategy)!r} a step "
                 f"is whoever's comes first, so it has one call. Use all-reduce or local-sgd"
             )
-        self._with_others(acts, lambda rounds: rounds.begin())
-        self._with_others(acts, lambda rounds: self._parts(rounds, call, own))
+        self._with_others(collectives, lambda rounds: rounds.begin())
+        self._with_others(collectives, lambda rounds: self._parts(rounds, call, own))
         self._loss = own.mean_loss(self._loss)
         return Computed(self._loss, own.mean_metrics, {}, own.seconds, own.samples)
 
-    def step_ends(self, step: Step, acts: Acts, *, is_due: bool) -> bool:
+    def step_ends(self, step: Step, collectives: CollectiveCalls, *, is_due: bool) -> bool:
         """A step is over on this worker."""
         if self._rounds is None:
             return True
         ends = step.is_last_in_epoch or (step.number + 1) % self._rounds.strategy.round_steps == 0 or is_due
-        self._with_others(acts, lambda rounds: rounds.step_ends(step.number, ends_round=ends))
+        self._with_others(collectives, lambda rounds: rounds.step_ends(step.number, ends_round=ends))
         return ends
 
     def synchronize(
-        self, step: int, told: Callable[[], Mapping[str, Any]], heard: Callable[[Told], None], acts: Acts
+        self,
+        step: int,
+        told: Callable[[], Mapping[str, Any]],
+        heard: Callable[[Told], None],
+        collectives: CollectiveCalls,
     ) -> Told:
         """End the round: from here on all workers have the same weights."""
 
@@ -148,7 +152,7 @@ class LocalTraining:
             failpoint("round worked out")
             return Change(make)
 
-        found = acts.change(end)
+        found = collectives.change(end)
         if samples := sum(one["samples"] for one in found):
             self._loss = sum(one["loss"] for one in found) / samples
         return found
@@ -185,7 +189,7 @@ class LocalTraining:
             shards = source.load(ShardsRequest(step.epoch, tuple(step.batch.shard(shard) for shard in part)))
         return [to_device(shard, self._device) for shard in shards]
 
-    def _with_others(self, acts: Acts, action: Callable[[LocalRounds], None]) -> None:
+    def _with_others(self, collectives: CollectiveCalls, action: Callable[[LocalRounds], None]) -> None:
         """Do something in which others may be lost; then it is done again with those who are left."""
         while (rounds := self._rounds) is not None:
             try:
@@ -193,6 +197,6 @@ class LocalTraining:
                     raise WorkerLost("another worker was lost in the middle of a round")
                 action(rounds)
             except WorkerLost as lost:
-                acts.regroup(lost)
+                collectives.regroup(lost)
             else:
                 return

@@ -8,7 +8,7 @@ import pytest
 
 from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
 from unisono.membership.messages import NewGeneration, Seat
-from unisono.train.group.acts import Acts, Change, Stateless
+from unisono.train.group.collectives import Change, CollectiveCalls, Stateless
 from unisono.train.group.elastic import transfer_in
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers
@@ -150,7 +150,7 @@ class Act:
 
 def test_an_act_in_which_a_worker_is_lost_is_done_again_with_those_who_are_left() -> None:
     membership = FakeMembership(coming=[together_again(0, 0)])
-    acts, act = Acts(membership), Act(losses=1)
+    acts, act = CollectiveCalls(membership), Act(losses=1)
     assert acts.together(act) == "call 2"
     assert acts.done == 1
     assert membership.progress_told == [MemberProgress(0)]
@@ -159,7 +159,7 @@ def test_an_act_in_which_a_worker_is_lost_is_done_again_with_those_who_are_left(
 def test_an_act_that_the_others_have_completed_is_taken_from_them_and_not_done_again() -> None:
     membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs", "state"])])
     recovery = FakeRecovery()
-    acts, act = Acts(membership, recovery), Act(losses=9)
+    acts, act = CollectiveCalls(membership, recovery), Act(losses=9)
     assert acts.together(act) == "theirs"
     assert (act.calls, acts.done, recovery.taken) == (1, 1, [("state", False)])
 
@@ -167,13 +167,13 @@ def test_an_act_that_the_others_have_completed_is_taken_from_them_and_not_done_a
 def test_a_state_that_the_newest_act_has_not_changed_is_not_handed_over() -> None:
     membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, False, "theirs", None])])
     recovery = FakeRecovery()
-    assert Acts(membership, recovery).together(Act(losses=1)) == "theirs"
+    assert CollectiveCalls(membership, recovery).together(Act(losses=1)) == "theirs"
     assert recovery.taken == []
 
 
 def test_a_joiner_is_given_the_state_though_the_newest_act_has_changed_none() -> None:
     recovery = FakeRecovery()
-    acts = Acts(FakeMembership(coming=[together_again(1, 0, joiners=frozenset([1]))]), recovery)
+    acts = CollectiveCalls(FakeMembership(coming=[together_again(1, 0, joiners=frozenset([1]))]), recovery)
     acts.together(Act(losses=0))
     acts.together(Act(losses=1))
     assert recovery.given == 1
@@ -181,7 +181,7 @@ def test_a_joiner_is_given_the_state_though_the_newest_act_has_changed_none() ->
 
 def test_an_act_that_was_taken_from_the_others_has_its_number_among_those_that_joiners_read() -> None:
     membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, False, "theirs", None])])
-    acts = Acts(membership)
+    acts = CollectiveCalls(membership)
     acts.together(Act(losses=9))
     acts.together(Act(losses=0))
     assert membership.known == {"act/0/0": "theirs", "act/0/1": "call 1"}
@@ -189,7 +189,7 @@ def test_an_act_that_was_taken_from_the_others_has_its_number_among_those_that_j
 
 def test_a_joiner_publishes_nothing_of_what_it_skips() -> None:
     membership = FakeMembership(joins=True)
-    assert not Acts(membership).enter(0)
+    assert not CollectiveCalls(membership).enter(0)
     assert membership.known == {}
 
 
@@ -206,7 +206,7 @@ def test_a_minted_generation_says_who_gives_what_to_whom() -> None:
 
 def test_whoever_has_come_furthest_gives_its_result_and_keeps_its_own() -> None:
     membership = FakeMembership(coming=[together_again(1, 0)])
-    acts = Acts(membership)
+    acts = CollectiveCalls(membership)
     assert acts.together(Act(losses=0)) == "call 1"
     assert acts.together(Act(losses=1)) == "call 2"
     assert acts.done == 2
@@ -214,14 +214,14 @@ def test_whoever_has_come_furthest_gives_its_result_and_keeps_its_own() -> None:
 
 def test_losing_another_worker_while_the_next_generation_forms_is_survived_too() -> None:
     membership = FakeMembership(coming=[fail_with(WorkerLost("again")), together_again(0)])
-    acts = Acts(membership)
+    acts = CollectiveCalls(membership)
     assert acts.together(Act(losses=1)) == "call 2"
     assert len(membership.progress_told) == 2
 
 
 def test_losing_one_while_the_state_is_handed_over_leaves_this_worker_as_far_as_it_was() -> None:
     membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs", "state"])] * 2)
-    acts = Acts(membership)
+    acts = CollectiveCalls(membership)
     failures = iter([True, False])
 
     def broadcast(value: Any, source: int) -> Any:
@@ -238,7 +238,7 @@ def test_losing_the_giver_when_its_state_is_here_does_not_apply_the_update_twice
     taken = together_again(0, 1, source=1, told=[1, True, "theirs", 1])
     membership = FakeMembership(coming=[taken, together_again(1)])
     recovery = FakeRecovery(losses=[WorkerLost("the giver, as the engine is made")])
-    acts = Acts(membership, recovery)
+    acts = CollectiveCalls(membership, recovery)
 
     def add_one() -> str:
         recovery.weights += 1
@@ -255,7 +255,7 @@ def test_losing_the_giver_when_its_state_is_here_does_not_apply_the_update_twice
 
 
 def test_what_is_told_of_a_change_is_told_when_it_is_counted() -> None:
-    acts, seen = Acts(FakeMembership()), list[tuple[str, int]]()
+    acts, seen = CollectiveCalls(FakeMembership()), list[tuple[str, int]]()
     acts.change(
         lambda workers: Change(lambda: seen.append(("made", acts.done)), lambda: seen.append(("told", acts.done)))
     )
@@ -263,19 +263,19 @@ def test_what_is_told_of_a_change_is_told_when_it_is_counted() -> None:
 
 
 def test_workers_that_were_started_together_end_together() -> None:
-    acts = Acts(FakeMembership(is_elastic=False))
+    acts = CollectiveCalls(FakeMembership(is_elastic=False))
     with pytest.raises(WorkerLost, match="loss 1"):
         acts.together(Act(losses=1))
 
 
 def test_the_end_of_the_job_ends_the_act() -> None:
-    acts = Acts(FakeMembership(coming=[fail_with(JobEnded("the job is over"))]))
+    acts = CollectiveCalls(FakeMembership(coming=[fail_with(JobEnded("the job is over"))]))
     with pytest.raises(JobEnded):
         acts.together(Act(losses=1))
 
 
 def test_a_worker_that_is_dismissed_departs() -> None:
-    acts = Acts(FakeMembership(coming=[fail_with(Dismissed("fewer workers"))]))
+    acts = CollectiveCalls(FakeMembership(coming=[fail_with(Dismissed("fewer workers"))]))
     with pytest.raises(SystemExit) as left:
         acts.together(Act(losses=1))
     assert left.value.code == 0
@@ -283,14 +283,14 @@ def test_a_worker_that_is_dismissed_departs() -> None:
 
 def test_a_joiner_gets_the_results_of_calls_outside_of_loops_without_making_them() -> None:
     member = FakeMembership()
-    acts = Acts(member)
+    acts = CollectiveCalls(member)
     acts.together(lambda workers: "before")
     acts.enter(0)
     acts.together(lambda workers: "inside")  # in the loop: whoever joins begins after it
     acts.leave(0)
     acts.together(lambda workers: "after")
 
-    joiner = Acts(FakeMembership(joins=True, known=member.known))
+    joiner = CollectiveCalls(FakeMembership(joins=True, known=member.known))
     never = Act(losses=9)
     assert joiner.together(never) == "before"
     assert not joiner.enter(0)
@@ -301,7 +301,7 @@ def test_a_joiner_gets_the_results_of_calls_outside_of_loops_without_making_them
 def test_a_joiner_goes_on_where_its_source_stands() -> None:
     taken_in = together_again(7, 0, rank=1, told=[7, True, None, "state"], joiners=frozenset([1]))
     membership = FakeMembership(joins=True, coming=[taken_in])
-    acts = Acts(membership)
+    acts = CollectiveCalls(membership)
     assert acts.enter(0)
     assert (acts.done, membership.joins) == (7, False)
     assert acts.together(Act(losses=0)) == "call 1"
@@ -310,14 +310,14 @@ def test_a_joiner_goes_on_where_its_source_stands() -> None:
 def test_a_joiner_that_loses_its_source_waits_for_the_next_chance() -> None:
     taken_in = together_again(7, 0, rank=1, told=[7, True, None, "state"], joiners=frozenset([1]))
     membership = FakeMembership(joins=True, coming=[fail_with(WorkerLost("the source")), taken_in])
-    assert Acts(membership).enter(2)
+    assert CollectiveCalls(membership).enter(2)
     assert membership.entered == [2, 2]
 
 
 def test_a_joiner_that_has_the_state_and_loses_its_source_goes_on_as_a_member() -> None:
     taken_in = together_again(7, 0, rank=1, told=[7, True, None, "state"], joiners=frozenset([1]))
     membership = FakeMembership(joins=True, coming=[taken_in, together_again(7)])
-    acts = Acts(membership, FakeRecovery(losses=[WorkerLost("the source, as the engine is made")]))
+    acts = CollectiveCalls(membership, FakeRecovery(losses=[WorkerLost("the source, as the engine is made")]))
     assert acts.enter(2)
     assert (membership.entered, membership.joins) == ([2], False)
     assert [progress.acts for progress in membership.progress_told] == [7]
@@ -325,21 +325,21 @@ def test_a_joiner_that_has_the_state_and_loses_its_source_goes_on_as_a_member() 
 
 def test_a_joiner_with_another_model_is_refused() -> None:
     member = FakeMembership()
-    Acts(member).agree("model", {"layer": 1})
+    CollectiveCalls(member).agree("model", {"layer": 1})
     with pytest.raises(JobMismatch, match="layer"):
-        Acts(FakeMembership(joins=True, known=member.known)).agree("model", {"layer": 2})
+        CollectiveCalls(FakeMembership(joins=True, known=member.known)).agree("model", {"layer": 2})
 
 
 def test_what_a_new_generation_took_is_told_by_part() -> None:
     membership = FakeMembership(coming=[together_again(0)])
-    Acts(membership).together(Act(losses=1))
+    CollectiveCalls(membership).together(Act(losses=1))
     (seconds,) = membership.seconds
     assert set(seconds) == {"regroup", "copy"}
 
 
 def test_every_member_makes_known_what_was_agreed_so_that_the_main_worker_may_be_lost_before_it_could() -> None:
     membership = FakeMembership(here=FakeWorkers(rank=1))
-    acts = Acts(membership)
+    acts = CollectiveCalls(membership)
     acts.together(lambda workers: "one")
     acts.together(lambda workers: "two")
     acts.enter(0)

@@ -26,12 +26,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Change(Generic[R]):
-    """What an act has worked out with the others; nothing of the state is changed yet.
+    """What a collective call has worked out with the others; nothing of the state is changed yet.
 
     Attributes:
-        make: changes the state, and returns the act's value. Called once, and the act is counted at once: so there is
+        make: changes the state, and returns the call's value. Called once, and the call is counted at once: so there is
             no collective, no I/O and no code of the script in it, but for what torch calls to set or update a state.
-        then: called when the act is counted: what is written and told of it.
+        then: called when the call is counted: what is written and told of it.
     """
 
     make: Callable[[], R]
@@ -39,7 +39,7 @@ class Change(Generic[R]):
 
 
 class Recovers(Protocol):
-    """Keeps the state that acts change, and knows how to go on when workers come and go."""
+    """Keeps the state that collective calls change, and knows how to go on when workers come and go."""
 
     def leave(self) -> None:
         """The generation is over: let go of what was made for it."""
@@ -62,7 +62,7 @@ class Recovers(Protocol):
         """A collective call is complete, so that all have completed the one before."""
 
     def digests(self) -> Sequence[int] | None:
-        """Of the state, alike on all who have completed the same acts; None where they may differ."""
+        """Of the state, alike on all who have completed the same calls; None where they may differ."""
 
     def gives_alone(self) -> None:
         """Members get a state that this one alone has, so that nobody can compare it. Called before :meth:`give`."""
@@ -81,7 +81,7 @@ class Recovers(Protocol):
 
 
 class Stateless(Recovers):
-    """Of acts that change no state."""
+    """Of collective calls that change no state."""
 
     def leave(self) -> None:
         """Nothing was made."""
@@ -113,15 +113,15 @@ class Stateless(Recovers):
         raise dismissed
 
 
-class Acts:
+class CollectiveCalls:
     """Carries collective calls out, whoever is lost or comes meanwhile.
 
-    An act is complete on a worker, or it is not: a worker that is in the middle of one when another is lost does it
-    again with those who are left, or takes its result from them if they have it. Members differ by one act at most,
-    since none completes without all.
+    A collective call is complete on a worker, or it is not: a worker that is in the middle of one when another is lost
+    does it again with those who are left, or takes its result from them if they have it. Members differ by one call at
+    most, since none completes without all.
 
-    The state and the number of acts that made it change together, in :meth:`_commit` and nowhere else: whatever is lost
-    at whatever moment, a worker never has a state that it has not counted.
+    The state and the number of collective calls that made it change together, in :meth:`_commit` and nowhere else:
+    whatever is lost at whatever moment, a worker never has a state that it has not counted.
 
     What is agreed on outside of loops is made known to those who join later: they run the same script from its first
     line, and get the same values.
@@ -148,8 +148,8 @@ class Acts:
         self._value: Any = None
         self._changed = False
 
-    def changing(self, recovery: Recovers) -> Acts:
-        """The acts that follow on these, and change a state."""
+    def changing(self, recovery: Recovers) -> CollectiveCalls:
+        """The collective calls that follow on these, and change a state."""
         found = copy(self)
         found.recovery = recovery
         return found
@@ -159,11 +159,11 @@ class Acts:
         """How far this worker has come."""
         return MemberProgress(self.done, self._loop, self.step)
 
-    def together(self, act: Callable[[Workers], R]) -> R:
-        """Carry an act out that changes nothing.
+    def together(self, call: Callable[[Workers], R]) -> R:
+        """Carry a collective call out that changes nothing.
 
         Args:
-            act: the call; repeated if a worker is lost in it. What it returns is the same on all workers: numbers,
+            call: the call; repeated if a worker is lost in it. What it returns is the same on all workers: numbers,
                 text, tensors, and lists and dicts of them.
 
         Raises:
@@ -171,21 +171,21 @@ class Acts:
         """
 
         def found(workers: Workers) -> Change[R]:
-            value = act(workers)
+            value = call(workers)
             return Change(lambda: value)
 
         return self._do(found, changes=False)
 
-    def change(self, act: Callable[[Workers], Change[R]]) -> R:
-        """Carry an act out that changes weights, optimizers, or what else is handed over.
+    def change(self, call: Callable[[Workers], Change[R]]) -> R:
+        """Carry a collective call out that changes weights, optimizers, or what else is handed over.
 
         Args:
-            act: works the change out with the others, and changes nothing; repeated if a worker is lost in it.
+            call: works the change out with the others, and changes nothing; repeated if a worker is lost in it.
 
         Raises:
             WorkerLost: a worker is gone, and the others cannot go on without it.
         """
-        return self._do(act, changes=True)
+        return self._do(call, changes=True)
 
     def agree(self, what: str, fields: Mapping[str, Any]) -> None:
         """Refuse to go on with workers that differ.
@@ -270,13 +270,13 @@ class Acts:
         except Dismissed as dismissed:
             self.recovery.depart(dismissed)
 
-    def _do(self, act: Callable[[Workers], Change[R]], *, changes: bool) -> R:
+    def _do(self, call: Callable[[Workers], Change[R]], *, changes: bool) -> R:
         if self._membership.joins:
             return self._known()  # type: ignore[no-any-return]
         number = self.done
         while self.done == number:
             try:
-                change = self._carry_out(act)
+                change = self._carry_out(call)
             except WorkerLost as lost:
                 self.regroup(lost)
             else:
@@ -289,11 +289,11 @@ class Acts:
         found: R = self._value
         return found
 
-    def _carry_out(self, act: Callable[[Workers], R]) -> R:
+    def _carry_out(self, call: Callable[[Workers], R]) -> R:
         workers = self._membership.workers
         workers.is_called = True
         try:
-            return act(workers)
+            return call(workers)
         finally:
             workers.is_called = False
             workers.ticks += 1
@@ -302,7 +302,7 @@ class Acts:
         """The state and its count change. Nothing stands between: no collective, no I/O, none of the script's code.
 
         Args:
-            done: how many acts have made the state that is set.
+            done: how many calls have made the state that is set.
             make: sets it, and returns the value of the newest of them.
             changed: whether that one has changed the state.
         """
