@@ -204,7 +204,7 @@ def test_a_library_that_has_started_a_thread_makes_the_start_cold(tmp_path: Path
     )
 
     async def go() -> None:
-        with pytest.raises(ColdStart, match="2 threads run in the template"):
+        with pytest.raises(ColdStart, match="2 threads run in the fork server"):
             async with fork_server(tmp_path, PYTHONPATH=str(tmp_path)):
                 pass
 

@@ -171,7 +171,7 @@ def test_template_and_workers_end_with_a_launcher_that_is_killed(tmp_path: Path)
 
 
 @in_a_loop
-async def test_workers_whose_template_is_killed_are_lost_and_the_nursery_serves_on(folder: Path) -> None:
+async def test_workers_whose_fork_server_is_killed_are_lost_and_the_shared_one_serves_on(folder: Path) -> None:
     async with fork_server(folder) as host:
         (folder / "wait.py").write_text("import signal; print('waiting', flush=True); signal.pause()")
         started = await host.start("wait.py")
@@ -182,7 +182,7 @@ async def test_workers_whose_template_is_killed_are_lost_and_the_nursery_serves_
         assert (await host.run("print('here')")).out == "here\n"
 
 
-def test_when_the_nursery_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_itself(tmp_path: Path) -> None:
+def test_when_the_shared_fork_server_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_itself(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])\n"
         f"print('pids', os.getpid(), os.getppid(), flush=True)\nsignal.sigwait([signal.SIGUSR2])\n{TRAINING}"
@@ -190,7 +190,7 @@ def test_when_the_nursery_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_it
     command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--max-restarts", "0", "--run-dir"]
     before = set(psutil.Process().children())
     with warm_jobs(ALLOWED_VARIABLES):
-        nurseries = set(psutil.Process().children()) - before
+        servers = set(psutil.Process().children()) - before
         with (
             subprocess.Popen(
                 [*command, "one", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
@@ -201,8 +201,8 @@ def test_when_the_nursery_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_it
             assert launcher.stdout is not None
             workers = [re.findall(r"pids (\d+) (\d+)", launcher.stdout.readline())[0] for _ in range(2)]
             (fork_server,) = {int(parent) for _, parent in workers}
-            assert psutil.Process(fork_server).parent() in nurseries
-            for shared_server in nurseries:
+            assert psutil.Process(fork_server).parent() in servers
+            for shared_server in servers:
                 shared_server.kill()
                 shared_server.wait(PATIENCE_S)
             for worker, _ in workers:
@@ -224,15 +224,15 @@ def test_when_the_nursery_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_it
 
 ASKS = """
 import os
-from unisono.launch.forkserver.client import Unborn, asked, code_in, pid_in
-from unisono.launch.forkserver.request import TEMPLATE
+from unisono.launch.forkserver.client import NotForked, asked, code_in, pid_in
+from unisono.launch.forkserver.request import FORK_SERVER
 
 try:
     nothing = os.open(os.devnull, os.O_RDWR)
-    with asked((TEMPLATE, str(nothing)), os.environ, dict.fromkeys(range(3), nothing)) as channel:
+    with asked((FORK_SERVER, str(nothing)), os.environ, dict.fromkeys(range(3), nothing)) as channel:
         pid_in(channel.recv(1000))
         print("born", code_in(channel))
-except Unborn as why:
+except NotForked as why:
     print(why)
 """
 
