@@ -38,14 +38,14 @@ LONG = {"EPOCHS": "10", "PACE_S": "0.05"}
 
 WARM = f"""
 import os, socket, sys
-from unisono.launch.forkserver.client import NURSERY
+from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 from unisono.testing import warm_jobs
 with warm_jobs({[*SETTINGS, *ALLOWED_VARIABLES]}):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nothing:
-        nothing.connect(os.path.join(os.environ[NURSERY], 'torch'))
+        nothing.connect(os.path.join(os.environ[SHARED_FORK_SERVER], 'torch'))
         nothing.shutdown(socket.SHUT_WR)
         nothing.recv(1)  # it hangs up on whoever says nothing, once it has loaded torch
-    print(os.environ[NURSERY], flush=True)
+    print(os.environ[SHARED_FORK_SERVER], flush=True)
     sys.stdin.read()
 """
 
