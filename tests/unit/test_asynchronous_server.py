@@ -359,7 +359,7 @@ def test_schedulers_find_that_the_update_came_before_them_whoever_made_it(how: S
     assert side_by_side(2, work) == [0.025, 0.025]
 
 
-def test_what_cannot_be_told_in_a_letter_is_left_as_the_server_has_it() -> None:
+def test_what_cannot_be_told_in_a_message_is_left_as_the_server_has_it() -> None:
     optimizer = prepared().optimizers[0]
     optimizer.param_groups[0].update(names={"a"}, mixed=[1, {"a"}], many=torch.ones(2), nothing=None, pair=(1, 2.0))
     (told,) = hyperparameters_of(optimizer)

@@ -305,7 +305,7 @@ def test_whoever_was_given_anothers_state_in_the_middle_of_a_round_has_what_all_
 
 
 def synchronised(number: int, make: Make, updates: Sequence[int]) -> list[Prepared]:
-    """Workers that made so many updates each, and came together."""
+    """Workers that made so many updates each, and synchronised."""
 
     def work(workers: Workers) -> Prepared:
         known = prepared(make)

@@ -223,7 +223,7 @@ def test_a_process_of_another_user_is_neither_heard_nor_told_anything(
     ],
     ids=["much text", "many tensors", "no object", "no text", "nested"],
 )
-def test_what_is_no_letter_is_not_read(said: bytes) -> None:
+def test_what_is_no_message_is_not_read(said: bytes) -> None:
     ours, theirs = socket.socketpair()
     with theirs, closing(RpcConnection(ours)) as line, ThreadPoolExecutor(1) as pool:
         sending = pool.submit(theirs.sendall, said)

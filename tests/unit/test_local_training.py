@@ -42,7 +42,7 @@ def prepared_model() -> Prepared:
     return Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
 
 
-def recipe_of(strategy: Strategy, prepared: Prepared) -> StepConfig:
+def config_of(strategy: Strategy, prepared: Prepared) -> StepConfig:
     return StepConfig(strategy, JOB, prepared, CPU, lambda optimizers: nullcontext(), PATIENCE_S)
 
 
@@ -69,7 +69,7 @@ def test_whoever_watches_a_worker_sees_it_get_on_with_each_shard_that_it_compute
 
         seen = list[tuple[bool, int]]()
         prepared = prepared_model()
-        mine = begin_local_rounds(recipe_of(LocalSGD(), prepared), workers, None)
+        mine = begin_local_rounds(config_of(LocalSGD(), prepared), workers, None)
         batch = Batches(8, 8, 4).at(Position())
         shards = [torch.ones(2, 3)] * 4
         mine.train(Call(0, 0, batch, shards, loss_fn, prepared.optimizers, Clip()))
@@ -129,7 +129,7 @@ def test_an_exchange_in_which_a_worker_is_lost_is_made_with_those_who_are_left()
     assert recorded.steps == [0]
 
 
-RECIPE = recipe_of(LocalSGD(), prepared_model())
+CONFIG = config_of(LocalSGD(), prepared_model())
 
 
 def broken_off(*, is_open: bool, exchanged: int = 4) -> Any:
@@ -143,7 +143,7 @@ def test_whoever_had_not_begun_the_round_comes_along_with_those_who_had(
     before = [broken_off(is_open=each) for each in is_open]
 
     def work(workers: Workers) -> LocalRounds:
-        return LocalRounds(RECIPE, workers, Mock(), before[workers.rank])
+        return LocalRounds(CONFIG, workers, Mock(), before[workers.rank])
 
     for rank, mine in enumerate(side_by_side(2, work)):
         assert (mine.goes_on, mine.is_open) == (any(is_open), any(is_open))
@@ -154,7 +154,7 @@ def test_whoever_had_not_begun_the_round_comes_along_with_those_who_had(
 
 def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more() -> None:
     def work(workers: Workers) -> list[int]:
-        mine = LocalRounds(RECIPE, workers, Mock(figures=dict))
+        mine = LocalRounds(CONFIG, workers, Mock(figures=dict))
         for step in range(3):
             mine.begin()
             if step == 1:  # an evaluation
@@ -182,7 +182,7 @@ def test_rounds_of_another_strategy_are_not_gone_on_with() -> None:
 def test_what_one_had_exchanged_when_a_worker_was_lost_nobody_exchanges_again() -> None:
     def work(workers: Workers) -> list[int]:
         before = broken_off(is_open=True, exchanged=6 - workers.rank)
-        mine = LocalRounds(RECIPE, workers, Mock(), before)
+        mine = LocalRounds(CONFIG, workers, Mock(), before)
         mine.begin()
         for step in range(6 - workers.rank, 9):  # one was lost in the exchange that the first had behind it
             mine.step_ends(step, ends_round=False)

@@ -316,7 +316,7 @@ def test_who_is_waited_for_is_named_by_the_one_that_knows() -> None:
             first.ask({1: RpcMessage()})
 
 
-def test_bytes_and_letters_are_counted_where_they_are_sent() -> None:
+def test_bytes_and_messages_are_counted_where_they_are_sent() -> None:
     opened = Endpoints(2)
     with opened as (first, _):
         before = [(one.sent_bytes, one.sent_messages) for one in opened.traffic]

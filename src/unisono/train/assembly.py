@@ -31,7 +31,7 @@ from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.listeners import Listener, Listeners
 from unisono.train.step.run_context import RunContext
-from unisono.train.step.synchronization import Synchronization
+from unisono.train.step.synchronisation import Synchronisation
 from unisono.train.step.timer import Timer
 from unisono.train.step.worker_report import WorkerReport
 from unisono.train.step_loop import LoopLimits, StepLoop
@@ -57,7 +57,7 @@ class Inside:
         collectives: the collective calls.
         recovery: goes on when workers come and go.
         snapshots: takes the state.
-        synchronization: gets workers the same weights.
+        synchronisation: gets workers the same weights.
         verification: compares the state.
         policy_runner: asks policies.
         loop: carries loops out.
@@ -82,7 +82,7 @@ class Inside:
     collectives: CollectiveCalls
     recovery: Recovery
     snapshots: Snapshots
-    synchronization: Synchronization
+    synchronisation: Synchronisation
     verification: Verification
     policy_runner: PolicyRunner
     loop: StepLoop
@@ -129,7 +129,7 @@ def assemble(
         collectives=collectives,
         recovery=made.recovery,
         snapshots=made.snapshots,
-        synchronization=made.synchronization,
+        synchronisation=made.synchronisation,
         verification=made.verification,
         policy_runner=policy_runner,
         loop=loop,
@@ -212,7 +212,7 @@ class _Computing:
     snapshots: Snapshots
     recovery: Recovery
     collectives: CollectiveCalls
-    synchronization: Synchronization
+    synchronisation: Synchronisation
     verification: Verification
 
 
@@ -245,11 +245,11 @@ def _computing(base: _Base) -> _Computing:
         membership, steps, trained, integrity, requests, checkpoints, snapshots, folder, listeners, ending
     )
     collectives = context.collectives.changing(recovery)
-    synchronization = Synchronization(
+    synchronisation = Synchronisation(
         collectives, steps, trained, membership, checkpoints, requests, report, listeners, ending
     )
     verification = Verification(collectives, membership, steps, trained, integrity, judge, snapshots, listeners)
-    return _Computing(integrity, exact, steps, snapshots, recovery, collectives, synchronization, verification)
+    return _Computing(integrity, exact, steps, snapshots, recovery, collectives, synchronisation, verification)
 
 
 def _loop(base: _Base, made: _Computing, policy_runner: PolicyRunner) -> StepLoop:
@@ -268,7 +268,7 @@ def _loop(base: _Base, made: _Computing, policy_runner: PolicyRunner) -> StepLoo
         base.membership,
         made.steps,
         base.trained,
-        made.synchronization,
+        made.synchronisation,
         made.integrity,
         made.verification,
         made.recovery,

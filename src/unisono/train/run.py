@@ -122,7 +122,7 @@ class Run:
         if self.job.deterministic:
             refuse_unset_memory(prepared.optimizers)
         inside, trained = self.inside, self.inside.trained
-        inside.synchronization.before_call()
+        inside.synchronisation.before_call()
         inside.collectives.agree("model", prepared.layout())
         is_first, trained.prepared = trained.prepared is None, prepared
         inside.collectives.change(partial(inside.first_weights.act, prepared, resumes=is_first))
@@ -229,7 +229,7 @@ class Run:
             the mean of each metric over all samples, weighted by the batches' sizes or weights.
         """
         self._prepared()
-        self.inside.synchronization.before_call()
+        self.inside.synchronisation.before_call()
         return self.inside.evaluator.carry_out(lambda one: one.means(metrics), dataset, batch_size, collate_fn)
 
     def predict(
@@ -253,22 +253,22 @@ class Run:
             what ``predict_fn`` returns, with one row per sample of the data set.
         """
         self._prepared()
-        self.inside.synchronization.before_call()
+        self.inside.synchronisation.before_call()
         return self.inside.evaluator.carry_out(lambda one: one.outputs(predict_fn), dataset, batch_size, collate_fn)
 
     def all_reduce(self, value: Any, operation: Operation = "mean") -> Any:
         """Combine one number or tensor per worker: ``mean``, ``sum``, ``max`` or ``min``."""
-        self.inside.synchronization.before_call()
+        self.inside.synchronisation.before_call()
         return self.inside.collectives.together(lambda workers: workers.all_reduce(value, operation))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value that the worker ``source`` has: a tensor, a number, text, or lists and dicts of them."""
-        self.inside.synchronization.before_call()
+        self.inside.synchronisation.before_call()
         return self.inside.collectives.together(lambda workers: workers.broadcast(value, source))
 
     def barrier(self) -> None:
         """Wait until every worker is here."""
-        self.inside.synchronization.before_call()
+        self.inside.synchronisation.before_call()
         self.inside.collectives.together(lambda workers: workers.barrier())
 
     # -- keeping ---------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Run:
         """
         self.inside.checkpoints.requested = True
         if self.inside.steps.under_way is None:
-            self.inside.synchronization.before_call()
+            self.inside.synchronisation.before_call()
             self.inside.snapshots.save_if_due(self.inside.verification.require_right())
 
     def resize(self, workers: int) -> None:
@@ -317,7 +317,7 @@ class Run:
         inside.loop.leave()
         if inside.membership.joins:
             inside.collectives.await_end()
-        inside.synchronization.before_call()
+        inside.synchronisation.before_call()
         inside.verification.require_whole(self.rank)
         inside.policy_runner.end()
         inside.snapshots.settle(is_end=True)

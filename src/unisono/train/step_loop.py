@@ -43,7 +43,7 @@ from unisono.train.step.current import CurrentSteps
 from unisono.train.step.engine import Clip, LossFunction
 from unisono.train.step.listeners import Listeners
 from unisono.train.step.step import Step
-from unisono.train.step.synchronization import Synchronization
+from unisono.train.step.synchronisation import Synchronisation
 from unisono.train.step.timer import Timer
 
 
@@ -76,7 +76,7 @@ class StepLoop:
         membership: who trains.
         steps: who computes.
         trained: the state.
-        synchronization: gets workers the same weights.
+        synchronisation: gets workers the same weights.
         integrity: says when the state is to be compared.
         verification: compares it.
         recovery: lets this worker depart.
@@ -97,7 +97,7 @@ class StepLoop:
     membership: Membership
     steps: CurrentSteps
     trained: Trained
-    synchronization: Synchronization
+    synchronisation: Synchronisation
     integrity: Integrity
     verification: Verification
     recovery: Recovery
@@ -129,7 +129,7 @@ class StepLoop:
         if loader_workers < 0:
             raise JobError(f"loader_workers={loader_workers}: use 0 to load in this process, or a number of processes")
         samples = check_dataset(dataset)
-        self.synchronization.before_call()
+        self.synchronisation.before_call()
         self.collectives.agree("data set", {"number of samples": samples})
         batches = Batches(samples, self.job.batch_size, self.job.shards, drop_last)
         if not batches.per_epoch:
@@ -173,7 +173,7 @@ class StepLoop:
     def enter(self) -> None:
         """A loop begins. Whoever joins in the middle of it finds it compared."""
         if not self._joined:
-            self.synchronization.before_call()
+            self.synchronisation.before_call()
             self.verification.require_right()
 
     def begin(self, step: Step) -> None:
@@ -210,7 +210,7 @@ class StepLoop:
             return
         self.trained.progress = after
         count = self.collectives.step = after.position.step
-        is_settled = self.synchronization.step_ends(step)
+        is_settled = self.synchronisation.step_ends(step)
         if self.policy_runner.links_are_due() or self.limits.monitoring.measures_links(count):
             self._measure_links()
         self.metrics.finish(step, self.policy_runner.rates)
@@ -268,7 +268,7 @@ class StepLoop:
         seed_generators(stream_seed(self.job.seed, Stream.AFTER, loop))
 
     def _measure_links(self) -> None:
-        self.synchronization.before_call()
+        self.synchronisation.before_call()
         measured = self.collectives.together(_measured_links)
         if measured is not None:
             self.trained.monitors.links = Links.from_json(measured)

@@ -14,7 +14,7 @@ from unisono.exit_codes import FIRST_SIGNAL, PREEMPTED
 from unisono.launch.slurm.batch_job import BatchJob
 from unisono.launch.slurm.words import shell_word
 
-FORK_SERVER = Path(__file__).with_suffix(".sh.j2")
+TEMPLATE = Path(__file__).with_suffix(".sh.j2")
 
 MARK = "written by: "
 """How the second line begins: a file with it may be written anew."""
@@ -45,7 +45,7 @@ def text_of(job: BatchJob, command: Sequence[str]) -> str:
 
     shell = Environment(trim_blocks=True, undefined=StrictUndefined, autoescape=False)  # noqa: S701 (it is no HTML)
     shell.filters["word"] = lambda value: shell_word(str(value))
-    template = shell.from_string(FORK_SERVER.read_text(encoding="utf-8"))
+    template = shell.from_string(TEMPLATE.read_text(encoding="utf-8"))
     made_by = " ".join(map(shell_word, command))
     asked_to_leave = INTERRUPTED if job.study else PREEMPTED
     rendered: str = template.render(job=job, mark=MARK, made_by=made_by, asked_to_leave=asked_to_leave)

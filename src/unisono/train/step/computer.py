@@ -17,7 +17,7 @@ from unisono.train.step.listeners import Computed
 from unisono.train.step.step import Step
 
 Told = Sequence[Mapping[str, Any]]
-"""What every worker says when all synchronize: JSON values by name, by rank."""
+"""What every worker says when all synchronise: JSON values by name, by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StepComputer(Protocol):
 
     @property
     def has_own_weights(self) -> bool:
-        """Whether each worker has weights of its own between two synchronizations."""
+        """Whether each worker has weights of its own between two synchronisations."""
 
     @property
     def is_open(self) -> bool:
@@ -90,13 +90,13 @@ class StepComputer(Protocol):
         Args:
             step: that is over.
             collectives: the collective calls.
-            is_due: whether the workers want to synchronize whatever the strategy says.
+            is_due: whether the workers want to synchronise whatever the strategy says.
 
         Returns:
             whether all workers have, or are to have, the same weights now.
         """
 
-    def synchronize(
+    def synchronise(
         self,
         step: int,
         told: Callable[[], Mapping[str, Any]],

@@ -51,7 +51,7 @@ class CurrentSteps:
 
     @property
     def has_own_weights(self) -> bool:
-        """Whether each worker has weights of its own between two synchronizations."""
+        """Whether each worker has weights of its own between two synchronisations."""
         return self._computer is not None and self._computer.has_own_weights
 
     @property

@@ -1,4 +1,4 @@
-"""What a worker has to say to the others in each step, or when they synchronize."""
+"""What a worker has to say to the others in each step, or when they synchronise."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ class WorkerReport:
         )
 
     def told(self, formed_s: float) -> dict[str, Any]:
-        """The same as JSON, where workers synchronize."""
+        """The same as JSON, where workers synchronise."""
         flags = self.flags(formed_s, Seen())
         return {"leave": flags.leave, "regroup": flags.regroup, "timings": astuple(flags.timings)}

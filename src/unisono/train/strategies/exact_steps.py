@@ -124,7 +124,7 @@ class ExactSteps:
         """All have the same weights anyway."""
         return True
 
-    def synchronize(
+    def synchronise(
         self,
         step: int,
         told: Callable[[], Mapping[str, Any]],

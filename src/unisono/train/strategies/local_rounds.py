@@ -48,7 +48,7 @@ class StepConfig:
 
 @dataclass(slots=True)
 class Tally:
-    """What this worker has done since all came together last.
+    """What this worker has done since all synchronised last.
 
     Attributes:
         steps: that it went through.
@@ -75,7 +75,7 @@ class LocalRounds:
             another worker's state.
 
     Attributes:
-        is_open: whether something was done since all came together last.
+        is_open: whether something was done since all synchronised last.
         goes_on: whether a round of the generation before was broken off; the same on all workers.
         exchanged: the newest step after which this worker has exchanged what the strategy says, or others without it.
 

@@ -130,7 +130,7 @@ class LocalTraining:
         self._with_others(collectives, lambda rounds: rounds.step_ends(step.number, ends_round=ends))
         return ends
 
-    def synchronize(
+    def synchronise(
         self,
         step: int,
         told: Callable[[], Mapping[str, Any]],

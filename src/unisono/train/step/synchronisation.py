@@ -20,8 +20,8 @@ from unisono.train.step.step import Step
 from unisono.train.step.worker_report import WorkerReport
 
 
-class Synchronization:
-    """Synchronizes workers when the strategy says so, and before every collective call of the script.
+class Synchronisation:
+    """Synchronises workers when the strategy says so, and before every collective call of the script.
 
     Under a strategy with which all workers always have the same weights, there is nothing to do.
 
@@ -71,7 +71,7 @@ class Synchronization:
                 f"{doubt.why}, and the script has left the loop before the steps since then could be computed again: "
                 f"start the job again, it goes on from its newest verified checkpoint"
             )
-        self._synchronize()
+        self._synchronise()
 
     def step_ends(self, step: Step) -> bool:
         """A step is over on this worker.
@@ -82,14 +82,14 @@ class Synchronization:
         is_due = self._requests.leave or self._requests.regroup or self._checkpoints.due(step.number + 1)
         ends = self._steps.computer.step_ends(step, self._collectives, is_due=is_due)
         if ends:
-            self._synchronize()
+            self._synchronise()
         return ends
 
-    def _synchronize(self) -> None:
+    def _synchronise(self) -> None:
         if not self._steps.is_open:
             return
         step = self._trained.progress.position.step
-        told = self._steps.computer.synchronize(step, self._told, self._heard, self._collectives)
+        told = self._steps.computer.synchronise(step, self._told, self._heard, self._collectives)
         if any(one["samples"] for one in told):
             strategy = str(self._steps.strategy)
             self._listeners.tell(lambda one: one.round_ended(told, strategy))
@@ -98,7 +98,7 @@ class Synchronization:
         return self._report.told(self._collectives.formed_s)
 
     def _heard(self, told: Told) -> None:
-        """What every worker says. In the change with which they synchronize."""
+        """What every worker says. In the change with which they synchronise."""
         self._requests.note(leave=any(one["leave"] for one in told), regroup=any(one["regroup"] for one in told))
         setting = self._trained.setting(self._membership.workers)
         self._trained.monitors.time(setting, [Timings(*one["timings"]) for one in told])
