@@ -5,7 +5,11 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from unisono.launch.forkserver.request import Request
 from unisono.launch.forkserver.warm_start import WarmStart, WarmWorker
@@ -76,6 +80,38 @@ def cold(folder: Path, *argv: str, **variables: str) -> Ended:
         timeout=PATIENCE_S,
     )
     return Ended(done.returncode, done.stdout, done.stderr)
+
+
+OPENS = """
+import asyncio, os
+from pathlib import Path
+from unisono.launch.forkserver.request import Request
+from unisono.launch.forkserver.warm_start import WarmStart
+
+async def main():
+    warm = await WarmStart.open(os.environ, Path("log"))
+    worker = await warm.start(Request(("wait.py",), {}, os.getcwd()), 1, 2)
+    print(warm.pid, worker.pid, flush=True)
+    await worker.wait()
+
+asyncio.run(main())
+"""
+"""What a launcher does: it has a fork server, and a worker of it."""
+
+
+@contextmanager
+def launcher_and_forks(
+    folder: Path, variables: Mapping[str, str]
+) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A launcher in a folder, its fork server, and a worker that waits."""
+    (folder / "wait.py").write_text("import signal; signal.pause()")
+    with subprocess.Popen(
+        [sys.executable, "-c", OPENS], cwd=folder, env=variables, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        forks = [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()]
+        assert len(forks) == 2
+        yield launcher, forks
 
 
 LOOK = """

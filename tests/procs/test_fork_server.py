@@ -5,9 +5,7 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
-import textwrap
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from forked import LOOK, PATIENCE_S, TRAINING, Host, cold, environment, seen
+from forked import LOOK, PATIENCE_S, TRAINING, Host, cold, environment, launcher_and_forks, seen
 from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
 
 pytestmark = [
@@ -151,7 +149,7 @@ async def test_many_workers_run_at_once_and_each_end_is_told(host: Host) -> None
     assert [(await each.ended()).code for each in started] == list(range(12))
 
 
-def test_a_template_that_is_killed_takes_its_workers_with_it(tmp_path: Path) -> None:
+def test_a_fork_server_that_is_killed_takes_its_workers_with_it(tmp_path: Path) -> None:
     async def go() -> None:
         async with fork_server(tmp_path) as host:
             (host.folder / "wait.py").write_text("import signal; print('waiting', flush=True); signal.pause()")
@@ -168,31 +166,10 @@ def test_a_template_that_is_killed_takes_its_workers_with_it(tmp_path: Path) -> 
     asyncio.run(go())
 
 
-def test_a_template_ends_with_its_agent(tmp_path: Path) -> None:
-    program = """
-        import asyncio, os, signal, sys
-        from pathlib import Path
-        from unisono.launch.forkserver.request import Request
-        from unisono.launch.forkserver.warm_start import WarmStart
-
-        async def main():
-            warm = await WarmStart.open(os.environ, Path("log"))
-            worker = await warm.start(Request(("wait.py",), {}, os.getcwd()), 1, 2)
-            print(warm.pid, worker.pid, flush=True)
-            await worker.wait()
-
-        asyncio.run(main())
-    """
-    (tmp_path / "wait.py").write_text("import signal; signal.pause()")
-    (tmp_path / "agent.py").write_text(textwrap.dedent(program))
-    with subprocess.Popen(
-        [sys.executable, "agent.py"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
-    ) as agent:
-        assert agent.stdout is not None
-        family = [psutil.Process(int(pid)) for pid in agent.stdout.readline().split()]
-        assert len(family) == 2
+def test_a_fork_server_ends_with_its_agent(tmp_path: Path) -> None:
+    with launcher_and_forks(tmp_path, environment()) as (agent, forks):
         agent.kill()
-        assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
+        assert not psutil.wait_procs(forks, timeout=PATIENCE_S)[1]
 
 
 # --- when it cannot
@@ -229,7 +206,7 @@ async def test_a_request_that_is_too_long_is_refused_and_the_next_one_is_served(
     assert (await host.run("print('here')")).out == "here\n"
 
 
-def test_a_template_that_fails_to_load_is_a_cold_start_and_its_words_are_kept(tmp_path: Path) -> None:
+def test_a_fork_server_that_fails_to_load_is_a_cold_start_and_its_words_are_kept(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch today')")
 
     async def go() -> None:
@@ -241,7 +218,7 @@ def test_a_template_that_fails_to_load_is_a_cold_start_and_its_words_are_kept(tm
     assert "no torch today" in (tmp_path / "template.log").read_text()
 
 
-def test_a_template_that_is_closed_while_it_loads_is_gone(tmp_path: Path) -> None:
+def test_a_fork_server_that_is_closed_while_it_loads_is_gone(tmp_path: Path) -> None:
     async def go() -> int:
         warm = await WarmStart.open(environment(), tmp_path / "template.log")
         await warm.close()

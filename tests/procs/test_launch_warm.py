@@ -161,7 +161,7 @@ def test_a_launcher_that_is_killed_takes_everything_with_it(run: Run) -> None:
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
 
 
-def test_workers_whose_template_is_killed_are_lost_and_the_job_says_so(run: Run) -> None:
+def test_workers_whose_fork_server_is_killed_are_lost_and_the_job_says_so(run: Run) -> None:
     run.start("forever()")
     os.kill(int(run.until_waiting(3)[0][2]), signal.SIGKILL)
     assert run.end() == 137

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forked import LOOK, PATIENCE_S, TRAINING, Host, cold, seen
+from forked import LOOK, PATIENCE_S, TRAINING, Host, cold, launcher_and_forks, seen
 from leaks import ALLOWED_VARIABLES
 from unisono.launch.forkserver.client import SHARED_FORK_SERVER, NotForked, asked
 from unisono.launch.forkserver.request import FORK_SERVER
@@ -110,7 +109,7 @@ async def test_variables_are_those_of_the_job_and_of_no_other(folder: Path) -> N
 
 
 @in_a_loop
-async def test_what_the_launcher_ignores_its_template_ignores(folder: Path) -> None:
+async def test_what_the_launcher_ignores_its_fork_server_ignores(folder: Path) -> None:
     show = "import signal; print([signal.getsignal(each).name for each in (signal.SIGHUP, signal.SIGTERM)])"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -142,32 +141,11 @@ async def test_the_end_of_one_job_ends_its_workers_and_no_others(folder: Path) -
         assert (await staying.ended()).code == -signal.SIGTERM
 
 
-def test_template_and_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    program = """
-        import asyncio, os
-        from pathlib import Path
-        from unisono.launch.forkserver.request import Request
-        from unisono.launch.forkserver.warm_start import WarmStart
-
-        async def main():
-            warm = await WarmStart.open(os.environ, Path("log"))
-            worker = await warm.start(Request(("wait.py",), {}, os.getcwd()), 1, 2)
-            print(warm.pid, worker.pid, flush=True)
-            await worker.wait()
-
-        asyncio.run(main())
-    """
-    (tmp_path / "wait.py").write_text("import signal; signal.pause()")
-    (tmp_path / "launcher.py").write_text(textwrap.dedent(program))
-    with subprocess.Popen(
-        [sys.executable, "launcher.py"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
-    ) as launcher:
-        assert launcher.stdout is not None
-        family = [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()]
-        assert len(family) == 2
+def test_fork_server_and_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with launcher_and_forks(tmp_path, environment()) as (launcher, forks):
         assert (tmp_path / "log").read_text() == ""
         launcher.kill()
-        assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
+        assert not psutil.wait_procs(forks, timeout=PATIENCE_S)[1]
 
 
 @in_a_loop

@@ -311,7 +311,7 @@ def test_no_figure_of_a_report_is_cut_however_many_there_are(
     assert all(cell in printed for cell in cells)
 
 
-def test_whoever_comes_first_to_a_meeting_waits_for_what_is_posted_for_this_one() -> None:
+def test_whoever_comes_first_to_a_rendezvous_waits_for_what_is_posted_for_this_one() -> None:
     store = dist.HashStore()
     store_of(0, store).post("peer/0", b"old")
     with ThreadPoolExecutor(1) as pool:

@@ -148,7 +148,7 @@ class Act:
         return f"call {self.calls}"
 
 
-def test_an_act_in_which_a_worker_is_lost_is_done_again_with_those_who_are_left() -> None:
+def test_a_call_in_which_a_worker_is_lost_is_done_again_with_those_who_are_left() -> None:
     membership = FakeMembership(coming=[together_again(0, 0)])
     acts, act = CollectiveCalls(membership), Act(losses=1)
     assert acts.together(act) == "call 2"
@@ -156,7 +156,7 @@ def test_an_act_in_which_a_worker_is_lost_is_done_again_with_those_who_are_left(
     assert membership.progress_told == [MemberProgress(0)]
 
 
-def test_an_act_that_the_others_have_completed_is_taken_from_them_and_not_done_again() -> None:
+def test_a_call_that_the_others_have_completed_is_taken_from_them_and_not_done_again() -> None:
     membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs", "state"])])
     recovery = FakeRecovery()
     acts, act = CollectiveCalls(membership, recovery), Act(losses=9)
@@ -164,14 +164,14 @@ def test_an_act_that_the_others_have_completed_is_taken_from_them_and_not_done_a
     assert (act.calls, acts.done, recovery.taken) == (1, 1, [("state", False)])
 
 
-def test_a_state_that_the_newest_act_has_not_changed_is_not_handed_over() -> None:
+def test_a_state_that_the_newest_call_has_not_changed_is_not_handed_over() -> None:
     membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, False, "theirs", None])])
     recovery = FakeRecovery()
     assert CollectiveCalls(membership, recovery).together(Act(losses=1)) == "theirs"
     assert recovery.taken == []
 
 
-def test_a_joiner_is_given_the_state_though_the_newest_act_has_changed_none() -> None:
+def test_a_joiner_is_given_the_state_though_the_newest_call_has_changed_none() -> None:
     recovery = FakeRecovery()
     acts = CollectiveCalls(FakeMembership(coming=[together_again(1, 0, joiners=frozenset([1]))]), recovery)
     acts.together(Act(losses=0))
@@ -179,7 +179,7 @@ def test_a_joiner_is_given_the_state_though_the_newest_act_has_changed_none() ->
     assert recovery.given == 1
 
 
-def test_an_act_that_was_taken_from_the_others_has_its_number_among_those_that_joiners_read() -> None:
+def test_a_call_that_was_taken_from_the_others_has_its_number_among_those_that_joiners_read() -> None:
     membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, False, "theirs", None])])
     acts = CollectiveCalls(membership)
     acts.together(Act(losses=9))

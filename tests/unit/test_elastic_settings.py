@@ -91,7 +91,7 @@ def test_a_launcher_inside_of_an_elastic_worker_hands_on_nothing_of_it_and_the_o
     assert inside["HOME"] == "/h"
 
 
-def test_the_template_has_what_all_workers_have_in_common() -> None:
+def test_the_fork_server_has_what_all_workers_have_in_common() -> None:
     settings = LaunchSettings(TRAIN, threads=2)
     common = elastic_command(settings, Path("/runs/a"), None).variables
     seat = ElasticSeat("w3", 1, "http://127.0.0.1:4711", Path("/runs/a/token"))

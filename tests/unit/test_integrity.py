@@ -233,7 +233,7 @@ def test_a_new_generation_does_not_forget_that_an_update_was_made_from_a_wrong_g
     assert [one["to"] for one in json.loads((run.dir / "result.json").read_text())["rolled_back"]] == [3]
 
 
-def test_what_is_decided_in_an_act_is_set_in_its_change_and_not_before(start: Start) -> None:
+def test_what_is_decided_in_a_call_is_set_in_its_change_and_not_before(start: Start) -> None:
     run = start(verify_every=3)
     model = net()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

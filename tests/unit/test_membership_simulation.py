@@ -22,7 +22,9 @@ def outcome(over: JobOver) -> str:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_whatever_goes_wrong_the_job_comes_to_its_end_and_no_act_is_lost_or_repeated(part: int, tmp_path: Path) -> None:
+def test_whatever_goes_wrong_the_job_comes_to_its_end_and_no_call_is_lost_or_repeated(
+    part: int, tmp_path: Path
+) -> None:
     ends: dict[str, int] = {"done": 0, "preempted": 0, "failed": 0}
     for seed in range(part, SCHEDULES, 4):
         folder = tmp_path / str(seed)

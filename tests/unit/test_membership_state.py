@@ -182,7 +182,7 @@ def test_joiners_come_in_the_order_in_which_they_became_ready() -> None:
     assert job.roster == ["w1", "w2", "w4", "w3"]
 
 
-def test_nobody_joins_while_one_member_is_an_act_ahead() -> None:
+def test_nobody_joins_while_one_member_is_a_call_ahead() -> None:
     job = with_joiner().arrive("w1", acts=5).arrive("w2", acts=6)
     assert job.roster == ["w1", "w2"]
     assert job.minted().source == 1
@@ -486,7 +486,7 @@ def test_what_is_said_twice_counts_once() -> None:
     assert job.state.workers["w1"].phase == "working"
 
 
-def test_a_joiner_that_came_before_the_first_act_and_has_worked_since_has_the_weights() -> None:
+def test_a_joiner_that_came_before_the_first_call_and_has_worked_since_has_the_weights() -> None:
     job = with_joiner().arrive("w1", "w2", acts=0).arrive("w1", "w2", "w3", acts=3)
     assert not any(seat.joins for seat in job.minted().roster)
 

@@ -31,7 +31,7 @@ def worked(queue: WorkQueue, worker: int, steps: int, *, pushes: bool) -> list[i
 
 @pytest.mark.parametrize("bound", [None, 0, 1, 5])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_every_ticket_is_handed_out_once_to_many_threads(parts: int, bound: int | None) -> None:
+def test_every_item_is_handed_out_once_to_many_threads(parts: int, bound: int | None) -> None:
     queue, steps, workers = WorkQueue(parts, StalenessBound(bound), PATIENCE_S), 60, 8
     with ThreadPoolExecutor(workers) as pool:
         each = [pool.submit(worked, queue, one, steps, pushes=bound is not None) for one in range(workers)]
@@ -40,7 +40,7 @@ def test_every_ticket_is_handed_out_once_to_many_threads(parts: int, bound: int 
     assert all(mine == sorted(mine) for mine in found)
 
 
-def test_a_worker_gets_tickets_of_its_step_alone() -> None:
+def test_a_worker_gets_items_of_its_step_alone() -> None:
     queue = WorkQueue(2, StalenessBound(None), PATIENCE_S)
     assert [queue.claim(0, 0), queue.claim(1, 0)] == [0, 1]
     assert queue.claim(0, 0) is None
