@@ -14,12 +14,10 @@ import typer
 
 from unisono.cli.batch_size import read_mib
 from unisono.launch.local import Launcher
-from unisono.launch.script import Script
-from unisono.launch.settings import LaunchSettings
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.tuning import Tuning
-from unisono.study.measure.batch_runner import BatchRunner
 from unisono.study.measure.batch_search import BatchSearch
-from unisono.study.measure.batch_searching import searched
+from unisono.study.measure.batch_searching import BatchRunner, searched
 
 PROGRAM = Path(__file__).parent / "programs" / "convolutions.py"
 LARGE = "65536"

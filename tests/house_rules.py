@@ -49,7 +49,7 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("terminal",),
         ("command",),
         ("settings",),
-        ("script", "tuning"),
+        ("tuning",),
     ),
     "study": (("report",), ("measure",), ("analysis",), ("replay",)),
 }

@@ -34,8 +34,8 @@ from unisono.errors import UnisonoWarning
 from unisono.job import Job
 from unisono.train import start
 from unisono.train.config.numerics import apply_numerics
-from unisono.train.group.signals import LeaveRequest
 from unisono.train.run import Run
+from unisono.train.state.ending import LeaveRequest
 from unisono.train.step.step import Step
 
 MOST_THREADS = 64

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
     from unisono.sync.parameter_server import ParameterServer
     from unisono.sync.strategy import AllReduce, Strategy
-    from unisono.train.load import load
     from unisono.train.model.tensors import digest
     from unisono.train.run import Run
     from unisono.train.start import init
+    from unisono.train.state.first_weights import load
     from unisono.train.step.step import Step
     from unisono.train.trainer import Callback, Trainer
 
@@ -87,7 +87,7 @@ _HOMES = {
     "View": "unisono.adapt.view",
     "digest": "unisono.train.model.tensors",
     "init": "unisono.train.start",
-    "load": "unisono.train.load",
+    "load": "unisono.train.state.first_weights",
 }
 
 

@@ -22,8 +22,7 @@ from unisono.launch.elastic.agent import Agent, Joined
 from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.ending.outcome import Outcome
 from unisono.launch.ending.result import open_folder, report
-from unisono.launch.script import Script
-from unisono.launch.settings import LaunchSettings
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import Terminal
 from unisono.membership.messages import (
     AgentHello,

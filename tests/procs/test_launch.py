@@ -20,8 +20,7 @@ import pytest
 from unisono.errors import LaunchError
 from unisono.launch.ending.result import open_folder
 from unisono.launch.local import launch
-from unisono.launch.script import Script
-from unisono.launch.settings import LaunchSettings
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import SilentTerminal
 
 pytestmark = pytest.mark.procs

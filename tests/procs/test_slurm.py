@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from slurm_cluster import Cluster
 from unisono.errors import JobError
-from unisono.launch.script import Script
+from unisono.launch.settings import Script
 from unisono.launch.slurm.batch_job import Allocation, BatchJob
 from unisono.launch.slurm.batch_script import text_of
 

@@ -11,8 +11,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.launch.elastic.agent import Agent, _Worker
 from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.ending.failure import Failure
-from unisono.launch.script import Script
-from unisono.launch.settings import LaunchSettings
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.worker_group import Ended
 from unisono.membership.token import make_token
 

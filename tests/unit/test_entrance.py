@@ -14,8 +14,7 @@ from unisono.launch.elastic.address import Whereabouts, address_of
 from unisono.launch.elastic.coordinator_process import Listening, invitation, server_command
 from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.elastic.entrance import Certificate, Entrance, certificate_file, make_certificate
-from unisono.launch.script import Script
-from unisono.launch.settings import LaunchSettings
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.membership import listener, server
 from unisono.membership.messages import NewGeneration, Seat
 from unisono.membership.token import context_for, is_private, make_token, token_file

@@ -25,8 +25,7 @@ from unisono.testing.fault import KINDS, RECOVERY, Fault, Slow, listening
 from unisono.testing.flip import flip_in
 from unisono.testing.injector import PLUGIN, FaultInjector, is_in_recovery
 from unisono.testing.random_faults import SHARES, RandomFaults
-from unisono.train.plugins import load_plugins
-from unisono.train.record.callbacks import Event
+from unisono.train.record.callbacks import Event, load_plugins
 
 pytestmark = pytest.mark.unit
 

@@ -6,8 +6,7 @@ import pytest
 
 from unisono.errors import JobError
 from unisono.launch.command import RendezvousSocket, WorkerCommand, dry_run, worker_command
-from unisono.launch.script import Script
-from unisono.launch.settings import LaunchSettings
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.tuning import Tuning
 from unisono.membership.environment import RendezvousAddress, recognise
 

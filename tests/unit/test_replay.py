@@ -15,7 +15,7 @@ from unisono.adapt.batch_size_policies import NoiseScalePolicy
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import Decision, View
 from unisono.cli import app as cli
-from unisono.cli.timeline import comparison_table, timeline_table
+from unisono.cli.replay_report import comparison_table, timeline_table
 from unisono.errors import JobError, PolicyError
 from unisono.job import Job
 from unisono.jsonl import damaged_lines

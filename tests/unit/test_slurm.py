@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slurm_cluster import directives_of
 from unisono.cli import app as cli
 from unisono.errors import JobError, LaunchError
-from unisono.launch.script import Script
+from unisono.launch.settings import Script
 from unisono.launch.slurm.batch_job import Allocation, BatchJob, split_words
 from unisono.launch.slurm.batch_script import require_valid, submit, text_of, write
 from unisono.launch.slurm.words import directive, seconds_of

@@ -10,7 +10,7 @@ from unisono.cli.app import application
 from unisono.cli.options import read_workers
 from unisono.cli.verify import Options
 from unisono.errors import JobError
-from unisono.launch.script import Script
+from unisono.launch.settings import Script
 
 pytestmark = pytest.mark.unit
 

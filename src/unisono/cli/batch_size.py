@@ -18,13 +18,12 @@ from unisono.errors import JobError
 from unisono.exit_codes import FIRST_SIGNAL
 from unisono.host.memory import MIB, room_mib
 from unisono.launch.local import Launcher
-from unisono.launch.script import Script
-from unisono.launch.settings import LaunchSettings
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.tuning import Tuning
 
 if TYPE_CHECKING:
-    from unisono.study.measure.batch_runner import BatchRunner
     from unisono.study.measure.batch_search import BatchSearch, Tried
+    from unisono.study.measure.batch_searching import BatchRunner
 
 ROOM_SHARE = 0.9
 """Of the memory that is free now, what trials may take where no limit is given: the rest is for everybody else."""
@@ -77,8 +76,8 @@ def batch_size(
     """
     from unisono.cli.batch_size_report import file_of
     from unisono.study.analysis.batch_curve import FAILED_NAME
-    from unisono.study.measure.batch_runner import BatchRunner
     from unisono.study.measure.batch_search import BatchSearch
+    from unisono.study.measure.batch_searching import BatchRunner
     from unisono.study.measure.cell_runner import TRIAL_GRACE_S
 
     launched = Script(script, tuple(args or ()), is_module=module)

@@ -15,7 +15,7 @@ from unisono.cli.tables import show_table
 from unisono.errors import JobError
 from unisono.launch.elastic.elastic import Range
 from unisono.launch.ending.result import RUNS
-from unisono.launch.script import Script
+from unisono.launch.settings import Script
 from unisono.received import LONGEST_S
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from unisono.errors import JobError
 from unisono.launch.elastic.address import Control, Whereabouts
 from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, ElasticSettings, Range
 from unisono.launch.ending.result import open_folder, report
-from unisono.launch.script import Script
-from unisono.launch.settings import GRACE_S, LaunchSettings
+from unisono.launch.settings import GRACE_S, LaunchSettings, Script
 from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.tuning import Tuning
 

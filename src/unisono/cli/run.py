@@ -38,8 +38,7 @@ from unisono.launch.elastic.entrance import Entrance
 from unisono.launch.ending.outcome import Outcome
 from unisono.launch.ending.result import RUNS, open_folder, report
 from unisono.launch.local import launch
-from unisono.launch.script import Script
-from unisono.launch.settings import GRACE_S, LaunchSettings
+from unisono.launch.settings import GRACE_S, LaunchSettings, Script
 from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.tuning import Tuning
 

@@ -10,7 +10,7 @@ import typer
 from unisono.cli.options import CheckpointEvery, read_workers
 from unisono.errors import JobError
 from unisono.launch.ending.result import RUNS
-from unisono.launch.script import Script
+from unisono.launch.settings import Script
 from unisono.launch.slurm.batch_job import REQUEUES, Allocation, BatchJob, split_words
 from unisono.launch.slurm.batch_script import require_valid, submit, text_of, write
 

@@ -44,7 +44,7 @@ from unisono.cli.options import (
 from unisono.errors import JobError
 from unisono.exit_codes import FIRST_SIGNAL
 from unisono.host.cgroup import usable_cores
-from unisono.launch.script import Script
+from unisono.launch.settings import Script
 
 if TYPE_CHECKING:
     from unisono.study.analysis.analysis import Wanted

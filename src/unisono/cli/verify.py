@@ -15,7 +15,7 @@ import typer
 
 from unisono.cli.options import Module, Shards, Threads, Tuned, read_workers
 from unisono.errors import JobError
-from unisono.launch.script import Script
+from unisono.launch.settings import Script
 from unisono.launch.tuning import Tuning
 
 if TYPE_CHECKING:

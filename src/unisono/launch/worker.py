@@ -20,7 +20,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.exit_codes import FIRST_SIGNAL
 from unisono.host.parent_death import end_with_parent
 from unisono.launch.ending.failure import Failure, dismissal_in, note_end
-from unisono.launch.script import Script
+from unisono.launch.settings import Script
 from unisono.launch.terminal.name import WorkerName
 
 failures: list[int] = []

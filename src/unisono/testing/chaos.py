@@ -25,7 +25,7 @@ from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.address import Control, address_of
 from unisono.launch.ending.result import last_lines
 from unisono.launch.forkserver.client import SHARED_FORK_SERVER
-from unisono.launch.script import Script
+from unisono.launch.settings import Script
 from unisono.received import read_object
 from unisono.testing.faults import Faults, count
 from unisono.testing.random_faults import RandomFaults

@@ -29,10 +29,10 @@ from unisono.train.config.settings import Settings
 from unisono.train.config.strategy_constraints import StrategyConstraints
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Fixed, MemberProgress, Membership, StateTransfer
-from unisono.train.group.signals import LeaveRequest
 from unisono.train.group.workers import Workers
 from unisono.train.run import Run
 from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.ending import LeaveRequest
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.step.engine import Execution
 from unisono.train.step.run_context import FaultTolerance, RunContext

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from unisono.launch.command import elastic_command
 from unisono.launch.forkserver.client import SHARED_FORK_SERVER
-from unisono.launch.script import Script
-from unisono.launch.settings import LaunchSettings
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.tuning import Tuning
 
 WAITING = 128

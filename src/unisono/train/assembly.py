@@ -18,22 +18,18 @@ from unisono.train.record.notices import Notices
 from unisono.train.record.results import Results
 from unisono.train.record.sample_log import SampleLog
 from unisono.train.record.trace import Trace
-from unisono.train.recovery.audit_judge import AuditJudge
 from unisono.train.recovery.integrity import Integrity
-from unisono.train.recovery.recovery import Recovery
-from unisono.train.recovery.snapshots import Snapshots
-from unisono.train.recovery.verification import Verification
+from unisono.train.recovery.recovery import Recovery, Snapshots
+from unisono.train.recovery.verification import AuditJudge, Verification
 from unisono.train.state.checkpoints import Checkpoints
-from unisono.train.state.ending import Ending
+from unisono.train.state.ending import Ending, Requests
 from unisono.train.state.first_weights import FirstWeights
-from unisono.train.state.requests import Requests
 from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.listeners import Listener, Listeners
 from unisono.train.step.run_context import RunContext
 from unisono.train.step.synchronisation import Synchronisation
-from unisono.train.step.timer import Timer
-from unisono.train.step.worker_report import WorkerReport
+from unisono.train.step.worker_report import Timer, WorkerReport
 from unisono.train.step_loop import LoopLimits, StepLoop
 from unisono.train.strategies.exact_steps import ExactSteps
 from unisono.train.strategies.local_training import LocalTraining

@@ -38,13 +38,13 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.connect import Connection, FixedRendezvous, Rendezvous, TopologyName, TransportName, connect
 from unisono.train.group.elastic import elastic
 from unisono.train.group.membership import Fixed, Membership
-from unisono.train.group.signals import LeaveRequest
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import choose_device
-from unisono.train.plugins import load_plugins
-from unisono.train.record.failure import FailureNote
+from unisono.train.record.callbacks import load_plugins
+from unisono.train.record.results import FailureNote
 from unisono.train.run import Run
 from unisono.train.state.checkpoints import Checkpoints, agreed_folder
+from unisono.train.state.ending import LeaveRequest
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.step.engine import CHECKS, Execution
 from unisono.train.step.run_context import BACKSTOP, FaultTolerance, RunContext

@@ -30,12 +30,10 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.recovery.integrity import Integrity
-from unisono.train.recovery.recovery import Recovery
-from unisono.train.recovery.snapshots import Snapshots
+from unisono.train.recovery.recovery import Recovery, Snapshots
 from unisono.train.recovery.verification import Verification
 from unisono.train.state.checkpoints import Checkpoints
-from unisono.train.state.ending import Ending
-from unisono.train.state.requests import Requests
+from unisono.train.state.ending import Ending, Requests
 from unisono.train.state.state import Progress, Reading
 from unisono.train.state.trained import Trained
 from unisono.train.step.computer import StepCall
@@ -44,7 +42,7 @@ from unisono.train.step.engine import Clip, LossFunction
 from unisono.train.step.listeners import Listeners
 from unisono.train.step.step import Step
 from unisono.train.step.synchronisation import Synchronisation
-from unisono.train.step.timer import Timer
+from unisono.train.step.worker_report import Timer
 
 
 @dataclass(frozen=True)

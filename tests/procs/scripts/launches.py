@@ -10,8 +10,7 @@ from pathlib import Path
 
 from unisono.launch.ending.result import open_folder
 from unisono.launch.local import Launcher
-from unisono.launch.script import Script
-from unisono.launch.settings import LaunchSettings
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import Terminal
 
 

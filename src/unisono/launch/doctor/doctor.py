@@ -20,8 +20,7 @@ from unisono.host.cgroup import read_limits
 from unisono.launch.doctor.diagnosis import FAILED, GIB, Diagnosis, Facts
 from unisono.launch.ending.result import open_folder
 from unisono.launch.local import launch
-from unisono.launch.script import Script
-from unisono.launch.settings import LaunchSettings
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning, assignments
 from unisono.membership.environment import recognise

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unisono.errors import JobError
 from unisono.launch.ending.result import RUNS
-from unisono.launch.script import Script
+from unisono.launch.settings import Script
 from unisono.launch.slurm.words import CONTROL, NOTICE_S, directive, require_line, seconds_of
 
 NAME = re.compile(r"\w[\w.,:@/+=~-]*")

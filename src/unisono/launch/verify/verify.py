@@ -13,8 +13,7 @@ from unisono.errors import JobError
 from unisono.launch.ending.outcome import Outcome
 from unisono.launch.ending.result import open_folder
 from unisono.launch.local import Launcher, launch
-from unisono.launch.script import Script
-from unisono.launch.settings import LaunchSettings
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning
 from unisono.launch.verify.cause import Case, Cause, explain, workers_text

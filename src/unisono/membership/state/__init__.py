@@ -26,7 +26,7 @@ from unisono.membership.state.event import (
 )
 from unisono.membership.state.state import Agent, Signs, State, Worker
 from unisono.membership.state.status import find, status, takes_part
-from unisono.membership.state.transition import step
+from unisono.membership.state.transitions import step
 
 __all__ = [
     "step", "next_deadline", "find", "status", "takes_part",

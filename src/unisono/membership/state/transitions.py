@@ -1,4 +1,4 @@
-"""What follows from the state as it is, whatever has made it so."""
+"""From one state to the next: what an event does, and what follows from the state that it makes."""
 
 from dataclasses import replace
 
@@ -15,10 +15,30 @@ from unisono.membership.state.arrival import (
     survivor,
 )
 from unisono.membership.state.change import Change
-from unisono.membership.state.deadline import hangs
-from unisono.membership.state.event import Forget
+from unisono.membership.state.deadline import excused, hangs
+from unisono.membership.state.event import Action, Event, Forget
+from unisono.membership.state.events import hear
 from unisono.membership.state.reach import keep_in_reach
 from unisono.membership.state.state import Signs, State, Worker
+
+
+def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
+    """What becomes of a state by an event.
+
+    Args:
+        state: before it.
+        event: the event.
+        now: its time in seconds, not before the last event.
+
+    Returns:
+        the state after it, and what is to be done, in this order, once the state is where it outlasts the
+        coordinator.
+    """
+    change = Change(excused(state, now), now)
+    hear(change, event)
+    settle(change)
+    return change.state, tuple(change.actions)
+
 
 LONGEST_DELAY_S = 30.0
 

@@ -12,8 +12,7 @@ from unisono.errors import LaunchError
 from unisono.host.cgroup import usable_cores
 from unisono.launch.ending.result import in_a_line, open_folder
 from unisono.launch.local import launch
-from unisono.launch.script import Script
-from unisono.launch.settings import LaunchSettings
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning
 from unisono.study.analysis.results import Results

@@ -1,23 +1,31 @@
-"""What ``result.json`` says of a run."""
+"""What ``result.json`` says of a run, however it ends, and what is measured for it."""
 
 from __future__ import annotations
 
+import math
+import os
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import perf_counter
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.data.shards import ShardSource
-from unisono.errors import Superseded
+from unisono.errors import Superseded, WorkerLost
 from unisono.exit_codes import PREEMPTED
+from unisono.host.memory import MIB, own_peak_mib
 from unisono.job import Job
+from unisono.job import Reduction as Name
 from unisono.plan.batches import Batches
+from unisono.reduce.buckets import ALIGNMENT, Bucket
+from unisono.reduce.reducer import REDUCTIONS
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
-from unisono.train.record.measurements import peak_memory, reduction_probe
 from unisono.train.state.trained import Trained
 from unisono.train.step.listeners import Listener
 
@@ -109,3 +117,90 @@ class Results(Listener):
             **self._folder.mended(),
             **fields,
         }
+
+
+# A run that ends with an error says so in its run folder.
+
+
+class FailureNote:
+    """Writes ``result.json`` when the script ends with an error that began on this worker."""
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+        self._before = sys.excepthook
+        # Kept, because every look at a method makes a new object, and close compares.
+        self._hook = self._note
+        sys.excepthook = self._hook
+
+    def close(self) -> None:
+        """Give the hook back, unless somebody else has taken it meanwhile."""
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._before
+
+    def _note(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, WorkerLost | KeyboardInterrupt):
+            text = "".join(traceback.format_exception(kind, error, trace))
+            self._results.failed({"type": kind.__name__, "message": str(error), "traceback": text})
+        self._before(kind, error, trace)
+
+
+# The most memory that a worker has needed.
+
+
+def peak_memory(device: torch.device) -> dict[str, Any]:
+    """What this process has needed at most so far, in MiB: of the host's memory, and of its device's if it has any."""
+    on_device = torch.cuda.max_memory_reserved(device) / MIB if device.type == "cuda" else None
+    return {
+        "device": str(device),
+        "peak_memory_mib": round(own_peak_mib(os.getpid()), 1),
+        "peak_device_memory_mib": None if on_device is None else round(on_device, 1),
+    }
+
+
+# How fast this run's workers add up gradients, apart from any model: latency and bandwidth of the reduction itself.
+
+LARGE = 2**20
+"""Elements of a bucket of 4 MiB."""
+
+ROUNDS = 10
+
+
+def reduction_probe(workers: Workers, reduction: Name, device: torch.device) -> dict[str, float] | None:
+    """Reduce a small and a large bucket of zeros some times, and take the shortest of each. Collective.
+
+    By the model of an all-reduce by halves: 2 ⌈log2 W⌉ latency + 2 (W - 1)/W · bytes / bandwidth (Thakur, Rabenseifner
+    and Gropp, IJHPCA 2005).
+
+    Args:
+        workers: the members; nothing is in flight between them.
+        reduction: that the job adds up with.
+        device: of the gradients.
+
+    Returns:
+        ``latency_s`` in seconds and ``bandwidth_bytes_per_s``; None with one worker.
+    """
+    count = workers.world_size
+    if count == 1:
+        return None
+    small, large = (_seconds(workers, reduction, device, numel) for numel in (ALIGNMENT, LARGE))
+    size = (LARGE - ALIGNMENT) * torch.float32.itemsize
+    return {
+        "latency_s": small / (2 * math.ceil(math.log2(count))),
+        "bandwidth_bytes_per_s": 2 * (count - 1) / count * size / max(large - small, 1e-9),
+    }
+
+
+def _seconds(workers: Workers, reduction: Name, device: torch.device, numel: int) -> float:
+    transport = workers.transport
+    mine = transport.split.of(workers.rank)
+    rows = len(transport.tree.cover(mine.start, mine.stop)) or 1  # who serves gives one that nobody reads
+    partials = [row[0] for row in transport.allocate([Bucket((), numel, torch.float32, device)], rows)]
+    found = []
+    for _ in range(ROUNDS):
+        workers.barrier()
+        begun = perf_counter()
+        REDUCTIONS[reduction](transport, ("probe", numel), partials, None)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(perf_counter() - begun)
+    return min(found)

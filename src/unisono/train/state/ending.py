@@ -1,13 +1,59 @@
-"""How a run ends on this worker: once, whoever wants it."""
+"""How a run ends on this worker: who asks for it, what all workers have agreed on, and that it happens once."""
 
 from __future__ import annotations
 
 import atexit
+import os
+import signal
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
 from unisono.errors import Dismissed, JobError
+
+
+class LeaveRequest:
+    """Notes a SIGTERM instead of dying of it; a second one ends the process at once.
+
+    Only the main thread can listen to signals; elsewhere nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: Any = None
+        self._listens = threading.current_thread() is threading.main_thread()
+        if self._listens:
+            self._before = signal.signal(signal.SIGTERM, self._note)
+
+    def close(self) -> None:
+        """Give the signal back to whoever had it."""
+        if self._listens and signal.getsignal(signal.SIGTERM) == self._note:
+            signal.signal(signal.SIGTERM, self._before)
+        self._listens = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.requested = True
+
+
+class Requests:
+    """Set in a collective call, so that all workers have agreed on them, or none.
+
+    Attributes:
+        leave: a worker was asked to leave, and the job with it.
+        regroup: a new generation is due.
+    """
+
+    def __init__(self) -> None:
+        self.leave = self.regroup = False
+
+    def note(self, *, leave: bool = False, regroup: bool = False) -> None:
+        """Workers want this, too. In a change."""
+        self.leave, self.regroup = self.leave or leave, self.regroup or regroup
 
 
 class Ending:

@@ -1,23 +1,26 @@
-"""Every worker begins with the same weights."""
+"""Weights from a checkpoint or from the main worker: those that every worker begins with, and those for inference."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.checkpoint.store import Snapshot
-from unisono.errors import UnisonoWarning
+from unisono.checkpoint.store import Snapshot, load_weights
+from unisono.errors import CheckpointError, UnisonoWarning
 from unisono.train.group.collectives import Change
 from unisono.train.group.workers import Workers
-from unisono.train.model.prepared import Prepared
+from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.tensors import Values, digest_tensors, set_all
 from unisono.train.state.checkpoints import Checkpoints, require_same_job
 from unisono.train.state.registered import kept, restoring
+from unisono.train.state.state import module_part
 from unisono.train.state.trained import Trained
 
 
@@ -103,3 +106,31 @@ def shared_weights(workers: Workers, prepared: Prepared) -> Values:
             workers.transport.broadcast(value, 0)
             shared[tensor.data_ptr()] = tensor, value
     return list(shared.values())
+
+
+# Weights for inference, from a checkpoint.
+
+M = TypeVar("M")
+
+
+def load(model: M, path: str | PathLike[str]) -> M:
+    """Put a checkpoint's weights into a model.
+
+    Args:
+        model: built as in training: a module, or the list of them that ``run.prepare`` was given.
+        path: a run folder (its newest whole checkpoint is taken) or one checkpoint's folder.
+
+    Returns:
+        the model.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or it holds another model; names the difference.
+    """
+    modules: list[nn.Module] = list(model) if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
+    weights = load_weights(Path(path))
+    try:
+        for prefix, module in prefixed(modules):
+            module.load_state_dict(module_part(weights, prefix))
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} holds another model: {error}") from error
+    return model

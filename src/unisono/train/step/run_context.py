@@ -11,7 +11,7 @@ from unisono.errors import JobError
 from unisono.received import LONGEST_S
 from unisono.train.config.settings import Settings
 from unisono.train.group.collectives import CollectiveCalls
-from unisono.train.group.signals import LeaveRequest
+from unisono.train.state.ending import LeaveRequest
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.step.engine import Execution
 

@@ -10,8 +10,7 @@ from unisono.errors import JobMismatch
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.state.checkpoints import Checkpoints
-from unisono.train.state.ending import Ending
-from unisono.train.state.requests import Requests
+from unisono.train.state.ending import Ending, Requests
 from unisono.train.state.trained import Trained
 from unisono.train.step.computer import Told
 from unisono.train.step.current import CurrentSteps

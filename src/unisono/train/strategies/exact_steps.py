@@ -21,9 +21,9 @@ from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.prepared import Prepared
-from unisono.train.recovery.audit_judge import AuditJudge
 from unisono.train.recovery.integrity import Integrity, Note
-from unisono.train.state.requests import Requests
+from unisono.train.recovery.verification import AuditJudge
+from unisono.train.state.ending import Requests
 from unisono.train.state.trained import Trained
 from unisono.train.step.computer import StepCall, Told
 from unisono.train.step.engine import Attempt, Call, Execution, StepEngine
