@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from benchmarks.thread_crew import Trade, train
 from unisono.data.streams import generators_kept
 from unisono.errors import UnisonoError, UnisonoWarning
 from unisono.job import Job
-from unisono.testing.crew import Trade, train
 from unisono.testing.flip import flip, flip_in_file, tensors_in
 from unisono.train.config.numerics import apply_numerics
 from unisono.train.run import Run

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from benchmarks.thread_crew import Trade, run_of
 from one_at_a_time import Blow, SimulatedMembership, World
 from unisono.errors import Dismissed, UnisonoError, UnisonoWarning, WorkerLost
 from unisono.job import Job
-from unisono.testing.crew import Trade, run_of
 from unisono.testing.fault import FlipBit, FlippedPlace, WrongResult
 from unisono.testing.inject import inject
 from unisono.train.model.tensors import digest_tensors

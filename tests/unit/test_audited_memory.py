@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import unisono
+from benchmarks.thread_crew import Trade, train
 from unisono.errors import MemoryFault
 from unisono.job import Job
-from unisono.testing.crew import Trade, train
 from unisono.testing.fault import WrongResult
 from unisono.testing.flip import flip_in
 from unisono.testing.inject import inject

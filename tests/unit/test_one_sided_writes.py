@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from benchmarks.thread_crew import Trade, train
 from unisono.errors import JobMismatch
 from unisono.job import Job
-from unisono.testing.crew import Trade, train
 from unisono.train.run import Run
 from unisono.train.step.engine import Execution
 

@@ -12,8 +12,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import unisono
+from benchmarks.thread_crew import Trade, train
 from unisono.job import Job
-from unisono.testing.crew import Trade, train
 from unisono.testing.flip import flip
 from unisono.train.run import Run
 from unisono.train.step.engine import Execution

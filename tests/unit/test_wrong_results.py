@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from benchmarks.thread_crew import Trade, train
 from unisono.errors import MemoryFault
 from unisono.job import Job
-from unisono.testing.crew import Trade, train
 from unisono.testing.fault import WrongResult
 from unisono.testing.inject import inject
 from unisono.train.run import Run
