@@ -142,7 +142,7 @@ def test_an_answer_that_somebody_else_has_heard_before_proves_nothing() -> None:
         async with host("a") as a:
             reader, writer = await asyncio.open_connection(HERE, int(a.address.rpartition(":")[2]))
             challenge = probing.Challenge.model_validate_json(await reader.readline())
-            call = probing.Call(nonce="0" * 64, wanted="a", back=None, proof="0" * 64)
+            call = probing.ProbeRequest(nonce="0" * 64, wanted="a", back=None, proof="0" * 64)
             old = probing._proof(TOKEN, "call", probing.Challenge(nonce="1" * 64), call)
             assert challenge.nonce != "1" * 64
             writer.write(call.model_copy(update={"proof": old}).model_dump_json().encode() + b"\n")

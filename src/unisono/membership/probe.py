@@ -48,7 +48,7 @@ class Challenge(Message):
     nonce: Nonce
 
 
-class Call(Message):
+class ProbeRequest(Message):
     """What the one who calls says.
 
     Attributes:
@@ -74,7 +74,7 @@ class Answer(Message):
 
 
 _challenge: TypeAdapter[Challenge] = TypeAdapter(Challenge)
-_call: TypeAdapter[Call] = TypeAdapter(Call)
+_request: TypeAdapter[ProbeRequest] = TypeAdapter(ProbeRequest)
 _answer: TypeAdapter[Answer] = TypeAdapter(Answer)
 
 M = TypeVar("M")
@@ -170,12 +170,12 @@ class Answering:
     async def _converse(self, reader: StreamReader, writer: StreamWriter) -> None:
         challenge = Challenge(nonce=secrets.token_hex(32))
         await _say(writer, challenge)
-        call = await _hear(reader, _call)
-        _check(call.proof, _proof(self._token, "call", challenge, call))
-        if call.wanted != self._agent:
+        request = await _hear(reader, _request)
+        _check(request.proof, _proof(self._token, "call", challenge, request))
+        if request.wanted != self._agent:
             raise _Failed("another agent was meant")
-        why = "" if call.back is None else await _try(call.back, self._token, BACK_S)
-        await _say(writer, Answer(why=why, proof=_proof(self._token, "answer", challenge, call, why)))
+        why = "" if request.back is None else await _try(request.back, self._token, BACK_S)
+        await _say(writer, Answer(why=why, proof=_proof(self._token, "answer", challenge, request, why)))
 
 
 async def _insist(target: Target, token: str, patience_s: float, back: Target | None) -> str:
@@ -212,11 +212,11 @@ async def _attempt(target: Target, token: str, back: Target | None) -> str:
     reader, writer = await asyncio.open_connection(host, int(port), limit=LONGEST_LINE)
     try:
         challenge = await _hear(reader, _challenge)
-        said = Call(nonce=secrets.token_hex(32), wanted=target.agent, back=back, proof="0" * 64)
-        call = said.model_copy(update={"proof": _proof(token, "call", challenge, said)})
-        await _say(writer, call)
+        said = ProbeRequest(nonce=secrets.token_hex(32), wanted=target.agent, back=back, proof="0" * 64)
+        request = said.model_copy(update={"proof": _proof(token, "call", challenge, said)})
+        await _say(writer, request)
         answer = await _hear(reader, _answer)
-        _check(answer.proof, _proof(token, "answer", challenge, call, answer.why))
+        _check(answer.proof, _proof(token, "answer", challenge, request, answer.why))
     finally:
         writer.transport.abort()
     if answer.why and back is not None:
@@ -241,7 +241,7 @@ def _check(shown: str, expected: str) -> None:
         raise _Failed("whoever answers there is of another job")
 
 
-def _proof(token: str, role: str, challenge: Challenge, call: Call, why: str = "") -> str:
-    back = None if call.back is None else [call.back.agent, call.back.address]
-    about = json.dumps(["unisono probe", role, challenge.nonce, call.nonce, call.wanted, back, why])
+def _proof(token: str, role: str, challenge: Challenge, request: ProbeRequest, why: str = "") -> str:
+    back = None if request.back is None else [request.back.agent, request.back.address]
+    about = json.dumps(["unisono probe", role, challenge.nonce, request.nonce, request.wanted, back, why])
     return hmac.new(token.encode(), about.encode(), hashlib.sha256).hexdigest()
