@@ -16,7 +16,7 @@ from unisono.membership.messages import (
 )
 from unisono.membership.state import (
     AgentHeard,
-    Coordination,
+    ElasticConfig,
     Event,
     Forget,
     Hangup,
@@ -37,7 +37,7 @@ class Job:
     """A job whose workers and agents do what the test says; it keeps what they were told."""
 
     def __init__(self, smallest: int = 1, largest: int = 8, **settings: Any) -> None:
-        self.state = State(settings=Coordination(smallest, largest, **{"failure_timeout_s": 10.0, **settings}))
+        self.state = State(settings=ElasticConfig(smallest, largest, **{"failure_timeout_s": 10.0, **settings}))
         self.now = 100.0
         self.told: list[tuple[str, Message]] = []
         self.notes: list[Note] = []

@@ -37,7 +37,7 @@ class World:
         smallest = self.chance.randint(1, 3)
         largest = self.chance.randint(max(2, smallest), 5)
         self.errors = self.chance.random() < 0.1  # scripts may fail of themselves
-        self.settings = machine.Coordination(
+        self.settings = machine.ElasticConfig(
             smallest, largest, max_restarts=1000, restart_on_error=False, failure_timeout_s=TIMEOUT_S
         )
         self.malice = self.chance.choice([0.02, 0.1, 0.3])

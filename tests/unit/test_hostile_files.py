@@ -34,7 +34,7 @@ from unisono.launch.ending.result import with_faults
 from unisono.launch.forkserver.request import ForkRequest, Request
 from unisono.membership.coordinator import Coordinator
 from unisono.membership.keyvalue import KeyValue
-from unisono.membership.state.coordination import Coordination
+from unisono.membership.state.elastic_config import ElasticConfig
 from unisono.membership.state_log import StateLog
 from unisono.plan.batches import Position
 from unisono.received import LARGEST_JSON, memory, parse_json, parse_object, read_object
@@ -121,7 +121,7 @@ def test_a_store_is_made_again_from_whatever_stands_in_its_file(seed: int, tmp_p
 def test_numbers_of_an_earlier_start_that_cannot_be_are_left_out(tmp_path: Path, generation: Any, worker: Any) -> None:
     state = {"generation": generation, "last_worker": worker}
     (tmp_path / "coordinator.jsonl").write_text(json.dumps({"state": state}) + "\n")
-    coordinator = Coordinator(tmp_path, Coordination(), fresh=True)
+    coordinator = Coordinator(tmp_path, ElasticConfig(), fresh=True)
     try:
         assert (coordinator.state.generation, coordinator.state.last_worker) == (0, 0)
     finally:

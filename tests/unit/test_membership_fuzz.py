@@ -32,11 +32,11 @@ from unisono.membership.messages import (
     from_worker,
 )
 from unisono.membership.parser import DEEPEST, LONGEST_MESSAGE, MOST_PARTS, parse
-from unisono.membership.state import Coordination, LeaveAsked, Resized, State, StopAsked
+from unisono.membership.state import ElasticConfig, LeaveAsked, Resized, State, StopAsked
 
 pytestmark = pytest.mark.unit
 
-SETTINGS = Coordination(smallest=1, largest=3, max_restarts=2, restart_on_error=True, failure_timeout_s=10.0)
+SETTINGS = ElasticConfig(smallest=1, largest=3, max_restarts=2, restart_on_error=True, failure_timeout_s=10.0)
 STATE: TypeAdapter[State] = TypeAdapter(State)
 PER_EXAMPLE = 50
 """Cases that one seed stands for."""

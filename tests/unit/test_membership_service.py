@@ -50,20 +50,20 @@ from unisono.membership.messages import (
 )
 from unisono.membership.server import Server
 from unisono.membership.service import SendQueue
-from unisono.membership.state import AgentHeard, Coordination
+from unisono.membership.state import AgentHeard, ElasticConfig
 from unisono.membership.state_log import Journal, StateLog
 from unisono.membership.token import make_token, new_token, read_token, token_file
 
 pytestmark = pytest.mark.unit
 
 PATIENCE_S = 20.0
-SETTINGS = Coordination(smallest=1, largest=2, failure_timeout_s=60.0)
+SETTINGS = ElasticConfig(smallest=1, largest=2, failure_timeout_s=60.0)
 
 
 class Running:
     """A coordinator that serves, on a thread."""
 
-    def __init__(self, folder: Path, settings: Coordination = SETTINGS, fd: int | None = None) -> None:
+    def __init__(self, folder: Path, settings: ElasticConfig = SETTINGS, fd: int | None = None) -> None:
         address = Address(fd=fd)
         listening = listen(address, tls=False)
         self.coordinator = Coordinator(folder, settings)

@@ -35,8 +35,8 @@ from unisono.membership.messages import (
 )
 from unisono.membership.state import (
     AgentHeard,
-    Coordination,
     Disconnected,
+    ElasticConfig,
     Event,
     Heard,
     LeaveAsked,
@@ -860,7 +860,7 @@ def test_a_coordinator_that_was_held_up_blames_nobody() -> None:
 def test_the_next_deadline_is_near_enough_to_notice_being_held_up() -> None:
     job = training(2)
     assert next_deadline(job.state) == job.now + 2.5
-    assert next_deadline(State(settings=Coordination())) is None
+    assert next_deadline(State(settings=ElasticConfig())) is None
 
 
 # -- words for people
@@ -888,7 +888,7 @@ def test_the_journal_says_what_forming_took_by_the_slowest_member() -> None:
 )
 def test_settings_that_contradict_each_other_are_refused(settings: tuple[Any, ...]) -> None:
     with pytest.raises(JobError):
-        Coordination(*settings)
+        ElasticConfig(*settings)
 
 
 # -- anything at all

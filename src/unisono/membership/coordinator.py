@@ -72,7 +72,7 @@ class Coordinator:
     def __init__(
         self,
         run_folder: Path,
-        settings: machine.Coordination,
+        settings: machine.ElasticConfig,
         clock: Callable[[], float] = time.monotonic,
         *,
         fresh: bool = False,

@@ -157,9 +157,9 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _settings(options: argparse.Namespace) -> machine.Coordination:
+def _settings(options: argparse.Namespace) -> machine.ElasticConfig:
     try:
-        return machine.Coordination(
+        return machine.ElasticConfig(
             smallest=options.smallest,
             largest=options.largest,
             wanted=options.wanted,

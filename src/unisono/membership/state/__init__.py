@@ -5,8 +5,8 @@ who is not connected is lost; whoever connects again is told what follows from t
 twice, and a coordinator that starts again from its last state goes on.
 """
 
-from unisono.membership.state.coordination import Coordination
 from unisono.membership.state.deadline import next_deadline
+from unisono.membership.state.elastic_config import ElasticConfig
 from unisono.membership.state.event import (
     Action,
     AgentHeard,
@@ -30,7 +30,7 @@ from unisono.membership.state.transitions import step
 
 __all__ = [
     "step", "next_deadline", "find", "status", "takes_part",
-    "State", "Coordination", "Worker", "Agent", "Signs",
+    "State", "ElasticConfig", "Worker", "Agent", "Signs",
     "Event", "Heard", "AgentHeard", "Disconnected", "Resized", "LeaveAsked", "StopAsked", "Restarted", "Tick",
     "Action", "Tell", "TellAgent", "Hangup", "Note", "Forget",
 ]  # fmt: skip

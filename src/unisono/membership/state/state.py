@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from unisono.membership.messages import Arrived, JobOver, NewGeneration, Pulse, Removed
-from unisono.membership.state.coordination import Coordination
+from unisono.membership.state.elastic_config import ElasticConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class State:
         over: the message that says how the job ended; None while it has not.
     """
 
-    settings: Coordination
+    settings: ElasticConfig
     now: float = 0.0
     workers: Mapping[str, Worker] = field(default_factory=dict)
     agents: Mapping[str, Agent] = field(default_factory=dict)

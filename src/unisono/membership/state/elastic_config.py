@@ -6,7 +6,7 @@ from unisono.errors import JobError
 
 
 @dataclass(frozen=True, slots=True)
-class Coordination:
+class ElasticConfig:
     """What the user asked for.
 
     Attributes:
