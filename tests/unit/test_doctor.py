@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unisono.host.cgroup import Limits, read_limits
+from unisono.host.cgroup import CgroupLimits, read_limits
 from unisono.launch.doctor import doctor
 from unisono.launch.doctor.diagnosis import FAILED, Diagnosis
 
@@ -139,7 +139,7 @@ def test_the_text_is_fit_for_a_bug_report() -> None:
     ]
 
 
-def groups(tmp_path: Path, table: str, **files: str) -> Limits:
+def groups(tmp_path: Path, table: str, **files: str) -> CgroupLimits:
     for name, text in files.items():
         path = tmp_path / "fs" / name.replace("__", "/").replace("_DOT_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def test_the_tightest_limit_on_the_way_to_the_root_counts(tmp_path: Path) -> Non
         job__step__cpu_DOT_max="max 100000\n",
         job__step__memory_DOT_max="3000\n",
     )
-    assert limits == Limits(cpus=2.0, memory_bytes=1000, free_bytes=1000)
+    assert limits == CgroupLimits(cpus=2.0, memory_bytes=1000, free_bytes=1000)
 
 
 def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None
         **{"cpu,cpuacct__docker__x__cpu_DOT_cfs_quota_us": "150000\n"},
         **{"cpu,cpuacct__docker__x__cpu_DOT_cfs_period_us": "100000\n"},
     )
-    assert limits == Limits(cpus=1.5, memory_bytes=5000, free_bytes=5000)
+    assert limits == CgroupLimits(cpus=1.5, memory_bytes=5000, free_bytes=5000)
 
 
 def test_what_a_group_uses_is_not_free_but_for_its_caches(tmp_path: Path) -> None:
@@ -195,5 +195,5 @@ def test_what_a_group_uses_is_not_free_but_for_its_caches(tmp_path: Path) -> Non
 
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
-    assert read_limits(tmp_path / "none", tmp_path) == Limits()
-    assert groups(tmp_path, "0::/\n") == Limits()
+    assert read_limits(tmp_path / "none", tmp_path) == CgroupLimits()
+    assert groups(tmp_path, "0::/\n") == CgroupLimits()

@@ -88,7 +88,7 @@ def test_an_address_of_another_host_is_refused() -> None:
 def test_clients_are_told_the_name_that_the_person_said_and_it_is_let_in() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        where = listener.Address(names=("Node1",))
+        where = listener.ListenAddress(names=("Node1",))
         assert listener.url(listening, where, tls=True) == f"https://Node1:{port}"
         assert f"node1:{port}" in listener.hosts(listening, where)
     assert Listening(3, "::1", Certificate(Path("c"), Path("k"))).url(1) == "https://[::1]:1"

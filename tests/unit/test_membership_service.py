@@ -20,10 +20,10 @@ from websockets.sync.client import ClientConnection, connect
 from unisono.errors import JobError, UnisonoWarning
 from unisono.jsonl import read_lines
 from unisono.membership import listener, parser, service
-from unisono.membership.auth import Limits, Rate
+from unisono.membership.auth import Rate, RequestLimits
 from unisono.membership.client import Line
 from unisono.membership.coordinator import Coordinator, WorkerSession
-from unisono.membership.listener import Address, hosts, listen, url
+from unisono.membership.listener import ListenAddress, hosts, listen, url
 from unisono.membership.messages import (
     AgentHello,
     AgentLeaving,
@@ -64,7 +64,7 @@ class Running:
     """A coordinator that serves, on a thread."""
 
     def __init__(self, folder: Path, settings: ElasticConfig = SETTINGS, fd: int | None = None) -> None:
-        address = Address(fd=fd)
+        address = ListenAddress(fd=fd)
         listening = listen(address, tls=False)
         self.coordinator = Coordinator(folder, settings)
         self.token = make_token(folder)
@@ -186,7 +186,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", 
 
 
 def test_the_walk_below_knows_every_route(shared: Running) -> None:
-    found = service.Service(shared.coordinator, Limits(), lambda: None).routes()
+    found = service.Service(shared.coordinator, RequestLimits(), lambda: None).routes()
 
     assert {route.path for route in found} <= set(ROUTES)  # type: ignore[attr-defined]
 
@@ -248,7 +248,7 @@ def test_too_many_requests_are_refused(running: Running, monkeypatch: pytest.Mon
 
 def test_too_many_connections_are_refused(running: Running) -> None:
     app: Any = running.server.config.app
-    app._limits = Limits(connections=1)
+    app._limits = RequestLimits(connections=1)
 
     with running.connect("/agent"):
         assert running.refuses("/agent") == 503
@@ -259,7 +259,7 @@ def test_too_many_connections_are_refused(running: Running) -> None:
 
 def test_a_request_that_does_not_end_is_ended(running: Running) -> None:
     app: Any = running.server.config.app
-    app._limits = Limits(request_s=0.1)
+    app._limits = RequestLimits(request_s=0.1)
     with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as raw:
         head = f"POST /resize HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\nAuthorization: Bearer {running.token}\r\n"
         raw.sendall(f"{head}Content-Length: 100\r\n\r\nx".encode())
@@ -369,19 +369,19 @@ def test_who_sends_too_fast_is_read_more_slowly() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])  # noqa: S104 - that is the point
 def test_other_hosts_need_tls(host: str) -> None:
     with pytest.raises(JobError, match="--tls-cert"):
-        listen(Address(host=host), tls=False)
+        listen(ListenAddress(host=host), tls=False)
 
 
 def test_a_socket_that_others_reach_needs_tls_too() -> None:
     with socket.create_server(("0.0.0.0", 0)) as opened, pytest.raises(JobError, match="--tls-cert"):  # noqa: S104
-        listen(Address(fd=opened.detach()), tls=False)
+        listen(ListenAddress(fd=opened.detach()), tls=False)
 
 
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as opened:
         port = opened.getsockname()[1]
         with pytest.raises(JobError, match=f"cannot listen on 127.0.0.1:{port}"):
-            listen(Address(port=port), tls=False)
+            listen(ListenAddress(port=port), tls=False)
 
 
 def test_it_listens_on_a_socket_that_it_inherits(serve: Serve) -> None:

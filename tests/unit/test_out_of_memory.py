@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from unisono.host import memory
-from unisono.host.cgroup import Limits
+from unisono.host.cgroup import CgroupLimits
 from unisono.host.memory import peak_mib, room_mib
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.out_of_memory import ran_out_of_memory
@@ -79,9 +79,9 @@ def test_a_job_that_ended_well_had_memory_whatever_its_workers_say() -> None:
 
 
 def test_room_is_what_a_container_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "read_limits", lambda: Limits(memory_bytes=8 << 20, free_bytes=3 << 20))
+    monkeypatch.setattr(memory, "read_limits", lambda: CgroupLimits(memory_bytes=8 << 20, free_bytes=3 << 20))
     assert room_mib() == 3.0
-    monkeypatch.setattr(memory, "read_limits", Limits)
+    monkeypatch.setattr(memory, "read_limits", CgroupLimits)
     assert room_mib() > 3.0
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from unisono.host import cgroup as cores
-from unisono.host.cgroup import Limits
+from unisono.host.cgroup import CgroupLimits
 from unisono.plan.split import Split
 from unisono.reduce.transport import Solo
 from unisono.train.step.engine import Execution
@@ -50,5 +50,5 @@ def test_whoever_says_what_they_want_gets_it(overlap: bool) -> None:
 def test_a_control_group_that_allows_less_than_there_are_cores_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     for limit, usable in ((None, 8), (2.5, 2), (0.5, 1), (64.0, 8)):
-        monkeypatch.setattr(cores, "read_limits", lambda limit=limit: Limits(cpus=limit))
+        monkeypatch.setattr(cores, "read_limits", lambda limit=limit: CgroupLimits(cpus=limit))
         assert cores.usable_cores() == usable

@@ -11,7 +11,7 @@ NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CgroupLimits:
     """The tightest limits on the way up to the root; None where there is none.
 
     Attributes:
@@ -25,7 +25,7 @@ class Limits:
     free_bytes: int | None = None
 
 
-def read_limits(table: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Limits:
+def read_limits(table: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> CgroupLimits:
     """The limits of this process.
 
     Args:
@@ -33,7 +33,7 @@ def read_limits(table: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sy
         mount: where the groups are.
     """
     if not table.exists():
-        return Limits()
+        return CgroupLimits()
     cpus: list[float] = []
     memory: list[int] = []
     free: list[int] = []
@@ -44,7 +44,7 @@ def read_limits(table: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sy
             limits = _memory(folder)
             memory += limits
             free += [max(limit - _used(folder), 0) for limit in limits]
-    return Limits(min(cpus, default=None), min(memory, default=None), min(free, default=None))
+    return CgroupLimits(min(cpus, default=None), min(memory, default=None), min(free, default=None))
 
 
 def _up_to_root(mount: Path, controllers: str, path: str) -> Iterator[Path]:

@@ -17,7 +17,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What one coordinator takes.
 
     Attributes:
@@ -79,11 +79,11 @@ class AuthMiddleware:
         hosts: ``name:port`` under which clients know this address.
     """
 
-    def __init__(self, app: App, token: str, hosts: frozenset[str], limits: Limits | None = None) -> None:
+    def __init__(self, app: App, token: str, hosts: frozenset[str], limits: RequestLimits | None = None) -> None:
         self._app = app
         self._expected = f"Bearer {token}".encode()
         self._hosts = hosts
-        self._limits = limits or Limits()
+        self._limits = limits or RequestLimits()
         self._rate = Rate(self._limits.requests_per_s)
         self._connections = 0
 

@@ -23,7 +23,7 @@ _BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ListenAddress:
     """Where to listen.
 
     Attributes:
@@ -39,7 +39,7 @@ class Address:
     names: tuple[str, ...] = ()
 
 
-def listen(address: Address, *, tls: bool) -> socket.socket:
+def listen(address: ListenAddress, *, tls: bool) -> socket.socket:
     """A listening socket.
 
     Raises:
@@ -59,7 +59,7 @@ def listen(address: Address, *, tls: bool) -> socket.socket:
     return found
 
 
-def hosts(listening: socket.socket, address: Address) -> frozenset[str]:
+def hosts(listening: socket.socket, address: ListenAddress) -> frozenset[str]:
     """The ``name:port`` that clients may have connected to."""
     bound, port = listening.getsockname()[:2]
     names = {"localhost", "127.0.0.1", "::1", bound, address.host.lower(), *(name.lower() for name in address.names)}
@@ -68,7 +68,7 @@ def hosts(listening: socket.socket, address: Address) -> frozenset[str]:
     return frozenset(f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names)
 
 
-def url(listening: socket.socket, address: Address, *, tls: bool) -> str:
+def url(listening: socket.socket, address: ListenAddress, *, tls: bool) -> str:
     """Where clients find it."""
     bound, port = listening.getsockname()[:2]
     anywhere = ipaddress.ip_address(bound).is_unspecified
@@ -76,7 +76,7 @@ def url(listening: socket.socket, address: Address, *, tls: bool) -> str:
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _bound(address: Address, *, tls: bool) -> socket.socket:
+def _bound(address: ListenAddress, *, tls: bool) -> socket.socket:
     family, kind, protocol, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
     if not tls and not is_loopback(str(where[0])):
         raise _needs_tls(address.host)

@@ -24,9 +24,9 @@ from starlette.applications import Starlette
 from unisono.errors import JobError, UnisonoError
 from unisono.exit_codes import FIRST_SIGNAL, PREEMPTED, USAGE
 from unisono.membership import state as machine
-from unisono.membership.auth import AuthMiddleware, Limits
+from unisono.membership.auth import AuthMiddleware, RequestLimits
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.listener import Address, HttpProtocol, WebSocketProtocol, hosts, listen, url
+from unisono.membership.listener import HttpProtocol, ListenAddress, WebSocketProtocol, hosts, listen, url
 from unisono.membership.parser import LONGEST_MESSAGE
 from unisono.membership.service import Service
 from unisono.membership.token import make_token
@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, coordinator: Coordinator, token: str, names: frozenset[str], tls: dict[str, Any]) -> None:
         self._coordinator = coordinator
-        self._limits = Limits()
+        self._limits = RequestLimits()
         ping_s = min(PING_S, coordinator.state.settings.failure_timeout_s / 4)
         app = AuthMiddleware(Starlette(lifespan=self._running), token, names, self._limits)
         super().__init__(
@@ -115,7 +115,7 @@ def main() -> None:
 def _run(options: argparse.Namespace) -> int:
     folder: Path = options.run_dir
     tls = _tls(options)
-    address = Address(options.host, options.port, options.fd, tuple(options.name))
+    address = ListenAddress(options.host, options.port, options.fd, tuple(options.name))
     listening = listen(address, tls=bool(tls))
     if not folder.is_dir():
         raise JobError(f"{folder} is no run folder")
@@ -195,7 +195,7 @@ def _say_where(path: Path, address: str) -> None:
 
 def _allow_many_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4 * Limits().connections
+    wanted = 4 * RequestLimits().connections
     with suppress(ValueError, OSError):  # then fewer have to do
         if soft != resource.RLIM_INFINITY and soft < wanted:
             most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -16,7 +16,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from unisono.errors import JobError, Unreadable
 from unisono.membership import state as machine
-from unisono.membership.auth import Limits, Rate
+from unisono.membership.auth import Rate, RequestLimits
 from unisono.membership.coordinator import AgentSession, Coordinator, Session, WorkerSession
 from unisono.membership.messages import Name
 from unisono.membership.parser import parse
@@ -103,7 +103,7 @@ class Service:
         end: called when the service is no longer of use.
     """
 
-    def __init__(self, coordinator: Coordinator, limits: Limits, end: Callable[[], None]) -> None:
+    def __init__(self, coordinator: Coordinator, limits: RequestLimits, end: Callable[[], None]) -> None:
         self._coordinator = coordinator
         self._limits = limits
         self._end = end
