@@ -25,7 +25,7 @@ from unisono.train.state.trained import Trained
 from unisono.train.step.engine import Call, Clip
 from unisono.train.step.listeners import Listeners
 from unisono.train.step.step import Step
-from unisono.train.strategies.local_rounds import LocalRounds, StepConfig, Tally, begin_local_rounds
+from unisono.train.strategies.local_rounds import LocalRounds, RoundProgress, StepConfig, begin_local_rounds
 from unisono.train.strategies.local_training import LocalTraining
 
 pytestmark = pytest.mark.unit
@@ -133,7 +133,7 @@ CONFIG = config_of(LocalSGD(), prepared_model())
 
 
 def broken_off(*, is_open: bool, exchanged: int = 4) -> Any:
-    return SimpleNamespace(is_open=is_open, exchanged=exchanged, synchroniser=object(), tally=Tally())
+    return SimpleNamespace(is_open=is_open, exchanged=exchanged, synchroniser=object(), progress=RoundProgress())
 
 
 @pytest.mark.parametrize("is_open", [(True, False), (False, True), (False, False)])

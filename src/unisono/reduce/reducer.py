@@ -121,9 +121,9 @@ class Reducer:
         self.transport = transport
         self._reduction = reduction
         self._in_background = overlap and transport.world_size > 1
-        self._attempts: queue.SimpleQueue[_Attempt | None] = queue.SimpleQueue()
+        self._pending_steps: queue.SimpleQueue[_PendingBuckets | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._attempt: _Attempt | None = None
+        self._pending: _PendingBuckets | None = None
 
     @property
     def tallies(self) -> bool:
@@ -132,15 +132,15 @@ class Reducer:
 
     def begin(self, buckets: Sequence[Hashable], weigh: Weigh) -> None:
         """An attempt begins, in which these buckets will become ready."""
-        self._attempt = _Attempt(buckets, weigh)
+        self._pending = _PendingBuckets(buckets, weigh)
         if self._in_background:
             self._start()
-            self._attempts.put(self._attempt)
+            self._pending_steps.put(self._pending)
 
     def ready(self, bucket: int, partials: Sequence[Tensor], tally: Tally | None = None) -> None:
         """This worker's partial sums of a bucket are final. The tally is the reducer's until there are totals."""
-        assert self._attempt is not None
-        self._attempt.ready.put(_Ready(bucket, partials, tally, Handover(partials[0].device)))
+        assert self._pending is not None
+        self._pending.ready.put(_Ready(bucket, partials, tally, Handover(partials[0].device)))
 
     def totals(self) -> tuple[tuple[Tensor, ...], float]:
         """Wait until all buckets are reduced.
@@ -152,30 +152,30 @@ class Reducer:
         Raises:
             WorkerLost: another worker is gone.
         """
-        attempt, self._attempt = self._attempt, None
-        assert attempt is not None
+        pending, self._pending = self._pending, None
+        assert pending is not None
         if not self._in_background:
-            attempt.work(self.transport, self._reduction)
-        attempt.done.wait()
-        if attempt.error is not None:
-            raise attempt.error
-        for handover in attempt.handovers:
+            pending.work(self.transport, self._reduction)
+        pending.done.wait()
+        if pending.error is not None:
+            raise pending.error
+        for handover in pending.handovers:
             handover.accept()
-        return tuple(attempt.totals), attempt.seconds
+        return tuple(pending.totals), pending.seconds
 
     def abandon(self) -> None:
         """The attempt failed on this worker. The others wait for buckets that will not come: hang up on them."""
-        attempt, self._attempt = self._attempt, None
-        if attempt is not None and self._in_background:
-            attempt.ready.put(None)
+        pending, self._pending = self._pending, None
+        if pending is not None and self._in_background:
+            pending.ready.put(None)
             self.transport.close()
-            attempt.done.wait()
+            pending.done.wait()
 
     def close(self) -> None:
         """End the thread; an attempt that is under way is abandoned."""
         self.abandon()
         if self._thread is not None:
-            self._attempts.put(None)
+            self._pending_steps.put(None)
             self._thread.join()
             self._thread = None
 
@@ -186,8 +186,8 @@ class Reducer:
             self._thread.start()
 
     def _work(self) -> None:
-        while (attempt := self._attempts.get()) is not None:
-            attempt.work(self.transport, self._reduction)
+        while (pending := self._pending_steps.get()) is not None:
+            pending.work(self.transport, self._reduction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class _Ready:
 
 
 @dataclass(slots=True)
-class _Attempt:
+class _PendingBuckets:
     """The buckets of one attempt, on their way to their totals."""
 
     buckets: Sequence[Hashable]

@@ -47,7 +47,7 @@ class StepConfig:
 
 
 @dataclass(slots=True)
-class Tally:
+class RoundProgress:
     """What this worker has done since all synchronised last.
 
     Attributes:
@@ -88,7 +88,7 @@ class LocalRounds:
     ) -> None:
         self.is_open = self.goes_on = False
         self.exchanged = -1
-        self.tally = Tally()
+        self.progress = RoundProgress()
         self.strategy = config.strategy
         self._config, self._workers = config, workers
         self._engines: dict[int, StepEngine] = {}
@@ -111,7 +111,7 @@ class LocalRounds:
         if not self.is_open:
             self.synchroniser.round_begins()
         self.is_open = True
-        self.tally.steps += 1
+        self.progress.steps += 1
         self.synchroniser.step_begins()
 
     def parts(self, step: int, batch: Batch) -> Iterator[range]:
@@ -144,7 +144,7 @@ class LocalRounds:
         if (make := engine.work_out(call, attempt)) is None:
             return None
         make()
-        self.tally.sums.add(call.batch.size, attempt.report.loss, attempt.report.metrics, attempt.seconds)
+        self.progress.sums.add(call.batch.size, attempt.report.loss, attempt.report.metrics, attempt.seconds)
         return attempt
 
     def step_ends(self, step: int, *, ends_round: bool) -> None:
@@ -185,7 +185,7 @@ class LocalRounds:
         def make() -> list[dict[str, Any]]:
             synchronised()
             self.is_open = False
-            self.tally = Tally()
+            self.progress = RoundProgress()
             return everybody
 
         return make
@@ -205,11 +205,11 @@ class LocalRounds:
         before, traffic = self._sent, self._workers.transport.traffic
         self._sent = traffic.sent_bytes, traffic.sent_messages
         return {
-            "samples": self.tally.sums.samples,
-            "loss": self.tally.sums.loss,
-            "metrics": self.tally.sums.metrics,
-            "steps": self.tally.steps,
-            "seconds": perf_counter() - self.tally.begun,
+            "samples": self.progress.sums.samples,
+            "loss": self.progress.sums.loss,
+            "metrics": self.progress.sums.metrics,
+            "steps": self.progress.steps,
+            "seconds": perf_counter() - self.progress.begun,
             "sent": [self._sent[0] - before[0], self._sent[1] - before[1]],
             **self.synchroniser.figures(),
         }
@@ -224,7 +224,7 @@ class LocalRounds:
         self.exchanged = max(exchanged for exchanged, _ in known)
         if before is not None:
             self.synchroniser.follow(before.synchroniser)
-            self.tally = before.tally
+            self.progress = before.progress
         self.synchroniser.synchronise(after_loss=True)()
         self.synchroniser.resume()
 
