@@ -4,7 +4,7 @@ from mutants.mutant import STATE, Mutant
 
 TRANSITIONS = "membership/state/transitions.py"
 EVENTS = "membership/state/events.py"
-CHANGE = "membership/state/change.py"
+STATE_UPDATE = "membership/state/state_update.py"
 DEADLINE = "membership/state/deadline.py"
 ARRIVAL = "membership/state/arrival.py"
 BALANCE = "membership/state/arrival.py"
@@ -16,20 +16,20 @@ MUTANTS = (
     Mutant(
         "the store keeps the keys of all generations",
         TRANSITIONS,
-        "    change.actions.append(Forget(number))\n",
+        "    update.actions.append(Forget(number))\n",
         "",
     ),
     Mutant(
         "a job that starts over keeps the published values of before",
         TRANSITIONS,
-        "    change.actions.append(Forget())\n",
+        "    update.actions.append(Forget())\n",
         "",
     ),
     Mutant(
         "a generation gets the number of the one before",
         TRANSITIONS,
-        "change.state, change.state.generation + 1\n",
-        "change.state, max(1, change.state.generation)\n",
+        "update.state, update.state.generation + 1\n",
+        "update.state, max(1, update.state.generation)\n",
     ),
     Mutant(
         "joiners are let in where members do not stand at one boundary",
@@ -40,8 +40,8 @@ MUTANTS = (
     Mutant(
         "joiners are let in that wait at another loop",
         TRANSITIONS,
-        "for worker in _ready(change.state) if worker.loop == loop and not worker.leaving]",
-        "for worker in _ready(change.state) if not worker.leaving]",
+        "for worker in _ready(update.state) if worker.loop == loop and not worker.leaving]",
+        "for worker in _ready(update.state) if not worker.leaving]",
     ),
     Mutant(
         "members that leave go in the middle of a step",
@@ -112,14 +112,14 @@ MUTANTS = (
     Mutant(
         "workers of the life before are told nothing and wait for ever",
         TRANSITIONS,
-        '            change.remove(worker, "all others are lost, and the job starts over")\n',
+        '            update.remove(worker, "all others are lost, and the job starts over")\n',
         "            pass\n",
     ),
     # -- messages
     Mutant(
         "an arrival in an earlier generation counts in this one",
         EVENTS,
-        'case Arrived() if worker.phase == "working" and message.generation == change.state.generation:',
+        'case Arrived() if worker.phase == "working" and message.generation == update.state.generation:',
         'case Arrived() if worker.phase == "working":',
     ),
     Mutant(
@@ -137,26 +137,26 @@ MUTANTS = (
     Mutant(
         "a member that missed a loss over a broken connection is not told of it",
         EVENTS,
-        "    if change.state.broken:\n",
-        "    if change.state.broken and False:\n",
+        "    if update.state.broken:\n",
+        "    if update.state.broken and False:\n",
     ),
     Mutant(
         "members wait for one that has left the work in the middle of it",
         EVENTS,
-        "        change.wake_members()  # they may wait for it, and it comes no more\n",
+        "        update.wake_members()  # they may wait for it, and it comes no more\n",
         "        pass\n",
     ),
     Mutant(
         "members wait for one that has left before it had formed the generation",
         EVENTS,
-        "    if not message.at_boundary or worker.id not in change.state.formed:\n",
+        "    if not message.at_boundary or worker.id not in update.state.formed:\n",
         "    if not message.at_boundary:\n",
     ),
     Mutant(
         "a joiner that has lost the others leaves its generation, and nobody is told",
         EVENTS,
-        "            _ready(change, worker, message)\n            change.break_up(worker)\n",
-        "            _ready(change, worker, message)\n",
+        "            _ready(update, worker, message)\n            update.break_up(worker)\n",
+        "            _ready(update, worker, message)\n",
     ),
     Mutant(
         "a worker that was given up is served when it comes back",
@@ -173,19 +173,19 @@ MUTANTS = (
     Mutant(
         "a replacement that was meant for a rank of an earlier generation hits another worker",
         EVENTS,
-        "    if message.generation != change.state.generation:\n        return  # the worker",
+        "    if message.generation != update.state.generation:\n        return  # the worker",
         "    if False:\n        return  # the worker",
     ),
     Mutant(
         "a joiner that cannot join ends the job",
         EVENTS,
-        "if is_error and not is_joiner and not change",
-        "if is_error and not change",
+        "if is_error and not is_joiner and not update",
+        "if is_error and not update",
     ),
     Mutant(
         "a worker of an agent that was told to start it, and did not, is awaited for ever",
         EVENTS,
-        "        if worker.id not in hello.running:\n            _ended_unseen(change, worker)\n",
+        "        if worker.id not in hello.running:\n            _ended_unseen(update, worker)\n",
         "        pass\n",
     ),
     # -- restarts of the coordinator
@@ -198,50 +198,50 @@ MUTANTS = (
     Mutant(
         "a coordinator that was killed before it forgot values never forgets them",
         EVENTS,
-        "    change.actions.append(Forget() if state.minted is None else Forget(state.generation))"
+        "    update.actions.append(Forget() if state.minted is None else Forget(state.generation))"
         "  # perhaps it came to nothing\n",
         "",
     ),
     Mutant(
         "members are lost at once when the coordinator starts again on another clock",
         EVENTS,
-        "        arrival=None if state.arrival is None else change.now,\n",
+        "        arrival=None if state.arrival is None else update.now,\n",
         "",
     ),
     # -- losses
     Mutant(
         "lost workers are replaced without end",
-        CHANGE,
+        STATE_UPDATE,
         "self.set(restarts=self.state.restarts + 1)",
         "self.set(restarts=self.state.restarts)",
     ),
     Mutant(
         "one worker more is replaced than may be",
-        CHANGE,
+        STATE_UPDATE,
         "if self.state.restarts < settings.max_restarts * settings.largest:",
         "if self.state.restarts <= settings.max_restarts * settings.largest:",
     ),
     Mutant(
         "losses are not counted as departures, by which policies go",
-        CHANGE,
+        STATE_UPDATE,
         "            self.set(departures=self.state.departures + 1)\n",
         "            pass\n",
     ),
     Mutant(
         "a worker that leaves on notice and is then lost counts as two departures",
-        CHANGE,
+        STATE_UPDATE,
         "        if not worker.leaving:  # else it has been counted\n",
         "        if True:\n",
     ),
     Mutant(
         "members are not told of a loss",
-        CHANGE,
+        STATE_UPDATE,
         "                self.tell(member, Lost(generation=self.state.generation, workers=(worker.id,)))\n",
         "                pass\n",
     ),
     Mutant(
         "members are not told that a generation is due",
-        CHANGE,
+        STATE_UPDATE,
         "                self.tell(member, RegroupDue(generation=self.state.generation))\n",
         "                pass\n",
     ),
@@ -249,7 +249,7 @@ MUTANTS = (
     Mutant(
         "signs of life do not renew a member's deadline",
         EVENTS,
-        "    worker = change.put(worker, signs=replace(worker.signs, at=change.now))\n",
+        "    worker = update.put(worker, signs=replace(worker.signs, at=update.now))\n",
         "",
     ),
     Mutant(
@@ -273,8 +273,8 @@ MUTANTS = (
     Mutant(
         "a broken connection is a sign of life",
         EVENTS,
-        "return replace(signs, connected=False, at=max(signs.at, change.now - half))",
-        "return replace(signs, connected=False, at=change.now)",
+        "return replace(signs, connected=False, at=max(signs.at, update.now - half))",
+        "return replace(signs, connected=False, at=update.now)",
     ),
     Mutant(
         "a main thread that hangs in a collective call is never given up",
@@ -292,8 +292,8 @@ MUTANTS = (
     Mutant(
         "the longest ready candidate is dismissed instead of the newest",
         TRANSITIONS,
-        "for worker in change.state.candidates[::-1][:surplus]:",
-        "for worker in change.state.candidates[:surplus]:",
+        "for worker in update.state.candidates[::-1][:surplus]:",
+        "for worker in update.state.candidates[:surplus]:",
     ),
     Mutant(
         "a worker that cannot be replaced for want of restarts is replaced",
@@ -317,14 +317,14 @@ MUTANTS = (
     Mutant(
         "hosts that cannot be reached stay in",
         REACH,
-        "    _leave_out(change)\n    for agent",
+        "    _leave_out(update)\n    for agent",
         "    for agent",
         ("tests/unit/test_membership_reach.py", *STATE),
     ),
     Mutant(
         "the same workers fail to form a generation again and again",
         EXCLUSION,
-        "        out += [] if out else _suspects(change, minted)\n",
+        "        out += [] if out else _suspects(update, minted)\n",
         "        pass\n",
     ),
     # -- the end
@@ -337,7 +337,7 @@ MUTANTS = (
     Mutant(
         "the job is done while members are still on the way",
         TRANSITIONS,
-        "    if not finished or change.state.members:\n",
+        "    if not finished or update.state.members:\n",
         "    if not finished:\n",
     ),
 )

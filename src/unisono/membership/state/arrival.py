@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from unisono.membership.messages import Arrived, NewGeneration, Seat
-from unisono.membership.state.change import Change
 from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, State, Worker
+from unisono.membership.state.state_update import StateUpdate
 from unisono.plan.split import Split
 
 
@@ -100,28 +100,28 @@ MOST_UNFORMED = 2
 """Generations that may fail to form because of a worker, as it seems, before it is excluded."""
 
 
-def exclude_unconnected(change: Change, minted: NewGeneration, holders: Sequence[Worker]) -> frozenset[str]:
+def exclude_unconnected(update: StateUpdate, minted: NewGeneration, holders: Sequence[Worker]) -> frozenset[str]:
     """Exclude members whose hosts are left out, and those because of whom, it seems, no generation forms.
 
     Args:
-        change: all members have arrived.
+        update: all members have arrived.
         minted: the generation that ends.
         holders: its members that hold the weights. At least one of them stays.
 
     Returns:
         who is excluded.
     """
-    out = [member for member in change.state.members if change.state.agents[member.agent].left_out]
-    if _has_formed(change.state, minted, holders):
-        change.set(unformed=0)
-    elif _is_whole(change.state, minted):
-        change.note("not formed", generation=minted.generation, workers=[seat.worker for seat in minted.roster])
-        out += [] if out else _suspects(change, minted)
+    out = [member for member in update.state.members if update.state.agents[member.agent].left_out]
+    if _has_formed(update.state, minted, holders):
+        update.set(unformed=0)
+    elif _is_whole(update.state, minted):
+        update.note("not formed", generation=minted.generation, workers=[seat.worker for seat in minted.roster])
+        out += [] if out else _suspects(update, minted)
     for worker in out:
-        agent = change.state.agents[worker.agent]
+        agent = update.state.agents[worker.agent]
         if not agent.left_out:
-            change.put_agent(agent, given_up=agent.given_up + 1)
-        change.exclude(worker, agent.left_out or _why(minted))
+            update.put_agent(agent, given_up=agent.given_up + 1)
+        update.exclude(worker, agent.left_out or _why(minted))
     return frozenset(worker.id for worker in out)
 
 
@@ -137,16 +137,16 @@ def _is_whole(state: State, minted: NewGeneration) -> bool:
     return len(found) > 1 and all(worker is not None and worker.phase in (*CANDIDATE, *MEMBER) for worker in found)
 
 
-def _suspects(change: Change, minted: NewGeneration) -> list[Worker]:
+def _suspects(update: StateUpdate, minted: NewGeneration) -> list[Worker]:
     """The joiners, or if there are none the member that came last; nobody the first time."""
-    workers = [change.state.workers[seat.worker] for seat in minted.roster]
+    workers = [update.state.workers[seat.worker] for seat in minted.roster]
     joiners = [worker for worker, seat in zip(workers, minted.roster, strict=True) if seat.joins]
     if joiners:
-        counted = [change.put(joiner, unformed=joiner.unformed + 1) for joiner in joiners]
+        counted = [update.put(joiner, unformed=joiner.unformed + 1) for joiner in joiners]
         return [joiner for joiner in counted if joiner.unformed >= MOST_UNFORMED]
-    change.set(unformed=(change.state.unformed + 1) % MOST_UNFORMED)
+    update.set(unformed=(update.state.unformed + 1) % MOST_UNFORMED)
     del workers[minted.source]
-    return [] if change.state.unformed else [max(workers, key=lambda worker: int(worker.id.removeprefix("w")))]
+    return [] if update.state.unformed else [max(workers, key=lambda worker: int(worker.id.removeprefix("w")))]
 
 
 def _why(minted: NewGeneration) -> str:

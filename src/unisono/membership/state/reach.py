@@ -7,9 +7,9 @@ member knows of that.
 from collections.abc import Iterator, Sequence
 
 from unisono.membership.messages import LeftOut, Probe, Probed, Target, Unreached
-from unisono.membership.state.change import Change, short
 from unisono.membership.state.cover import lightest_cover
 from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, Link, State
+from unisono.membership.state.state_update import StateUpdate, short
 
 FRESH_S = 5.0
 """How long a probe is believed before members are stopped for a host, in seconds."""
@@ -21,71 +21,71 @@ ADVICE = (
 )
 
 
-def keep_in_reach(change: Change) -> None:
+def keep_in_reach(update: StateUpdate) -> None:
     """Have hosts probed whose connections are not known, and leave out those without which all others are connected."""
-    _forget(change)
-    unknown = _probe(change)
-    _leave_out(change)
-    for agent in change.state.agents.values():
+    _forget(update)
+    unknown = _probe(update)
+    _leave_out(update)
+    for agent in update.state.agents.values():
         if agent.untried != (agent.id in unknown):
-            change.put_agent(agent, untried=agent.id in unknown)
+            update.put_agent(agent, untried=agent.id in unknown)
 
 
-def doubt(change: Change, agent: str) -> None:
+def doubt(update: StateUpdate, agent: str) -> None:
     """Have a host probed again before members stop for it: its connections may have changed since."""
-    known = [link for link in change.state.links if agent in (link.one, link.other) and not link.why]
-    _drop(change, [link for link in known if link.at < change.now - FRESH_S])
+    known = [link for link in update.state.links if agent in (link.one, link.other) and not link.why]
+    _drop(update, [link for link in known if link.at < update.now - FRESH_S])
 
 
-def probed(change: Change, agent: Agent, found: Probed) -> None:
+def probed(update: StateUpdate, agent: Agent, found: Probed) -> None:
     """What an agent has found out about those that it was asked to probe."""
     for other in found.reached:
-        if other in agent.probing and other in change.state.agents:
-            _learn(change, agent.id, other, "")
+        if other in agent.probing and other in update.state.agents:
+            _learn(update, agent.id, other, "")
     unreached = [each for each in found.unreached if each.agent in agent.probing]
-    not_reached(change, agent, unreached)
+    not_reached(update, agent, unreached)
     answered = {*found.reached, *(each.agent for each in unreached)}
-    agent = change.state.agents[agent.id]
-    change.put_agent(agent, probing=tuple(other for other in agent.probing if other not in answered))
+    agent = update.state.agents[agent.id]
+    update.put_agent(agent, probing=tuple(other for other in agent.probing if other not in answered))
 
 
-def not_reached(change: Change, agent: Agent, unreached: Sequence[Unreached]) -> None:
+def not_reached(update: StateUpdate, agent: Agent, unreached: Sequence[Unreached]) -> None:
     """An agent, or a worker of it while its generation formed, did not reach these hosts."""
     for each in unreached:
-        other = change.state.agents.get(each.agent)
+        other = update.state.agents.get(each.agent)
         if other is not None and other is not agent:
             where = f" at {other.probes}" if other.probes else ""
-            _learn(change, agent.id, other.id, short(f"{agent.host} does not reach {other.host}{where}: {each.why}"))
+            _learn(update, agent.id, other.id, short(f"{agent.host} does not reach {other.host}{where}: {each.why}"))
 
 
-def gave_no_answer(change: Change, agent: Agent) -> None:
+def gave_no_answer(update: StateUpdate, agent: Agent) -> None:
     """An agent was asked to probe others, and says nothing about them."""
     silent = [Unreached(agent=other, why="its agent has not said whether it does") for other in agent.probing]
-    not_reached(change, agent, silent)
-    change.put_agent(change.state.agents[agent.id], probing=())
+    not_reached(update, agent, silent)
+    update.put_agent(update.state.agents[agent.id], probing=())
 
 
-def forget_agent(change: Change, agent: str) -> None:
+def forget_agent(update: StateUpdate, agent: str) -> None:
     """An agent has another address, or is gone."""
-    _drop(change, [link for link in change.state.links if agent in (link.one, link.other)])
+    _drop(update, [link for link in update.state.links if agent in (link.one, link.other)])
 
 
 # -- links
 
 
-def _learn(change: Change, one: str, other: str, why: str) -> None:
-    known = _links(change.state).get(frozenset((one, other)))
+def _learn(update: StateUpdate, one: str, other: str, why: str) -> None:
+    known = _links(update.state).get(frozenset((one, other)))
     if why and (known is None or not known.why):
-        change.note("no connection", agents=[one, other], why=why)
+        update.note("no connection", agents=[one, other], why=why)
     elif known is not None and known.why and not why:
-        change.note("connected again", agents=[one, other])
-    _drop(change, [] if known is None else [known])
-    change.set(links=(*change.state.links, Link(one, other, why, change.now)))
+        update.note("connected again", agents=[one, other])
+    _drop(update, [] if known is None else [known])
+    update.set(links=(*update.state.links, Link(one, other, why, update.now)))
 
 
-def _drop(change: Change, dropped: Sequence[Link]) -> None:
+def _drop(update: StateUpdate, dropped: Sequence[Link]) -> None:
     if dropped:
-        change.set(links=tuple(link for link in change.state.links if link not in dropped))
+        update.set(links=tuple(link for link in update.state.links if link not in dropped))
 
 
 def _links(state: State) -> dict[frozenset[str], Link]:
@@ -97,9 +97,9 @@ def _at_work(state: State) -> set[str]:
     return {member.agent for member in state.members}
 
 
-def _forget(change: Change) -> None:
+def _forget(update: StateUpdate) -> None:
     """Links of agents that are gone; and that members are connected goes without saying."""
-    state = change.state
+    state = update.state
     if not state.links:
         return
     at_work, there = _at_work(state), {agent.id for agent in state.agents.values() if not agent.left}
@@ -109,19 +109,19 @@ def _forget(change: Change) -> None:
         if {link.one, link.other} <= there and (link.why or not {link.one, link.other} <= at_work)
     ]
     if len(kept) < len(state.links):
-        change.set(links=tuple(kept))
+        update.set(links=tuple(kept))
 
 
 # -- probes
 
 
-def _probe(change: Change) -> set[str]:
+def _probe(update: StateUpdate) -> set[str]:
     """Have pairs of hosts probed, each by the agent that came later.
 
     Returns:
         the agents of which it is not known whether they reach all others that have workers.
     """
-    state, known = change.state, _links(change.state)
+    state, known = update.state, _links(update.state)
     with_workers = {worker.agent for worker in state.workers.values() if worker.phase in (*CANDIDATE, *MEMBER)}
     unknown: set[str] = set()
     wanted: dict[str, list[Agent]] = {}
@@ -131,14 +131,14 @@ def _probe(change: Change) -> set[str]:
             for one, other in ((earlier, later), (later, earlier)):
                 if other.id in with_workers:
                     unknown.add(one.id)
-        is_due = link is None or (link.why and link.at + state.settings.failure_timeout_s <= change.now)
+        is_due = link is None or (link.why and link.at + state.settings.failure_timeout_s <= update.now)
         if is_due and earlier.id not in later.probing and earlier.signs.connected and later.signs.connected:
             wanted.setdefault(later.id, []).append(earlier)
     for name, others in wanted.items():
-        agent = change.state.agents[name]
+        agent = update.state.agents[name]
         targets = tuple(Target(agent=other.id, host=other.host, address=other.probes) for other in others)
-        change.put_agent(agent, probing=(*agent.probing, *(other.id for other in others)), probing_since=change.now)
-        change.tell_agent(name, Probe(targets=targets))
+        update.put_agent(agent, probing=(*agent.probing, *(other.id for other in others)), probing_since=update.now)
+        update.tell_agent(name, Probe(targets=targets))
     return unknown
 
 
@@ -155,19 +155,19 @@ def _uncertain(state: State) -> Iterator[tuple[Agent, Agent]]:
 # -- who is left out
 
 
-def _leave_out(change: Change) -> None:
-    gaps = [link for link in change.state.links if link.why]
-    out = lightest_cover([(link.one, link.other) for link in gaps], _weights(change.state)) if gaps else frozenset()
-    for agent in change.state.agents.values():
-        why = _reason(change.state, agent, gaps, out) if agent.id in out else ""
+def _leave_out(update: StateUpdate) -> None:
+    gaps = [link for link in update.state.links if link.why]
+    out = lightest_cover([(link.one, link.other) for link in gaps], _weights(update.state)) if gaps else frozenset()
+    for agent in update.state.agents.values():
+        why = _reason(update.state, agent, gaps, out) if agent.id in out else ""
         if bool(why) != bool(agent.left_out):
-            change.put_agent(agent, left_out=why)
-            change.note("left out" if why else "not left out any more", agent=agent.id, host=agent.host, why=why)
-            advice = ADVICE.format(seconds=change.state.settings.failure_timeout_s)
-            change.tell_agent(agent.id, LeftOut(reason=f"{why}. {advice}" if why else ""))
-        for worker in change.workers_of(agent.id) if why else ():
+            update.put_agent(agent, left_out=why)
+            update.note("left out" if why else "not left out any more", agent=agent.id, host=agent.host, why=why)
+            advice = ADVICE.format(seconds=update.state.settings.failure_timeout_s)
+            update.tell_agent(agent.id, LeftOut(reason=f"{why}. {advice}" if why else ""))
+        for worker in update.workers_of(agent.id) if why else ():
             if worker.phase in CANDIDATE:
-                change.exclude(worker, why)
+                update.exclude(worker, why)
 
 
 def _reason(state: State, agent: Agent, gaps: Sequence[Link], out: frozenset[str]) -> str:

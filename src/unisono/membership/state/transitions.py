@@ -14,12 +14,12 @@ from unisono.membership.state.arrival import (
     split_for,
     survivor,
 )
-from unisono.membership.state.change import Change
 from unisono.membership.state.deadline import excused, hangs
 from unisono.membership.state.event import Action, Event, Forget
 from unisono.membership.state.events import hear
 from unisono.membership.state.reach import keep_in_reach
 from unisono.membership.state.state import Signs, State, Worker
+from unisono.membership.state.state_update import StateUpdate
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -34,86 +34,86 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
         the state after it, and what is to be done, in this order, once the state is where it outlasts the
         coordinator.
     """
-    change = Change(excused(state, now), now)
-    hear(change, event)
-    settle(change)
-    return change.state, tuple(change.actions)
+    update = StateUpdate(excused(state, now), now)
+    hear(update, event)
+    settle(update)
+    return update.state, tuple(update.actions)
 
 
 LONGEST_DELAY_S = 30.0
 
 
-def settle(change: Change) -> None:
+def settle(update: StateUpdate) -> None:
     """Do what the state calls for."""
     for rule in (_give_up, keep_in_reach, _finish, _regroup, _dismiss, _start, _form, _announce, _close):
-        if change.state.over is None:
-            rule(change)
+        if update.state.over is None:
+            rule(update)
 
 
-def _give_up(change: Change) -> None:
+def _give_up(update: StateUpdate) -> None:
     """Whoever hangs is lost."""
-    for worker in change.state.members:
-        if hangs(change.state, worker):
+    for worker in update.state.members:
+        if hangs(update.state, worker):
             pulse = worker.signs.pulse
             where = "a collective call" if pulse.doing == "call" else "the script's own code, and others wait for it"
-            change.lose(
+            update.lose(
                 worker, f"it hangs: no progress for {pulse.still_s:.0f} s in {where} (see the stacks in its log)"
             )
 
 
-def _finish(change: Change) -> None:
+def _finish(update: StateUpdate) -> None:
     """Whoever has finished has all that training comes to: the job is done when nobody is still on the way."""
-    finished = change.state.finished
-    if not finished or change.state.members:
+    finished = update.state.finished
+    if not finished or update.state.members:
         return
     if len({worker.digest for worker in finished}) > 1:
         found = ", ".join(f"{worker.id} {worker.digest[:12]}" for worker in finished)
-        change.fail(f"the workers have finished with different weights: {found}")
+        update.fail(f"the workers have finished with different weights: {found}")
     else:
-        main = next(iter(change.state.ranks), "")
+        main = next(iter(update.state.ranks), "")
         names = tuple(worker.id for worker in finished)
-        change.end("done", JobOver(digest=finished[0].digest, main=main, finished=names))
+        update.end("done", JobOver(digest=finished[0].digest, main=main, finished=names))
 
 
-def _regroup(change: Change) -> None:
+def _regroup(update: StateUpdate) -> None:
     """Mint the next generation when all members that are left have arrived.
 
     Somebody comes or goes only where all stand at one boundary; elsewhere the survivors go on as they are, to the
     next boundary. Who computes wrong results goes wherever the others stand.
     """
-    minted, members = change.state.minted, change.state.members
+    minted, members = update.state.minted, update.state.members
     if minted is None or any(member.phase != "arrived" or not member.signs.connected for member in members):
         return
     faulty = [member for member in members if member.is_faulty]
     members = tuple(member for member in members if not member.is_faulty)
     holders = [member for member in members if holds_state(member, minted)]
     if not holders:
-        _start_over(change)
+        _start_over(update)
         return
-    steady = are_steady(holders) and not change.state.finished
+    steady = are_steady(holders) and not update.state.finished
     if steady and all(member.leaving for member in members):
-        _preempt(change, holders)
+        _preempt(update, holders)
         return
-    excluded = exclude_unconnected(change, minted, holders)
+    excluded = exclude_unconnected(update, minted, holders)
     members = tuple(member for member in members if member.id not in excluded)
-    size = change.state.size
+    size = update.state.size
     staying = [member for member in members if not member.leaving][:size] if steady else []
     if not any(member in holders for member in staying):
         staying = list(members)  # who holds the weights goes once somebody else has them
     source = newest(staying, holders)
     loop = arrival(staying[source]).loop
-    joiners = [worker for worker in _ready(change.state) if worker.loop == loop and not worker.leaving]
+    joiners = [worker for worker in _ready(update.state) if worker.loop == loop and not worker.leaving]
     joiners = joiners[: max(0, size - len(staying))] if steady else []
-    agents = change.state.agents
+    agents = update.state.agents
     seats = [survivor(member, agents[member.agent], member in holders) for member in staying]
     seats += [newcomer(joiner, agents[joiner.agent], joins=True) for joiner in joiners]
-    _mint(change, seats, source, loop)
+    _mint(update, seats, source, loop)
     for member in faulty:
-        change.remove(member, "it computes wrong results")
+        update.remove(member, "it computes wrong results")
     for member in members:
         if member not in staying:
             why = "it was asked to leave" if member.leaving else f"the job goes on with {size} workers"
-            change.remove(member, why)
+            update.remove(member, why)
 
 
 def _ready(state: State) -> list[Worker]:
@@ -122,81 +122,81 @@ def _ready(state: State) -> list[Worker]:
     return sorted((worker for worker in ready if not state.agents[worker.agent].untried), key=lambda one: one.turn)
 
 
-def _preempt(change: Change, holders: list[Worker]) -> None:
-    for member in change.state.members:  # a joiner that was still to receive the weights must not write them
-        change.remove(member, "all were asked to leave", preempted=member in holders)
-    change.set(preempting=True, minted=None, due_since=None, arrival=None, lost=(), broken=False)
+def _preempt(update: StateUpdate, holders: list[Worker]) -> None:
+    for member in update.state.members:  # a joiner that was still to receive the weights must not write them
+        update.remove(member, "all were asked to leave", preempted=member in holders)
+    update.set(preempting=True, minted=None, due_since=None, arrival=None, lost=(), broken=False)
 
 
-def _start_over(change: Change) -> None:
+def _start_over(update: StateUpdate) -> None:
     """Nobody is left who holds the weights: new workers go on from the newest checkpoint."""
-    change.note("starts over", generation=change.state.generation, because=change.state.blame)
-    for worker in change.state.members + change.state.candidates:
+    update.note("starts over", generation=update.state.generation, because=update.state.blame)
+    for worker in update.state.members + update.state.candidates:
         if worker.phase != "asked":  # it stands where only those that are lost could have helped it
-            change.remove(worker, "all others are lost, and the job starts over")
-    change.set(minted=None, loop=None, due_since=None, arrival=None, lost=(), broken=False)
-    change.actions.append(Forget())
+            update.remove(worker, "all others are lost, and the job starts over")
+    update.set(minted=None, loop=None, due_since=None, arrival=None, lost=(), broken=False)
+    update.actions.append(Forget())
 
 
-def _dismiss(change: Change) -> None:
+def _dismiss(update: StateUpdate) -> None:
     """Remove candidates that are not needed."""
-    for worker in change.state.candidates:
-        if worker.leaving or change.state.preempting:
-            change.remove(worker, "it was asked to leave")
-    surplus = max(0, len(change.state.staying) - change.state.size)
-    for worker in change.state.candidates[::-1][:surplus]:
-        change.remove(worker, f"the job goes on with {change.state.size} workers")
+    for worker in update.state.candidates:
+        if worker.leaving or update.state.preempting:
+            update.remove(worker, "it was asked to leave")
+    surplus = max(0, len(update.state.staying) - update.state.size)
+    for worker in update.state.candidates[::-1][:surplus]:
+        update.remove(worker, f"the job goes on with {update.state.size} workers")
 
 
-def _start(change: Change) -> None:
+def _start(update: StateUpdate) -> None:
     """Ask for as many workers as are missing, where there is room."""
-    _reopen(change)
-    state = change.state
+    _reopen(update)
+    state = update.state
     if state.stopping or state.preempting or state.finished:
         return
     missing = state.size - state.unreplaced - len(state.staying)
     delay_s = 0.0 if state.quick < 2 else min(LONGEST_DELAY_S, 0.5 * 2.0 ** min(state.quick - 2, 30))
-    signs = Signs(at=change.now, started=change.now + delay_s, since=change.now)
+    signs = Signs(at=update.now, started=update.now + delay_s, since=update.now)
     for agent in state.agents.values():
-        room = agent.places - len(change.workers_of(agent.id))
+        room = agent.places - len(update.workers_of(agent.id))
         count = min(missing, room)
         if count <= 0 or agent.untried or not agent.signs.connected:
             continue
-        last = change.state.last_worker
+        last = update.state.last_worker
         names = tuple(f"w{number}" for number in range(last + 1, last + 1 + count))
         new = {name: Worker(name, agent.id, host=agent.host, signs=signs) for name in names}
-        change.set(workers={**change.state.workers, **new}, last_worker=last + count)
-        change.tell_agent(agent.id, Start(workers=names, delay_s=delay_s))
-        change.note("asked for", workers=list(names), host=agent.host, delay_s=delay_s)
+        update.set(workers={**update.state.workers, **new}, last_worker=last + count)
+        update.tell_agent(agent.id, Start(workers=names, delay_s=delay_s))
+        update.note("asked for", workers=list(names), host=agent.host, delay_s=delay_s)
         missing -= count
 
 
-def _reopen(change: Change) -> None:
+def _reopen(update: StateUpdate) -> None:
     """Places of workers that were asked to leave are filled again when training could not even begin without."""
-    state = change.state
+    state = update.state
     if state.minted is None and sum(agent.places for agent in state.agents.values()) < state.settings.smallest:
         for agent in state.agents.values():
-            change.put_agent(agent, given_up=0)
+            update.put_agent(agent, given_up=0)
 
 
-def _form(change: Change) -> None:
+def _form(update: StateUpdate) -> None:
     """Mint a first generation, when enough are ready and nobody is awaited."""
-    state, needed = change.state, change.state.settings.smallest
+    state, needed = update.state, update.state.settings.smallest
     if state.minted is not None or state.preempting or state.stopping:
         return
     if 0 < state.shards < needed:
-        change.fail(f"at least {needed} workers are to train, but the job has only {state.shards} shards")
+        update.fail(f"at least {needed} workers are to train, but the job has only {state.shards} shards")
         return
     ready = [worker for worker in state.candidates if worker in _ready(state)]
     if len(ready) >= needed and len(ready) == len(state.candidates):
         seats = [newcomer(worker, state.agents[worker.agent], joins=False) for worker in ready]
-        _mint(change, seats, source=0, loop=None)
+        _mint(update, seats, source=0, loop=None)
     elif len(state.candidates) < needed and state.size - state.unreplaced < needed:
-        change.fail(f"no restarts are left, and fewer than the {needed} workers needed; lost last: {state.blame}")
+        update.fail(f"no restarts are left, and fewer than the {needed} workers needed; lost last: {state.blame}")
 
 
-def _mint(change: Change, seats: list[Seat], source: int, loop: int | None) -> None:
-    before, number = change.state, change.state.generation + 1
+def _mint(update: StateUpdate, seats: list[Seat], source: int, loop: int | None) -> None:
+    before, number = update.state, update.state.generation + 1
     split = split_for(before.shards, [before.workers[seat.worker] for seat in seats])
     minted = NewGeneration(
         generation=number,
@@ -206,14 +206,14 @@ def _mint(change: Change, seats: list[Seat], source: int, loop: int | None) -> N
         loop=loop,
         departures=before.departures,
     )
-    change.actions.append(Forget(number))
+    update.actions.append(Forget(number))
     for seat in seats:
         worker = before.workers[seat.worker]
-        signs = replace(worker.signs, at=change.now, pulse=worker.signs.pulse.model_copy(update={"still_s": 0.0}))
-        change.tell(change.put(worker, phase="working", arrived=None, signs=signs), minted)
-    change.set(generation=number, minted=minted, minted_at=change.now, loop=loop, due_since=None, arrival=None)
-    change.set(lost=(), broken=False, formed=(), seconds={}, turns_seen=before.last_turn)
-    change.note(
+        signs = replace(worker.signs, at=update.now, pulse=worker.signs.pulse.model_copy(update={"still_s": 0.0}))
+        update.tell(update.put(worker, phase="working", arrived=None, signs=signs), minted)
+    update.set(generation=number, minted=minted, minted_at=update.now, loop=loop, due_since=None, arrival=None)
+    update.set(lost=(), broken=False, formed=(), seconds={}, turns_seen=before.last_turn)
+    update.note(
         "minted",
         generation=number,
         workers=[seat.worker for seat in seats],
@@ -221,19 +221,19 @@ def _mint(change: Change, seats: list[Seat], source: int, loop: int | None) -> N
         lost=[name for name in before.lost if name not in {worker.id for worker in before.candidates}],
         source=seats[source].worker,
         shards=[len(split.of(rank)) for rank in range(split.workers)],
-        seconds=0.0 if before.due_since is None else round(change.now - before.due_since, 3),
+        seconds=0.0 if before.due_since is None else round(update.now - before.due_since, 3),
     )
 
 
-def _announce(change: Change) -> None:
+def _announce(update: StateUpdate) -> None:
     """A new generation is due when somebody wants in or out, there are too many, or shards could be split better."""
-    members = change.state.members
-    if not members or change.state.finished:
+    members = update.state.members
+    if not members or update.state.finished:
         return
     staying = [member for member in members if not member.leaving]
-    joins = any(_is_wanted(change.state, worker) for worker in _ready(change.state))
-    if len(staying) < len(members) or len(staying) > change.state.size or joins or is_unbalanced(change.state):
-        change.call_members()
+    joins = any(_is_wanted(update.state, worker) for worker in _ready(update.state))
+    if len(staying) < len(members) or len(staying) > update.state.size or joins or is_unbalanced(update.state):
+        update.call_members()
 
 
 def _is_wanted(state: State, joiner: Worker) -> bool:
@@ -244,15 +244,15 @@ def _is_wanted(state: State, joiner: Worker) -> bool:
     return joiner.loop > state.loop and joiner.turn > state.turns_seen
 
 
-def _close(change: Change) -> None:
+def _close(update: StateUpdate) -> None:
     """Let go who was asked to leave: the whole job, or an agent."""
-    state, agents = change.state, change.state.agents.values()
+    state, agents = update.state, update.state.agents.values()
     everybody = state.preempting or state.stopping or (bool(agents) and all(agent.leaving for agent in agents))
     if everybody and not state.workers:
-        change.end("preempted", JobOver(preempted=True, reason="all were asked to leave"))
+        update.end("preempted", JobOver(preempted=True, reason="all were asked to leave"))
         return
     for agent in agents:
-        if agent.leaving and not agent.left and not change.workers_of(agent.id):
-            change.put_agent(agent, left=True)
-            change.tell_agent(agent.id, JobOver(preempted=True, reason="this agent was asked to leave"))
-            change.note("agent left", agent=agent.id, host=agent.host)
+        if agent.leaving and not agent.left and not update.workers_of(agent.id):
+            update.put_agent(agent, left=True)
+            update.tell_agent(agent.id, JobOver(preempted=True, reason="this agent was asked to leave"))
+            update.note("agent left", agent=agent.id, host=agent.host)

@@ -17,15 +17,15 @@ MOST_EXCLUDED = 16
 """So many are remembered, for people."""
 
 
-class Change:
-    """What events and transitions are made of.
+class StateUpdate:
+    """The state as one event has made it so far, and the actions that follow from it.
 
     Args:
-        state: before the step.
+        state: The state before the event.
         now: the time of the event, in seconds.
 
     Attributes:
-        state: as it has become so far.
+        state: The state, with all changes so far.
         now: the time of the event, in seconds.
         actions: the actions that follow, in order.
     """
