@@ -103,8 +103,12 @@ def value_of(kind: Any, found: Any, what: str = "it") -> Any:
         case origin if origin in (tuple, list, Sequence):
             return _items_of(kind, found, what)
         case origin if origin is dict:
-            _require(type(found) is dict and all(type(name) is str for name in found), "object", found, what)
-            return {name: value_of(get_args(kind)[1], each, f"{what}.{short(name)}") for name, each in found.items()}
+            _require(type(found) is dict, "object", found, what)
+            key, value = get_args(kind)
+            return {
+                value_of(key, name, f"a name in {what}"): value_of(value, each, f"{what}.{short(name)}")
+                for name, each in found.items()
+            }
     plain = NoneType if kind is None else kind
     is_one = isinstance(found, (int, float) if plain is float else plain)
     _require(is_one and (plain is bool or type(found) is not bool), plain.__name__, found, what)

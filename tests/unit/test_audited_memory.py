@@ -19,7 +19,9 @@ from unisono.job import Job
 from unisono.testing.fault import WrongResult
 from unisono.testing.flip import flip_in
 from unisono.testing.inject import inject
+from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
+from unisono.train.recovery.known_states import AgreedState
 from unisono.train.run import Run
 from unisono.train.step import audit
 from unisono.train.step.engine import Execution
@@ -150,11 +152,12 @@ def test_where_wrong_results_are_found_too_late_no_checkpoint_is_left_that_has_t
 def test_a_worker_that_joins_knows_which_state_audits_have_confirmed(start: Start) -> None:
     run = start(audit=1.0)
     prepared(run)
-    first, joiner = (Integrity(run.inside.trained, 2, audits=True) for _ in range(2))
+    first, joiner = (Integrity(run.inside.trained, StateCopies(run.inside.trained), 2, audits=True) for _ in range(2))
     digests = run.inside.trained.capture().digests()
-    first._know(0, digests)
-    joiner.take(first.give())
+    first.know(0, digests)
+    joiner.take(first.known.tree())
     for one in (first, joiner):
-        one._know(2, digests)
-    assert joiner.give() == first.give()
-    assert first.give()["kept"] == [[0, digests], [2, digests]]
+        one.know(2, digests)
+    assert joiner.known.tree() == first.known.tree()
+    assert first.known.right == AgreedState(0, digests)
+    assert first.known.waits == AgreedState(2, digests)

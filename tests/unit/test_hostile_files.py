@@ -40,6 +40,7 @@ from unisono.plan.batches import Position
 from unisono.received import LARGEST_JSON, memory, parse_json, parse_object, read_object
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import set_like
+from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.state import Progress
@@ -335,11 +336,12 @@ def test_another_model_leaves_all_else_as_it_was() -> None:
 
 
 KNOWN: dict[str, Any] = {
-    "kept": [[3, {"model": 2**64 - 1}], None],
+    "right": {"step": 3, "digests": {"model": 2**64 - 1}},
+    "waits": None,
     "cleared": [0, 2],
     "returns": 1,
-    "digests": [[4, 0, 5]],
-    "wrong": [[4, 0, [6, 7]]],
+    "digests": {(4, 0): 5},
+    "wrong": {(4, 0): [6, 7]},
     "ignored": ["counter"],
     "before": {"3 counter": [1, 2]},
     "script_writes": False,
@@ -349,15 +351,16 @@ KNOWN: dict[str, Any] = {
 
 def test_what_another_worker_knows_of_older_states_is_taken_whole_or_not_at_all() -> None:
     for number in range(5 * CASES["requests"]):
-        integrity = Integrity(a_run(), 10)
+        trained = a_run()
+        integrity = Integrity(trained, StateCopies(trained), 10)
         integrity.take(KNOWN)
-        assert integrity.give() == KNOWN
+        assert integrity.known.tree() == KNOWN
         try:
             integrity.take(hostile.changed(Random(f"known {number}"), KNOWN))
         except Unreadable:
-            assert integrity.give() == KNOWN
+            assert integrity.known.tree() == KNOWN
         else:
-            integrity.give()
+            integrity.known.tree()
 
 
 POLICIES: list[Callable[[], Policy]] = [

@@ -211,7 +211,7 @@ def test_without_comparisons_nothing_is_kept(start: Start) -> None:
     run = start(verify_every=0)
     digest, _ = train(run, Once("weights", EXPONENT, "begin", 4))
     assert digest
-    assert run.inside.integrity._kept is None
+    assert run.inside.integrity.known.right is None
 
 
 @pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
@@ -238,7 +238,7 @@ def test_what_is_decided_in_a_call_is_set_in_its_change_and_not_before(start: St
     model = net()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     integrity, trained = run.inside.integrity, run.inside.trained
-    integrity._know(0, trained.capture().digests())
+    integrity.know(0, trained.capture().digests())
     finding = Finding(0, frozenset({0}), 1)
     decisions: list[Callable[[], Callable[[], None]]] = [
         lambda: integrity.judge((1, 0), [Flags(lost=True)])[1],
@@ -248,9 +248,19 @@ def test_what_is_decided_in_a_call_is_set_in_its_change_and_not_before(start: St
         lambda: integrity.audited([finding], [0, 1], "a worker computes wrongly"),
     ]
     for decide in decisions:
-        before = integrity.give(), trained.doubt
+        before = integrity.known.tree(), trained.doubt
         note = decide()
-        assert (integrity.give(), trained.doubt) == before
+        assert (integrity.known.tree(), trained.doubt) == before
         note()
-        assert (integrity.give(), trained.doubt) != before
-        trained.doubt, integrity._returns = None, 0
+        assert (integrity.known.tree(), trained.doubt) != before
+        trained.doubt, integrity.known.returns = None, 0
+
+
+def test_a_bit_that_flips_twice_is_not_the_scripts_if_workers_hold_different_weights(start: Start) -> None:
+    run = start()
+    model = net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    integrity, flags = run.inside.integrity, [Flags(digest=1, flipped=True), Flags(digest=2)]
+    integrity.judge((1, 0), flags)[1]()
+    with pytest.raises(JobMismatch, match="and did so again"), pytest.warns(UnisonoWarning, match="by itself"):
+        integrity.judge((1, 0), flags)

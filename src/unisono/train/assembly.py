@@ -18,6 +18,7 @@ from unisono.train.record.notices import Notices
 from unisono.train.record.results import Results
 from unisono.train.record.sample_log import SampleLog
 from unisono.train.record.trace import Trace
+from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.recovery import Recovery, Snapshots
 from unisono.train.recovery.verification import AuditJudge, Verification
@@ -217,7 +218,8 @@ def _computing(base: _Base) -> _Computing:
     membership, trained, checkpoints, folder = base.membership, base.trained, base.checkpoints, base.folder
     requests, ending, how, fault_tolerance = base.requests, base.ending, context.execution, context.fault_tolerance
     report = WorkerReport(membership, context.leave, base.timer, checkpoints)
-    integrity = Integrity(trained, fault_tolerance.verify_every, audits=how.audit > 0, shares=how.shard_optimizer)
+    copies = StateCopies(trained)
+    integrity = Integrity(trained, copies, fault_tolerance.verify_every, audits=how.audit > 0)
     judge = AuditJudge(membership, trained, integrity, checkpoints, listeners)
     exact = ExactSteps(
         job,
@@ -244,7 +246,18 @@ def _computing(base: _Base) -> _Computing:
     synchronisation = Synchronisation(
         collectives, steps, trained, membership, checkpoints, requests, report, listeners, ending
     )
-    verification = Verification(collectives, membership, steps, trained, integrity, judge, snapshots, listeners)
+    verification = Verification(
+        collectives,
+        membership,
+        steps,
+        trained,
+        integrity,
+        copies,
+        judge,
+        snapshots,
+        listeners,
+        shares=how.shard_optimizer,
+    )
     return _Computing(integrity, exact, steps, snapshots, recovery, collectives, synchronisation, verification)
 
 

@@ -127,7 +127,7 @@ class Recovery(Recovers):
 
     def give(self) -> list[Any]:
         """The state, for a worker that lacks it, and all else that decides what comes next."""
-        return [self._trained.give(), self._integrity.give(), self._requests.leave]
+        return [self._trained.give(), self._integrity.known.tree(), self._requests.leave]
 
     def digests(self) -> list[int] | None:
         """Of what an update changes, where all who have made the same updates hold the same."""
@@ -151,7 +151,7 @@ class Recovery(Recovers):
     def renew(self) -> None:
         """A new generation, in which everybody has the same state. Collective."""
         self._requests.regroup = False
-        self._integrity.regroup()
+        self._integrity.known.cleared = []  # ranks mean other workers from now on
         self._steps.make()
         if self._membership.workers.rank == 0:
             self._checkpoints.begin_writing()
@@ -176,7 +176,7 @@ class Recovery(Recovers):
     def depart(self, dismissed: Dismissed) -> NoReturn:
         """The others go on without this worker, or the job does later."""
         if dismissed.preempted:  # at a boundary, where all has just been compared
-            self.depart_together(self._integrity.agreed(self._trained.progress.position.step))
+            self.depart_together(self._integrity.known.agreed(self._trained.progress.position.step))
         self._ending.leave(dismissed)
 
     def depart_together(self, verified: Digests | None) -> NoReturn:

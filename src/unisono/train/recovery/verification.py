@@ -11,10 +11,14 @@ from unisono.checkpoint.store import Snapshot
 from unisono.errors import JobMismatch, MemoryFault
 from unisono.plan.audits import Finding
 from unisono.train.group.collectives import Change, CollectiveCalls
+from unisono.train.group.majority import Verdict, healing, verdict
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
-from unisono.train.recovery.integrity import Integrity, Note
+from unisono.train.recovery.copies import START_AGAIN, StateCopies
+from unisono.train.recovery.integrity import Integrity, Note, flipped_in, warn
+from unisono.train.recovery.known_states import BOUNDARY
 from unisono.train.recovery.recovery import Snapshots
+from unisono.train.recovery.registered_objects import Differing, differing, digests_of_objects
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
@@ -97,10 +101,12 @@ class Verification:
         membership: who trains.
         steps: who computes.
         trained: the state.
-        integrity: compares it.
+        integrity: judges it.
+        copies: of this worker, to go back to.
         judge: knows which checkpoints are not to be believed.
         snapshots: settles the state before it is compared.
         listeners: who is told.
+        shares: whether workers share one copy: where they read it differently, it has changed in between.
     """
 
     def __init__(
@@ -110,12 +116,16 @@ class Verification:
         steps: CurrentSteps,
         trained: Trained,
         integrity: Integrity,
+        copies: StateCopies,
         judge: AuditJudge,
         snapshots: Snapshots,
         listeners: Listeners,
+        *,
+        shares: bool,
     ) -> None:
         self._collectives, self._membership, self._steps, self._trained = collectives, membership, steps, trained
-        self._integrity, self._judge, self._snapshots, self._listeners = integrity, judge, snapshots, listeners
+        self._integrity, self._copies, self._shares = integrity, copies, shares
+        self._judge, self._snapshots, self._listeners = judge, snapshots, listeners
 
     def verify(self) -> Digests | None:
         """Compare the whole state, and keep it if it is right.
@@ -126,19 +136,14 @@ class Verification:
         self._snapshots.settle()
         if not self._integrity.is_on:
             return None
-        step = self._trained.progress.position.step
         # What stands before a loop that goes on later is no state to keep: the rest of it is yet to be restored.
         weights_only = self._steps.has_own_weights or self._trained.restored is not None
 
-        def compare(workers: Workers) -> Change[Digests]:
-            heal = self._collectives.recovery.heal
-            return self._integrity.compare(workers, step, heal, self._has_flipped, weights_only=weights_only)
-
-        digests = self._collectives.change(compare)
+        digests = self._collectives.change(partial(self._compare, weights_only=weights_only))
         if self._trained.is_doubted:
             return None
         if not weights_only:
-            self._integrity.copy(step, -1 if self._membership.joins else self._membership.workers.rank)
+            self._copies.keep(self._integrity.known, -1 if self._membership.joins else self._membership.workers.rank)
         return digests
 
     def require_right(self) -> Digests | None:
@@ -149,7 +154,7 @@ class Verification:
         """
         verified = self.verify()
         if (doubt := self._trained.doubt) is not None:
-            raise JobMismatch(f"{doubt.why}: start the job again, it goes on from its newest verified checkpoint")
+            raise JobMismatch(f"{doubt.why}: {START_AGAIN}")
         return verified
 
     def require_whole(self, rank: int) -> None:
@@ -172,7 +177,7 @@ class Verification:
         assert doubt is not None, "there is a reason"
 
         def retrieve(workers: Workers) -> Change[None]:
-            return Change(partial(self._set_back, self._integrity.retrieve(workers)))
+            return Change(partial(self._set_back, self._copies.retrieve(workers, self._integrity.known)))
 
         self._collectives.change(retrieve)
         self._collectives.together(self._steps.make_together)
@@ -180,10 +185,72 @@ class Verification:
         self._judge.discard_unconfirmed()
         self._listeners.tell(lambda one: one.went_back(reached, step, doubt))
 
+    def _compare(self, workers: Workers, *, weights_only: bool, is_healed: bool = False) -> Change[Digests | None]:
+        """Compare the whole state at a boundary, and know it as right if it is. Collective.
+
+        Args:
+            workers: that hold it.
+            weights_only: where workers keep other things for themselves, and none can go back.
+            is_healed: whether those that held another state than most were just given theirs.
+
+        Returns:
+            what comes to the digests on which all agree; to none if the state is doubted then.
+        """
+        known, step = self._integrity.known, self._trained.progress.position.step
+        if (doubt := self._integrity.settle_suspicion(workers, (step, 0))) is not None:
+            return Change(doubt)
+        snapshot = self._trained.capture()
+        digests = snapshot.digests()
+        compared = list(digests.values())[: 1 if weights_only else None]
+        objects = digests_of_objects(snapshot, known.ignored)
+        told = workers.gather_json([compared, objects, known.before, self._has_flipped()])
+        if flipped := [rank for rank, (*_, is_so) in enumerate(told) if is_so]:
+            return Change(self._integrity.give_way((step, 0), f"after {step} steps {flipped_in(flipped)}"))
+        held = [tuple(own) for own, *_ in told]
+        found = verdict(held)
+        can_heal = found is Verdict.HEALING and not (self._shares or is_healed)
+        if can_heal and (transfer := healing(held)) is not None:
+            self._collectives.recovery.heal(workers, transfer, "state")
+            # Registered objects may have been made of the state that was wrong: an average of the weights, say.
+            return self._compare(workers, weights_only=weights_only, is_healed=True)
+        if found is not Verdict.RIGHT:
+            return Change(self._differ(step, held))
+        differ = differing(step, [(theirs, before) for _, theirs, before, _ in told])
+        return Change(self._agree(step, digests, differ, weights_only=weights_only))
+
+    def _differ(self, step: int, held: Sequence[Sequence[int]]) -> Note:
+        """No majority of workers holds the same state; ``held`` are its digests, by rank."""
+        listed = ", ".join(f"rank {rank}: {'/'.join(f'{one:016x}' for one in own)}" for rank, own in enumerate(held))
+        why = f"after {step} steps the workers hold different states ({listed})"
+        said = [digest for own in held for digest in own]
+        return self._integrity.go_back_from((step, 0), why, (step, BOUNDARY), said)
+
+    def _agree(
+        self, step: int, digests: Digests, objects: Differing, *, weights_only: bool
+    ) -> Callable[[], Digests | None]:
+        """All hold the same, but perhaps in registered objects: if the script wants it so, they do in a replay, too."""
+        for name in objects.again:
+            warn(f"the registered object {name!r} differs between workers: checkpoints keep that of rank 0")
+        integrity, names = self._integrity, ", ".join(place.partition(" ")[2] for place in objects.new)
+        doubt = integrity.doubting(
+            (step, 0), f"after {step} steps the workers hold different registered objects ({names})"
+        )
+
+        def make() -> Digests | None:
+            integrity.known.ignored += objects.again
+            if objects.new:
+                integrity.known.before = objects.new
+                doubt()
+                return None
+            integrity.know(step, None if weights_only else digests)
+            return digests
+
+        return make
+
     def _set_back(self, snapshot: Snapshot) -> None:
         self._trained.go_back(snapshot)
         self._steps.drop()
         self._steps.forget()
 
     def _has_flipped(self) -> bool:
-        return self._steps.has_lost or (not self._integrity.script_writes and self._steps.has_flipped)
+        return self._steps.has_lost or (not self._integrity.known.script_writes and self._steps.has_flipped)

@@ -1,0 +1,113 @@
+"""What is known of the states so far: the same on all workers, since it decides which collective calls come next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_type_hints
+
+from unisono.checkpoint.snapshot import Digests
+from unisono.received import value_of
+
+Place = tuple[int, int]
+"""A step, and a call of ``step.run`` in it."""
+
+BOUNDARY = -1
+"""In place of a call: between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedState:
+    """A state that all workers had alike.
+
+    Attributes:
+        step: steps that were committed.
+        digests: on which all agreed.
+    """
+
+    step: int
+    digests: Digests
+
+
+@dataclass(slots=True)
+class KnownStates:
+    """Which state is right, and what was seen since.
+
+    A replay has to come by the same digests as the first time, and a fault does not come twice in the same way.
+
+    Attributes:
+        right: the newest state that is known to be right: the run goes back to it.
+        waits: a newer one, which counts as right when audits have found all workers right.
+        cleared: ranks that audits have found right since then.
+        returns: how often the run has gone back to the right state.
+        digests: of the weights since the right state, by place: all workers agreed on them.
+        wrong: what was found where somebody was wrong, by place.
+        ignored: names of registered objects that the script has another one of on each worker.
+        before: how registered objects differed when the run went back last.
+        script_writes: whether it was the script that had changed a bit: then nobody can tell such changes from faults.
+        unseen: why nobody could compare the newest state; empty if workers have compared theirs.
+    """
+
+    right: AgreedState | None = None
+    waits: AgreedState | None = None
+    cleared: list[int] = field(default_factory=list)
+    returns: int = 0
+    digests: dict[Place, int] = field(default_factory=dict)
+    wrong: dict[Place, list[int]] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    before: dict[str, list[int]] = field(default_factory=dict)
+    script_writes: bool = False
+    unseen: str = ""
+
+    @classmethod
+    def of(cls, tree: Any) -> KnownStates:
+        """What another worker has given.
+
+        Raises:
+            Unreadable: it is nothing of the kind.
+        """
+        return cls(**value_of(get_type_hints(cls), tree, "what another worker knows of older states"))
+
+    def tree(self) -> dict[str, Any]:
+        """All of it, for a worker that lacks it."""
+        return asdict(self)
+
+    @property
+    def steps(self) -> set[int]:
+        """After how many steps the states were that the run may go back to."""
+        return {one.step for one in (self.right, self.waits) if one is not None}
+
+    def agreed(self, step: int) -> Digests | None:
+        """On what all workers have agreed after so many steps; None if that is not known any more."""
+        return next((one.digests for one in (self.waits, self.right) if one is not None and one.step == step), None)
+
+    def add(self, state: AgreedState, *, is_audited: bool) -> None:
+        """All workers hold this one. It is the one to go back to, at once or when audits have found all of them right.
+
+        Args:
+            state: on which all agree.
+            is_audited: whether a state counts as right only then. The first one is believed.
+        """
+        if not is_audited or self.right is None:
+            self._take_as_right(state)
+        elif self.waits is None:
+            self.waits, self.cleared = state, []
+
+    def clear(self, ranks: Iterable[int], computing: Collection[int]) -> None:
+        """Audits have found some workers right. Whoever computes right did so before, too.
+
+        Args:
+            ranks: of these.
+            computing: all ranks that compute.
+        """
+        self.cleared = sorted({*self.cleared, *ranks})
+        if self.waits is not None and set(computing) <= set(self.cleared):
+            self._take_as_right(self.waits)
+
+    def forget_from(self, place: Place) -> None:
+        """What was computed from here on is not to be believed."""
+        self.digests = {at: seen for at, seen in self.digests.items() if at < place}
+
+    def _take_as_right(self, state: AgreedState) -> None:
+        self.right, self.waits, self.returns, self.wrong = state, None, 0, {}
+        self.digests = {place: seen for place, seen in self.digests.items() if place >= (state.step, 0)}
