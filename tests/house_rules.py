@@ -23,7 +23,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("job",),
     ("jsonl",),
     ("received", "host", "words"),
-    ("errors", "exit_codes", "failpoints"),
+    ("errors", "failpoints"),
 )
 DEPTHS = {room: depth for depth, row in enumerate(ROWS) for room in row}
 # Rooms inside of a room, top row first. A module that lies beside them and is not listed stands above them all.

@@ -1,8 +1,10 @@
-"""Bytes that came from a file, a socket or a store, on their way to becoming values."""
+"""Bytes that came from a file, a socket or a store, on their way to becoming values; and who has sent them."""
 
 import json
 import os
+import socket
 import stat
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
@@ -165,3 +167,15 @@ def _hints(kind: type) -> dict[str, Any]:
 def memory() -> int:
     """Bytes of memory that this host has: nobody is given more, whatever was announced."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# Who is at the other end of a Unix socket, by the word of the kernel.
+
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+def is_same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end belongs to the user of this one, whoever has called and whoever answers."""
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(told)
+    return bool(user == os.geteuid())

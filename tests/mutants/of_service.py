@@ -5,7 +5,7 @@ from mutants.mutant import LINE, PUBLISHED, SERVICE, STORE, Mutant
 COORDINATOR = "membership/coordinator.py"
 STATE_LOG = "membership/state_log.py"
 KEYVALUE = "membership/keyvalue.py"
-CONVERSATION = "membership/conversation.py"
+CONVERSATION = "membership/connection.py"
 BACKLOG = "train/group/publisher.py"
 
 MUTANTS = (

@@ -12,7 +12,7 @@ from simulation.link import Link
 from simulation.settings import FAULTS_END_S, SHARDS
 from simulation.training import Training
 from unisono.membership.client import ANSWER_S
-from unisono.membership.conversation import Conversation
+from unisono.membership.connection import Conversation
 from unisono.membership.coordinator import WorkerSession
 from unisono.membership.messages import (
     FromWorker,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.membership.conversation import MOST_UNSENT, Conversation
+from unisono.membership.connection import MOST_UNSENT, Conversation
 from unisono.membership.messages import (
     Arrived,
     Formed,

@@ -12,7 +12,7 @@ from unisono.launch.ending.failure import Failure, exit_code, note_end
 from unisono.launch.ending.outcome import Outcome, WorkerExit
 from unisono.launch.ending.result import End, open_folder, report, with_faults
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.terminal.name import called, label, number
+from unisono.launch.terminal.terminal import called, label, number
 from unisono.membership import server
 from unisono.membership.messages import JobOver
 

@@ -13,7 +13,7 @@ import pytest
 
 from rpc_endpoints import HOSTS, PATIENCE_S, Endpoints, Table, called, echo
 from unisono.errors import Unreadable, WorkerLost
-from unisono.host.same_user import is_same_user
+from unisono.received import is_same_user
 from unisono.reduce.admission import MOST_STRANGERS, Admission, present
 from unisono.reduce.rpc import RpcEndpoint
 from unisono.reduce.rpc_message import RpcConnection, RpcMessage, listen

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.errors import JobError, UnisonoError
-from unisono.exit_codes import USAGE
+from unisono.errors import USAGE, JobError, UnisonoError
 
 
 def replay(

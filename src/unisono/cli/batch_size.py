@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from unisono.cli.options import Module, ScriptArgs, ScriptName, Shards, Threads, Tuned
-from unisono.errors import JobError
-from unisono.exit_codes import FIRST_SIGNAL
+from unisono.errors import FIRST_SIGNAL, JobError
 from unisono.host.memory import MIB, room_mib
 from unisono.launch.local import Launcher
 from unisono.launch.settings import LaunchSettings, Script

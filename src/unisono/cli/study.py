@@ -41,8 +41,7 @@ from unisono.cli.options import (
     Workers,
     read_workers,
 )
-from unisono.errors import JobError
-from unisono.exit_codes import FIRST_SIGNAL
+from unisono.errors import FIRST_SIGNAL, JobError
 from unisono.host.cgroup import usable_cores
 from unisono.launch.settings import Script
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.exit_codes import FIRST_SIGNAL
+from unisono.errors import FIRST_SIGNAL
 from unisono.host.parent_death import end_with_parent
 from unisono.launch.ending.failure import Failure, dismissal_in, note_end
 from unisono.launch.settings import Script
-from unisono.launch.terminal.name import WorkerName
+from unisono.launch.terminal.terminal import WorkerName
 
 failures: list[int] = []
 """The exit code, once the script has failed."""

@@ -12,9 +12,8 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
 from unisono.host.guard import Guard, kill_group
 from unisono.launch.ending.failure import Failure, exit_code
-from unisono.launch.terminal.name import WorkerName
 from unisono.launch.terminal.output import WorkerOutput
-from unisono.launch.terminal.terminal import Terminal
+from unisono.launch.terminal.terminal import Terminal, WorkerName
 from unisono.launch.worker_start import Process
 
 SECOND_TERM_S = 0.2

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from websockets.asyncio.client import ClientConnection, connect
 
 from unisono.errors import LaunchError
-from unisono.membership.connection import Reconnection, ShutOut, call
-from unisono.membership.conversation import Conversation
+from unisono.membership.connection import Conversation, Reconnection, ShutOut, call
 from unisono.membership.messages import (
     FromWorker,
     Refused,

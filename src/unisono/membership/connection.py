@@ -1,14 +1,31 @@
-"""How workers and agents call the coordinator, again and again, and what is written down of it: nothing."""
+"""How workers and agents call the coordinator again and again, and what a worker repeats on a new connection."""
 
+import itertools
 import logging
 import ssl
+from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from urllib.parse import urlsplit, urlunsplit
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
+from unisono.membership.messages import (
+    Arrived,
+    Finished,
+    FromWorker,
+    JobOver,
+    Leaving,
+    Progress,
+    Ready,
+    Refused,
+    StoreReply,
+    StoreRequest,
+    ToWorker,
+    WorkerHello,
+)
 from unisono.membership.token import OUTDATED, REFUSED
 
 FIRST_PAUSE_S = 0.05
@@ -122,3 +139,111 @@ class Reconnection:
             if not self._is_over():
                 await self._pause(self._pause_s)
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+
+# What a worker has to say to the coordinator, over one connection after the other.
+
+MOST_UNSENT = 256
+"""Messages that wait for a connection."""
+
+_FAREWELLS = (Refused, JobOver)  # after these nobody is there to talk to
+_STANDING = (Ready, Arrived, Leaving, Finished)  # true until something comes of it: said again on a new connection
+_SAID_ANEW = (WorkerHello, Progress, StoreRequest, *_STANDING)
+_OF_A_GENERATION = (Ready, Arrived)  # until the next generation
+
+
+class Conversation:
+    """Decides what is said, in which order, and what is said again on a new connection.
+
+    Nothing here knows sockets or threads: whoever has the connection asks for the :attr:`next` message, and tells what
+    became of it.
+
+    Args:
+        hello: this worker's first message, which says who it is.
+
+    Attributes:
+        is_connected: whether there is a connection.
+        is_over: whether nothing more is said: the coordinator has said farewell, or the process ends.
+    """
+
+    def __init__(self, hello: WorkerHello) -> None:
+        self.is_connected = False
+        self.is_over = False
+        self._hello = hello
+        self._numbers = itertools.count(1)
+        self._unsent: deque[FromWorker] = deque()
+        self._standing: dict[str, FromWorker] = {}
+        self._asked: dict[int, tuple[StoreRequest, Future[StoreReply]]] = {}
+
+    @property
+    def generation(self) -> int:
+        """The generation that this worker is in; 0 before the first."""
+        return self._hello.generation
+
+    def enter(self, generation: int) -> None:
+        """The worker is in another generation: what it said in an earlier one is outdated."""
+        self._hello = self._hello.model_copy(update={"generation": generation})
+        for kind in [kind for kind, message in self._standing.items() if isinstance(message, _OF_A_GENERATION)]:
+            del self._standing[kind]
+
+    def say(self, message: FromWorker) -> None:
+        """Have a message sent.
+
+        While there is no connection, :class:`Progress` is left out, and of other messages the latest are kept.
+        """
+        if self.is_over:
+            return
+        if isinstance(message, _STANDING):
+            self._standing[message.kind] = message
+        if self.is_connected or not isinstance(message, (Progress, *_STANDING)):
+            self._unsent.append(message)
+        while len(self._unsent) > MOST_UNSENT and not self.is_connected:
+            self._unsent.popleft()
+
+    def ask(self, request: StoreRequest) -> tuple[int, Future[StoreReply]]:
+        """Have a request sent, again and again until it is answered or given up; its number and its answer."""
+        request = request.model_copy(update={"id": next(self._numbers)})
+        answer: Future[StoreReply] = Future()
+        self._asked[request.id] = request, answer
+        if self.is_connected:
+            self._unsent.append(request)
+        return request.id, answer
+
+    def give_up(self, number: int) -> bool:
+        """Nobody waits for the answer to this request any more. Returns whether it was still to come."""
+        return self._asked.pop(number, None) is not None
+
+    def begin(self) -> None:
+        """There is a connection. It begins with a hello and with what still matters."""
+        others = [message for message in self._unsent if not isinstance(message, _SAID_ANEW)]
+        asked = [request for request, _ in self._asked.values()]
+        self._unsent = deque([self._hello, *others, *self._standing.values(), *asked])
+        self.is_connected = True
+
+    def break_off(self) -> None:
+        """There is no connection any more."""
+        self.is_connected = False
+
+    @property
+    def next(self) -> FromWorker | None:
+        """The message to send next; None if there is none."""
+        return self._unsent[0] if self._unsent else None
+
+    def sent(self, message: FromWorker) -> None:
+        """It was sent."""
+        if self.next is message:
+            self._unsent.popleft()
+
+    def heard(self, message: ToWorker) -> Future[StoreReply] | None:
+        """Take what the coordinator said. Returns what waits for it, if it is an answer that somebody waits for."""
+        if isinstance(message, _FAREWELLS):
+            self.is_over = True
+        if isinstance(message, StoreReply):
+            _, answer = self._asked.pop(message.id, (None, None))
+            return answer
+        return None
+
+    def end(self) -> list[Future[StoreReply]]:
+        """Nothing more is said. Returns what still waits for answers."""
+        self.is_over = True
+        return [answer for _, answer in self._asked.values()]

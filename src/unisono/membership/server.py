@@ -21,8 +21,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from unisono.errors import JobError, UnisonoError
-from unisono.exit_codes import FIRST_SIGNAL, PREEMPTED, USAGE
+from unisono.errors import FIRST_SIGNAL, PREEMPTED, USAGE, JobError, UnisonoError
 from unisono.membership import state as machine
 from unisono.membership.auth import AuthMiddleware, RequestLimits
 from unisono.membership.coordinator import Coordinator

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from unisono.host.same_user import is_same_user
+from unisono.received import is_same_user
 
 MOST_CALLERS = 1024
 """That the kernel keeps waiting for us."""

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Protocol
 
 from unisono.errors import NoProgress, WorkerLost
-from unisono.host.same_user import is_same_user
+from unisono.received import is_same_user
 
 LARGEST_MESSAGE = 32 * 1024
 """Bytes that always fit into a socket's buffer, so that everybody may send before anybody receives."""

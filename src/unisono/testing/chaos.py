@@ -18,8 +18,7 @@ from typing import Any
 import psutil
 
 from unisono.checkpoint.folder import write_json
-from unisono.errors import JobError, UnisonoError
-from unisono.exit_codes import FIRST_SIGNAL, PREEMPTED
+from unisono.errors import FIRST_SIGNAL, PREEMPTED, JobError, UnisonoError
 from unisono.jsonl import read_lines
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.address import Control, address_of

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.errors import LaunchError
-from unisono.exit_codes import NOT_STARTED
+from unisono.errors import NOT_STARTED, LaunchError
 from unisono.host.guard import kill_group
 from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.coordinator_line import CoordinatorLine, Probes

@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unisono.errors import LaunchError
-from unisono.exit_codes import USAGE
+from unisono.errors import USAGE, LaunchError
 from unisono.host.guard import Guard, kill_group
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.elastic import ElasticSettings

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from unisono.errors import JobError
-from unisono.exit_codes import PREEMPTED
+from unisono.errors import PREEMPTED, JobError
 from unisono.launch.elastic.entrance import Entrance
 from unisono.launch.ending.outcome import Blame, Verdict, WorkerExit
 from unisono.launch.settings import LaunchSettings

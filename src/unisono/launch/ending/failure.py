@@ -11,7 +11,7 @@ from typing import Any
 
 from unisono.checkpoint.folder import RunFolder, write_json
 from unisono.errors import Dismissed, LaunchError, UnisonoError, Unreadable, WorkerLost
-from unisono.launch.terminal.name import WorkerName, called
+from unisono.launch.terminal.terminal import WorkerName, called
 from unisono.received import open_file, read_object
 
 # How a worker's script has ended, noted when nothing of it is left to do but to take its process apart.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import Outcome, WorkerExit, describe
-from unisono.launch.terminal.name import WorkerName
+from unisono.launch.terminal.terminal import WorkerName
 
 KINDS = ("torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError", "MemoryError")
 """Types of exceptions that say nothing else."""

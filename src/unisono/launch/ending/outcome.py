@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from unisono.exit_codes import FIRST_SIGNAL, PREEMPTED
+from unisono.errors import FIRST_SIGNAL, PREEMPTED
 from unisono.launch.ending.failure import Failure
-from unisono.launch.terminal.name import WorkerName, called, number
+from unisono.launch.terminal.terminal import WorkerName, called, number
 
 HINTS = {
     "SIGKILL": "likely the memory ran out (see dmesg, and the memory limit of the container or of the Slurm job): "

@@ -10,8 +10,7 @@ from unisono.checkpoint.folder import RunFolder, new_run_folder
 from unisono.errors import JobError, Superseded, Unreadable
 from unisono.jsonl import read_lines
 from unisono.launch.ending.outcome import Blame, Outcome, WorkerExit, describe
-from unisono.launch.terminal.name import called
-from unisono.launch.terminal.terminal import Terminal
+from unisono.launch.terminal.terminal import Terminal, called
 
 # The last words of a launcher: what went wrong, and where to look.
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from unisono.errors import Unreadable
-from unisono.host.same_user import is_same_user
 from unisono.launch.forkserver.request import ForkRequest, ignored_signals, process_attributes, socket_of
-from unisono.received import parse_json
+from unisono.received import is_same_user, parse_json
 
 SHARED_FORK_SERVER = "UNISONO_NURSERY"
 """The variable that tells where shared fork servers listen: a folder with a socket for each."""

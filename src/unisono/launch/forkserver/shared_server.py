@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 from unisono.errors import Unreadable
 from unisono.host.parent_death import end_with_parent
-from unisono.host.same_user import is_same_user
 from unisono.launch.forkserver.fork import arrange, become, run
 from unisono.launch.forkserver.request import (
     FORK_SERVER,
@@ -31,6 +30,7 @@ from unisono.launch.forkserver.request import (
     process_attributes,
     socket_of,
 )
+from unisono.received import is_same_user
 
 LOADED = {
     "torch": (FORK_SERVER,),

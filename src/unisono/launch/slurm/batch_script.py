@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from unisono.errors import JobError, LaunchError
-from unisono.exit_codes import FIRST_SIGNAL, PREEMPTED
+from unisono.errors import FIRST_SIGNAL, PREEMPTED, JobError, LaunchError
 from unisono.launch.slurm.batch_job import BatchJob
 from unisono.launch.slurm.words import shell_word
 

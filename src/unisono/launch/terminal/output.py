@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unisono.jsonl import open_lines
-from unisono.launch.terminal.name import WorkerName
-from unisono.launch.terminal.terminal import Stream, Terminal
+from unisono.launch.terminal.terminal import Stream, Terminal, WorkerName
 
 # Cutting what a worker writes into lines that can be shown.
 

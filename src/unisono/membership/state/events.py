@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from unisono.exit_codes import NOT_STARTED, PREEMPTED
+from unisono.errors import NOT_STARTED, PREEMPTED
 from unisono.membership.messages import (
     AgentHello,
     AgentLeaving,

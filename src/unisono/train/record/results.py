@@ -16,8 +16,7 @@ import torch
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.data.shards import ShardSource
-from unisono.errors import Superseded, WorkerLost
-from unisono.exit_codes import PREEMPTED
+from unisono.errors import PREEMPTED, Superseded, WorkerLost
 from unisono.host.memory import MIB, own_peak_mib
 from unisono.job import Job
 from unisono.job import Reduction as Name

@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
-from unisono.errors import Dismissed
-from unisono.exit_codes import PREEMPTED
+from unisono.errors import PREEMPTED, Dismissed
 from unisono.failpoints import failpoint
 from unisono.received import value_of
 from unisono.train.group.collectives import Recovers
