@@ -24,12 +24,12 @@ class PolicyRunner:
     """Asks a run's policies at its step boundaries.
 
     Args:
-        job: that is trained.
-        trained: where it stands, with the policies.
-        membership: which a policy may want to be another one.
-        checkpoints: that a policy may ask for.
-        metrics: has the newest line.
-        folder: of the run, with the journal.
+        job: the job to train.
+        trained: the state of the run, with its policies.
+        membership: the members of the job, whose number a policy may change.
+        checkpoints: the checkpoints of the run, of which a policy may ask for one.
+        metrics: the writer of ``metrics.jsonl``, which has the newest line.
+        folder: the run folder, with the journal.
         collectives: the collective calls.
     """
 

@@ -28,9 +28,9 @@ class Run:
     """One training run, as one of its workers sees it. Made by :func:`unisono.init`.
 
     Attributes:
-        job: that is trained.
-        device: where this worker computes.
-        inside: what the run consists of; scripts leave it alone.
+        job: the job to train.
+        device: the device on which this worker computes.
+        inside: the parts of the run; scripts leave it alone.
     """
 
     def __init__(self, inside: Inside) -> None:
@@ -88,8 +88,9 @@ class Run:
                 worker has computed its shards (in ``step.computed_s`` seconds) and has yet to add the others'; once
                 per call of ``step.run``, again if that is repeated after a loss. ``step_ends``: it is committed, and
                 the loop's body is done.
-            callback: called on the main thread, in the order of the calls of ``on``. It must leave the weights alone
-                and draw no random numbers, or the bits are other ones. What it raises is raised in the loop.
+            callback: a function that is called on the main thread, in the order of the calls of ``on``. It must leave
+                the weights alone and draw no random numbers, or the bits of the result change. What it raises is raised
+                in the loop.
 
         Raises:
             JobError: there is no such event; lists those that there are.
@@ -134,8 +135,8 @@ class Run:
         """Make an object part of every checkpoint: a scheduler, a counter, an average of the weights.
 
         Args:
-            name: to find it again.
-            thing: has ``state_dict()`` and ``load_state_dict(state)``.
+            name: the name under which checkpoints keep the object's state.
+            thing: an object with ``state_dict()`` and ``load_state_dict(state)``.
 
         Returns:
             the object.
@@ -167,11 +168,11 @@ class Run:
         Args:
             dataset: map-style, with a length.
             epochs: passes over it.
-            shuffle: in an order that follows from the seed and the epoch.
-            drop_last: leave out a last, smaller batch instead of weighting it by its size.
-            loader_workers: processes of this worker that load ahead, over all epochs; 0 loads in this process, while
-                no step is computed. Decides no bit.
-            collate_fn: makes a batch of a list of samples; torch's ``default_collate`` by default.
+            shuffle: whether to shuffle the samples of each epoch, in an order that follows from the seed and the epoch.
+            drop_last: whether to leave out a last, smaller batch instead of weighting it by its size.
+            loader_workers: the number of this worker's processes that load ahead, over all epochs; 0 loads in this
+                process, while no step is computed. Decides no bit.
+            collate_fn: a function that makes a batch of a list of samples; torch's ``default_collate`` by default.
 
         Raises:
             DataError: the data set is empty or has no length, a batch cannot be collated, or a loader process failed,
@@ -290,7 +291,7 @@ class Run:
         the job allows, are not given.
 
         Args:
-            workers: at least 1.
+            workers: the number of workers, at least 1.
 
         Raises:
             JobError: the workers of this job stay the same, or the number is below 1; says what to do.

@@ -31,7 +31,7 @@ class Change(Generic[R]):
     Attributes:
         make: changes the state, and returns the call's value. Called once, and the call is counted at once: so there is
             no collective, no I/O and no code of the script in it, but for what torch calls to set or update a state.
-        then: called when the call is counted: what is written and told of it.
+        then: a function that is called once the call is counted, to write and tell what came of it.
     """
 
     make: Callable[[], R]
@@ -71,9 +71,9 @@ class Recovers(Protocol):
         """Some workers hold another state than most: they get the right one. Collective.
 
         Args:
-            workers: of this generation.
+            workers: the workers of this generation.
             transfer: who gives the state, and who is behind.
-            what: they hold a wrong one of.
+            what: the name of what differs, for the message.
         """
 
     def depart(self, dismissed: Dismissed) -> NoReturn:
@@ -131,9 +131,9 @@ class CollectiveCalls:
         recovery: keeps the state that they change; by default they change none.
 
     Attributes:
-        recovery: as given.
-        done: how many this worker has completed.
-        step: that it has committed last.
+        recovery: the argument, or a stand-in that changes no state.
+        done: the number of collective calls that this worker has completed.
+        step: the number of the newest committed step.
         formed_s: seconds that connecting and catching up took in the present generation; 0 in the first.
     """
 
@@ -302,9 +302,9 @@ class CollectiveCalls:
         """The state and its count change. Nothing stands between: no collective, no I/O, none of the script's code.
 
         Args:
-            done: how many calls have made the state that is set.
-            make: sets it, and returns the value of the newest of them.
-            changed: whether that one has changed the state.
+            done: the number of collective calls whose changes are in the state after ``make``.
+            make: a function that sets the state, and returns the value of the newest of these calls.
+            changed: whether the newest call has changed the state.
         """
         self._value = make()
         self.done, self._changed = done, changed

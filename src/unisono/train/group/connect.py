@@ -39,7 +39,7 @@ class Rendezvous(ABC):
     """Where the workers of one generation meet.
 
     Attributes:
-        environment: where this worker stands in the generation.
+        environment: this worker's rank, world size and place among the hosts.
     """
 
     environment: Environment
@@ -54,11 +54,11 @@ class Rendezvous(ABC):
 
 
 class FixedRendezvous(Rendezvous):
-    """Of workers that were started together, over their launcher's rendezvous. All make theirs in the same order.
+    """The rendezvous of workers that were started together: the launcher's own. All workers make theirs in one order.
 
     Args:
-        environment: where this worker stands.
-        timeout_s: how long to wait for the others.
+        environment: this worker's rank, world size and place among the hosts.
+        timeout_s: the longest wait for the other workers, in seconds.
     """
 
     def __init__(self, environment: Environment, timeout_s: float) -> None:
@@ -98,8 +98,8 @@ class Connection:
             workers.
         topology: the way of the partial sums over a process group; ``auto`` takes the fastest. Any other implies a
             process group.
-        device: where this worker computes.
-        timeout_s: how long to wait for another worker.
+        device: the device on which this worker computes.
+        timeout_s: the longest wait for another worker, in seconds.
     """
 
     transport: str

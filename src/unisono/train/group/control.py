@@ -37,7 +37,7 @@ class ShardReport:
         loss: the mean over the shard's samples (or tokens).
         weight: the number of its samples (or tokens); 0 for an empty shard.
         metrics: further means, weighted alike.
-        squared_norm: of the gradient of that mean; 0 if nobody wants to know.
+        squared_norm: the squared norm of that mean's gradient; 0 if nobody wants to know.
     """
 
     loss: float = 0.0
@@ -55,7 +55,7 @@ class StepReport:
         loss: the weighted mean.
         weight: the sum of the shards' weights.
         metrics: the weighted means.
-        used: for each tensor that was asked about, whether any shard used it.
+        used: one flag per tensor that was asked about: whether any shard used it.
         leave: whether any worker was asked to leave, and the job with it.
         regroup: whether any worker knows of a new generation that is due.
         again: whether the step has to be computed once more, since a gradient came in several parts.
@@ -92,10 +92,10 @@ class Flags:
         again: one of its gradients came in several parts, so its sums are not to be used.
         lost: an update of its own was computed from a gradient that memory had not kept.
         flipped: a bit of what it alone looks at is another one than the update before has left.
-        digest: of the weights that its shards were computed with, of 64 bits; 0 if nobody looks.
-        own: of what it alone looks at, likewise.
-        timings: that it measured.
-        balance: of what it wrote and read of partial sums.
+        digest: a digest (64 bits) of the weights with which its shards were computed; 0 if nobody compares weights.
+        own: a digest (64 bits) of the state that no other worker holds; 0 if nobody compares it.
+        timings: the times that it measured.
+        balance: the words of partial sums that it wrote, less those that it read.
     """
 
     leave: bool = False

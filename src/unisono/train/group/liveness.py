@@ -60,9 +60,9 @@ class Probing:
 
     Args:
         targets: the agents of those hosts.
-        token: of the job.
+        token: the job's token.
         patience_s: seconds after which one is given up.
-        tell: called once, unless all are reached or this is closed before.
+        tell: a function that gets the result; called once, unless all are reached or this is closed before.
     """
 
     def __init__(self, targets: Sequence[Target], token: str, patience_s: float, tell: Tell) -> None:

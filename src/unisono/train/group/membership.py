@@ -14,9 +14,9 @@ class MemberProgress:
     """How far a member has come when it leaves its generation.
 
     Attributes:
-        acts: how many collective calls it has completed.
-        loop: that it is in.
-        step: that it has committed last.
+        acts: the number of collective calls that it has completed.
+        loop: the number of its present loop.
+        step: the number of the newest step that it has committed.
         at_boundary: whether it stands between two steps of the loop.
     """
 
@@ -28,13 +28,13 @@ class MemberProgress:
 
 @dataclass(frozen=True, slots=True)
 class StateTransfer:
-    """The roster of a new generation, as far as it matters for who gives what to whom.
+    """Which worker of a new generation gives the state, and which ones get it.
 
     Attributes:
-        source: the rank that has come furthest.
-        acts: of each rank.
-        joiners: the ranks that are new.
-        seconds: what it took so far, by part.
+        source: the rank of the worker that has come furthest.
+        acts: the number of completed collective calls, by rank.
+        joiners: the ranks of new workers.
+        seconds: the seconds that the change of generation took so far, by part.
     """
 
     source: int
@@ -85,7 +85,7 @@ class Membership(ABC):
 
         Args:
             lost: why, if a worker was lost.
-            progress: how far this worker has come.
+            progress: the place that this worker has reached.
 
         Raises:
             WorkerLost: there will be no next one, or another worker was lost on the way.
@@ -98,12 +98,12 @@ class Membership(ABC):
 
     @abstractmethod
     def tell(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
-        """How far this worker has come, and how fast.
+        """Tell how far this worker has come, and how fast.
 
         Args:
-            progress: how far.
-            samples_per_s: of all workers, lately.
-            shard_s: seconds that it takes for a shard, if shards are to be split by speed; else 0.
+            progress: the place that it has reached.
+            samples_per_s: the recent throughput of all workers together, in samples per second.
+            shard_s: seconds per shard on this worker, if shards are to be split by speed; else 0.
         """
 
     @abstractmethod

@@ -28,13 +28,13 @@ class Workers:
     """The collective verbs: every worker calls the same ones in the same order.
 
     Args:
-        generation: that they are.
-        transport: between them.
-        host: where others reach this worker; empty if all of them are on one host.
+        generation: the generation that these workers form.
+        transport: the transport between them.
+        host: the host name or address under which others reach this worker; empty if all are on one host.
 
     Attributes:
-        servers: so many workers, those of the highest ranks, are to serve and compute nothing. The same on all.
-        ticks: how often this worker got on: a shard computed, a batch evaluated.
+        servers: the number of workers, those of the highest ranks, that are to serve and compute nothing; equal on all.
+        ticks: a count of this worker's signs of progress: shards computed, batches evaluated.
         is_called: whether a collective call of the script is under way.
         is_asking: whether it waits for another worker, other than in the transport.
     """
@@ -90,7 +90,7 @@ class Workers:
         """Who computes which of so many shards. Where all would have to serve, all compute and serve.
 
         Args:
-            shards: of a batch, a multiple of the job's.
+            shards: the number of shards of a batch, a multiple of the job's.
         """
         return self.generation.split.with_servers(self.servers).refined(shards)
 
@@ -199,10 +199,10 @@ class Workers:
         """The value, once its tensors are here.
 
         Args:
-            source: whose it is.
+            source: the rank of the worker that sends the value.
             skeleton: see :func:`~unisono.checkpoint.codec.flatten`.
             places: the tensors by name, or on the other workers what they will be like.
-            seal: of the two.
+            seal: a digest of skeleton and places.
         """
         received = {
             name: self._broadcast_tensor(place if isinstance(place, Tensor) else empty_as(place), source)

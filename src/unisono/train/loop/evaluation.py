@@ -124,16 +124,16 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates what a run trains, between its steps.
+    """Evaluates the model of a run, between its steps.
 
     Args:
-        job: that is trained.
-        device: where to compute.
-        trained: with the model.
+        job: the job to train.
+        device: the device on which to compute.
+        trained: the state of the run, with the model.
         collectives: the collective calls.
 
     Attributes:
-        is_under_way: whether it evaluates now.
+        is_under_way: whether an evaluation is under way.
     """
 
     def __init__(self, job: Job, device: torch.device, trained: Trained, collectives: CollectiveCalls) -> None:
@@ -146,10 +146,10 @@ class Evaluator:
         """Evaluate as one collective call.
 
         Args:
-            action: what to ask of the evaluation.
+            action: a function that gets the evaluation, and returns its result.
             dataset: map-style, with a length, the same on all workers.
             batch_size: samples per call; by default as many as a training shard has.
-            collate: makes a batch of a list of samples.
+            collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
 
         Raises:
             JobMismatch: the data sets differ.

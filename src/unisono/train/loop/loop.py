@@ -124,9 +124,9 @@ class Loop:
     """One loop over a data set.
 
     Attributes:
-        number: of the loop in the script, from 0.
-        reading: what decides which samples its batches hold.
-        batches: of each epoch.
+        number: the number of the loop in the script, from 0.
+        reading: the settings that decide which samples its batches hold.
+        batches: the batches of each epoch.
         epochs: passes over the data set.
         stop_after: steps of the whole job after which the loop is cut short; None to go on to its end.
         stop_after_epochs: the loop is cut short once the whole job has used as many samples as so many passes over
@@ -144,9 +144,9 @@ class Loop:
         """The steps that are left, each with its samples.
 
         Args:
-            progress: where the run stands.
-            load: gets the samples; closed when the loop is over or left.
-            run: told of everything that happens.
+            progress: the place that the run has reached.
+            load: a function that loads the samples; what it returns is closed when the loop is over or left.
+            run: the run's side of a loop, told of everything that happens.
 
         Raises:
             JobMismatch: the run stands in the middle of a loop over other data.

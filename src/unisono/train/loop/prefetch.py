@@ -57,11 +57,11 @@ def prefetch(
     """Load steps for a device. On the CPU batches are used where they were loaded; nothing is copied.
 
     Args:
-        source: where shards come from.
-        requests: one per step.
+        source: a function that loads shards.
+        requests: one request per step.
         workers: loader processes; see :func:`unisono.data.loader.load`.
         timeout_s: seconds after which a loader process is taken to hang.
-        device: where the batches are needed.
+        device: the device to which batches are copied.
     """
     if device.type != "cuda":
         return load(source, requests, workers, timeout_s)

@@ -39,10 +39,10 @@ class AtRest:
     as written is left out, and so is a difference that more than two flipped bits would be needed for.
 
     Args:
-        weights: which every worker has as well.
-        buffers: likewise; what counts is what shards begin with.
-        parts: of weights that workers share, those that this worker looks at.
-        state: of optimizers, where there is no other copy of it.
+        weights: weights of which every worker has a copy.
+        buffers: buffers, of which every worker has a copy at the beginning of each shard.
+        parts: this worker's parts of weights that the workers of its host share.
+        state: a function that returns the optimizers' tensors of which there is no other copy.
         is_only: whether there is no other copy of any of it.
     """
 

@@ -145,8 +145,8 @@ class Buffers:
         They are as the step began afterwards, unless there is one shard: then they are as that one left them.
 
         Args:
-            transport: to the other workers.
-            used: for each buffer, whether a shard of any worker wrote it.
+            transport: the transport between the workers.
+            used: one flag per buffer: whether a shard of any worker wrote it.
             counts: the number of samples of each shard.
 
         Returns:

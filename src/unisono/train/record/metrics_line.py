@@ -34,9 +34,9 @@ class MetricsLine(Listener):
     """Gathers what there is to say of a step, and writes it down when the step ends.
 
     Args:
-        folder: of the run.
-        trained: where it stands.
-        membership: who trains; the main worker writes.
+        folder: the run folder.
+        trained: the state of the run.
+        membership: the members of the job, of which the main worker writes.
     """
 
     def __init__(self, folder: RunFolder, trained: Trained, membership: Membership) -> None:
@@ -96,8 +96,8 @@ class MetricsLine(Listener):
         """The step is committed: write the line, if there is one.
 
         Args:
-            step: that is over.
-            rates: of learning, where policies may change them.
+            step: the finished step.
+            rates: learning rates by name, where policies may change them.
         """
         if self.is_computed:
             self._recorder.step_ends(self._line.values | dict(rates), step.size)

@@ -19,12 +19,12 @@ from unisono.train.step.listeners import Counted, Listener
 
 
 class Notices(Listener):
-    """Said by the main worker alone, for whoever this is at the moment.
+    """Tells people what happens in a run. Only the main worker speaks, whichever worker that is at the moment.
 
     Args:
-        job: that is trained.
-        folder: with the journal.
-        membership: who trains.
+        job: the job to train.
+        folder: the run folder, with the journal.
+        membership: the members of the job.
     """
 
     def __init__(self, job: Job, folder: RunFolder, membership: Membership) -> None:

@@ -19,12 +19,12 @@ class EpochRecord:
     """One epoch.
 
     Attributes:
-        epoch: from 0.
+        epoch: the number of the epoch, from 0.
         loss: the mean training loss over the epoch's samples.
         metrics: means of what the loss function logged.
         validation: what evaluation on the validation set gave, if there is one.
-        seconds: how long the epoch's training took.
-        samples_per_s: its throughput.
+        seconds: the duration of the epoch's training.
+        samples_per_s: the throughput, in samples per second.
     """
 
     epoch: int

@@ -31,7 +31,7 @@ class StepLine:
         """A step's samples are here.
 
         Args:
-            step: that begins.
+            step: the step that begins.
             adapts: whether policies may change the number of shards.
         """
         self.values = {"step": step.number, "epoch": step.epoch, "position": step.position, "batch_size": step.size}
@@ -44,10 +44,10 @@ class StepLine:
         """A call of ``step.run`` is done.
 
         Args:
-            loss: of its batch.
-            rate: of learning; that of the first call is kept.
-            seconds: by part; those of several calls add up.
-            about: what else there is to say of it.
+            loss: the mean loss of the call's batch.
+            rate: the learning rate; the first call's is kept.
+            seconds: seconds by part of the step; those of several calls are added up.
+            about: further fields of the line.
         """
         line = self.values
         if self.is_computed:
@@ -62,11 +62,11 @@ def round_figures(told: Sequence[Mapping[str, Any]], strategy: str) -> tuple[flo
     """What a round came to.
 
     Args:
-        told: by each worker, in which some sample was computed.
-        strategy: its text.
+        told: what each worker says that has computed a sample in the round.
+        strategy: the strategy's text, such as ``local-sgd:every=16``.
 
     Returns:
-        the mean loss of a sample, and what else a line says of a round.
+        the mean loss of a sample, and the further fields of the round's line.
     """
     samples = sum(one["samples"] for one in told)
     seconds = max(one["seconds"] for one in told)

@@ -33,13 +33,13 @@ class Results(Listener):
     """Writes ``result.json``, however the run ends on this worker.
 
     Args:
-        folder: of the run.
-        trained: where it stands.
-        membership: who trains.
-        job: that is trained.
-        device: of this worker.
-        timeout_s: how long the run folder may take to be there again.
-        measures: whether the file tells what a study wants to know.
+        folder: the run folder.
+        trained: the state of the run.
+        membership: the members of the job.
+        job: the job to train.
+        device: the device on which this worker computes.
+        timeout_s: the longest wait, in seconds, for a run folder that is gone for a while.
+        measures: whether the file holds the measurements that a study reads.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Results(Listener):
         """The job is done. Collective; repeated if a worker is lost in it: the next main worker writes again.
 
         Args:
-            weights: their digest.
-            save: writes the last checkpoint.
-            workers: of this generation.
+            weights: the digest of the final weights.
+            save: a function that writes the last checkpoint.
+            workers: the workers of this generation.
         """
         if workers.rank == 0:
             self._folder.ready(self._timeout_s)

@@ -88,19 +88,19 @@ GIVEN = tuple[list[Any], dict[str, Any], bool]
 
 
 class Recovery(Recovers):
-    """Of a run's collective calls.
+    """What a run does in its collective calls when workers come, go or differ.
 
     Args:
-        membership: who trains.
-        steps: who computes.
-        trained: the state.
-        integrity: what is known of older states.
-        requests: what the workers have agreed to do at the next boundary.
-        checkpoints: that the main worker writes.
-        snapshots: writes the last one of a worker that departs.
-        folder: of the run.
-        listeners: who is told.
-        ending: of this worker.
+        membership: the members of the job.
+        steps: the present step computer.
+        trained: the state of the run.
+        integrity: the record of verified states.
+        requests: the workers' agreement on what to do at the next boundary.
+        checkpoints: the checkpoints of the run, which the main worker writes.
+        snapshots: the writer of the last checkpoint of a worker that departs.
+        folder: the run folder.
+        listeners: the run's listeners.
+        ending: the end of the run on this worker.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ class Checkpoints:
     """The checkpoints of one run. Only the main worker has a store.
 
     Attributes:
-        open_store: opens the one on disk.
-        store: on disk; None on the other workers.
+        open_store: a function that opens the store in the run folder.
+        store: the store in the run folder; None on workers that write none.
         every: steps between automatic checkpoints; None for none.
         requested: whether the script asked for one in this step.
     """
@@ -143,9 +143,9 @@ def agreed_folder(
     Args:
         collectives: the collective calls.
         membership: who trains.
-        wanted: by the script or its launcher; None for a new one.
-        job: that is trained.
-        settings: from the environment.
+        wanted: the run folder that the script or its launcher names; None for a new one.
+        job: the job to train.
+        settings: the settings from the environment.
 
     Raises:
         JobError: another start has the folder, or it cannot be written to.

@@ -25,14 +25,14 @@ from unisono.train.state.trained import Trained
 
 
 class FirstWeights:
-    """Those of the main worker, or of the newest checkpoint.
+    """The weights with which the training begins: those of the main worker, or of the newest checkpoint.
 
     Args:
-        trained: gets them.
-        checkpoints: of the run so far.
-        folder: of the run.
-        fingerprint: of the job and the machine.
-        allow_job_change: go on from the checkpoint of another job.
+        trained: the state of the run, which gets them.
+        checkpoints: the checkpoints of the run so far.
+        folder: the run folder.
+        fingerprint: the fingerprint of job and machine, by name.
+        allow_job_change: whether to go on from the checkpoint of another job.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class FirstWeights:
         self._fingerprint, self._allow_job_change = dict(fingerprint), allow_job_change
 
     def act(self, prepared: Prepared, workers: Workers, *, resumes: bool) -> Change[None]:
-        """Work out which they are. Collective.
+        """Find these weights. Collective.
 
         Args:
             prepared: models and optimizers.
-            workers: that begin with them.
+            workers: the workers that begin with them.
             resumes: whether there may be a checkpoint to go on from.
         """
         shared = shared_weights(workers, prepared)

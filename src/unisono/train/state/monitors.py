@@ -29,15 +29,15 @@ FORMS = {
 
 
 class Monitors:
-    """What is known of the steps so far. It is the same on every worker; but for times, for every number of workers.
+    """What was measured in the steps so far. All but times is the same on every worker, for every number of workers.
 
     Attributes:
-        noise: of the gradients, averaged.
-        setting: how the newest step was computed.
-        steady: steps in a row that were computed so.
-        timings: of the newest step, by rank.
-        seconds: of training: the slowest worker's step times, added up.
-        links: between the workers, as measured last; None as long as nobody has.
+        noise: the noise of the gradients, averaged.
+        setting: the conditions under which the newest step was computed.
+        steady: the number of steps in a row under these conditions.
+        timings: the times of the newest step, by rank.
+        seconds: the seconds of training so far: the slowest worker's step times, added up.
+        links: the newest measurement of the connections between the workers; None before the first.
     """
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class Monitors:
         """A step was committed.
 
         Args:
-            setting: how it was computed.
-            timings: by rank.
+            setting: the conditions under which the step was computed.
+            timings: the times that each worker measured, by rank.
         """
         self.steady = self.steady + 1 if setting == self.setting else 1
         self.setting, self.timings = setting, tuple(timings)
@@ -71,12 +71,12 @@ class Monitors:
         """A step was committed.
 
         Args:
-            step: its number.
-            norms: of its gradients.
-            losses: of the same shards.
+            step: the number of the step.
+            norms: the norms of its gradients.
+            losses: the loss of each shard that has samples.
 
         Returns:
-            what there is to say of it, by name, without what is not yet known.
+            figures by name, without those that are not known yet.
         """
         self.noise = self.noise.after(norms)
         self._newest, self._step = norms, step

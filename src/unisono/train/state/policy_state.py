@@ -52,27 +52,27 @@ class PolicyState:
     """What policies have changed so far, and their next decisions.
 
     Args:
-        policies: of the run, in the order in which they are asked.
-        batch_size: that the job begins with.
-        shards: of the job.
+        policies: the policies of the run, in the order in which they are asked.
+        batch_size: the number of samples of the job's first global batch.
+        shards: the job's number of shards.
         balances: whether shards are split by speed to begin with.
-        strategy: that the job begins with.
-        constraints: of the run, for the strategies that policies choose; by default any will do.
+        strategy: the job's first strategy.
+        constraints: the run's constraints on strategies that policies choose; by default none.
 
     Attributes:
-        constraints: as given.
-        batch_size: of the next step.
-        shards: that its batch is cut into: a multiple of the job's.
-        rate: by which the script's learning rates are multiplied.
-        topology: of the process group, if policies have chosen one.
-        strategy: by which workers synchronise.
+        constraints: the argument of that name.
+        batch_size: the number of samples of the next step.
+        shards: the number of shards of the next step: a multiple of the job's.
+        rate: the factor on the script's learning rates.
+        topology: the topology of the process group, if policies have chosen one.
+        strategy: the strategy in use.
         balances: whether shards are split by speed.
-        measures_links: whether a policy wants to know how fast connections are.
-        has_begun: whether the policies know that training has.
-        stopped: the number of the loop that is to end where the run stands; None for none.
-        decided: what was decided at the newest boundary.
-        digest: of that; 0 if there are no policies.
-        observed: what policies saw last of the world outside, by name.
+        measures_links: whether a policy wants the speed of connections measured.
+        has_begun: whether policies were told that training has begun.
+        stopped: the number of the loop that is to end at the run's present position; None for none.
+        decided: the decisions of the newest boundary.
+        digest: a digest of ``decided``; 0 if there are no policies.
+        observed: the newest observations of things outside of the training, by policy.
 
     Raises:
         JobError: two policies have one name, or one of them may choose a strategy that cannot be.
@@ -169,9 +169,9 @@ class PolicyState:
         """Have decisions take effect, all together.
 
         Args:
-            decisions: of all policies.
-            view: that they were taken on.
-            loop: the number of the loop that is under way.
+            decisions: the decisions of all policies.
+            view: the view on which they were taken.
+            loop: the number of the present loop.
         """
         self.decided, self.digest = tuple(decisions), decisions_digest(decisions)
         before = self.shards

@@ -25,10 +25,10 @@ VERSIONS = "_metadata"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What decides which samples a loop's batches hold, besides the job.
+    """The settings that decide, besides the job, which samples a loop's batches hold.
 
     Attributes:
-        samples: in the data set.
+        samples: the number of samples in the data set.
         shuffle: whether their order is shuffled.
         drop_last: whether a last, smaller batch is left out.
     """
@@ -40,12 +40,12 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run stands, besides its weights.
+    """The place that a run has reached.
 
     Attributes:
-        position: in the loop that is under way, or comes next.
+        position: the position in the present loop, or in the next one.
         loop: the number of that loop; a script may have several, one after the other.
-        reading: what that loop reads; None before its first step.
+        reading: the settings of that loop; None before its first step.
     """
 
     position: Position = field(default_factory=Position)
@@ -74,9 +74,9 @@ def capture(prepared: Prepared, progress: Progress, registered: Mapping[str, Any
 
     Args:
         prepared: models and optimizers.
-        progress: where the run stands.
+        progress: the place that the run has reached.
         registered: objects with ``state_dict``, by name.
-        own: JSON values by name: whose state this is, and what else is to be kept.
+        own: further JSON values by name, such as whose state this is.
     """
     return Snapshot(
         step=progress.position.step,

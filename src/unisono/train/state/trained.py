@@ -32,12 +32,12 @@ from unisono.train.state.state import (
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Why the state is not to be gone on from.
+    """Why training must not go on from the present state.
 
     Attributes:
-        step: the first whose result is not to be believed.
-        call: of ``step.run`` in it.
-        why: for people.
+        step: the number of the first step whose result may be wrong.
+        call: the number of the call of ``step.run`` in that step.
+        why: a sentence for people.
         is_fault: whether anything wrong was seen. If not, nobody could compare the state.
     """
 
@@ -48,23 +48,23 @@ class Doubt:
 
 
 class Trained:
-    """Models and optimizers, the position in the data, and what the script has registered.
+    """The state of a run: models and optimizers, the position in the data, and what the script has registered.
 
     Args:
         about: JSON values that say whose state this is.
-        policy_state: policies, and what they have changed.
+        policy_state: the policies, and what they have changed.
 
     Attributes:
         prepared: models and optimizers; None before ``run.prepare``.
-        progress: where the run stands.
-        registered: objects of the script.
-        monitors: what was measured in the steps so far.
-        strategy: what the present strategy keeps from round to round: its text, and its state by name.
-        doubt: why the run has to go back to an older state; None as long as all is well.
-        restored: what the script has yet to ask for of a state that models are restored from already.
-        has_weights: whether it has the weights that all workers have, or will have when they have the state.
-        loops: how many the script has begun.
-        original: that state, when the script has asked for all of it, but another worker may still lack it.
+        progress: the place that the run has reached.
+        registered: the objects that the script has registered.
+        monitors: the measurements of the steps so far.
+        strategy: the present strategy's text, and the state by name that it keeps from round to round.
+        doubt: the reason to go back to an older state; None as long as all is well.
+        restored: a snapshot that models are restored from, and the script has yet to ask for the rest of.
+        has_weights: whether this worker has the weights of all workers, or gets them with the state.
+        loops: the number of loops that the script has begun.
+        original: the restored snapshot when the script has asked for all of it, and another worker may still lack it.
     """
 
     def __init__(self, about: Mapping[str, Any], policy_state: PolicyState) -> None:
