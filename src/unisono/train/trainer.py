@@ -112,19 +112,19 @@ class Trainer:
     Args:
         model: a module, or a list of them.
         optimizer: an optimizer, or a list of them.
-        loss_fn: as for :meth:`unisono.Step.run`.
-        batch_size: samples in one global batch; needed unless ``run`` is given.
-        metrics: for validation, as for :meth:`unisono.Run.evaluate`; by default the loss.
+        loss_fn: the loss function, as of :meth:`unisono.Step.run`.
+        batch_size: the number of samples in one global batch; needed unless ``run`` is given.
+        metrics: the metrics of the validation, as of :meth:`unisono.Run.evaluate`; by default the loss.
         scheduler: a learning-rate scheduler of torch; ``ReduceLROnPlateau`` follows the validation loss, or the
             training loss where there is no validation.
         scheduler_every: ``epoch`` or ``step``.
         clip_norm: the largest global norm of the gradient.
         clip_value: the largest absolute value in the gradient.
-        loader_workers: processes that load ahead.
-        callbacks: called in the order given.
+        loader_workers: the number of processes that load ahead.
+        callbacks: the callbacks, called in this order.
         progress: whether the main worker shows a bar (in a terminal) or lines (elsewhere).
         run: an existing run, instead of settings for a new one.
-        settings: as for :func:`unisono.init`.
+        settings: the settings of :func:`unisono.init`.
 
     Raises:
         JobError: neither a batch size nor a run, or an unknown ``scheduler_every``.

@@ -45,12 +45,12 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 class Audit:
-    """Finds out who computes wrongly.
+    """Finds workers that compute wrongly: other workers compute some of their shards again.
 
     Args:
-        seed: of the job.
-        share: of all shards that is computed again; 0 for none.
-        workers: of this generation.
+        seed: the job's seed.
+        share: the share of all shards that is computed again, from 0 to 1.
+        workers: the workers of this generation.
     """
 
     def __init__(self, seed: int, share: float, workers: Workers) -> None:
@@ -60,8 +60,8 @@ class Audit:
         """The shards that are audited in a call, the same on every worker.
 
         Args:
-            step: of the job.
-            call: in the step.
+            step: the number of the step in the job.
+            call: the number of the call in the step.
             batch: the global batch.
             is_last: whether the loop ends with this step: then one shard of every worker is audited at least.
         """
@@ -80,10 +80,10 @@ class Audit:
         """Compute the shards that are this worker's to audit, and compare. Collective.
 
         Args:
-            step: of the job.
-            shards: that are audited.
-            own: digests of those that this worker has computed anyway.
-            compute: computes one again, and gives its digest.
+            step: the number of the step in the job.
+            shards: the numbers of the audited shards.
+            own: digests of the shards that this worker has computed anyway, by shard.
+            compute: a function that computes a shard again, and returns its digest.
 
         Raises:
             MemoryFault: results differ, and nobody can say whose are right.

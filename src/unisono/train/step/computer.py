@@ -25,11 +25,11 @@ class StepCall:
     """A call of ``step.run``.
 
     Attributes:
-        step: that is under way.
-        loss_fn: as given.
-        optimizers: with which it updates.
-        clip: how the gradient is limited.
-        source: of samples that nobody has loaded yet.
+        step: the present step.
+        loss_fn: the loss function of the script.
+        optimizers: the optimizers that make the update.
+        clip: the limits on the gradient.
+        source: a loader of samples that nobody has loaded yet.
     """
 
     step: Step
@@ -88,9 +88,9 @@ class StepComputer(Protocol):
         """A step is over on this worker.
 
         Args:
-            step: that is over.
+            step: the finished step.
             collectives: the collective calls.
-            is_due: whether the workers want to synchronise whatever the strategy says.
+            is_due: whether the workers are to synchronise whatever the strategy says.
 
         Returns:
             whether all workers have, or are to have, the same weights now.
@@ -107,8 +107,8 @@ class StepComputer(Protocol):
 
         Args:
             step: steps committed so far.
-            told: JSON values by name that this worker has to say.
-            heard: is told what every worker says, where weights are set.
+            told: a function that returns what this worker has to say: JSON values by name.
+            heard: a function that gets what every worker says, where weights are set.
             collectives: the collective calls.
 
         Returns:

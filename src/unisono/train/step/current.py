@@ -17,20 +17,20 @@ from unisono.train.step.step import Step
 
 
 class CurrentSteps:
-    """Chooses who computes.
+    """Chooses the step computer of each generation.
 
     Args:
-        trained: what is trained, with the strategy that is to be followed.
-        membership: who trains.
-        folder: of the run, with the journal.
-        listeners: who is told of calls that are done.
-        exact: for strategies under which all workers always have the same weights.
-        local: for the others.
+        trained: the state of the run, with the strategy to follow.
+        membership: the members of the job.
+        folder: the run folder, with the journal.
+        listeners: the run's listeners.
+        exact: the step computer for strategies under which all workers always have the same weights.
+        local: the step computer for the other strategies.
 
     Attributes:
-        strategy: under which steps are computed.
-        under_way: the step whose body runs.
-        is_computing: from the begin of a call until it is counted; it stays so if the call fails.
+        strategy: the strategy in use.
+        under_way: the step whose body runs; None between steps.
+        is_computing: true from the beginning of a call until it is counted; it stays true if the call fails.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ def serve(workers: Workers, strategy: Strategy) -> bool:
     """Have workers serve from the next step on, as a strategy wants it; or all compute. All workers do this alike.
 
     Args:
-        workers: of this generation.
-        strategy: that is in use.
+        workers: the workers of this generation.
+        strategy: the strategy in use.
 
     Returns:
         whether that can be: else there are too few workers, and all of them serve and compute.

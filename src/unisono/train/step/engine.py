@@ -74,17 +74,17 @@ class Call:
 
     Attributes:
         step: the step's number in the job.
-        number: of the call within the step, 0 for the first.
+        number: the number of the call within the step, 0 for the first.
         batch: the global batch.
         shards: the batches of this worker's shards; None for an empty one.
-        loss_fn: as given.
-        optimizers: which of the optimizers the call updates with.
-        clip: how the gradient is limited.
+        loss_fn: the loss function of the script.
+        optimizers: the optimizers that make the update.
+        clip: the limits on the gradient.
         first: the number of the batch's first shard, where the batch is a worker's own part of another one.
-        load: gets the batch of any shard, to audit it.
+        load: a function that returns the batch of any shard, to audit it.
         is_last: whether the loop ends with this step, so that every worker is audited.
         decided: a digest of what policies decided before the step.
-        computed: told when this worker's shards are computed, after so many seconds.
+        computed: a function that is called when this worker's shards are computed, with the seconds that this took.
     """
 
     step: int
@@ -127,11 +127,11 @@ class Execution:
     """How steps are carried out. It decides no bit.
 
     Attributes:
-        overlap: gradients are reduced while the backward pass is under way; None where it pays.
-        shard_optimizer: the workers of a host share their parameters, and each updates a part of them.
-        monitoring: which steps are watched, and how closely.
-        checked_bytes: of gradients whose memory is checked in each step; None for all of them.
-        audit: the share of the shards that are computed again.
+        overlap: whether gradients are reduced during the backward pass; None to do so where it pays.
+        shard_optimizer: whether the workers of a host share their parameters, and each updates a part of them.
+        monitoring: the steps that are watched, and how closely.
+        checked_bytes: the number of bytes of gradients whose memory is checked in each step; None for all of them.
+        audit: the share of the shards that are computed again, from 0 to 1.
         looks: whether flipped bits in memory are looked for in every step.
     """
 
@@ -146,9 +146,9 @@ class Execution:
         """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
 
         Args:
-            transport: between the workers, which are on one host if it needs a core.
-            threads: of each worker.
-            cores: asked how many this host lets a process use.
+            transport: the transport between the workers, which are on one host if it needs a core.
+            threads: the number of threads of each worker.
+            cores: a function that returns how many cores this host lets a process use.
         """
         if self.overlap is not None:
             return self.overlap
@@ -159,22 +159,21 @@ class StepEngine:
     """Computes and commits the calls of one generation, whatever number of shards their batches are cut into.
 
     Args:
-        job: that is trained.
-        workers: who compute together.
+        job: the job to train.
+        workers: the workers of the generation.
         prepared: models and optimizers.
-        device: where to compute.
-        execution: how steps are carried out.
-        update: what is done with the step's gradient; by default the optimizers' update.
-        rank: of this worker, for people; by default its rank among ``workers``.
-        scaled: changes the optimizers' learning rates for an update.
-        found: told what each audit came to, as soon as it has; an attempt has all of it.
-        repeats: told before a step is computed again, since memory did not keep what was written to it.
-        has_lost: whether an engine before has made an update from a gradient that memory had not kept.
+        device: the device on which to compute.
+        execution: the settings of the computation that decide no bit.
+        update: the update that is made with the step's gradient; by default the optimizers' own.
+        rank: this worker's rank in messages; by default its rank among ``workers``.
+        scaled: a context manager that changes the optimizers' learning rates for an update.
+        found: a function that gets each result of an audit at once; an attempt has all results.
+        repeats: a function that is called before a step is computed again, since memory did not keep what was written.
+        has_lost: whether an earlier engine has made an update from a gradient that memory had not kept.
 
     Attributes:
-        has_lost: whether this one has, or one before.
-        witness: is shown what was written to memory that is checked. Set when a fault is injected, in the middle of a
-            run.
+        has_lost: whether this engine has made such an update, or an earlier one.
+        witness: a function that gets what was written to checked memory; set in the middle of a run, to inject a fault.
     """
 
     def __init__(

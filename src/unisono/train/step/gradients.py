@@ -23,12 +23,12 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """How gradients are put together for the reduction.
+    """The settings by which gradients are put together for the reduction.
 
     Attributes:
         bucket_bytes: the size of a bucket.
         compressed: the dtype of wider gradients in the summation tree; None leaves them alone.
-        checked_bytes: of gradients whose memory is checked in a step; None for all.
+        checked_bytes: the number of bytes of gradients whose memory is checked in a step; None for all.
     """
 
     bucket_bytes: int
@@ -44,15 +44,15 @@ class Gradients:
     there is nothing to add.
 
     Args:
-        parameters: by name.
-        reducer: to the other workers; making gradients is collective.
-        fusion: how they are put together.
-        norms: takes each shard's gradient while :attr:`is_watched`.
+        parameters: the parameters by name.
+        reducer: the reducer that adds up all workers' gradients. Making an object of this class is collective.
+        fusion: the settings of the buckets.
+        norms: a counter that takes each shard's gradient while :attr:`is_watched`.
 
     Attributes:
         is_watched: whether somebody wants to know each shard's squared norm.
-        witness: is shown what was written to memory that is checked.
-        mark: takes the gradients of the shard that is computed, if that is audited.
+        witness: a function that gets what was written to checked memory, to inject a fault.
+        mark: a digest that takes the gradients of the shard under way, if that is audited.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], reducer: Reducer, fusion: Fusion, norms: SquaredNorms) -> None:
@@ -101,7 +101,8 @@ class Gradients:
         """The next shard begins.
 
         Args:
-            last: of this worker's; what it leaves is reduced. :meth:`send` comes before its backward pass.
+            last: whether it is this worker's last one; what it leaves is reduced. :meth:`send` comes before its
+                backward pass.
         """
         if self._single:
             return
@@ -209,10 +210,10 @@ class Gradients:
         """Make the mean the parameters' gradients; absent where no shard used one.
 
         Args:
-            totals: as :meth:`totals` gave them.
-            weight: of all shards together.
-            used: for each parameter, whether any shard of any worker gave it a gradient.
-            writable: they are going to be changed in place.
+            totals: the sums that :meth:`totals` returned.
+            weight: the weight of all shards together.
+            used: one flag per parameter: whether any shard of any worker gave it a gradient.
+            writable: whether somebody changes them in place afterwards.
         """
         self._flats = [self._mean(number, total, weight, writable) for number, total in enumerate(totals)]
         for number, (flat, total) in enumerate(zip(self._flats, totals, strict=True)):

@@ -24,10 +24,10 @@ class Counted:
     """An update that is made on this worker, and counted.
 
     Attributes:
-        generation: that made it.
-        seconds: that it took, by part.
-        shards: of a batch that this worker computes.
-        bytes_shared: what the workers of this host keep together.
+        generation: the number of the generation that made it.
+        seconds: the seconds that it took, by part.
+        shards: the number of this worker's shards.
+        bytes_shared: the number of bytes that the workers of this host hold together.
         skipped: the report of a call whose update was left out, since its loss or gradient is no number.
     """
 
@@ -42,12 +42,12 @@ class Counted:
 class Computed:
     """What a call of ``step.run`` came to.
 
-    Attributes:
+    loss: the mean loss.
         loss: the mean.
-        metrics: means of what the loss functions logged.
-        figures: what else was measured.
-        seconds: by part; none if the result was taken from other workers.
-        samples: of which this worker knows the loss; 0 if there is nothing to tell.
+        metrics: the means of what the loss functions logged.
+        figures: further measurements, by name.
+        seconds: the seconds of each part; empty if the result was taken from other workers.
+        samples: the number of samples whose loss this worker knows; 0 if there is nothing to tell.
     """
 
     loss: float

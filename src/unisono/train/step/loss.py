@@ -24,9 +24,9 @@ def total_weight(transport: Transport, weights: Sequence[float], decided: int = 
     before anything travels whose size or way depends on it.
 
     Args:
-        transport: to the other workers.
-        weights: of this worker's shards, in order.
-        decided: a digest of what its policies decided before the step, below 2**53.
+        transport: the transport between the workers.
+        weights: the weights of this worker's shards, in order.
+        decided: a digest, below 2**53, of what this worker's policies decided before the step.
 
     Raises:
         PolicyError: workers have other digests, or other numbers of shards.
@@ -78,8 +78,8 @@ class WeightedLoss:
         """Read ``loss`` or ``(loss, weight)``.
 
         Args:
-            returned: by the loss function.
-            samples: the weight unless one was returned.
+            returned: the value that the loss function returned.
+            samples: the number of samples: the weight, unless one was returned.
 
         Raises:
             LossError: the loss is no scalar that depends on a parameter, or the weight is negative or not finite.

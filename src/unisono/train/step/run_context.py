@@ -23,11 +23,11 @@ BACKSTOP = 3.0
 
 @dataclass(frozen=True, slots=True)
 class FaultTolerance:
-    """How workers look after each other. It decides no bit.
+    """The settings of failure detection and of state comparison. They decide no bit.
 
     Attributes:
-        failure_timeout_s: how long one may be silent.
-        verify_every: steps between comparisons of their whole state; None for none, and none of weights either.
+        failure_timeout_s: the seconds for which a worker may be silent.
+        verify_every: steps between comparisons of the workers' whole state; None for none, and none of weights either.
         balances: whether shards are split by speed.
 
     Raises:
@@ -53,18 +53,18 @@ class FaultTolerance:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Settings, and what was opened with them; that is closed with the run.
+    """The settings of a run, and what was opened with them and is closed with the run.
 
     Attributes:
-        settings: from the environment.
-        folder: of the run.
-        fingerprint: of the job and the machine.
+        settings: the settings from the environment.
+        folder: the run folder.
+        fingerprint: the fingerprint of job and machine, by name.
         collectives: the collective calls so far.
         leave: whether this worker was asked to leave.
-        execution: how steps are carried out.
-        fault_tolerance: how workers look after each other.
-        policy_state: policies, and what they have changed.
-        opened: all that is to be closed.
+        execution: the settings of the computation that decide no bit.
+        fault_tolerance: the settings of failure detection and of state comparison.
+        policy_state: the policies, and what they have changed.
+        opened: the stack of what is to be closed.
     """
 
     settings: Settings

@@ -29,9 +29,9 @@ class ShardedUpdate:
     What ``optimizer.state`` and the modules hold is whole at all times, so a checkpoint needs nothing gathered.
 
     Args:
-        prepared: what is trained; its parameters move into memory that the workers share. Collective.
-        transport: between the workers.
-        bucket_bytes: how many bytes of parameters lie together.
+        prepared: models and optimizers; their parameters move into memory that the workers share. Collective.
+        transport: the transport between the workers.
+        bucket_bytes: the size of a group of parameters that lie together, in bytes.
 
     Raises:
         JobError: an optimizer needs whole tensors, or the workers share no memory.

@@ -13,15 +13,15 @@ class Step:
     """One global batch, and the verb that trains on it.
 
     Attributes:
-        number: of the step in the whole job, from 0.
-        epoch: the pass over the data set, from 0.
-        position: samples consumed in the whole job before this step.
-        size: samples in this global batch.
+        number: the number of the step in the whole job, from 0.
+        epoch: the number of the pass over the data set, from 0.
+        position: the number of samples consumed in the whole job before this step.
+        size: the number of samples in this global batch.
         is_last_in_epoch: whether the epoch ends with this step.
         is_last: whether the loop ends with this step, as far as can be told before it is computed.
-        batch: which samples make up the global batch, and how it is cut into shards.
-        metrics: means over the global batch of what the loss functions logged.
-        computed_s: seconds that this worker took for its shards, in the newest call of ``run``.
+        batch: the samples of the global batch, and the shards that it is cut into.
+        metrics: the means, over the global batch, of what the loss functions logged.
+        computed_s: the seconds that this worker took for its shards, in the newest call of ``run``.
     """
 
     def __init__(

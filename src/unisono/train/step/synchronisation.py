@@ -26,14 +26,14 @@ class Synchronisation:
 
     Args:
         collectives: the collective calls.
-        steps: who computes.
-        trained: what is trained.
-        membership: who trains.
-        checkpoints: that may be due.
-        requests: what the workers have agreed to do at the next boundary.
-        report: what this worker has to say.
-        listeners: who is told.
-        ending: whether the run is over.
+        steps: the present step computer.
+        trained: the state of the run.
+        membership: the members of the job.
+        checkpoints: the checkpoints of the run, of which one may be due.
+        requests: the workers' agreement on what to do at the next boundary.
+        report: this worker's part of what all workers tell each other.
+        listeners: the run's listeners.
+        ending: the end of the run on this worker.
     """
 
     def __init__(

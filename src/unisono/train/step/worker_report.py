@@ -81,10 +81,10 @@ class WorkerReport:
     """Asked for as late as can be: whoever wants in or out meanwhile need not wait for one step more.
 
     Args:
-        membership: whether a new generation is due.
-        leave: whether this worker was asked to leave.
-        timer: how long its steps take.
-        checkpoints: how long the newest one took.
+        membership: the members of the job, which know whether a new generation is due.
+        leave: the request to leave, if this worker got one.
+        timer: the timer of this worker's steps.
+        checkpoints: the checkpoints of the run, which know how long the newest one took.
     """
 
     def __init__(self, membership: Membership, leave: LeaveRequest, timer: Timer, checkpoints: Checkpoints) -> None:

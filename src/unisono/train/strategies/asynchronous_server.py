@@ -25,7 +25,7 @@ class AsynchronousServer(SharedWork):
 
     Args:
         context: the workers, what they train, and their limits.
-        strategy: how stale gradients are treated, and who serves.
+        strategy: the settings: which worker serves, and how stale gradients are treated.
     """
 
     def __init__(self, context: SyncContext, strategy: ParameterServer) -> None:

@@ -20,7 +20,7 @@ class CentralAveraging(Synchroniser):
 
     Args:
         context: the workers, what they train, and their limits.
-        strategy: how strongly.
+        strategy: the settings: how strongly the central model draws replicas.
     """
 
     def __init__(self, context: SyncContext, strategy: ModelAveraging) -> None:
@@ -95,7 +95,7 @@ class LocalUpdates(Synchroniser):
 
     Args:
         context: the workers, what they train, and their limits.
-        strategy: how often.
+        strategy: the settings: the number of steps between two means.
     """
 
     def __init__(self, context: SyncContext, strategy: LocalSGD) -> None:
@@ -129,7 +129,7 @@ class OuterUpdates(LocalUpdates):
 
     Args:
         context: the workers, what they train, and their limits.
-        strategy: how often, and how fast.
+        strategy: the settings: the number of steps between two means, and the outer optimizer's.
     """
 
     def __init__(self, context: SyncContext, strategy: DiLoCo) -> None:

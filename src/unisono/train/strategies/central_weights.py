@@ -22,13 +22,13 @@ class CentralWeights:
     """A server's share of the parameters, with optimizers of its own for them. Many threads ask.
 
     Args:
-        strategy: what to do with stale gradients.
-        prepared: models and optimizers, as this worker has them.
-        numbers: of the parameters that this server holds, in the inventory's order.
-        version: to count updates from.
+        strategy: the settings: how stale gradients are treated.
+        prepared: this worker's models and optimizers.
+        numbers: the numbers of this server's parameters, in the order of ``prepared.parameters``.
+        version: the number from which updates are counted.
 
     Attributes:
-        version: grows by one with every update.
+        version: the number of updates so far, counted from the argument.
     """
 
     def __init__(self, strategy: ParameterServer, prepared: Prepared, numbers: Sequence[int], version: int = 0) -> None:

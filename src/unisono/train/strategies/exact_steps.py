@@ -37,19 +37,19 @@ class ExactSteps:
     """Computes steps whose update all workers make together.
 
     Attributes:
-        job: that is trained.
-        device: where this worker computes.
-        execution: how steps are carried out.
-        trained: what is trained.
-        membership: who trains.
-        integrity: says whether the weights of a call were right.
-        judge: says who computes wrongly.
-        report: what this worker has to say in each step.
-        requests: what the workers have agreed to do at the next boundary.
-        listeners: who is told.
-        newest_loss: the newest in ``metrics.jsonl``.
-        tells_times: whether the line of every step tells what the workers measured.
-        engine: of this generation, while these steps are in use.
+        job: the job to train.
+        device: the device on which this worker computes.
+        execution: the settings of the computation that decide no bit.
+        trained: the state of the run.
+        membership: the members of the job.
+        integrity: the record of verified states, which judges the weights of each call.
+        judge: the judge of audits.
+        report: this worker's part of what all workers tell each other.
+        requests: the workers' agreement on what to do at the next boundary.
+        listeners: the run's listeners.
+        newest_loss: a function that returns the newest loss in ``metrics.jsonl``.
+        tells_times: whether every line of ``metrics.jsonl`` has the times that the workers measured.
+        engine: the engine of this generation; None while these steps are not in use.
     """
 
     job: Job
@@ -208,9 +208,9 @@ class ExactSteps:
         """A call has shown that the state is not to be gone on from: what it has computed is not used.
 
         Args:
-            workers: of this generation.
-            note: doubts the state.
-            replaced: ranks of workers that compute wrongly, and are to leave.
+            workers: the workers of this generation.
+            note: the change that marks the state as doubted.
+            replaced: the ranks of workers that compute wrongly, and are to leave.
         """
 
         def make() -> _Found:

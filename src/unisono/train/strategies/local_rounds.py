@@ -27,15 +27,15 @@ from unisono.train.strategies.synchroniser import Alone, Sums, SyncContext, Sync
 
 @dataclass(frozen=True)
 class StepConfig:
-    """How steps are computed, besides who computes them.
+    """The settings with which steps are computed.
 
     Attributes:
-        strategy: that the workers follow.
-        job: that is trained.
+        strategy: the strategy that the workers follow.
+        job: the job to train.
         prepared: models and optimizers.
-        device: where this worker computes.
-        scaled: changes optimizers' learning rates for a while.
-        timeout_s: how long to wait for another worker.
+        device: the device on which this worker computes.
+        scaled: a context manager that changes optimizers' learning rates for a while.
+        timeout_s: the longest wait for another worker, in seconds.
     """
 
     strategy: Strategy
@@ -48,12 +48,12 @@ class StepConfig:
 
 @dataclass(slots=True)
 class RoundProgress:
-    """What this worker has done since all synchronised last.
+    """What this worker has done since the workers last synchronised.
 
     Attributes:
-        steps: that it went through.
-        sums: of what it computed.
-        begun: when it began, by the clock.
+        steps: the number of steps begun.
+        sums: the sums over the samples that it computed.
+        begun: the beginning of the round, as :func:`time.perf_counter` returns it.
     """
 
     steps: int = 0
@@ -68,14 +68,14 @@ class LocalRounds:
     a loss in the middle of a round, the workers that are left synchronise first.
 
     Args:
-        config: how steps are computed.
-        workers: of this generation.
-        synchroniser: does what the strategy says, between these workers; closed with the rounds.
+        config: the settings with which steps are computed.
+        workers: the workers of this generation.
+        synchroniser: the part of the strategy that exchanges weights between these workers; closed with the rounds.
         before: this worker's rounds in the generation before, under the same strategy; None for one that was given
             another worker's state.
 
     Attributes:
-        is_open: whether something was done since all synchronised last.
+        is_open: whether anything was done since the workers last synchronised.
         goes_on: whether a round of the generation before was broken off; the same on all workers.
         exchanged: the newest step after which this worker has exchanged what the strategy says, or others without it.
 
@@ -162,8 +162,8 @@ class LocalRounds:
         """Work out what all come to when they synchronise. Collective; weights stay as they are.
 
         Args:
-            step: after which this worker stands.
-            told: JSON values by name that this worker has to say.
+            step: the number of steps that this worker has committed.
+            told: what this worker has to say: JSON values by name.
 
         Returns:
             what ends the round here: sets weights, and returns what every worker says, by rank, with its figures.
@@ -250,11 +250,11 @@ def begin_local_rounds(config: StepConfig, workers: Workers, before: LocalRounds
 
 
 def synchroniser_of(config: StepConfig, workers: Workers) -> Synchroniser:
-    """Does what a strategy says. Collective.
+    """The synchroniser of a strategy. Collective.
 
     Args:
-        config: with a strategy whose workers have weights of their own in between.
-        workers: of this generation.
+        config: the settings, with a strategy whose workers have weights of their own between two rounds.
+        workers: the workers of this generation.
     """
     strategy, context = config.strategy, SyncContext(workers, config.prepared, config.timeout_s, config.job.seed)
     match strategy:

@@ -33,13 +33,13 @@ class LocalTraining:
     """A run's rounds, from generation to generation and from strategy to strategy.
 
     Args:
-        job: that is trained.
-        device: where this worker computes.
-        trained: what is trained, with the strategy that is to be followed.
-        membership: who trains.
-        listeners: told of each part that is computed.
-        timeout_s: how long another worker may be silent.
-        begin: begins rounds in a generation, after those before under the same strategy. Collective.
+        job: the job to train.
+        device: the device on which this worker computes.
+        trained: the state of the run, with the strategy to follow.
+        membership: the members of the job.
+        listeners: the run's listeners, told of each part that is computed.
+        timeout_s: the seconds for which another worker may be silent.
+        begin: a function that begins rounds in a generation, after those before under the same strategy. Collective.
     """
 
     has_own_weights = True

@@ -26,7 +26,7 @@ class _Exchange:
     """What an exchange has done to this replica.
 
     Attributes:
-        number: of the exchange, which both sides know.
+        number: the number of the exchange, known to both sides.
         change: what was added to each tensor; nothing once it is known that both sides have the mean.
     """
 

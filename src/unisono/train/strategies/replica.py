@@ -22,8 +22,8 @@ class Replica:
 
     Args:
         prepared: models and optimizers.
-        workers: of this generation.
-        averaging: between them.
+        workers: the workers of this generation.
+        averaging: the collective mean over these workers.
     """
 
     def __init__(self, prepared: Prepared, workers: Workers, averaging: Averaging) -> None:
@@ -51,7 +51,7 @@ class Replica:
         Collective; sets nothing.
 
         Args:
-            weight: of this worker in the mean; where nobody has any, all count alike.
+            weight: this worker's weight in the mean; if all weights are 0, all workers count alike.
         """
         weights = self._workers.gather_json(weight)
         weights = weights if any(weights) else [1.0] * len(weights)
@@ -137,13 +137,13 @@ def _owned(optimizer: Optimizer) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _State:
-    """What an optimizer keeps.
+    """The state of one optimizer, by what becomes of it when replicas are averaged.
 
     Attributes:
-        moments: of which there are means.
-        others: where anything else is kept, and its name: counts, what follows from them, codes.
-        layout: what there is, in words.
-        updates: of all parameters together, as far as they are counted.
+        moments: the tensors of which means are made.
+        others: the other entries, each as its dictionary and its key: counts, what follows from them, codes.
+        layout: a description of all entries, in words.
+        updates: the number of updates of all parameters together, as far as they are counted.
     """
 
     moments: list[Tensor]

@@ -22,10 +22,10 @@ class WorkQueue:
     """Hands out the parts of one step after the other, each once. Many threads ask; some have to wait.
 
     Args:
-        parts: of each step.
-        staleness: who may compute and who may push without making gradients too stale.
-        timeout_s: how long to wait while nobody else gets on.
-        called: how to speak of the worker of a rank.
+        parts: the number of parts of each step.
+        staleness: the bound that says who may compute and who may push.
+        timeout_s: the longest wait, in seconds, while no other worker gets on.
+        called: a function that returns the name of a rank's worker, for messages.
 
     Attributes:
         next: the number of the next item: steps times parts, and the part.
@@ -115,7 +115,7 @@ class SharedWork(Synchroniser):
 
     Args:
         context: the workers, what they train, and their limits.
-        parts: of a step's work.
+        parts: the number of parts of a step's work.
         bound: the largest staleness of a gradient; None for no limit.
     """
 

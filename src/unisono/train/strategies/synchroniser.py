@@ -23,13 +23,13 @@ from unisono.train.strategies.replica import Replica
 
 
 class Alone(Workers):
-    """One of several workers, which does without the others for a while.
+    """One of several workers, which works without the others for a while.
 
     Whoever watches those several sees that it gets on.
 
     Args:
-        among: the several.
-        shards: of what it computes.
+        among: all of these workers.
+        shards: the number of shards that it computes.
     """
 
     def __init__(self, among: Workers, shards: int) -> None:
@@ -47,13 +47,13 @@ class Alone(Workers):
 
 @dataclass(slots=True)
 class Sums:
-    """Of parts of the work that one worker computed one after the other.
+    """The sums over the work that one worker computed, part after part.
 
     Attributes:
-        samples: that were computed.
+        samples: the number of samples.
         loss: the sum of their losses.
         metrics: the sums of what the loss functions logged, over the same samples.
-        seconds: by what they went into.
+        seconds: the seconds of each kind of work.
     """
 
     samples: int = 0
@@ -85,13 +85,13 @@ class Sums:
 
 @dataclass(frozen=True)
 class SyncContext:
-    """What a synchroniser stands on.
+    """The workers of a synchroniser, what they train, and their limits.
 
     Attributes:
-        workers: of this generation.
+        workers: the workers of this generation.
         prepared: models and optimizers.
-        timeout_s: how long to wait for another worker.
-        seed: of the job.
+        timeout_s: the longest wait for another worker, in seconds.
+        seed: the job's seed.
     """
 
     workers: Workers
