@@ -42,14 +42,14 @@ class RendezvousSocket:
 
 @dataclass(frozen=True, slots=True)
 class ElasticSeat:
-    """Who a worker of an elastic job is, and where it finds the coordinator.
+    """The id of an elastic job's worker, and the way to its coordinator.
 
     Attributes:
         worker: its id.
         place: a number below the host's most workers that no other running worker of the host has.
         coordinator: the coordinator's URL.
-        token_file: where the job's token is.
-        certificate: to trust; None for what the system trusts, or without TLS.
+        token_file: the file with the job's token.
+        certificate: the certificate to trust; None for those that the system trusts, or without TLS.
     """
 
     worker: str

@@ -36,9 +36,9 @@ def launch(settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> O
     """Run all workers of a job to their end, and write how it ended into the run folder. Main thread only.
 
     Args:
-        settings: what to start; must have been checked.
+        settings: the settings of the launch, already checked.
         folder: the run folder, opened with ``open_folder``; closed at the end.
-        terminal: where to show the workers' output.
+        terminal: the terminal that shows the workers' output.
 
     Raises:
         LaunchError: a worker could not be started; those that were are ended.

@@ -86,26 +86,25 @@ GRACE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LaunchSettings:
-    """How to start the workers of one job on this host.
+    """The settings with which the workers of one job start on this host.
 
     Attributes:
-        script: what each worker runs.
-        workers: how many.
+        script: the script or module that each worker runs.
+        workers: the number of workers on this host.
         run_dir: the run folder; None makes a new one below ``runs``.
         shards: the job's shards, if the person sets them here.
         threads: torch threads of each worker, if the person sets them here.
         checkpoint_every: steps between checkpoints, if the person sets them here.
-        policies: by name, besides the script's; whether there are such, the workers find out.
-        strategy: by which the workers synchronise, if the person sets it here.
+        policies: policies by name, besides the script's; the workers find out whether they exist.
+        strategy: the strategy by which the workers synchronise, if the person sets it here.
         audit: the share of the work that is computed twice, if the person sets it here.
-        allow_job_change: a resumed job may differ from the one of the checkpoint.
+        allow_job_change: whether a resumed job may differ from the checkpoint's.
         grace_s: seconds that workers may take to leave after the first Ctrl-C or SIGTERM.
-        tuning: how the workers' memory allocator is set.
-        warm_start: whether workers are forked from a process that has torch loaded already, where that can be, and
-            where there are several or may be.
+        tuning: the settings of the workers' memory allocator.
+        warm_start: whether several workers are forked from a process that has torch loaded, where that is possible.
         extra_environment: further variables for every worker.
-        memory_limit_mib: memory of the host that each worker may need, its loader processes with it; who needs more is
-            ended. None does not look.
+        memory_limit_mib: the most memory of the host that each worker may need, with its loader processes, in MiB; a
+            worker that needs more is ended. None does not look.
     """
 
     script: Script

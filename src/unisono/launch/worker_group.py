@@ -27,8 +27,8 @@ class Ended:
 
     Attributes:
         code: its exit code; negative for a signal.
-        at: when, in seconds since 1970.
-        failure: the exception that its script ended with; None if it left no word of one.
+        at: the time of its end, in seconds since 1970.
+        failure: the exception that ended its script; None if it recorded none.
     """
 
     code: int
@@ -37,11 +37,11 @@ class Ended:
 
 
 class WorkerGroup:
-    """What launchers of fixed and of elastic jobs do alike. Inside of an event loop.
+    """The workers of one launcher, of a fixed or of an elastic job. Runs inside of an event loop.
 
     Args:
         folder: the run folder.
-        terminal: where the workers' output is shown.
+        terminal: the terminal that shows the workers' output.
     """
 
     def __init__(self, folder: RunFolder, terminal: Terminal) -> None:
@@ -65,8 +65,8 @@ class WorkerGroup:
         """Start a worker, and show what it writes.
 
         Args:
-            name: of the worker.
-            start: starts its process, which leads a process group with its id for number.
+            name: the worker's name.
+            start: a function that starts its process, which leads a process group of the same number.
 
         Raises:
             OSError: it cannot be started.

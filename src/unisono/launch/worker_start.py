@@ -29,12 +29,12 @@ class Process(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """Where warm workers would come from.
+    """The source of workers that have torch loaded from the start.
 
     Attributes:
         common: the command, with what all workers have in common.
-        log: where a fork server of their own may write what it has to say; None if they shall have none.
-        shared: a fork server that is there already, and stays; or None.
+        log: the file for the output of a fork server of their own; None if they shall have none.
+        shared: a running fork server that serves other launchers, too; or None.
     """
 
     common: WorkerCommand
@@ -46,8 +46,8 @@ class WorkerStart:
     """Starts the workers of one launcher.
 
     Args:
-        source: where warm workers would come from.
-        say: shows a line to the person at the terminal.
+        source: the source of workers that have torch loaded.
+        say: a function that shows a line to the person at the terminal.
     """
 
     def __init__(self, source: Warm, say: Callable[[str], None]) -> None:
@@ -75,9 +75,9 @@ class WorkerStart:
         """Start a worker, as the leader of a process group of its own.
 
         Args:
-            command: the worker.
-            output: where its output goes.
-            socket: a descriptor that it gets, the one that ``UNISONO_STORE_FD`` names.
+            command: the command of the worker.
+            output: the pipes and the log that take its output.
+            socket: a descriptor that it inherits, the one that ``UNISONO_STORE_FD`` names.
 
         Raises:
             OSError: it cannot be started.

@@ -18,14 +18,15 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What one coordinator takes.
+    """The limits on what one coordinator takes from its clients.
 
     Attributes:
-        body: bytes of a request.
-        request_s: seconds in which a request has to be here as a whole.
-        requests_per_s: requests per second of all clients together; four times as many may come at once.
-        connections: the connections that all workers and agents together keep open.
-        messages_per_s: on each of those; as for requests. Whoever sends faster is read more slowly.
+        body: the largest request, in bytes.
+        request_s: the seconds within which a whole request has to arrive.
+        requests_per_s: the requests per second of all clients together; four times as many may come at once.
+        connections: the number of connections that all workers and agents together may keep open.
+        messages_per_s: the messages per second on each connection; four times as many may come at once. A client that
+            sends faster is read more slowly.
     """
 
     body: int = 2**14
@@ -40,7 +41,7 @@ class Rate:
 
     Args:
         per_s: the allowed number per second.
-        clock: in seconds.
+        clock: a clock in seconds.
     """
 
     def __init__(self, per_s: float, clock: Callable[[], float] = monotonic) -> None:

@@ -44,8 +44,8 @@ class Line:
 
     Attributes:
         url: the coordinator's URL.
-        kept: whatever has to live as long as the line.
-        local_address: by which this host was last seen from the coordinator's.
+        kept: objects that have to live as long as the line.
+        local_address: the address of this host on the newest connection to the coordinator.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class Line:
             url: the coordinator's URL, ``http://…`` or ``https://…``.
             token: the job's token.
             hello: this worker's first message, which says who it is.
-            on_message: called with each message but answers to requests, on the line's thread, one at a time. On a new
-                connection the coordinator may say things again.
+            on_message: a function that gets each message except answers to requests, on the line's thread, one at a
+                time. On a new connection the coordinator may say things again.
             timeout_s: the seconds for which to try to connect.
-            certificates: whom to trust, PEM, as :func:`~unisono.membership.token.context_for` says; None for those that
-                this host trusts.
-            look_s: seconds between two looks at whether the coordinator is still there.
+            certificates: the trusted certificates, PEM, as of :func:`~unisono.membership.token.context_for`; None for
+                those that this host trusts.
+            look_s: the seconds between two looks at whether the coordinator is still there.
 
         Raises:
             LaunchError: there is no coordinator that takes this token, or the token would be readable on the way.

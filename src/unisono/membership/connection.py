@@ -54,13 +54,13 @@ def call(
 
     Args:
         url: the coordinator's URL, ``http://…`` or ``https://…``.
-        route: behind it.
+        route: the path that follows the URL.
         token: the job's token.
         tls: the TLS context with the trusted certificates; None without TLS.
-        open_s: seconds in which it opens.
-        ping_s: between two looks at whether the other side is still there, and how long one takes.
-        close_s: seconds in which it closes.
-        most: bytes of a message.
+        open_s: the seconds within which it opens.
+        ping_s: the seconds between two pings, and the longest wait for an answer to one.
+        close_s: the seconds within which it closes.
+        most: the largest message, in bytes.
     """
     scheme, *rest = urlsplit(url)
     address = urlunsplit(("wss" if scheme == "https" else "ws", *rest))
@@ -95,13 +95,13 @@ class Reconnection:
     """One connection after the other. Between two there are pauses, which grow until :meth:`went_well`.
 
     Args:
-        dial: opens a connection.
-        talk: talks until it ends, however it does.
-        pause: waits so many seconds before the next one. What it raises ends all.
-        is_over: whether no further one is wanted.
+        dial: a function that opens a connection.
+        talk: a function that talks on a connection until it ends, however it does.
+        pause: a function that waits so many seconds before the next connection. What it raises ends all.
+        is_over: a function that says whether no further connection is wanted.
 
     Attributes:
-        trouble: why there was no connection the last time, for people.
+        trouble: the reason for which the newest attempt failed, for people.
     """
 
     def __init__(

@@ -54,16 +54,16 @@ class Peer(Protocol):
 
 
 class Coordinator:
-    """The state, who is connected, the key-value store, and where all that is kept.
+    """The state, the connected peers, the key-value store, and the files in which all that is kept.
 
     Args:
         run_folder: the job's run folder, which exists. A new coordinator continues with the state of an earlier one
             there.
         settings: the settings of a new job; a job that is continued keeps its own.
-        clock: in seconds, from any start, never going back.
-        fresh: begin anew, whatever an earlier coordinator left. Only the numbers of generations and workers go on from
-            there: none is ever used twice in a run folder.
-        state_log: opens the file that remembers.
+        clock: a clock in seconds, from any start, which never goes back.
+        fresh: whether to begin anew, whatever an earlier coordinator left. Only the numbers of generations and workers
+            go on from there: none is ever used twice in a run folder.
+        state_log: a function that opens the state log.
 
     Raises:
         JobError: another coordinator works in this folder, or what one left cannot be understood.

@@ -17,12 +17,12 @@ PORTS = range(15000, 30000)
 
 @dataclass(frozen=True, slots=True)
 class RendezvousAddress:
-    """Where the workers meet.
+    """The address at which the workers meet.
 
     Attributes:
-        address: a host name or an address of rank 0's host.
-        port: a TCP port there.
-        store_fd: on rank 0, the listening socket that the launcher opened, by its descriptor; else None.
+        address: the name or address of rank 0's host.
+        port: the TCP port on that host.
+        store_fd: on rank 0, the file descriptor of the listening socket that the launcher opened; else None.
     """
 
     address: str

@@ -51,13 +51,13 @@ class _Waiter:
 
 
 class KeyValue:
-    """Keys, and who waits for them. Nothing here blocks, and times, in seconds, are arguments.
+    """Keys with values, and the clients that wait for them. Nothing here blocks, and times, in seconds, are arguments.
 
     Keys begin with ``run/``, or with the generation that uses them, as in ``g3/``. Those of a generation that is over
     are forgotten, and nobody can bring them back.
 
     Args:
-        changed: told of every change, in order.
+        changed: a function that gets every change, in order.
     """
 
     def __init__(self, changed: Callable[[Entry], None] = lambda entry: None) -> None:

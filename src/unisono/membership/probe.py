@@ -63,10 +63,10 @@ class ProbeRequest(Message):
 
 
 class Answer(Message):
-    """What came of it.
+    """The result of a probe, as the agent that was called tells it.
 
     Attributes:
-        why: there is no connection back; empty if there is one, or none was wanted.
+        why: the reason for which there is no connection back; empty if there is one, or none was wanted.
     """
 
     why: Text

@@ -100,7 +100,7 @@ class Service:
     Args:
         coordinator: the coordinator that decides.
         limits: the limits of each connection.
-        end: called when the service is no longer of use.
+        end: a function that is called when the service is no longer of use.
     """
 
     def __init__(self, coordinator: Coordinator, limits: RequestLimits, end: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ class CoordinatorStore(dist.Store):
     not answer.
 
     Args:
-        line: to the coordinator.
+        line: the connection to the coordinator.
         timeout: the time for which ``get`` and ``wait`` wait for a key.
     """
 

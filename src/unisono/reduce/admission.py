@@ -50,10 +50,10 @@ class Admission:
     sends has a fixed length: there is none that it could make up.
 
     Args:
-        listening: the socket, which listens; closed in the end.
+        listening: the listening socket; closed in the end.
         secret: the secret that callers know.
-        admit: called on the thread.
-        most: callers that may be under way.
+        admit: a function that gets each admitted connection, on the thread.
+        most: the largest number of callers at a time whose secret is not checked yet.
         patience_s: the seconds that each caller may take.
     """
 
@@ -165,11 +165,11 @@ class Admission:
 
 @dataclass(slots=True)
 class _Caller:
-    """One that has called, and not shown yet that it may.
+    """A caller that has not yet shown that it may come in.
 
     Attributes:
-        connection: to it.
-        talk: see :func:`greet`.
+        connection: the connection to the caller.
+        talk: the conversation, as :func:`greet` makes it.
         until: the end of its time, on the monotonic clock.
     """
 
@@ -205,7 +205,7 @@ def greet(connection: socket.socket, secret: str) -> Generator[int, bytes, int]:
     """What is heard from a caller and said to it: yields how many bytes come next, and returns its rank.
 
     Args:
-        connection: to the caller.
+        connection: the connection to the caller.
         secret: this worker's secret.
 
     Raises:
@@ -227,7 +227,8 @@ def present(connection: socket.socket, rank: int, secret: str) -> None:
     """Show the one who is called that this worker knows its secret, and have it show the same.
 
     Args:
-        connection: to it; whoever answers on a Unix socket has to belong to this user.
+        connection: the connection to the worker; on a Unix socket, the process at its other end has to belong to this
+            user.
         rank: this worker's rank.
         secret: the secret of the worker that is called.
 

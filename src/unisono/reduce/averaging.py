@@ -21,7 +21,7 @@ class Averaging:
     It uses the transport's fastest way for sums. From here on the workers' shards are one for each of them.
 
     Args:
-        transport: between the workers.
+        transport: the transport between the workers.
 
     Raises:
         WorkerLost: from every method, when another worker is gone.

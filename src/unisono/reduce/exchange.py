@@ -28,8 +28,8 @@ class Exchange(ABC):
     """Reduces buckets of one length and dtype between the workers of a process group.
 
     Attributes:
-        sent_bytes: by this worker, for each bucket.
-        sent_messages: by this worker, for each bucket.
+        sent_bytes: the bytes that this worker sends for each bucket.
+        sent_messages: the number of messages that this worker sends for each bucket.
     """
 
     sent_bytes: int

@@ -19,7 +19,7 @@ class HostMemory:
 
     Args:
         peers: the workers of this host; their ranks count from 0 on this host.
-        tree: over the shards of all hosts.
+        tree: the summation tree over the shards of all hosts.
         shards: the shards of each of this host's workers.
     """
 
@@ -122,8 +122,8 @@ class Gathered:
     """The partial sums of a bucket, as all workers of this host have written them.
 
     Attributes:
-        place: equal for equal places in memory.
-        partials: by node of the tree.
+        place: a key that is equal for equal places in memory.
+        partials: the partial sums by node of the tree.
         result: the buffer for the result.
     """
 
@@ -146,7 +146,7 @@ class _Pool:
     """The shared memory of some buckets.
 
     Attributes:
-        rows: for each worker, its rows of flat buffers.
+        rows: the rows of flat buffers of each worker.
         result: a flat buffer per bucket, in which every worker fills its part.
         twins: copies of the result that this worker may write to.
         segment: the segment of the result and its twins.

@@ -107,8 +107,8 @@ class HierarchicalTransport(HostTransport):
         peers: the workers of this host; every host has as many.
         rank: this worker's rank among all workers.
         split: the shards of each worker.
-        across: to the workers of equal local rank, one per host.
-        everyone: to all workers, for what is small.
+        across: the transport to the workers of equal local rank, one per host.
+        everyone: the transport to all workers, for small tensors.
     """
 
     def __init__(self, peers: Peers, rank: int, split: Split, across: Transport, everyone: Transport) -> None:

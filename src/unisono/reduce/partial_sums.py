@@ -46,9 +46,9 @@ class Piece:
     """A part of a tensor's memory in a row.
 
     Attributes:
-        start: in the bucket, in elements.
-        values: with padding; a multiple of 64 elements. On the CPU as words, to be summed in every step.
-        used: without.
+        start: the offset in the bucket, in elements.
+        values: the memory with padding, a multiple of 64 elements; on the CPU as words, to be summed in every step.
+        used: the memory without padding.
     """
 
     start: int

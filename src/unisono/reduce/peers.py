@@ -40,11 +40,11 @@ class Peers:
     A receiver blocks in the kernel: it takes no processor time, and wakes at once when the peer sends or dies.
 
     Args:
-        rank: of this worker.
-        sockets: to the others, by rank.
+        rank: this worker's rank on this host.
+        sockets: the sockets to the other workers, by rank.
 
     Attributes:
-        waits: whether this worker is in an exchange.
+        waits: whether this worker is in the middle of an exchange.
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket]) -> None:
@@ -61,7 +61,7 @@ class Peers:
         """Send a message to everybody and receive everybody's.
 
         Args:
-            message: at most ``LARGEST_MESSAGE`` bytes.
+            message: the message, ``LARGEST_MESSAGE`` bytes at most.
 
         Returns:
             everybody's message by rank, this worker's own among them.
@@ -139,10 +139,10 @@ LOOK_S = 0.1
 
 
 class PeerListener:
-    """Where the other workers of this host call this one: a socket without a name in the file system.
+    """The socket at which this worker waits for the others of its host. It has no name in the file system.
 
     Args:
-        timeout_s: how long to wait for a peer, here and in every exchange.
+        timeout_s: the longest wait for a peer, here and in every exchange, in seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -162,10 +162,11 @@ class PeerListener:
         """Connect with every other worker. Processes of another user are neither heard nor called.
 
         Args:
-            rank: of this worker on this host.
-            workers: how many there are on this host.
-            lower: the addresses of those of lower rank, in order: they are called. The others call.
-            purpose: what they meet for, so that nobody takes this user's other jobs for them.
+            rank: this worker's rank on this host.
+            workers: the number of workers on this host.
+            lower: the addresses of the workers of lower rank, in order: this worker calls them, and the others call
+                this worker.
+            purpose: a text that all of them share, so that workers of this user's other jobs are not taken for them.
 
         Raises:
             WorkerLost: a peer is gone, or somebody else is where it should be, or this listener was closed meanwhile.
@@ -271,11 +272,11 @@ def meet(rank: int, workers: int, addresses: "RendezvousStore", timeout_s: float
     """Connect every worker of this host with every other.
 
     Args:
-        rank: of this worker.
-        workers: how many there are.
-        addresses: where they post the addresses of their listeners.
-        timeout_s: how long to wait for a peer, now and in every exchange.
-        purpose: as of :meth:`PeerListener.gather`.
+        rank: this worker's rank on this host.
+        workers: the number of workers on this host.
+        addresses: the store in which they post the addresses of their listeners.
+        timeout_s: the longest wait for a peer, here and in every exchange, in seconds.
+        purpose: the argument of that name of :meth:`PeerListener.gather`.
 
     Raises:
         WorkerLost: a peer is gone, or somebody else is where it should be.

@@ -112,9 +112,9 @@ class Reducer:
     While an attempt is under way the transport belongs to that thread.
 
     Args:
-        transport: to the other workers.
-        reduction: exact or native.
-        overlap: reduce a bucket as soon as it is ready; else all of them in :meth:`totals`.
+        transport: the transport between the workers.
+        reduction: the reduction of a bucket, exact or native.
+        overlap: whether to reduce a bucket as soon as it is ready; else :meth:`totals` reduces all of them.
     """
 
     def __init__(self, transport: Transport, reduction: Reduction, *, overlap: bool) -> None:

@@ -32,16 +32,16 @@ class RpcEndpoint:
     is closed, all of this worker's are, so that whoever waits for anybody wakes.
 
     Args:
-        rank: of this worker.
-        host: where others reach this worker; empty if all of them are on one host.
-        answer: what to say when asked.
-        traffic: counts what is sent.
-        timeout_s: how long to wait for another worker, whether it is to listen or to speak.
-        called: how to speak of the worker of a rank.
+        rank: this worker's rank.
+        host: the host name or address under which others reach this worker; empty if all of them are on one host.
+        answer: a function that answers a request.
+        traffic: a counter of what is sent.
+        timeout_s: the longest wait for another worker, to listen or to speak, in seconds.
+        called: a function that returns the name of a rank's worker, for messages.
 
     Attributes:
-        address: where others call this worker: a name, or host and port.
-        ends: called when the connections are closed, from whichever side; from any thread.
+        address: the address at which others call this worker: a name, or host and port.
+        ends: a function that is called when the connections are closed, from either side; from any thread.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ class RpcConnection:
     """One connection, on which both sides belong to this generation.
 
     Args:
-        connection: taken over.
+        connection: the connected socket, taken over.
     """
 
     def __init__(self, connection: socket.socket) -> None:

@@ -19,11 +19,11 @@ class Segment:
 
     Args:
         descriptor: the memory's file descriptor; taken over and closed.
-        size: in bytes.
+        size: the size in bytes.
 
     Attributes:
         bytes: the memory, 1-D uint8.
-        copy: the same as it is now, but what is written here nobody else sees (the kernel copies on write).
+        copy: a private copy of it: what is written here, nobody else sees (the kernel copies on write).
     """
 
     def __init__(self, descriptor: int, size: int) -> None:

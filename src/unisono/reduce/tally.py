@@ -22,12 +22,12 @@ class Tally:
 
     Args:
         start: the first element of the bucket that is looked at.
-        stop: behind the last one.
-        witness: see :data:`Witness`; for rehearsals.
+        stop: the element behind the last one.
+        witness: a function that gets what was just written, to inject a fault; see :data:`Witness`.
 
     Attributes:
         balance: the words written less those read on this worker, of memory that is read once.
-        copies: the same, of memory that every worker gets.
+        copies: the same difference, of memory that every worker gets.
     """
 
     def __init__(self, start: int = 0, stop: int = 2**62, witness: Witness | None = None) -> None:

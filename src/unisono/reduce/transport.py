@@ -66,7 +66,7 @@ class Transport(ABC):
         """Have every worker finish a share of the sums, whatever way they would take; or let them take it again.
 
         Args:
-            always: from now on. All workers say the same.
+            always: whether it stays so from now on. All workers say the same.
         """
 
     def measure_links(self) -> Links | None:
@@ -116,14 +116,14 @@ class Transport(ABC):
         """Finish the summation tree of one bucket.
 
         Args:
-            bucket: names the bucket, so that its buffers are allocated once.
+            bucket: the name of the bucket; its buffers are allocated once.
             partials: this worker's partial sums, the cover of its shards from left to right: 1-D tensors of
                 one length, a multiple of 64 elements. They may be overwritten. A worker that serves gives one tensor
                 that is like them; its values are not read.
-            divisor: the divisor of the root's value, the same on every worker. The division happens once, where the
-                sum is finished.
-            tally: in which the partial sums were written. They are read from it, and the total is kept there, by every
-                worker what nobody else keeps of the memory that it reads. All workers give one, or none does.
+            divisor: the divisor of the root's value, the same on every worker; None not to divide. The division happens
+                once, where the sum is finished.
+            tally: the tally in which the partial sums were written. They are read from it, and the total is kept there:
+                by every worker, what nobody else keeps of the memory that it reads. All workers give one, or none does.
 
         Returns:
             the root's value, divided: 1-D of the same length, to be read and not written, since other workers may read

@@ -22,12 +22,12 @@ WHERE = "coordinator.json"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the coordinator is.
+    """The URL of a coordinator, and what it takes to be let in.
 
     Attributes:
-        url: as ``http://127.0.0.1:4711``.
-        token: of the job.
-        certificate: that it shows, or of who vouches for it, if this system does not trust it anyway.
+        url: the coordinator's URL, such as ``http://127.0.0.1:4711``.
+        token: the job's token.
+        certificate: the certificate that the coordinator shows, or its issuer's; None if this system trusts it anyway.
     """
 
     url: str
@@ -49,12 +49,12 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """What a person says of where a job is: its URL, for a job on another host, or its run folder.
+    """What a person says about a job's place: its URL, for a job on another host, or its run folder.
 
     Attributes:
-        url: of the coordinator, if any.
-        token_file: with the job's token.
-        certificate: as of :class:`Address`.
+        url: the coordinator's URL, if given.
+        token_file: the file with the job's token, if given.
+        certificate: the certificate to trust, as in :class:`Address`.
         run_dir: the run folder.
     """
 
@@ -94,8 +94,8 @@ def find_run(named: Path | None, below: Path = RUNS) -> Path:
     """The run folder of the job that is meant: the named one, or the only one with a coordinator.
 
     Args:
-        named: by the person, if any.
-        below: where to look otherwise.
+        named: the run folder that the person has named, if any.
+        below: the folder in which to look otherwise.
 
     Raises:
         JobError: there is no such job, or there are several; lists them.
@@ -116,7 +116,7 @@ def address_of(run_dir: Path, certificate: Path | None = None, token: Path | Non
 
     Args:
         run_dir: the run folder.
-        certificate: to trust, if it is not the one in the run folder.
+        certificate: the certificate to trust, if it is not the one in the run folder.
         token: the file with the token, if it is not the one in the run folder.
 
     Raises:
@@ -171,7 +171,7 @@ class Control:
     """What a person can ask of a coordinator. Each answer is the job's status after it.
 
     Attributes:
-        address: of the coordinator.
+        address: the coordinator's address.
 
     Raises:
         JobError: by each method: the coordinator refuses; says why.

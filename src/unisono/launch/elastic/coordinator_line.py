@@ -26,11 +26,11 @@ class Probes:
     """Answers other hosts' probes, and probes them when the coordinator asks for it.
 
     Args:
-        agent: that this is.
-        host: its name.
-        coordinator: of the job.
-        timeout_s: after which a host counts as lost.
-        tell: tells the coordinator.
+        agent: the id of this host's agent.
+        host: the name of this host.
+        coordinator: the coordinator's address.
+        timeout_s: seconds after which a host counts as lost.
+        tell: a function that sends a message to the coordinator.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Probes:
         """Answer probes, where workers listen for those of other hosts.
 
         Args:
-            local_address: of this host, as the coordinator sees it.
+            local_address: this host's address, as the coordinator sees it.
         """
         await self._answering.listen(data_address(self._coordinator, local_address))
 
@@ -86,14 +86,14 @@ LARGEST = 2**20
 
 
 class CoordinatorLine:
-    """One connection after the other.
+    """The agent's connection to the coordinator, opened again whenever it breaks.
 
     Args:
-        address: of the coordinator.
-        greeting: what is said first on each connection, from an address of this host: a hello, and what the coordinator
-            may not have heard.
-        hear: called with each message, but a refusal.
-        patience_s: how long it may be gone.
+        address: the coordinator's address.
+        greeting: a function that returns the first messages of each connection, given an address of this host: a hello,
+            and what the coordinator may not have heard.
+        hear: a function that gets each message except a refusal.
+        patience_s: the seconds for which the coordinator may be gone.
     """
 
     def __init__(

@@ -22,15 +22,15 @@ from unisono.membership.token import token_file
 
 
 def invitation(settings: ElasticSettings, run_dir: Path, url: str) -> list[str]:
-    """Lines to show. The token is in a file: a command line is read by everybody on its host.
+    """The lines that say how others join. The token stays in its file: anybody on the host can read a command line.
 
     Args:
-        settings: of the job.
+        settings: the settings of the job.
         run_dir: the run folder.
-        url: of the coordinator.
+        url: the coordinator's URL.
 
     Returns:
-        nothing, if no other host can reach the coordinator.
+        the lines; none if no other host can reach the coordinator.
     """
     if settings.entrance.is_local:
         return []
@@ -84,12 +84,12 @@ PATIENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where a coordinator is to listen.
+    """The socket at which a coordinator listens, and under which name.
 
     Attributes:
-        listener: the descriptor of the socket.
-        name: the name or address that clients are told.
-        certificate: that it shows; None without TLS.
+        listener: the file descriptor of the socket.
+        name: the host name or address that clients are told.
+        certificate: the certificate that it shows; None without TLS.
     """
 
     listener: int
@@ -114,14 +114,14 @@ class CoordinatorProcess:
     """Keeps a coordinator running, always at the same address: the agent holds the socket on which it listens.
 
     Args:
-        settings: of the job.
+        settings: the settings of the job.
         run_dir: the run folder.
-        guard: ends it if the agent is killed.
-        say: shows a line to the person at the terminal.
+        guard: a process that ends the coordinator if the agent is killed.
+        say: a function that shows a line to the person at the terminal.
 
     Attributes:
-        in_use: whether somebody relies on what it knows. Until then each one begins anew, whatever a job that trained
-            in this folder earlier has left.
+        in_use: whether anybody relies on what it knows. Until then each one begins anew, whatever a job that trained in
+            this folder earlier has left.
 
     Raises:
         JobError: it cannot listen where it should, or has no certificate to show there; says what to do.
@@ -207,10 +207,10 @@ def server_command(settings: ElasticSettings, run_dir: Path, listening: Listenin
     """A coordinator's module, and its arguments.
 
     Args:
-        settings: of the job.
+        settings: the settings of the job.
         run_dir: the run folder.
-        listening: where it is to listen.
-        fresh: whether it begins; else it goes on from where another one ended.
+        listening: the socket at which it listens.
+        fresh: whether the job begins; else the coordinator goes on where another one ended.
     """
     options = {
         "--run-dir": str(run_dir),

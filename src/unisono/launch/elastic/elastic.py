@@ -25,11 +25,11 @@ SAME_EVENT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """How many workers a job may have.
+    """The numbers of workers that a job may have.
 
     Attributes:
-        smallest: with fewer it does not train.
-        largest: it never has more.
+        smallest: the smallest number of workers that train.
+        largest: the largest number of workers.
     """
 
     smallest: int
@@ -63,16 +63,16 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class ElasticSettings:
-    """How to run the workers of an elastic job on this host.
+    """The settings with which the workers of an elastic job run on this host.
 
     Attributes:
-        launch: the script and the workers' environment; as many workers as there may be at most.
-        workers: how many the job may have, on all hosts.
-        begin_with: how many it begins with; None for as many as the hosts can run.
-        max_restarts: how often each of its places may get a new worker, on average.
-        restart_on_error: whether also after an exception in the script.
-        failure_timeout_s: seconds of silence after which a worker, an agent or the coordinator is taken to be lost.
-        entrance: where the coordinator listens.
+        launch: the script and the workers' environment; its number of workers is the most that this host may run.
+        workers: the numbers of workers that the job may have, on all hosts together.
+        begin_with: the number of workers to begin with; None for as many as the hosts can run.
+        max_restarts: the number of new workers that each place of the job may get, on average.
+        restart_on_error: whether a worker is replaced after an exception in its script, too.
+        failure_timeout_s: the seconds of silence after which a worker, an agent or the coordinator counts as lost.
+        entrance: the settings of the socket at which the coordinator listens.
     """
 
     launch: LaunchSettings

@@ -18,14 +18,14 @@ AGENT = "UNISONO_AGENT_PID"
 
 @dataclass(frozen=True, slots=True)
 class JobContext:
-    """What all workers of a host have in common.
+    """The settings that all workers of a host have in common.
 
     Attributes:
-        settings: of the job.
+        settings: the settings of the job.
         run_dir: the run folder.
         coordinator: the coordinator's URL.
-        token_file: where the job's token is.
-        certificate: to trust; None for what the system trusts, or without TLS.
+        token_file: the file with the job's token.
+        certificate: the certificate to trust; None for those that the system trusts, or without TLS.
     """
 
     settings: ElasticSettings
@@ -57,9 +57,9 @@ class Starter:
         """Start a worker, as the leader of a process group of its own.
 
         Args:
-            worker: its id.
+            worker: the worker's id.
             place: a number that no other running worker of this host has.
-            output: where its output goes.
+            output: the pipes and the log that take its output.
 
         Raises:
             OSError: it cannot be started.

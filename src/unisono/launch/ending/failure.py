@@ -46,13 +46,13 @@ class Failure:
     Attributes:
         rank: the worker's rank; its id where ranks change.
         host: the name of its host.
-        pid: its process.
+        pid: its process id.
         type: the exception's type, as a traceback names it.
-        message: what it says.
+        message: the exception's message.
         traceback: the whole traceback, frames of the user's script first.
-        consequence: it only follows from the loss of another worker.
-        time: when, in seconds since 1970.
-        exit_code: with which it ends its process.
+        consequence: whether it only follows from the loss of another worker.
+        time: the time of the exception, in seconds since 1970.
+        exit_code: the exit code of the worker's process.
     """
 
     rank: WorkerName

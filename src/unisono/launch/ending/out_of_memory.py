@@ -24,13 +24,13 @@ TAKEN = ("SIGKILL", "SIGBUS")
 
 
 def ran_out_of_memory(outcome: Outcome, said: Mapping[WorkerName, Sequence[str]]) -> str:
-    """In words, whose memory did not suffice; empty if that is not why the job ended.
+    """A sentence that says whose memory did not suffice; empty if that is not why the job ended.
 
     What other workers say of the loss of that one, each in its own way, is no reason to look further.
 
     Args:
-        outcome: of the job.
-        said: the last lines that workers printed that left no exception behind, by rank.
+        outcome: the outcome of the job.
+        said: the last lines of each worker that printed no exception, by rank.
     """
     if outcome.exit_code == 0:
         return ""

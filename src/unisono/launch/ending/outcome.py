@@ -44,13 +44,13 @@ class WorkerExit:
     Attributes:
         rank: its rank; its id where ranks change.
         code: its exit code; minus the signal's number if a signal ended it.
-        time: when, in seconds since 1970.
-        failure: what it recorded, if an exception ended its script.
-        told_at: when the launcher, ending the job, told it to end; None if it did not.
-        peak_mib: memory that it was seen to need at most; None if nobody looked.
-        over_mib: the limit above which it was, and for which the launcher ended it; None if it did not.
-        pid: of its process; 0 if it had none.
-        fault: of a rehearsal that has ended it, in words.
+        time: the time of its end, in seconds since 1970.
+        failure: the exception that ended its script, if one did.
+        told_at: the time at which the launcher, ending the job, told it to end; None if it did not.
+        peak_mib: the most memory that it was seen to need, in MiB; None if nobody looked.
+        over_mib: the memory limit, in MiB, for which the launcher ended it; None if it did not.
+        pid: its process id; 0 if it had no process.
+        fault: the injected fault that has ended it, in words; empty if none has.
     """
 
     rank: WorkerName
@@ -108,8 +108,8 @@ class Verdict:
     """How a job ended, where no worker of this host is to blame.
 
     Attributes:
-        exit_code: for the launcher.
-        reason: for people.
+        exit_code: the exit code for the launcher.
+        reason: the reason, as a sentence for people.
     """
 
     exit_code: int
@@ -121,13 +121,14 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        exits: how each worker ended.
-        workers: how many there were to be.
+        exits: the end of each worker.
+        workers: the number of workers that the job was to have.
         host: the name of the host.
-        seconds: how long it took.
+        seconds: the duration of the job, in seconds.
         interrupted: the first signal that the launcher got, if any.
-        verdict: how the job ended, where somebody else has decided that; for an elastic job the coordinator.
-        digest: of the weights, if training is complete, whatever came after it.
+        verdict: the end of the job as the coordinator of an elastic job decided it; None if nobody but this launcher
+            decides.
+        digest: the digest of the weights, if training is complete, whatever came after it.
     """
 
     exits: tuple[WorkerExit, ...]

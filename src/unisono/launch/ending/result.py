@@ -133,14 +133,14 @@ def open_folder(wanted: Path | None, stem: str) -> RunFolder:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """What a launcher knows of a job's end.
+    """The end of a job, as its launcher knows it.
 
     Attributes:
-        exit_code: the launcher's own.
-        error: what went wrong; None if nothing did.
-        workers: how many there were to be.
-        seconds: from the first start to the last end.
-        digest: of the weights, if training is complete; a main worker on another host writes its own there.
+        exit_code: the exit code of the launcher.
+        error: the error, by field; None if there was none.
+        workers: the number of workers that the job was to have.
+        seconds: the seconds from the first start to the last end.
+        digest: the digest of the weights, if training is complete; a main worker on another host writes its own there.
     """
 
     exit_code: int

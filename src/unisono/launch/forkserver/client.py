@@ -28,11 +28,11 @@ class NotForked(Exception):
 
 
 class ForkedProcess:
-    """A program that a shared fork server has forked; to who asked like an ``asyncio.subprocess.Process``.
+    """A program that a shared fork server has forked; used like an ``asyncio.subprocess.Process``.
 
     Args:
         pid: its process id.
-        channel: where the shared fork server says how it has ended.
+        channel: the socket on which the shared fork server says how it has ended.
 
     Raises:
         OSError: there is no such process.
@@ -96,8 +96,8 @@ async def request_fork(
 
     Args:
         command: the module, and its arguments.
-        environment: of the program; says where the shared fork servers are.
-        descriptors: for each number that the program has, that of this process.
+        environment: the program's environment, which says where the shared fork servers are.
+        descriptors: this process's descriptors, by the numbers that they get in the program.
 
     Raises:
         NotForked: there is no shared fork server, or its fork would be another one than this process would start.
@@ -118,13 +118,13 @@ async def request_fork(
 def asked(
     command: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int], cwd: str | None = None
 ) -> socket.socket:
-    """Ask a shared fork server, as ``request_fork`` does; where it will answer, and say how the program ends.
+    """Ask a shared fork server to fork; returns the socket on which it answers, and tells the end of the program.
 
     Args:
         command: the module, and its arguments.
-        environment: of the program; says where the shared fork servers are.
-        descriptors: for each number that the program has, that of this process.
-        cwd: its working folder, absolute; by default that of this process.
+        environment: the program's environment, which says where the shared fork servers are.
+        descriptors: this process's descriptors, by the numbers that they get in the program.
+        cwd: the program's working folder, absolute; by default this process's.
 
     Raises:
         NotForked: there is no shared fork server.

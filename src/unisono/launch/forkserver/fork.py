@@ -22,12 +22,12 @@ ARGUMENTS_BEGIN, ARGUMENTS_END = 45, 46
 
 
 def arrange(received: Sequence[int], numbers: Sequence[int], channel: socket.socket) -> socket.socket:
-    """Have the descriptors that came with a request, and no others.
+    """Keep the descriptors that came with a request, under the numbers asked for, and close all others.
 
     Args:
-        received: those that came.
-        numbers: that they are to have.
-        channel: where the request came from; it is replaced.
+        received: the descriptors that came with the request.
+        numbers: the numbers that they get.
+        channel: the socket on which the request came; it is replaced.
 
     Returns:
         the channel, with another descriptor.

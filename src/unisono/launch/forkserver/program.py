@@ -48,13 +48,13 @@ class Process(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """``python -m MODULE ARGUMENTS``, in a session of its own, with nothing to read.
+    """A program ``python -m MODULE ARGUMENTS``, in a session of its own, with an empty standard input.
 
     Attributes:
         command: the module, and its arguments.
-        environment: its variables; may say where a shared fork server is.
-        log: where its output and errors go.
-        kept: further descriptors of this process that it has, by the same numbers.
+        environment: its environment, which may say where a shared fork server is.
+        log: the file for its output and errors.
+        kept: further descriptors of this process that it inherits, under the same numbers.
     """
 
     command: tuple[str, ...]

@@ -44,15 +44,15 @@ MOST_DESCRIPTORS = 512
 
 @dataclass(frozen=True, slots=True)
 class ForkRequest:
-    """A program that is asked for: ``python -m MODULE ARGUMENTS``. Its descriptors travel beside it.
+    """A request to fork ``python -m MODULE ARGUMENTS``. The descriptors of the program travel beside it.
 
     Attributes:
-        environment: of the program.
-        process_attributes: of who asks; a program that it starts would have the same.
+        environment: the program's environment.
+        process_attributes: the requester's process attributes; a program that it started would have the same.
         command: the module, and its arguments.
-        descriptors: the number that each of those that travel beside it has in the program.
+        descriptors: the numbers that the descriptors beside the request get in the program.
         cwd: its working folder.
-        ignored: the signals that who asks ignores, and so would what it starts.
+        ignored: the signals that the requester ignores, as would a program that it started.
     """
 
     environment: Mapping[str, str]
@@ -123,10 +123,10 @@ STATUS = (
 
 
 def process_attributes(environment: Mapping[str, str], cwd: str) -> dict[str, str]:
-    """Those of this process: the name of each, and what it is. A fork stands in for a program where all are the same.
+    """This process's attributes by name. A fork replaces a program of its own only where all of them are the same.
 
     Args:
-        environment: of the program.
+        environment: the program's environment.
         cwd: its working folder, on which its ``PYTHONPATH`` may depend.
     """
     itself = Path("/proc/self")

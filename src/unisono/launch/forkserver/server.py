@@ -43,14 +43,14 @@ STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """What a fork needs to become a worker.
+    """All that a fork needs to become a worker.
 
     Attributes:
-        request: that it answers.
+        request: the request that it answers.
         parent: the fork server's process id.
-        out: the descriptor of its standard output.
-        err: that of its standard error.
-        kept: one more that it gets, or None.
+        out: the file descriptor of its standard output.
+        err: the file descriptor of its standard error.
+        kept: a further descriptor that it inherits, or None.
     """
 
     request: Request

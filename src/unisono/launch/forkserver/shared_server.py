@@ -59,7 +59,7 @@ class Running:
 
     Attributes:
         pid: its process id.
-        channel: where its end is told.
+        channel: the socket on which its end is told.
     """
 
     pid: int
@@ -67,13 +67,13 @@ class Running:
 
 
 class SharedForkServer:
-    """Forks programs.
+    """Forks the programs that other processes ask for.
 
     Args:
-        name: what it forks, as ``socket_of`` says.
-        listener: where others connect.
-        found: what each fork of this process is.
-        varying: variables in which who asks may differ from it.
+        name: the name of this server, which ``socket_of`` takes.
+        listener: the socket at which others connect.
+        found: the environment and process attributes of this process, which its forks inherit.
+        varying: the environment variables in which a requester may differ from this process.
     """
 
     def __init__(self, name: str, listener: socket.socket, found: ForkRequest, varying: Collection[str]) -> None:
@@ -124,7 +124,7 @@ class SharedForkServer:
         return os.fork()
 
     def _obstacle(self, request: ForkRequest) -> str:
-        """Why a fork would be another program than is wished for; empty if it would not."""
+        """Why a fork would be another program than was asked for; empty if it would not."""
         threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 (counts names, opens nothing)
         if threads > 1:
             return f"{threads} threads run in the shared fork server, and a fork would have one of them only"
@@ -162,11 +162,11 @@ class SharedForkServer:
 
 
 def _heard(channel: socket.socket, received: list[int]) -> ForkRequest:
-    """What is wished for.
+    """The request on a connection.
 
     Args:
-        channel: where it is said.
-        received: is given the descriptors that come with it.
+        channel: the connection.
+        received: a list that gets the descriptors beside the request.
 
     Raises:
         OSError: nobody says anything.

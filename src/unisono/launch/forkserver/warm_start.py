@@ -59,8 +59,8 @@ class WarmStart:
         """Start a fork server. It loads torch while the caller goes on.
 
         Args:
-            environment: of its workers, without what each has for itself.
-            log: where it may write what it has to say.
+            environment: the environment of its workers, without the variables that differ between them.
+            log: the file for its own output.
 
         Raises:
             ColdStart: this system has no such thing, or the process cannot be started.
@@ -87,13 +87,13 @@ class WarmStart:
         """Have a worker forked.
 
         Args:
-            request: what it is.
+            request: the command and environment of the worker.
             out: the descriptor that becomes its standard output; stays open here.
-            err: that of its standard error.
-            kept: at most one more that it gets, as number ``FIRST_KEPT``.
+            err: the descriptor that becomes its standard error; stays open here.
+            kept: at most one more descriptor that it inherits, as number ``FIRST_KEPT``.
 
         Raises:
-            ColdStart: it was not.
+            ColdStart: the fork server did not fork it.
         """
         await self.ready()
         if self._gone:

@@ -28,16 +28,16 @@ REQUEUES = 100
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What the cluster is asked for.
+    """The resources that the cluster is asked for.
 
     Attributes:
-        time: the limit, in one of Slurm's forms.
-        nodes: how many hosts.
-        gpus: of each of them; 0 for workers on CPUs.
-        workers_per_node: on CPUs; None with GPUs, each of which has one worker.
-        cores: of each worker; None for as many as the cluster gives by itself.
-        account: who pays; None for the person's usual one.
-        partition: where to run; None for the cluster's usual one.
+        time: the time limit, in one of Slurm's forms.
+        nodes: the number of hosts.
+        gpus: the number of GPUs of each host; 0 for workers on CPUs.
+        workers_per_node: the number of workers of each host on CPUs; None with GPUs, each of which has one worker.
+        cores: the number of cores of each worker; None for as many as the cluster gives by itself.
+        account: the account to charge; None for the person's usual one.
+        partition: the partition in which to run; None for the cluster's usual one.
         more: further options of sbatch, as ``name=value``.
     """
 
@@ -103,17 +103,17 @@ class BatchJob:
     """A job of Slurm, or an array of them.
 
     Attributes:
-        script: that trains.
-        allocation: what the cluster is asked for.
-        name: of the job.
-        folder: where it is started, absolute; a relative path of the script begins there.
-        python: the interpreter.
-        workers: one element of an array for each of these numbers; empty for one job with as many as there is room for.
-        study_words: what a scaling study of the script is given; None if the job just trains.
-        modules: that are loaded.
-        runs: where run folders are made.
+        script: the training script.
+        allocation: the resources that the cluster is asked for.
+        name: the name of the job.
+        folder: the folder in which the job starts, absolute; relative paths of the script begin there.
+        python: the path of the Python interpreter.
+        workers: the number of workers of each element of an array; empty for one job with as many as there is room for.
+        study_words: the arguments of a scaling study of the script; None if the job just trains.
+        modules: the environment modules to load.
+        runs: the folder in which run folders are made.
         checkpoint_every: steps between checkpoints; None for what the script says.
-        requeues: how often the job may be started again.
+        requeues: the number of times that the job may be started again.
     """
 
     script: Script

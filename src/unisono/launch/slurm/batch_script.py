@@ -26,11 +26,11 @@ PATIENCE_S = 120.0
 
 
 def text_of(job: BatchJob, command: Sequence[str]) -> str:
-    """The script.
+    """The text of a batch script.
 
     Args:
-        job: that it starts.
-        command: by which it was asked for, for the person who reads the script.
+        job: the job that the script starts.
+        command: the command that asked for the script, for the person who reads it.
 
     Raises:
         JobError: the job cannot work, or jinja2 is not installed.
@@ -94,8 +94,8 @@ def submit(script: str, path: Path | None) -> str:
     """Give a script to sbatch.
 
     Args:
-        script: its text, which sbatch is given if there is no file of it.
-        path: of the file.
+        script: the text of the script, which sbatch gets if there is no file of it.
+        path: the path of the script's file, if there is one.
 
     Returns:
         what sbatch said.

@@ -34,8 +34,8 @@ def directive(name: str, value: str) -> str:
     kind, and nothing can stand for a new line (``get_argument`` in Slurm's ``src/sbatch/opt.c``).
 
     Args:
-        name: of the option, without dashes.
-        value: of it.
+        name: the name of the option, without dashes.
+        value: the value of the option.
 
     Raises:
         JobError: the value is empty, or has control characters, which no such line can hold.

@@ -17,12 +17,12 @@ MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What likely lies behind a finding.
+    """The likely cause of a finding.
 
     Attributes:
-        likely: the cause.
-        todo: what to do about it.
-        topics: which places in the script may have to do with it, the likeliest first.
+        likely: the cause, as a sentence.
+        todo: the advice on it.
+        topics: the kinds of places in the script that may have to do with it, the likeliest first.
     """
 
     likely: str

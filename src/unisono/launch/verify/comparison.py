@@ -53,14 +53,14 @@ PER_SHARD = frozenset({Stage.SAMPLES, Stage.INPUTS, Stage.LOSSES, Stage.SHARES})
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something that a worker saw.
+    """One observation of a worker, in its trace.
 
     Attributes:
-        stage: what it shows.
-        step: the number of the step it belongs to, from 0.
-        call: the number of the call within the step; None outside of calls.
+        stage: the kind of observation.
+        step: the number of its step, from 0.
+        call: the number of its call within the step; None outside of calls.
         values: digests or settings, by parameter, shard or setting.
-        sha256: of all weights, where the moment shows them all.
+        sha256: the digest of all weights, where the moment shows them all.
     """
 
     stage: Stage
@@ -132,10 +132,10 @@ class RunTrace:
     """One run, as its workers traced it.
 
     Attributes:
-        workers: how many there were.
-        ranks: the moments of each, in the order of ranks.
+        workers: the number of workers.
+        ranks: the moments of each worker, by rank.
         job: the settings of its job; empty if they are not known.
-        complete: whether the run ended well; of another one only what there is can be compared.
+        complete: whether the run ended well; of any other run only the beginning can be compared.
     """
 
     workers: int
@@ -191,9 +191,9 @@ class Difference:
     """Two moments that should be equal and are not.
 
     Attributes:
-        stage: what differs.
-        step: in which step, from 0.
-        call: in which call of that step; None outside of calls.
+        stage: the kind of the differing observation.
+        step: the number of the step, from 0.
+        call: the number of the call in that step; None outside of calls.
         names: the parameters, shards or settings that differ, in their own order.
         ours: the first one's value in the run that is compared with.
         theirs: its value in the other.
@@ -294,11 +294,11 @@ class Finding:
     """Where a run parts from another one, or its ranks from each other.
 
     Attributes:
-        parting: where.
-        workers: how many the run had.
-        against: how many the run had that it is compared with; None if its own ranks differ.
+        parting: the first differences.
+        workers: the number of workers of the run.
+        against: the number of workers of the run that it is compared with; None if its own ranks differ.
         rank: the first rank that differs from rank 0, if its own ranks differ.
-        ranks: those that computed the shards that differ, if shards do.
+        ranks: the ranks that computed the differing shards, if shards differ.
         trained: the parameters that the optimizers update.
         jobs: the settings of the job in the two runs.
     """

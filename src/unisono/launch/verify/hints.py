@@ -35,9 +35,9 @@ class Hint:
 
     Attributes:
         path: the file.
-        line: from 1.
-        topic: what it has to do with.
-        code: the line, without its indentation.
+        line: the number of the line, from 1.
+        topic: the subject that the line has to do with.
+        code: the text of the line, without its indentation.
     """
 
     path: str

@@ -25,15 +25,15 @@ from unisono.received import parse_object
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be verified.
+    """A request to compare a script's runs on several numbers of workers.
 
     Attributes:
-        script: the user's.
-        workers: with how many workers to run it; the others are compared with the first.
-        steps: how many steps of each run to compare.
-        shards: of the job, if set here.
-        threads: of each worker, if set here.
-        tuning: how the workers' memory allocator is set.
+        script: the user's script or module.
+        workers: the number of workers of each run; all runs are compared with the first.
+        steps: the number of steps of each run to compare.
+        shards: the job's number of shards, if set here.
+        threads: the number of threads of each worker, if set here.
+        tuning: the settings of the workers' memory allocator.
     """
 
     script: Script
@@ -74,8 +74,8 @@ class TracedRun:
     """A run that has ended.
 
     Attributes:
-        trace: what its workers traced.
-        outcome: how it ended.
+        trace: the trace of its workers.
+        outcome: the end of the run.
         folder: its run folder.
     """
 
@@ -91,13 +91,13 @@ class TracedRun:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What came of it.
+    """The result of a verification.
 
     Attributes:
-        runs: in the order in which they were started; the last one may have failed.
-        findings: for each run, where it parts from the first, or its ranks from each other.
+        runs: the runs in the order in which they were started; the last one may have failed.
+        findings: by run, its first differences from the first run, or between its own ranks; None for equal runs.
         case: the first finding, and whether the first run repeats itself.
-        cause: what likely lies behind it.
+        cause: the likely cause.
         hints: places in the script that may have to do with it.
     """
 

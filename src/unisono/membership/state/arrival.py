@@ -71,7 +71,7 @@ def split_for(shards: int, workers: Sequence[Worker]) -> Split:
 
     Args:
         shards: the job's number of shards.
-        workers: in the order of ranks. Who is new is taken to be like the others.
+        workers: the workers by rank. New ones are taken to be like the others.
     """
     even = Split.even(shards, len(workers))
     known = [worker.signs.pulse.shard_s for worker in workers if worker.signs.pulse.shard_s > 0]

@@ -54,10 +54,10 @@ MEMBER = ("working", "arrived")
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker whose process may be there.
+    """A worker whose process may exist.
 
     Attributes:
-        id: never used again.
+        id: its id, never used again.
         agent: the agent that runs it.
         phase: its present phase.
         host: its host's name; empty until it has connected.
@@ -65,14 +65,14 @@ class Worker:
         joins: whether training was under way when it connected.
         leaving: whether it was asked to leave.
         is_faulty: whether it computes wrong results: it is in no generation any more.
-        loop: for which it is ready.
+        loop: the number of the loop for which it is ready; None while it is not.
         address: the address at which its peers reach it.
-        turn: in which order it became ready.
+        turn: its place in the order in which workers became ready.
         arrived: the message with which it arrived.
         farewell: the message that told it to leave.
         unformed: the number of generations with it that did not form, though nobody was lost.
         digest: the digest of its final weights.
-        why: it is lost.
+        why: the reason of its loss; empty while it is not lost.
         signs: its newest signs of life.
     """
 
@@ -141,12 +141,12 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What is known of the connection between two hosts.
+    """The connection between two hosts, as far as it is known.
 
     Attributes:
-        one: an agent.
-        other: another one.
-        why: there is none, for people; empty if there is one.
+        one: the id of an agent.
+        other: the id of the other agent.
+        why: the reason for which there is no connection, for people; empty if there is one.
         at: the time at which this was found out.
     """
 
@@ -163,7 +163,7 @@ class Excluded:
     Attributes:
         worker: its id.
         host: the name of its host.
-        why: for people.
+        why: the reason, for people.
     """
 
     worker: str
@@ -173,13 +173,13 @@ class Excluded:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All that the coordinator knows. Values of pydantic can be made of it, and it of them.
+    """All that the coordinator knows. Pydantic converts it to plain values, and back.
 
     Attributes:
         settings: the user's settings.
         now: the time of the last event.
-        workers: by id, in the order of their numbers.
-        agents: by id, in the order in which they came.
+        workers: the workers by id, in the order of their numbers.
+        agents: the agents by id, in the order in which they came.
         last_worker: the number of the newest worker.
         last_turn: the number of workers that have become ready.
         turns_seen: the value of ``last_turn`` when the newest generation began.
@@ -202,7 +202,7 @@ class State:
         unreplaced: the number of lost workers that were not replaced, since no restarts were left.
         quick: the number of workers in a row that failed soon after their start.
         departures: members that were lost or left on notice.
-        blame: the newest loss, for people.
+        blame: the reason of the newest loss, for people.
         stopping: whether the job was asked to stop.
         preempting: whether all its members have been removed, so that it goes on later.
         over: the message that says how the job ended; None while it has not.

@@ -116,7 +116,7 @@ class StateUpdate:
 
         Args:
             worker: the worker that is given up.
-            why: for people.
+            why: the reason, for people.
             ended: whether its process is known to be gone.
         """
         rank = self.state.ranks.get(worker.id)
@@ -158,7 +158,7 @@ class StateUpdate:
 
         Args:
             worker: the worker that is to end.
-            reason: for people.
+            reason: the reason, for people.
             preempted: whether the job is to go on later.
         """
         farewell = Removed(reason=reason, preempted=preempted)

@@ -26,9 +26,9 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     """What becomes of a state by an event.
 
     Args:
-        state: before it.
+        state: the state before the event.
         event: the event.
-        now: its time in seconds, not before the last event.
+        now: the time of the event in seconds, not before that of the last event.
 
     Returns:
         the state after it, and what is to be done, in this order, once the state is where it outlasts the
