@@ -26,8 +26,8 @@ from unisono.errors import UnisonoError, UnisonoWarning
 from unisono.job import Job
 from unisono.testing.flip import flip, flip_in_file, tensors_in
 from unisono.train.config.numerics import apply_numerics
+from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
-from unisono.train.step.engine import Execution
 from unisono.train.step.step import Step
 
 SHARDS, BATCH, STEPS = 4, 32, 9

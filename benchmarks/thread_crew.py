@@ -24,9 +24,15 @@ from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce
-from unisono.train.assembly import assemble
-from unisono.train.config.settings import Settings
-from unisono.train.config.strategy_constraints import StrategyConstraints
+from unisono.train.assembly import Opened, assemble
+from unisono.train.config.run_config import (
+    Adaptation,
+    Communication,
+    Execution,
+    FaultTolerance,
+    RunConfig,
+    StrategyConstraints,
+)
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Fixed, MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers
@@ -34,8 +40,6 @@ from unisono.train.run import Run
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.ending import LeaveRequest
 from unisono.train.state.policy_state import PolicyState
-from unisono.train.step.engine import Execution
-from unisono.train.step.run_context import FaultTolerance, RunContext
 
 PATIENCE_S = 30.0
 
@@ -189,23 +193,28 @@ def train(trade: Trade, script: Callable[[Run], Any]) -> list[Any]:
 
 def run_of(trade: Trade, membership: Membership) -> Run:
     """The run of one worker."""
-    folder, collectives = RunFolder(trade.folder), CollectiveCalls(membership)
-    constraints, job = StrategyConstraints(trade.job.reduction, trade.execution.shard_optimizer), trade.job
-    policy_state = PolicyState(
-        (), job.batch_size, job.shards, strategy=strategy_of(trade.strategy), constraints=constraints
-    )
-    context = RunContext(
-        settings=Settings(stop_after=trade.stop_after),
-        folder=folder,
-        fingerprint={"job": "of a crew"},
-        collectives=collectives,
-        leave=LeaveRequest(),
+    folder, closing = RunFolder(trade.folder), ExitStack()
+    constraints = StrategyConstraints(trade.job.reduction, trade.execution.shard_optimizer)
+    config = RunConfig(
+        trade.job,
+        torch.device("cpu"),
+        communication=Communication(timeout_s=PATIENCE_S),
+        fault_tolerance=FaultTolerance(PATIENCE_S, trade.verify_every or None),
         execution=trade.execution,
-        fault_tolerance=FaultTolerance.of(PATIENCE_S, trade.verify_every, "even"),
-        policy_state=policy_state,
-        opened=ExitStack(),
+        adaptation=Adaptation(strategy=strategy_of(trade.strategy), constraints=constraints),
+        stop_after=trade.stop_after,
     )
-    context.opened.callback(folder.close)
+    closing.callback(folder.close)
     checkpoints = Checkpoints(lambda: CheckpointStore(folder.checkpoints, keep=9), every=trade.checkpoint_every)
-    context.opened.callback(checkpoints.close)
-    return Run(assemble(trade.job, membership, torch.device("cpu"), checkpoints, context))
+    closing.callback(checkpoints.close)
+    opened = Opened(
+        membership,
+        folder,
+        checkpoints,
+        CollectiveCalls(membership),
+        LeaveRequest(),
+        {"job": "of a crew"},
+        PolicyState.of(config),
+        closing,
+    )
+    return Run(assemble(config, opened))

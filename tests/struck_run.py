@@ -21,9 +21,9 @@ from unisono.errors import Dismissed, UnisonoError, UnisonoWarning, WorkerLost
 from unisono.job import Job
 from unisono.testing.fault import FlipBit, FlippedPlace, WrongResult
 from unisono.testing.inject import inject
+from unisono.train.config.run_config import Execution
 from unisono.train.model.tensors import digest_tensors
 from unisono.train.run import Run
-from unisono.train.step.engine import Execution
 from unisono.train.step.step import Step
 
 SHARDS = SimulatedMembership.shards

@@ -17,10 +17,11 @@ from unisono.job import Job
 from unisono.plan.audits import Finding, audited, auditors, judged
 from unisono.plan.batches import Batch
 from unisono.testing.flip import flip
+from unisono.train.config.run_config import Execution
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest
-from unisono.train.step.engine import Call, Clip, Execution, StepEngine
+from unisono.train.step.engine import Call, Clip, StepEngine
 
 pytestmark = pytest.mark.unit
 

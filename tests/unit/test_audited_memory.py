@@ -19,12 +19,12 @@ from unisono.job import Job
 from unisono.testing.fault import WrongResult
 from unisono.testing.flip import flip_in
 from unisono.testing.inject import inject
+from unisono.train.config.run_config import Execution
 from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.known_states import AgreedState
 from unisono.train.run import Run
 from unisono.train.step import audit
-from unisono.train.step.engine import Execution
 
 pytestmark = [
     pytest.mark.unit,

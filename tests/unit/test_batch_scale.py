@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import unisono
 from unisono.errors import JobError
 from unisono.jsonl import read_lines
-from unisono.train.config.settings import BatchScale, Settings
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 
@@ -55,10 +54,6 @@ def _steps(run: unisono.Run) -> Any:
         yield step
 
 
-def test_shards_that_follow_from_the_batch_are_those_of_the_scripts_batch() -> None:
-    assert BatchScale(2).scaled(64, None) == {"batch_size": 128, "shards": 8}  # 64 samples have 4
-
-
 def test_what_is_no_batch_is_left_for_the_job_to_refuse(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_BATCH_SCALE", "2")
     with pytest.raises(JobError, match="batch_size"):
@@ -88,11 +83,6 @@ def test_a_script_that_scales_its_rate_by_itself_is_told_to_leave_one_of_the_two
     monkeypatch.setenv("UNISONO_BATCH_SCALE", "2")
     with pytest.raises(JobError, match="UNISONO_BATCH_SCALE=2 .* LinearScaling"):
         start(policies=[unisono.LinearScaling(2, 100)])
-
-
-def test_a_factor_that_is_no_number_is_refused_by_name() -> None:
-    with pytest.raises(JobError, match="UNISONO_BATCH_SCALE='0'"):
-        Settings.from_environ({"UNISONO_BATCH_SCALE": "0"})
 
 
 def test_under_a_study_the_launchers_folder_goes_before_the_scripts(

@@ -8,7 +8,8 @@ from unisono.job import Job
 from unisono.membership.environment import Environment
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
-from unisono.train.group.connect import Connection, FixedRendezvous, connect
+from unisono.train.config.run_config import Communication, RunConfig
+from unisono.train.group.connect import FixedRendezvous, connect
 
 pytestmark = pytest.mark.unit
 
@@ -19,7 +20,8 @@ def refusal(transport: str = "auto", topology: str = "auto", reduction: str = "e
     job = Job.create(batch_size=64, shards=8, reduction=reduction)
     with pytest.raises(JobError) as error:
         generation = Generation(1, 1, Split.even(8, 3))
-        connect(job, generation, FixedRendezvous(THREE, 1.0), Connection(transport, topology, torch.device("cpu"), 1.0))
+        config = RunConfig(job, torch.device("cpu"), Communication(transport, topology, timeout_s=1.0))
+        connect(config, generation, FixedRendezvous(THREE, 1.0))
     return str(error.value)
 
 

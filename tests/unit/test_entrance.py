@@ -19,7 +19,7 @@ from unisono.membership import listener, server
 from unisono.membership.messages import NewGeneration, Seat
 from unisono.membership.token import context_for, is_private, make_token, token_file
 from unisono.reduce.peers import PeerListener
-from unisono.train.config.settings import Coordination
+from unisono.train.config.run_config import CoordinatorAccess
 from unisono.train.group.elastic import ElasticRendezvous
 
 pytestmark = pytest.mark.unit
@@ -271,7 +271,7 @@ def test_hosts_of_one_name_are_two_hosts_all_the_same() -> None:
 
 def test_a_worker_is_told_what_to_trust(tmp_path: Path) -> None:
     told = {"UNISONO_COORDINATOR": "https://node1:1", "UNISONO_TOKEN_FILE": "/t", "UNISONO_WORKER": "w1"}
-    assert Coordination.from_environ(told) == Coordination("https://node1:1", Path("/t"), "w1")
-    found = Coordination.from_environ({**told, "UNISONO_CERTIFICATE": "/c"})
+    assert CoordinatorAccess.from_environ(told) == CoordinatorAccess("https://node1:1", Path("/t"), "w1")
+    found = CoordinatorAccess.from_environ({**told, "UNISONO_CERTIFICATE": "/c"})
     assert found is not None
     assert found.certificate == Path("/c")

@@ -1,7 +1,6 @@
 """Rounds from strategy to strategy."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
@@ -18,6 +17,7 @@ from unisono.job import Job
 from unisono.plan.batches import Batches, Position
 from unisono.sync.averaging import DiLoCo, LocalSGD
 from unisono.sync.strategy import Strategy
+from unisono.train.config.run_config import Communication, RunConfig
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.policy_state import PolicyState
@@ -25,7 +25,7 @@ from unisono.train.state.trained import Trained
 from unisono.train.step.engine import Call, Clip
 from unisono.train.step.listeners import Listeners
 from unisono.train.step.step import Step
-from unisono.train.strategies.local_rounds import LocalRounds, RoundProgress, StepConfig, begin_local_rounds
+from unisono.train.strategies.local_rounds import LocalRounds, RoundProgress, begin_local_rounds
 from unisono.train.strategies.local_training import LocalTraining
 
 pytestmark = pytest.mark.unit
@@ -34,16 +34,12 @@ Start = Callable[..., unisono.Run]
 
 
 JOB = Job.create(batch_size=8, shards=4)
-CPU = torch.device("cpu")
+CONFIG = RunConfig(JOB, torch.device("cpu"), Communication(timeout_s=PATIENCE_S))
 
 
 def prepared_model() -> Prepared:
     model = nn.Linear(3, 3)
     return Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
-
-
-def config_of(strategy: Strategy, prepared: Prepared) -> StepConfig:
-    return StepConfig(strategy, JOB, prepared, CPU, lambda optimizers: nullcontext(), PATIENCE_S)
 
 
 def trained_under(strategy: Strategy) -> Trained:
@@ -68,11 +64,11 @@ def test_whoever_watches_a_worker_sees_it_get_on_with_each_shard_that_it_compute
             return F.mse_loss(model(batch), batch)
 
         seen = list[tuple[bool, int]]()
-        prepared = prepared_model()
-        mine = begin_local_rounds(config_of(LocalSGD(), prepared), workers, None)
+        trained = trained_under(LocalSGD())
+        mine = begin_local_rounds(CONFIG, trained, workers, None)
         batch = Batches(8, 8, 4).at(Position())
         shards = [torch.ones(2, 3)] * 4
-        mine.train(Call(0, 0, batch, shards, loss_fn, prepared.optimizers, Clip()))
+        mine.train(Call(0, 0, batch, shards, loss_fn, trained.require_prepared().optimizers, Clip()))
         mine.close()
         return [*seen, (workers.is_called, workers.ticks)]
 
@@ -108,7 +104,7 @@ def steps_with(losses: int) -> tuple[LocalTraining, Recorded, Mock]:
     recorded = Recorded(losses)
     begin = Mock(return_value=recorded)
     trained = trained_under(LocalSGD())
-    steps = LocalTraining(JOB, CPU, trained, membership, Listeners([]), timeout_s=1.0, begin=begin)
+    steps = LocalTraining(CONFIG, trained, membership, Listeners([]), begin)
     assert trained.prepared is not None
     steps.make(membership.workers, trained.prepared)
     return steps, recorded, acts
@@ -129,7 +125,7 @@ def test_an_exchange_in_which_a_worker_is_lost_is_made_with_those_who_are_left()
     assert recorded.steps == [0]
 
 
-CONFIG = config_of(LocalSGD(), prepared_model())
+TRAINED = trained_under(LocalSGD())
 
 
 def broken_off(*, is_open: bool, exchanged: int = 4) -> Any:
@@ -143,7 +139,7 @@ def test_whoever_had_not_begun_the_round_comes_along_with_those_who_had(
     before = [broken_off(is_open=each) for each in is_open]
 
     def work(workers: Workers) -> LocalRounds:
-        return LocalRounds(CONFIG, workers, Mock(), before[workers.rank])
+        return LocalRounds(CONFIG, TRAINED, workers, Mock(), before[workers.rank])
 
     for rank, mine in enumerate(side_by_side(2, work)):
         assert (mine.goes_on, mine.is_open) == (any(is_open), any(is_open))
@@ -154,7 +150,7 @@ def test_whoever_had_not_begun_the_round_comes_along_with_those_who_had(
 
 def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more() -> None:
     def work(workers: Workers) -> list[int]:
-        mine = LocalRounds(CONFIG, workers, Mock(figures=dict))
+        mine = LocalRounds(CONFIG, TRAINED, workers, Mock(figures=dict))
         for step in range(3):
             mine.begin()
             if step == 1:  # an evaluation
@@ -167,22 +163,24 @@ def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more() -> None
 
 
 def test_rounds_of_another_strategy_are_not_gone_on_with() -> None:
-    begin = Mock(side_effect=lambda config, workers, before: Mock(strategy=config.strategy, goes_on=True))
+    begin = Mock(
+        side_effect=lambda config, trained, workers, before: Mock(strategy=trained.policy_state.strategy, goes_on=True)
+    )
     trained, membership = trained_under(LocalSGD()), Mock(is_elastic=True)
     assert trained.prepared is not None
-    steps = LocalTraining(JOB, CPU, trained, membership, Listeners([]), timeout_s=1.0, begin=begin)
+    steps = LocalTraining(CONFIG, trained, membership, Listeners([]), begin)
     for strategy in (LocalSGD(), LocalSGD(), DiLoCo(), LocalSGD()):
         trained.policy_state.strategy = strategy
         steps.drop()
         steps.make(membership.workers, trained.prepared)
-    before = [made.args[2] for made in begin.call_args_list]
+    before = [made.args[3] for made in begin.call_args_list]
     assert [None if one is None else one.strategy for one in before] == [None, LocalSGD(), None, None]
 
 
 def test_what_one_had_exchanged_when_a_worker_was_lost_nobody_exchanges_again() -> None:
     def work(workers: Workers) -> list[int]:
         before = broken_off(is_open=True, exchanged=6 - workers.rank)
-        mine = LocalRounds(CONFIG, workers, Mock(), before)
+        mine = LocalRounds(CONFIG, TRAINED, workers, Mock(), before)
         mine.begin()
         for step in range(6 - workers.rank, 9):  # one was lost in the exchange that the first had behind it
             mine.step_ends(step, ends_round=False)

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 from benchmarks.thread_crew import Trade, train
 from unisono.errors import JobMismatch
 from unisono.job import Job
+from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
-from unisono.train.step.engine import Execution
 
 pytestmark = [
     pytest.mark.unit,

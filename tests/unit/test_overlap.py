@@ -8,7 +8,7 @@ from unisono.host import cgroup as cores
 from unisono.host.cgroup import CgroupLimits
 from unisono.plan.split import Split
 from unisono.reduce.transport import Solo
-from unisono.train.step.engine import Execution
+from unisono.train.config.run_config import Execution
 
 pytestmark = pytest.mark.unit
 

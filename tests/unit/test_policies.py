@@ -15,7 +15,7 @@ from unisono.adapt.view import BatchShape, Decision, Timings, View, decisions_di
 from unisono.errors import JobError, PolicyError
 from unisono.plan.links import Links
 from unisono.sync.averaging import LocalSGD
-from unisono.train.config.strategy_constraints import StrategyConstraints
+from unisono.train.config.run_config import StrategyConstraints
 from unisono.train.state.policy_state import PolicyState, observed
 
 pytestmark = pytest.mark.unit

@@ -15,8 +15,8 @@ import unisono
 from benchmarks.thread_crew import Trade, train
 from unisono.job import Job
 from unisono.testing.flip import flip
+from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
-from unisono.train.step.engine import Execution
 
 pytestmark = [
     pytest.mark.unit,

@@ -21,7 +21,7 @@ from unisono.errors import JobMismatch, WorkerLost
 from unisono.failpoints import POINTS
 from unisono.testing.fault import FlippedPlace
 from unisono.train.config.numerics import apply_numerics
-from unisono.train.step.engine import Execution
+from unisono.train.config.run_config import Execution
 
 pytestmark = pytest.mark.unit
 

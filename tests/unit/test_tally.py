@@ -32,10 +32,11 @@ from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.tally import Tally, Witness, is_balanced
 from unisono.reduce.transport import Solo, Transport
 from unisono.testing.flip import flip
+from unisono.train.config.run_config import CHECKS, Execution
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest
-from unisono.train.step.engine import CHECKS, Call, Clip, Execution, StepEngine
+from unisono.train.step.engine import Call, Clip, StepEngine
 from unisono.words import sum_of_words
 
 pytestmark = pytest.mark.unit

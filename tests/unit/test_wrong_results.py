@@ -16,8 +16,8 @@ from unisono.errors import MemoryFault
 from unisono.job import Job
 from unisono.testing.fault import WrongResult
 from unisono.testing.inject import inject
+from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
-from unisono.train.step.engine import Execution
 from unisono.train.step.step import Step
 
 pytestmark = [

@@ -104,6 +104,10 @@ class Variables:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._set = {name: value for name, value in environ.items() if value}
 
+    def get(self, name: str) -> str | None:
+        """A variable; None if it is not set."""
+        return self._set.get(name)
+
     def __contains__(self, name: str) -> bool:
         return name in self._set
 

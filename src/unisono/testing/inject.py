@@ -32,7 +32,7 @@ from unisono.testing.fault import (
     Stop,
     WrongResult,
 )
-from unisono.train.config.settings import Coordination
+from unisono.train.config.run_config import CoordinatorAccess
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +131,7 @@ def _agent() -> int:
 
 
 def _ask(more: int = 0, exactly: int = 0) -> None:
-    where = Coordination.from_environ(os.environ)
+    where = CoordinatorAccess.from_environ(os.environ)
     if where is None:
         raise JobError("a fault needs a coordinator: start an elastic job, with unisono run -n A:B")
     control = Control(Address(where.url, read_token(where.token_file), where.certificate))

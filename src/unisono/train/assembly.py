@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.job import Job
+from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.loop.evaluation import Evaluator
@@ -23,15 +26,15 @@ from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.recovery import Recovery, Snapshots
 from unisono.train.recovery.verification import AuditJudge, Verification
 from unisono.train.state.checkpoints import Checkpoints
-from unisono.train.state.ending import Ending, Requests
+from unisono.train.state.ending import Ending, LeaveRequest, Requests
 from unisono.train.state.first_weights import FirstWeights
+from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.listeners import Listener, Listeners
-from unisono.train.step.run_context import RunContext
 from unisono.train.step.synchronisation import Synchronisation
 from unisono.train.step.worker_report import Timer, WorkerReport
-from unisono.train.step_loop import LoopLimits, StepLoop
+from unisono.train.step_loop import StepLoop
 from unisono.train.strategies.exact_steps import ExactSteps
 from unisono.train.strategies.local_training import LocalTraining
 
@@ -91,27 +94,48 @@ class Inside:
     results: Results
 
 
-def assemble(
-    job: Job, membership: Membership, device: torch.device, checkpoints: Checkpoints, context: RunContext
-) -> Inside:
+@dataclass(frozen=True)
+class Opened:
+    """What was opened for a run as it is configured, and is closed with it.
+
+    Attributes:
+        membership: the members of the job.
+        folder: the run folder.
+        checkpoints: the checkpoints of the run.
+        collectives: the collective calls so far.
+        leave: the request to this worker to leave, once there is one.
+        fingerprint: the fingerprint of job and machine.
+        policy_state: the policies, and what they have changed.
+        closing: the stack that closes all of it.
+    """
+
+    membership: Membership
+    folder: RunFolder
+    checkpoints: Checkpoints
+    collectives: CollectiveCalls
+    leave: LeaveRequest
+    fingerprint: dict[str, Any]
+    policy_state: PolicyState
+    closing: ExitStack
+
+
+def assemble(config: RunConfig, opened: Opened) -> Inside:
     """Make everything, each with all that it needs.
 
     Args:
-        job: that is trained.
-        membership: who trains.
-        device: where this worker computes.
-        checkpoints: of the run.
-        context: settings, and what was opened with them.
+        config: the configuration of the run.
+        opened: what was opened for it.
     """
+    job, device, membership, checkpoints = config.job, config.device, opened.membership, opened.checkpoints
     if not membership.joins and membership.workers.rank == 0:
         checkpoints.begin_writing()
-    base = _base(job, membership, device, checkpoints, context)
+    base = _base(config, opened)
     made = _computing(base)
-    collectives, trained, folder = made.collectives, base.trained, base.folder
+    collectives, trained, folder = made.collectives, base.trained, opened.folder
     policy_runner = PolicyRunner(job, trained, membership, checkpoints, base.metrics, folder, collectives)
     loop = _loop(base, made, policy_runner)
     base.ending.also(loop.leave)
-    allow = context.settings.allow_job_change
+    allow = config.recording.allow_job_change
     return Inside(
         job=job,
         device=device,
@@ -130,7 +154,7 @@ def assemble(
         verification=made.verification,
         policy_runner=policy_runner,
         loop=loop,
-        first_weights=FirstWeights(trained, checkpoints, folder, context.fingerprint, allow_job_change=allow),
+        first_weights=FirstWeights(trained, checkpoints, folder, opened.fingerprint, allow_job_change=allow),
         evaluator=Evaluator(job, device, trained, collectives),
         listeners=base.listeners,
         metrics=base.metrics,
@@ -143,12 +167,8 @@ def assemble(
 class _Base:
     """What is there before anything computes: the state, and who listens."""
 
-    job: Job
-    membership: Membership
-    device: torch.device
-    checkpoints: Checkpoints
-    context: RunContext
-    folder: RunFolder
+    config: RunConfig
+    opened: Opened
     trained: Trained
     ending: Ending
     requests: Requests
@@ -159,43 +179,27 @@ class _Base:
     listeners: Listeners
 
 
-def _base(
-    job: Job, membership: Membership, device: torch.device, checkpoints: Checkpoints, context: RunContext
-) -> _Base:
-    folder, ending, timeout_s = context.folder, Ending(context.opened), context.fault_tolerance.failure_timeout_s
-    about = {"job": job.model_dump(mode="json"), "fingerprint": context.fingerprint}
-    trained = Trained(about, context.policy_state)
-    results = Results(folder, trained, membership, job, device, timeout_s, measures=context.settings.study)
+def _base(config: RunConfig, opened: Opened) -> _Base:
+    folder, membership, ending = opened.folder, opened.membership, Ending(opened.closing)
+    about = {"job": config.job.model_dump(mode="json"), "fingerprint": opened.fingerprint}
+    trained = Trained(about, opened.policy_state)
+    results = Results(folder, trained, membership, config)
     metrics, timer, callbacks = MetricsLine(folder, trained, membership), Timer(), Callbacks()
-    notices = Notices(job, folder, membership)
-    listeners = Listeners([metrics, *_watching(membership, context), notices, results, callbacks, timer])
+    notices = Notices(config.job, folder, membership)
+    listeners = Listeners([metrics, *_watching(config, opened), notices, results, callbacks, timer])
     ending.also(lambda: listeners.tell(lambda one: one.close()))
-    return _Base(
-        job,
-        membership,
-        device,
-        checkpoints,
-        context,
-        folder,
-        trained,
-        ending,
-        Requests(),
-        metrics,
-        timer,
-        callbacks,
-        results,
-        listeners,
-    )
+    return _Base(config, opened, trained, ending, Requests(), metrics, timer, callbacks, results, listeners)
 
 
-def _watching(membership: Membership, context: RunContext) -> list[Listener]:
+def _watching(config: RunConfig, opened: Opened) -> list[Listener]:
     """Those who write down what somebody is going to check."""
-    settings, rank, found = context.settings, -1 if membership.joins else membership.workers.rank, list[Listener]()
-    if settings.samples:
-        worker = f"rank-{rank}" if settings.coordinator is None else settings.coordinator.worker
-        found.append(SampleLog(context.folder.path, worker))
-    if settings.trace is not None:
-        found.append(Trace.open(settings.trace, rank))
+    recording, coordinator, found = config.recording, config.communication.coordinator, list[Listener]()
+    rank = -1 if opened.membership.joins else opened.membership.workers.rank
+    if recording.samples:
+        worker = f"rank-{rank}" if coordinator is None else coordinator.worker
+        found.append(SampleLog(opened.folder.path, worker))
+    if recording.trace is not None:
+        found.append(Trace.open(recording.trace, rank))
     return found
 
 
@@ -214,17 +218,15 @@ class _Computing:
 
 
 def _computing(base: _Base) -> _Computing:
-    job, device, context, listeners = base.job, base.device, base.context, base.listeners
-    membership, trained, checkpoints, folder = base.membership, base.trained, base.checkpoints, base.folder
-    requests, ending, how, fault_tolerance = base.requests, base.ending, context.execution, context.fault_tolerance
-    report = WorkerReport(membership, context.leave, base.timer, checkpoints)
+    config, opened, trained, listeners = base.config, base.opened, base.trained, base.listeners
+    membership, checkpoints, folder = opened.membership, opened.checkpoints, opened.folder
+    requests, ending, how, every = base.requests, base.ending, config.execution, config.fault_tolerance.verify_every
+    report = WorkerReport(membership, opened.leave, base.timer, checkpoints)
     copies = StateCopies(trained)
-    integrity = Integrity(trained, copies, fault_tolerance.verify_every, audits=how.audit > 0)
+    integrity = Integrity(trained, copies, every, audits=how.audit > 0)
     judge = AuditJudge(membership, trained, integrity, checkpoints, listeners)
     exact = ExactSteps(
-        job,
-        device,
-        how,
+        config,
         trained,
         membership,
         integrity,
@@ -233,16 +235,15 @@ def _computing(base: _Base) -> _Computing:
         requests,
         listeners,
         newest_loss=lambda: base.metrics.newest_loss,
-        tells_times=context.settings.study,
     )
-    local = LocalTraining(job, device, trained, membership, listeners, fault_tolerance.failure_timeout_s)
+    local = LocalTraining(config, trained, membership, listeners)
     steps = CurrentSteps(trained, membership, folder, listeners, exact, local)
     ending.also(steps.drop)
     snapshots = Snapshots(trained, checkpoints, steps, listeners)
     recovery = Recovery(
         membership, steps, trained, integrity, requests, checkpoints, snapshots, folder, listeners, ending
     )
-    collectives = context.collectives.changing(recovery)
+    collectives = opened.collectives.changing(recovery)
     synchronisation = Synchronisation(
         collectives, steps, trained, membership, checkpoints, requests, report, listeners, ending
     )
@@ -262,19 +263,10 @@ def _computing(base: _Base) -> _Computing:
 
 
 def _loop(base: _Base, made: _Computing, policy_runner: PolicyRunner) -> StepLoop:
-    settings, context = base.context.settings, base.context
-    how = LoopLimits(
-        context.fault_tolerance.failure_timeout_s,
-        settings.stop_after,
-        settings.stop_after_epochs,
-        context.execution.monitoring,
-    )
     return StepLoop(
-        base.job,
-        base.device,
-        how,
+        base.config,
         made.collectives,
-        base.membership,
+        base.opened.membership,
         made.steps,
         base.trained,
         made.synchronisation,
@@ -282,7 +274,7 @@ def _loop(base: _Base, made: _Computing, policy_runner: PolicyRunner) -> StepLoo
         made.verification,
         made.recovery,
         made.snapshots,
-        base.checkpoints,
+        base.opened.checkpoints,
         base.requests,
         policy_runner,
         base.listeners,

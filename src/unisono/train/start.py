@@ -4,52 +4,42 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import math
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
-from unisono.adapt.named import policies_named
 from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
-from unisono.errors import JobError
-from unisono.job import Compression, Job, Precision, Reduction
-from unisono.membership.environment import Environment, recognise
+from unisono.job import Compression, Precision, Reduction
+from unisono.membership.environment import Environment
 from unisono.membership.rendezvous import Generation
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
-from unisono.sync.named import strategy_of
-from unisono.sync.strategy import AllReduce, Strategy
-from unisono.train.assembly import assemble
+from unisono.sync.strategy import Strategy
+from unisono.train.assembly import Opened, assemble
+from unisono.train.config.configure import configure
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
-from unisono.train.config.settings import Settings
-from unisono.train.config.strategy_constraints import StrategyConstraints
+from unisono.train.config.run_config import Recording, RunConfig
 from unisono.train.group.collectives import CollectiveCalls
-from unisono.train.group.connect import Connection, FixedRendezvous, Rendezvous, TopologyName, TransportName, connect
+from unisono.train.group.connect import FixedRendezvous, Rendezvous, TopologyName, TransportName, connect
 from unisono.train.group.elastic import elastic
 from unisono.train.group.membership import Fixed, Membership
 from unisono.train.group.workers import Workers
-from unisono.train.loop.prefetch import choose_device
 from unisono.train.record.callbacks import load_plugins
 from unisono.train.record.results import FailureNote
 from unisono.train.run import Run
 from unisono.train.state.checkpoints import Checkpoints, agreed_folder
 from unisono.train.state.ending import LeaveRequest
 from unisono.train.state.policy_state import PolicyState
-from unisono.train.step.engine import CHECKS, Execution
-from unisono.train.step.run_context import BACKSTOP, FaultTolerance, RunContext
-
-G = TypeVar("G")
 
 _runs = itertools.count(1)
 
@@ -137,189 +127,72 @@ def init(
         JobMismatch: the workers, or the run folder, hold another job; lists the differences.
         LaunchError: the other workers cannot be reached.
     """
-    settings = Settings.from_environ(os.environ).allowing(allow_job_change)
-    job = Job.create(
-        **settings.batch_scale.scaled(_first(settings.batch_size, batch_size), _first(shards, settings.shards)),
-        seed=seed,
-        threads=_first(threads, settings.threads, 1),
-        reduction=reduction,
-        precision=precision,
-        compression=compression,
-        bucket_mb=bucket_mb,
-        deterministic=deterministic,
-        on_nan=on_nan,
-    )
-    every = _checkpoint_every(checkpoint_every, keep, settings)
-    tolerance = FaultTolerance.of(failure_timeout_s, _first(verify_every, settings.verify_every), balance)
-    environment, wanted = recognise(os.environ), _folder(run_dir, settings, _number(settings))
-    chosen = choose_device(device, environment.local_rank)
-    state = _policy_state(policies, settings, tolerance, _constraints(shard_optimizer, job, settings), job, strategy)
-    execution = _execution(overlap, (checks, audit), settings, state, monitor, tolerance)
+    config = configure(locals(), os.environ, next(_runs))
+    job, device, about = config.job, config.device, config.adaptation
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
-        opened.callback(apply_numerics(job, chosen).apply)
-        how = Connection(transport or settings.transport, topology or settings.topology, chosen, failure_timeout_s)
-        membership = opened.enter_context(closing(_membership(job, environment, how, settings)))
-        _require_strategy(state, membership)
+        policy_state = PolicyState.of(config)
+        opened.callback(apply_numerics(job, device).apply)
+        membership = opened.enter_context(closing(_membership(config)))
+        about.constraints.require(about.strategy, None if membership.is_elastic else membership.workers.world_size)
         calls = CollectiveCalls(membership)
-        calls.agree("job or machine", (marks := fingerprint(job, chosen)) | _besides(state, execution))
-        folder = opened.enter_context(closing(agreed_folder(calls, membership, wanted, job, settings)))
-        checkpoints = opened.enter_context(closing(_checkpoints(folder, keep, every)))
+        calls.agree("job or machine", (marks := fingerprint(job, device)) | _besides(config))
+        folder = opened.enter_context(closing(agreed_folder(calls, membership, config)))
+        checkpoints = opened.enter_context(closing(_checkpoints(folder, config.recording)))
         leave = opened.enter_context(closing(LeaveRequest()))
-        context = RunContext(settings, folder, marks, calls, leave, execution, tolerance, state, opened.pop_all())
-    return _begun(Run(assemble(job, membership, chosen, checkpoints, context)), environment, batch_size, settings)
+        what = Opened(membership, folder, checkpoints, calls, leave, marks, policy_state, opened.pop_all())
+    return _begun(Run(assemble(config, what)), config)
 
 
-def _membership(job: Job, environment: Environment, how: Connection, settings: Settings) -> Membership:
-    if settings.coordinator is not None:
-        told_s = settings.failure_timeout_s or math.inf
-        silence_s = min(how.timeout_s, told_s) / 2
-        # Who hangs is found by the coordinator. That workers wait for each other in vain is for when it does not.
-        how = replace(how, timeout_s=BACKSTOP * how.timeout_s)
+def _membership(config: RunConfig) -> Membership:
+    job, communication, environment = config.job, config.communication, config.communication.environment
 
     def form(generation: Generation, rendezvous: Rendezvous) -> Workers:
-        return connect(job, generation, rendezvous, how)
+        return connect(config, generation, rendezvous)
 
-    if settings.coordinator is not None:
-        return elastic(settings.coordinator, job, environment.host, form, how.timeout_s, silence_s)
+    if communication.coordinator is not None:
+        return elastic(
+            communication.coordinator, job, environment.host, form, communication.timeout_s, communication.silence_s
+        )
     job.require_workers(environment.world_size)
     generation = Generation(1, environment.rank, Split.even(job.shards, environment.world_size))
-    return Fixed(form(generation, FixedRendezvous(environment, how.timeout_s)))
+    return Fixed(form(generation, FixedRendezvous(environment, communication.timeout_s)))
 
 
-def _begun(run: Run, environment: Environment, said: int, settings: Settings) -> Run:
+def _besides(config: RunConfig) -> dict[str, Any]:
+    """What else workers must have in common."""
+    about, execution = config.adaptation, config.execution
+    return {
+        "script": script_digest(),
+        "policies": [policy.name for policy in about.policies],
+        "strategy": str(about.strategy),
+        "checked bytes": execution.checked_bytes,
+        "audit": execution.audit,
+    }
+
+
+def _checkpoints(folder: RunFolder, recording: Recording) -> Checkpoints:
+    open_store = partial(
+        CheckpointStore, folder.checkpoints, keep=recording.keep, on_event=folder.journal, writer=folder.writer
+    )
+    return Checkpoints(open_store, every=recording.checkpoint_every)
+
+
+def _begun(run: Run, config: RunConfig) -> Run:
     inside = run.inside
-    if settings.batch_size is not None and run.is_main:
-        about = {"variable": "UNISONO_BATCH_SIZE", "script": said, "batch_size": run.job.batch_size}
-        inside.folder.journal("batch size set from outside", **about)
+    if config.script_batch_size is not None and run.is_main:
+        about = {"script": config.script_batch_size, "batch_size": run.job.batch_size}
+        inside.folder.journal("batch size set from outside", variable="UNISONO_BATCH_SIZE", **about)
     inside.ending.also(FailureNote(inside.results).close)
-    _announce(run, environment)
+    _announce(run, config.communication.environment)
     seed_generators(stream_seed(run.job.seed, Stream.SCRIPT, -1))
     atexit.register(inside.ending.close)
     try:
-        for plugin in load_plugins(settings.plugins):
+        for plugin in load_plugins(config.plugins):
             plugin(run)
     except BaseException:
         run.close()
         raise
     return run
-
-
-def _first(*given: G | None) -> G | None:
-    return next((value for value in given if value is not None), None)
-
-
-def _constraints(shard_optimizer: bool | None, job: Job, settings: Settings) -> StrategyConstraints:
-    # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
-    splits = _first(shard_optimizer, settings.shard_optimizer) is True and settings.trace is None
-    if splits and settings.coordinator is not None:
-        raise JobError(
-            "shard_optimizer=True leaves half updated weights behind when a worker is lost in an update, so it needs "
-            "workers that stay the same: unisono run -n N, without a range and without --max-restarts"
-        )
-    return StrategyConstraints(
-        job.reduction, splits, compares_bits=settings.trace is not None or bool(settings.samples)
-    )
-
-
-def _execution(
-    overlap: bool | None,
-    checking: tuple[str | None, float | None],
-    settings: Settings,
-    policy_state: PolicyState,
-    monitor: int | Monitoring,
-    fault_tolerance: FaultTolerance,
-) -> Execution:
-    monitoring = _monitoring(monitor, settings, policy_state)
-    found = _checking(*checking, settings)
-    looks = fault_tolerance.verify_every is not None
-    return Execution(
-        _first(overlap, settings.overlap), policy_state.constraints.splits_update, monitoring, *found, looks
-    )
-
-
-def _checking(checks: str | None, audit: float | None, settings: Settings) -> tuple[int | None, float]:
-    """How many bytes of gradients are checked in a step, and the share of the work that is audited."""
-    chosen, share = checks or settings.checks or "some", _first(audit, settings.audit, 0.0)
-    if chosen not in CHECKS:
-        raise JobError(f"checks={chosen!r}: use {', '.join(map(repr, CHECKS))}")
-    if share is None or not 0 <= share <= 1:
-        raise JobError(f"audit={share!r}: use a share between 0 and 1, such as 0.01")
-    return CHECKS[chosen], share
-
-
-def _require_strategy(policy_state: PolicyState, membership: Membership) -> None:
-    workers = None if membership.is_elastic else membership.workers.world_size  # None: others may come
-    policy_state.constraints.require(policy_state.strategy, workers)
-
-
-def _besides(policy_state: PolicyState, execution: Execution) -> dict[str, Any]:
-    checking = {"checked bytes": execution.checked_bytes, "audit": execution.audit}
-    about = {"script": script_digest(), "policies": policy_state.names, "strategy": str(policy_state.strategy)}
-    return about | checking
-
-
-def _policy_state(
-    policies: Sequence[Policy],
-    settings: Settings,
-    fault_tolerance: FaultTolerance,
-    constraints: StrategyConstraints,
-    job: Job,
-    given: Strategy | str | None,
-) -> PolicyState:
-    named = policies_named(settings.policies, job.batch_size)
-    together = settings.batch_scale.policies([*policies, *named], job.batch_size)
-    strategy = strategy_of(given or settings.strategy or AllReduce())
-    return PolicyState(
-        together,
-        job.batch_size,
-        job.shards,
-        balances=fault_tolerance.balances,
-        strategy=strategy,
-        constraints=constraints,
-    )
-
-
-def _number(settings: Settings) -> int:
-    number = next(_runs)
-    if number > 1 and settings.coordinator is not None:
-        raise JobError(
-            "a script whose workers may change has one run: this is its second unisono.init. Start the second run in a "
-            "script of its own, or both with unisono run -n N, without a range and without --max-restarts"
-        )
-    return number
-
-
-def _folder(argument: str | Path | None, settings: Settings, number: int) -> Path | None:
-    # Under `unisono verify` and `unisono study` even a script that names its folder must leave that one alone.
-    if argument == "":
-        raise JobError('run_dir="" names no folder: name one (the working folder is "."), or leave it out')
-    if argument is not None and settings.trace is None and not settings.study:
-        return Path(argument)
-    # A script that starts several runs has one folder from its launcher: the later ones go inside of it.
-    if settings.run_dir is None or number == 1:
-        return settings.run_dir
-    return settings.run_dir / f"run-{number}"
-
-
-def _checkpoints(folder: RunFolder, keep: int, every: int | None) -> Checkpoints:
-    return Checkpoints(
-        partial(CheckpointStore, folder.checkpoints, keep=keep, on_event=folder.journal, writer=folder.writer),
-        every=every,
-    )
-
-
-def _checkpoint_every(argument: int | None, keep: int, settings: Settings) -> int | None:
-    every = _first(argument, settings.checkpoint_every)
-    for name, value in {"checkpoint_every": every, "keep": keep}.items():
-        if value is not None and not value > 0:
-            raise JobError(f"{name}={value!r}: needs to be positive")
-    return every
-
-
-def _monitoring(argument: int | Monitoring, settings: Settings, policy_state: PolicyState) -> Monitoring:
-    if isinstance(argument, Monitoring):
-        return argument
-    return Monitoring(argument or settings.monitor_every or int(policy_state.needs_monitor))
 
 
 def _announce(run: Run, environment: Environment) -> None:

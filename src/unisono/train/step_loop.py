@@ -9,18 +9,16 @@ from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
-from unisono.adapt.norms import Monitoring
 from unisono.adapt.view import BatchShape
 from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.data.streams import seed_generators
 from unisono.errors import DataError, JobError, ModelError
-from unisono.job import Job
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
+from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
@@ -45,31 +43,12 @@ from unisono.train.step.synchronisation import Synchronisation
 from unisono.train.step.worker_report import Timer
 
 
-@dataclass(frozen=True)
-class LoopLimits:
-    """How the loops of a run are carried out.
-
-    Attributes:
-        timeout_s: how long a loader may give nothing.
-        stop_after: steps of the whole job after which a loop is cut short; None to go on to its end.
-        stop_after_epochs: the same in passes over the data set.
-        monitoring: in which steps connections are measured.
-    """
-
-    timeout_s: float
-    stop_after: int | None
-    stop_after_epochs: int | None
-    monitoring: Monitoring
-
-
 @dataclass(eq=False)
 class StepLoop:
     """Carries the loops of a run out, one at a time.
 
     Attributes:
-        job: that is trained.
-        device: where this worker computes.
-        limits: how loops are carried out.
+        config: the configuration of the run.
         collectives: the collective calls.
         membership: who trains.
         steps: who computes.
@@ -88,9 +67,7 @@ class StepLoop:
         ending: whether the run is over.
     """
 
-    job: Job
-    device: torch.device
-    limits: LoopLimits
+    config: RunConfig
     collectives: CollectiveCalls
     membership: Membership
     steps: CurrentSteps
@@ -129,15 +106,16 @@ class StepLoop:
         samples = check_dataset(dataset)
         self.synchronisation.before_call()
         self.collectives.agree("data set", {"number of samples": samples})
-        batches = Batches(samples, self.job.batch_size, self.job.shards, drop_last)
+        batches = Batches(samples, self.config.job.batch_size, self.config.job.shards, drop_last)
         if not batches.per_epoch:
             raise DataError(
-                f"drop_last leaves nothing of {samples} samples with batch_size={self.job.batch_size}: "
+                f"drop_last leaves nothing of {samples} samples with batch_size={self.config.job.batch_size}: "
                 f"keep the last, smaller batch, or lower batch_size"
             )
         reading = Reading(samples, shuffle, drop_last)
-        source = ShardSource(dataset, self.job.seed, collate, shuffle)
-        load = partial(prefetch, source, workers=loader_workers, timeout_s=self.limits.timeout_s, device=self.device)
+        source = ShardSource(dataset, self.config.job.seed, collate, shuffle)
+        timeout_s, device = self.config.fault_tolerance.failure_timeout_s, self.config.device
+        load = partial(prefetch, source, workers=loader_workers, timeout_s=timeout_s, device=device)
         live = self._loop(batches, reading, epochs, load, source)
         self._live = weakref.ref(live)  # a break lets go of the last one that holds it, and so ends the loop
         return live
@@ -178,7 +156,7 @@ class StepLoop:
         """A step's samples are loaded."""
         self.snapshots.settle()
         self.trained.go_on()  # all have agreed on the loop
-        seed_generators(stream_seed(self.job.seed, Stream.SCRIPT, step.number))
+        seed_generators(stream_seed(self.config.job.seed, Stream.SCRIPT, step.number))
         self.steps.step_begins(step)
         self.listeners.tell(lambda one: one.step_begins(step))
 
@@ -209,7 +187,7 @@ class StepLoop:
         self.trained.progress = after
         count = self.collectives.step = after.position.step
         is_settled = self.synchronisation.step_ends(step)
-        if self.policy_runner.links_are_due() or self.limits.monitoring.measures_links(count):
+        if self.policy_runner.links_are_due() or self.config.execution.monitoring.measures_links(count):
             self._measure_links()
         self.metrics.finish(step, self.policy_runner.rates)
         latest = self.metrics.latest
@@ -244,7 +222,7 @@ class StepLoop:
     ) -> Generator[Step, None, None]:
         number = self._number = self.trained.loops
         self.trained.loops += 1
-        loop = Loop(number, reading, batches, epochs, self.limits.stop_after, self.limits.stop_after_epochs)
+        loop = Loop(number, reading, batches, epochs, self.config.stop_after, self.config.stop_after_epochs)
         self._joined, self._source, self.steps.is_computing = self.membership.joins, source, False
         self.listeners.tell(lambda one: one.loop_begins(number, batches, source))
         if not self.collectives.enter(number):
@@ -263,7 +241,7 @@ class StepLoop:
 
     def _seed_behind(self, loop: int) -> None:
         """Whoever has skipped the loop has to draw what the others draw."""
-        seed_generators(stream_seed(self.job.seed, Stream.AFTER, loop))
+        seed_generators(stream_seed(self.config.job.seed, Stream.AFTER, loop))
 
     def _measure_links(self) -> None:
         self.synchronisation.before_call()

@@ -1,4 +1,4 @@
-"""The switches of torch that decide bits: set for a job, and shown as a fingerprint."""
+"""Torch as a job needs it: the device, the switches that decide bits, and both as a fingerprint."""
 
 import hashlib
 import os
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from unisono.errors import JobError
 from unisono.job import Job
 
 _determinism: Any = torch.utils.deterministic  # a module that answers attributes by itself
@@ -53,12 +54,37 @@ class Numerics:
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
 
 
+def choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
+    """The device of a worker: the wanted one, else a GPU by local rank if there is one, else the CPU.
+
+    Workers beyond the number of GPUs share them.
+
+    Raises:
+        JobError: there is no such device.
+    """
+    has_cuda: bool = torch.cuda.is_available()
+    if wanted is None:
+        wanted = "cuda" if has_cuda else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise JobError(f"device={wanted!r}: {str(error).splitlines()[0]}") from None
+    if device.type != "cuda":
+        return device
+    if not has_cuda:
+        raise JobError(f"device={wanted!r}: torch {torch.__version__} sees no CUDA device here; use device='cpu'")
+    index: int | None = device.index
+    return torch.device("cuda", local_rank % torch.cuda.device_count() if index is None else index)
+
+
 def apply_numerics(job: Job, device: torch.device) -> Numerics:
     """Set torch up for a job; returns the switches as they were before."""
     before = Numerics.current()
-    if device.type == "cuda" and job.deterministic:
-        # cuBLAS reads it when it is first used; without it, deterministic matrix products are refused.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if job.deterministic:
+            # cuBLAS reads it when it is first used; without it, deterministic matrix products are refused.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     Numerics.of(job).apply()
     return before
 

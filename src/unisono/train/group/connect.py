@@ -4,7 +4,6 @@ import itertools
 import sys
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -28,6 +27,7 @@ from unisono.reduce.peers import Peers, meet
 from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
+from unisono.train.config.run_config import Communication, RunConfig
 from unisono.train.group.workers import Workers
 
 # How the workers of a generation find each other.
@@ -89,44 +89,25 @@ TopologyName = Literal["auto", "direct", "ring", "tree", "star"]
 TRANSPORTS = ("auto", "shared_memory", "hierarchical", "process_group")
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """How workers are to be connected. It decides no bit.
-
-    Attributes:
-        transport: ``auto`` takes shared memory on one host, and inside of each host if they have equal numbers of
-            workers.
-        topology: the way of the partial sums over a process group; ``auto`` takes the fastest. Any other implies a
-            process group.
-        device: the device on which this worker computes.
-        timeout_s: the longest wait for another worker, in seconds.
-    """
-
-    transport: str
-    topology: str
-    device: torch.device
-    timeout_s: float
-
-
-def connect(job: Job, generation: Generation, rendezvous: Rendezvous, how: Connection) -> Workers:
+def connect(config: RunConfig, generation: Generation, rendezvous: Rendezvous) -> Workers:
     """Connect the workers of a generation. Collective.
 
     Raises:
         JobError: a name is unknown, or shared memory or a topology was asked for where it cannot be; says why.
         LaunchError: the other workers cannot be reached.
     """
-    environment = rendezvous.environment
+    job, how, environment = config.job, config.communication, rendezvous.environment
     _require_known("transport", how.transport, TRANSPORTS)
     _require_known("topology", how.topology, ("auto", *TOPOLOGIES))
     if environment.world_size == 1:
         return Workers(generation, Solo(job.shards))
-    chosen = _chosen(job, environment, how)
+    chosen = _chosen(config, environment)
     if chosen == "shared_memory":
         return Workers(generation, SharedMemoryTransport(rendezvous.peers(), generation.rank, generation.split))
     host = "" if environment.local_world_size == environment.world_size else own_address(rendezvous.store())
-    everyone = Workers(generation, _over_process_group(job, rendezvous, generation, how), host)
+    everyone = Workers(generation, _over_process_group(config, rendezvous, generation), host)
     if chosen == "hierarchical" and _share_hosts(everyone, environment, how):
-        return Workers(generation, _over_hosts(everyone, rendezvous, how), host)
+        return Workers(generation, _over_hosts(everyone, rendezvous, config), host)
     return everyone
 
 
@@ -135,9 +116,9 @@ def _require_known(setting: str, value: str, known: tuple[str, ...]) -> None:
         raise JobError(f"{setting}={value!r}: use one of {', '.join(map(repr, known))}")
 
 
-def _chosen(job: Job, environment: Environment, how: Connection) -> str:
-    one_host = environment.local_world_size == environment.world_size
-    obstacle = _obstacle(job, how, one_host=one_host)
+def _chosen(config: RunConfig, environment: Environment) -> str:
+    how, one_host = config.communication, environment.local_world_size == environment.world_size
+    obstacle = _obstacle(config, one_host=one_host)
     if how.transport == "process_group" or (how.transport == "auto" and obstacle):
         return "process_group"
     if how.transport == "shared_memory" and not one_host:
@@ -147,17 +128,18 @@ def _chosen(job: Job, environment: Environment, how: Connection) -> str:
     return "shared_memory" if one_host else "hierarchical"
 
 
-def _obstacle(job: Job, how: Connection, *, one_host: bool) -> str:
-    if how.device.type != "cpu":
-        return f"the workers compute on {how.device.type}"
-    if job.reduction != "exact":
-        return f"reduction={job.reduction!r} is the process group's own"
+def _obstacle(config: RunConfig, *, one_host: bool) -> str:
+    how, reduction = config.communication, config.job.reduction
+    if config.device.type != "cpu":
+        return f"the workers compute on {config.device.type}"
+    if reduction != "exact":
+        return f"reduction={reduction!r} is the process group's own"
     if one_host and how.topology != "auto":
         return f"topology={how.topology!r} is a way over a process group"
     return "" if sys.platform == "linux" else f"{sys.platform} has no memory that can be shared without a name"
 
 
-def _share_hosts(everyone: Workers, environment: Environment, how: Connection) -> bool:
+def _share_hosts(everyone: Workers, environment: Environment, how: Communication) -> bool:
     """Whether every host has equally many workers, more than one, with neighbouring ranks. Collective."""
     local = environment.local_world_size
     places = everyone.gather_json([local, environment.local_rank])
@@ -173,7 +155,8 @@ def _share_hosts(everyone: Workers, environment: Environment, how: Connection) -
     return False
 
 
-def _over_hosts(everyone: Workers, rendezvous: Rendezvous, how: Connection) -> Transport:
+def _over_hosts(everyone: Workers, rendezvous: Rendezvous, config: RunConfig) -> Transport:
+    how = config.communication
     generation, local = everyone.generation, rendezvous.environment.local_world_size
     number, place = divmod(generation.rank, local)
     with ExitStack() as opened:  # whatever fails in here, what was opened before it is closed again
@@ -182,16 +165,16 @@ def _over_hosts(everyone: Workers, rendezvous: Rendezvous, how: Connection) -> T
         opened.callback(peers.close)
         hosts = Generation(generation.number, number, host_split(generation.split, local))
         group = form_group(PrefixStore(f"across/{place}", rendezvous.store()), hosts, "gloo", how.timeout_s)
-        across = ProcessGroupTransport(group, number, hosts.split, how.device, how.topology)
+        across = ProcessGroupTransport(group, number, hosts.split, config.device, how.topology)
         opened.pop_all()
     return HierarchicalTransport(peers, generation.rank, generation.split, across, everyone.transport)
 
 
-def _over_process_group(job: Job, rendezvous: Rendezvous, generation: Generation, how: Connection) -> Transport:
-    backend = backend_for(how.device, rendezvous.environment)
-    topology = _topology(job, backend, how.topology)
+def _over_process_group(config: RunConfig, rendezvous: Rendezvous, generation: Generation) -> Transport:
+    how, backend = config.communication, backend_for(config.device, rendezvous.environment)
+    topology = _topology(config.job, backend, how.topology)
     group = form_group(rendezvous.store(), generation, backend, how.timeout_s)
-    where = how.device if backend == "nccl" else torch.device("cpu")
+    where = config.device if backend == "nccl" else torch.device("cpu")
     return ProcessGroupTransport(group, generation.rank, generation.split, where, topology)
 
 

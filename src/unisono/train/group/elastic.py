@@ -48,7 +48,7 @@ from unisono.membership.token import read_token
 from unisono.plan.split import Split
 from unisono.reduce.peers import PeerListener, Peers, address_from, is_within_call
 from unisono.reduce.transport import Solo
-from unisono.train.config.settings import Coordination
+from unisono.train.config.run_config import CoordinatorAccess
 from unisono.train.group.connect import Rendezvous
 from unisono.train.group.liveness import Heartbeat, Probing, Tell, other_hosts
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
@@ -392,7 +392,7 @@ class Elastic(Membership):
             )
 
 
-def elastic(where: Coordination, job: Job, host: str, form: Form, timeout_s: float, silence_s: float) -> Elastic:
+def elastic(where: CoordinatorAccess, job: Job, host: str, form: Form, timeout_s: float, silence_s: float) -> Elastic:
     """The membership of a worker whose job has a coordinator.
 
     Raises:

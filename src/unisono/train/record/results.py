@@ -18,11 +18,11 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.data.shards import ShardSource
 from unisono.errors import PREEMPTED, Superseded, WorkerLost
 from unisono.host.memory import MIB, own_peak_mib
-from unisono.job import Job
 from unisono.job import Reduction as Name
 from unisono.plan.batches import Batches
 from unisono.reduce.buckets import ALIGNMENT, Bucket
 from unisono.reduce.reducer import REDUCTIONS
+from unisono.train.config.run_config import RunConfig
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.state.trained import Trained
@@ -36,25 +36,11 @@ class Results(Listener):
         folder: the run folder.
         trained: the state of the run.
         membership: the members of the job.
-        job: the job to train.
-        device: the device on which this worker computes.
-        timeout_s: the longest wait, in seconds, for a run folder that is gone for a while.
-        measures: whether the file holds the measurements that a study reads.
+        config: the configuration of the run.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        trained: Trained,
-        membership: Membership,
-        job: Job,
-        device: torch.device,
-        timeout_s: float,
-        *,
-        measures: bool,
-    ) -> None:
-        self._folder, self._trained, self._membership = folder, trained, membership
-        self._job, self._device, self._timeout_s, self._measures = job, device, timeout_s, measures
+    def __init__(self, folder: RunFolder, trained: Trained, membership: Membership, config: RunConfig) -> None:
+        self._folder, self._trained, self._membership, self._config = folder, trained, membership, config
         self._batches: Batches | None = None  # of the newest loop
         self._started = perf_counter()
 
@@ -71,13 +57,13 @@ class Results(Listener):
             workers: the workers of this generation.
         """
         if workers.rank == 0:
-            self._folder.ready(self._timeout_s)
+            self._folder.ready(self._config.fault_tolerance.failure_timeout_s)
         save()
-        about: dict[str, Any] = {"workers": workers.gather_json(peak_memory(self._device))}
-        if self._measures and self._trained.prepared is not None:
+        about: dict[str, Any] = {"workers": workers.gather_json(peak_memory(self._config.device))}
+        if self._config.recording.measures and self._trained.prepared is not None:
             parameters = self._trained.prepared.parameters.values()
             about["gradient_bytes"] = sum(each.numel() * each.itemsize for each in parameters)
-            about["reduction"] = reduction_probe(workers, self._job.reduction, self._device)
+            about["reduction"] = reduction_probe(workers, self._config.job.reduction, self._config.device)
         if workers.rank == 0:
             self._folder.journal("finished", step=self._trained.progress.position.step, weights_sha256=weights)
             self._folder.write_result(self._fields(weights_sha256=weights, **about))

@@ -13,8 +13,8 @@ from unisono.checkpoint.store import CheckpointStore, Snapshot
 from unisono.checkpoint.writer import Turn, Writer
 from unisono.errors import CheckpointError, JobError, JobMismatch
 from unisono.failpoints import failpoint
-from unisono.job import Job, differences
-from unisono.train.config.settings import Settings
+from unisono.job import differences
+from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
@@ -135,33 +135,29 @@ def require_same_job(ours: dict[str, Any], theirs: dict[str, Any], where: str, *
 # Which run folder the workers write into, and that nobody else does.
 
 
-def agreed_folder(
-    collectives: CollectiveCalls, membership: Membership, wanted: Path | None, job: Job, settings: Settings
-) -> RunFolder:
+def agreed_folder(collectives: CollectiveCalls, membership: Membership, config: RunConfig) -> RunFolder:
     """This host's run folder. The others' may be another one: hosts of an elastic job need to share no files.
 
     Args:
         collectives: the collective calls.
         membership: who trains.
-        wanted: the run folder that the script or its launcher names; None for a new one.
-        job: the job to train.
-        settings: the settings from the environment.
+        config: the configuration of the run, with the job and the folder that the script or its launcher names.
 
     Raises:
         JobError: another start has the folder, or it cannot be written to.
         JobMismatch: it holds another job.
     """
-    opening = _Opening(wanted, job, settings)
+    opening, wanted = _Opening(config), config.recording.folder
     try:
         shared = collectives.together(opening)
         own = Path(shared) if wanted is None or not membership.is_elastic else wanted
         folder = opening.folder or RunFolder(own)
         if str(folder.path) != shared:  # the main worker may be one of this host some time
-            _keep_job(folder, job, settings)
+            _keep_job(folder, config)
     except BaseException:
         opening.close()
         raise
-    term = settings.term if settings.term and _is_held_by_launcher(folder.path, settings) else folder.term
+    term = config.recording.term_in(folder.path) or folder.term
     folder.written_by(Writer(folder.path, lambda: Turn(term, membership.workers.generation.number), membership.away))
     return folder
 
@@ -173,29 +169,23 @@ class _Opening:
         folder: opened; None on other workers.
     """
 
-    def __init__(self, wanted: Path | None, job: Job, settings: Settings) -> None:
-        self._wanted, self._job, self._settings = wanted, job, settings
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
         self.folder: RunFolder | None = None
 
     def __call__(self, workers: Workers) -> str:
         if workers.rank == 0 and self.folder is None:
-            self.folder = RunFolder(self._wanted or new_run_folder(Path("runs"), _script_stem()))
-            if not _is_held_by_launcher(self.folder.path, self._settings):
+            recording = self._config.recording
+            self.folder = RunFolder(recording.folder or new_run_folder(Path("runs"), _script_stem()))
+            if recording.term_in(self.folder.path) is None:
                 _hold(self.folder)
-            _keep_job(self.folder, self._job, self._settings)
+            _keep_job(self.folder, self._config)
         return str(workers.broadcast(None if self.folder is None else str(self.folder.path)))
 
     def close(self) -> None:
         """Let go of it."""
         if self.folder is not None:
             self.folder.close()
-
-
-def _is_held_by_launcher(path: Path, settings: Settings) -> bool:
-    if settings.term is None or settings.run_dir is None:
-        return False
-    launched = settings.run_dir.absolute()
-    return path == launched or launched in path.parents
 
 
 def _hold(folder: RunFolder) -> None:
@@ -205,10 +195,11 @@ def _hold(folder: RunFolder) -> None:
         raise JobError(f"{folder.path} cannot be a run folder: {error}; choose another one with run_dir=") from error
 
 
-def _keep_job(folder: RunFolder, job: Job, settings: Settings) -> None:
-    ours, theirs = job.model_dump(mode="json"), folder.read_job()
+def _keep_job(folder: RunFolder, config: RunConfig) -> None:
+    ours, theirs = config.job.model_dump(mode="json"), folder.read_job()
     if theirs is not None:
-        changed = require_same_job(ours, theirs, f"the run folder {folder.path}", allow=settings.allow_job_change)
+        allow = config.recording.allow_job_change
+        changed = require_same_job(ours, theirs, f"the run folder {folder.path}", allow=allow)
         if changed:
             folder.journal("job changed", differences=changed)
     folder.write_job(ours)

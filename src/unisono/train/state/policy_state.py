@@ -18,7 +18,7 @@ from unisono.plan.topology import TOPOLOGIES
 from unisono.received import value_of
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce, Strategy
-from unisono.train.config.strategy_constraints import StrategyConstraints
+from unisono.train.config.run_config import RunConfig, StrategyConstraints
 from unisono.train.group.workers import Workers
 from unisono.train.state.registered import all_or_nothing
 
@@ -104,6 +104,19 @@ class PolicyState:
             raise JobError(f"policies={names}: each name once; give one of them another name")
         for policy in policies:
             self._read_strategies(policy)
+
+    @classmethod
+    def of(cls, config: RunConfig) -> PolicyState:
+        """As a run begins."""
+        job, about = config.job, config.adaptation
+        return cls(
+            about.policies,
+            job.batch_size,
+            job.shards,
+            balances=about.balances,
+            strategy=about.strategy,
+            constraints=about.constraints,
+        )
 
     def refuse(self, workers: Workers, step: int) -> NoReturn:
         """The workers' decisions before this step differ. Collective.

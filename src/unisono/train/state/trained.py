@@ -98,9 +98,13 @@ class Trained:
             departures=workers.generation.departures,
         )
 
+    def require_prepared(self) -> Prepared:
+        """Models and optimizers, which are there by now."""
+        assert self.prepared is not None, "there is something to train"
+        return self.prepared
+
     def capture(self) -> Snapshot:
         """All of it, at a step boundary."""
-        assert self.prepared is not None, "there is something to train"
         own = {
             "about": dict(self._about),
             "monitors": self.monitors.state_dict(),
@@ -108,7 +112,7 @@ class Trained:
             "strategy": list(self.strategy),
             "doubt": None if self.doubt is None else asdict(self.doubt),
         }
-        return capture(self.prepared, self.progress, self.registered, own)
+        return capture(self.require_prepared(), self.progress, self.registered, own)
 
     def resume_from(self, snapshot: Snapshot, *, begins: bool = False) -> None:
         """Set models and position; the rest follows when the script has made everything: see :meth:`settle`.
@@ -118,7 +122,7 @@ class Trained:
             begins: whether the script has only begun. Between two loops it may build the model anew: if the state is of
                 a later loop, its model need not fit until then.
         """
-        assert self.prepared is not None, "there is something to train"
+        prepared = self.require_prepared()
         with all_or_nothing(self, self.monitors, self.policy_state, *self.policy_state.policies):
             self.restored, self.original = snapshot, None
             with restoring(snapshot, "progress"):
@@ -128,7 +132,7 @@ class Trained:
                 self.policy_state.load_state_dict(kept(snapshot, "adaptation"))
             may_differ = begins and self.progress.loop > 0
             with suppress(CheckpointError) if may_differ else nullcontext(), restoring(snapshot, "model"):
-                restore_models(self.prepared, snapshot)
+                restore_models(prepared, snapshot)
 
     def go_back(self, snapshot: Snapshot) -> None:
         """Set an older state that is known to be right, all of it."""

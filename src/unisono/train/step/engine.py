@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.adapt.norms import GradientNorms, Monitoring
+from unisono.adapt.norms import GradientNorms
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import LossError, MemoryFault, ModelError, NondeterministicOperation, NonFiniteLoss
-from unisono.host.cgroup import usable_cores
 from unisono.job import Job
 from unisono.plan.audits import Finding
 from unisono.plan.batches import Batch
@@ -24,7 +23,7 @@ from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
 from unisono.reduce.reducer import REDUCTIONS, Reducer
 from unisono.reduce.tally import Witness
-from unisono.reduce.transport import Transport
+from unisono.train.config.run_config import Execution
 from unisono.train.group.control import Balance, ControlWord, Flags, ShardReport, StepReport, signature_of
 from unisono.train.group.majority import Verdict, judged
 from unisono.train.group.workers import Workers
@@ -115,44 +114,8 @@ class Attempt:
     findings: tuple[Finding, ...] = ()
 
 
-CHECKS: dict[str, int | None] = {"some": 8 * 2**20, "all": None, "none": 0}
-"""How much of the gradients' memory is checked in each step, in bytes; None for all of it."""
-
 Scaled = Callable[[Any], AbstractContextManager[Any]]
 """Given optimizers, changes their learning rates for a while."""
-
-
-@dataclass(frozen=True, slots=True)
-class Execution:
-    """How steps are carried out. It decides no bit.
-
-    Attributes:
-        overlap: whether gradients are reduced during the backward pass; None to do so where it pays.
-        shard_optimizer: whether the workers of a host share their parameters, and each updates a part of them.
-        monitoring: the steps that are watched, and how closely.
-        checked_bytes: the number of bytes of gradients whose memory is checked in each step; None for all of them.
-        audit: the share of the shards that are computed again, from 0 to 1.
-        looks: whether flipped bits in memory are looked for in every step.
-    """
-
-    overlap: bool | None = None
-    shard_optimizer: bool = False
-    monitoring: Monitoring = field(default_factory=Monitoring)
-    checked_bytes: int | None = CHECKS["some"]
-    audit: float = 0.0
-    looks: bool = False
-
-    def overlaps(self, transport: Transport, threads: int, cores: Callable[[], int] = usable_cores) -> bool:
-        """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
-
-        Args:
-            transport: the transport between the workers, which are on one host if it needs a core.
-            threads: the number of threads of each worker.
-            cores: a function that returns how many cores this host lets a process use.
-        """
-        if self.overlap is not None:
-            return self.overlap
-        return not transport.needs_core or cores() // transport.world_size > threads
 
 
 class StepEngine:

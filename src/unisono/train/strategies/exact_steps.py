@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
-
 from unisono.adapt.view import Setting
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept
 from unisono.errors import MemoryFault, PolicyError
-from unisono.job import Job
+from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.majority import Verdict
 from unisono.train.group.membership import Membership
@@ -26,7 +24,7 @@ from unisono.train.recovery.verification import AuditJudge
 from unisono.train.state.ending import Requests
 from unisono.train.state.trained import Trained
 from unisono.train.step.computer import StepCall, Told
-from unisono.train.step.engine import Attempt, Call, Execution, StepEngine
+from unisono.train.step.engine import Attempt, Call, StepEngine
 from unisono.train.step.listeners import Computed, Counted, Listeners
 from unisono.train.step.step import Step
 from unisono.train.step.worker_report import WorkerReport
@@ -37,9 +35,7 @@ class ExactSteps:
     """Computes steps whose update all workers make together.
 
     Attributes:
-        job: the job to train.
-        device: the device on which this worker computes.
-        execution: the settings of the computation that decide no bit.
+        config: the configuration of the run.
         trained: the state of the run.
         membership: the members of the job.
         integrity: the record of verified states, which judges the weights of each call.
@@ -48,13 +44,10 @@ class ExactSteps:
         requests: the workers' agreement on what to do at the next boundary.
         listeners: the run's listeners.
         newest_loss: a function that returns the newest loss in ``metrics.jsonl``.
-        tells_times: whether every line of ``metrics.jsonl`` has the times that the workers measured.
         engine: the engine of this generation; None while these steps are not in use.
     """
 
-    job: Job
-    device: torch.device
-    execution: Execution
+    config: RunConfig
     trained: Trained
     membership: Membership
     integrity: Integrity
@@ -63,7 +56,6 @@ class ExactSteps:
     requests: Requests
     listeners: Listeners
     newest_loss: Callable[[], float]
-    tells_times: bool = False
     engine: StepEngine | None = field(default=None, init=False)
     has_own_weights: ClassVar[bool] = False
     is_open: ClassVar[bool] = False
@@ -85,11 +77,11 @@ class ExactSteps:
         """Begin in a generation. Collective."""
         self.trained.strategy = "", {}  # what one kept that comes again later is of weights long gone
         self.engine = StepEngine(
-            self.job,
+            self.config.job,
             workers,
             prepared,
-            self.device,
-            self.execution,
+            self.config.device,
+            self.config.execution,
             scaled=self.trained.policy_state.scaled,
             found=self.judge.found,
             repeats=lambda step: self.listeners.tell(lambda one: one.repeated(step)),
@@ -188,7 +180,7 @@ class ExactSteps:
             step.number,
             step.calls,
             step.batch,
-            [to_device(shard, self.device) for shard in step.shards],
+            [to_device(shard, self.config.device) for shard in step.shards],
             call.loss_fn,
             call.optimizers,
             call.clip,
@@ -202,7 +194,7 @@ class ExactSteps:
         """The batch of any shard, whoever computes it."""
         with generators_kept():
             (found,) = source.load(ShardsRequest(step.epoch, (step.batch.shard(shard),)))
-        return to_device(found, self.device)
+        return to_device(found, self.config.device)
 
     def _doubted(self, workers: Workers, note: Note, replaced: Sequence[int] = ()) -> Change[_Found]:
         """A call has shown that the state is not to be gone on from: what it has computed is not used.
@@ -250,7 +242,7 @@ class ExactSteps:
         counted = Counted(
             workers.generation.number,
             attempt.seconds,
-            len(workers.split(self.job.shards).of(workers.rank)),
+            len(workers.split(self.config.job.shards).of(workers.rank)),
             self.require_engine().bytes_shared,
             attempt.report if is_skipped else None,
         )
@@ -264,7 +256,7 @@ class ExactSteps:
             losses = [part.loss for part in attempt.report.shards if part.weight]
             found |= monitors.see(step.number, attempt.norms, losses)
             found |= {"norms": asdict(attempt.norms)} if adapts else {}
-        if (attempt.norms is not None or adapts or self.tells_times) and not step.calls:
+        if (attempt.norms is not None or adapts or self.config.recording.measures) and not step.calls:
             found |= monitors.times
         return found
 

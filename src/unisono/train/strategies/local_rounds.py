@@ -7,43 +7,19 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from unisono.errors import JobError
-from unisono.job import Job
 from unisono.plan.batches import Batch
 from unisono.plan.split import Split
 from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
 from unisono.sync.parameter_server import ParameterServer
-from unisono.sync.strategy import Strategy
+from unisono.train.config.run_config import Execution, RunConfig
 from unisono.train.group.workers import Workers
-from unisono.train.model.prepared import Prepared
-from unisono.train.step.engine import Attempt, Call, Execution, Scaled, StepEngine
+from unisono.train.state.trained import Trained
+from unisono.train.step.engine import Attempt, Call, StepEngine
 from unisono.train.strategies.asynchronous_server import AsynchronousServer
 from unisono.train.strategies.averaging import CentralAveraging, LocalUpdates, OuterUpdates
 from unisono.train.strategies.pairs import Pairs
 from unisono.train.strategies.synchroniser import Alone, Sums, SyncContext, Synchroniser
-
-
-@dataclass(frozen=True)
-class StepConfig:
-    """The settings with which steps are computed.
-
-    Attributes:
-        strategy: the strategy that the workers follow.
-        job: the job to train.
-        prepared: models and optimizers.
-        device: the device on which this worker computes.
-        scaled: a context manager that changes optimizers' learning rates for a while.
-        timeout_s: the longest wait for another worker, in seconds.
-    """
-
-    strategy: Strategy
-    job: Job
-    prepared: Prepared
-    device: torch.device
-    scaled: Scaled
-    timeout_s: float
 
 
 @dataclass(slots=True)
@@ -68,7 +44,8 @@ class LocalRounds:
     a loss in the middle of a round, the workers that are left synchronise first.
 
     Args:
-        config: the settings with which steps are computed.
+        config: the configuration of the run.
+        trained: the state of the run, with the strategy to follow.
         workers: the workers of this generation.
         synchroniser: the part of the strategy that exchanges weights between these workers; closed with the rounds.
         before: this worker's rounds in the generation before, under the same strategy; None for one that was given
@@ -84,13 +61,18 @@ class LocalRounds:
     """
 
     def __init__(
-        self, config: StepConfig, workers: Workers, synchroniser: Synchroniser, before: LocalRounds | None = None
+        self,
+        config: RunConfig,
+        trained: Trained,
+        workers: Workers,
+        synchroniser: Synchroniser,
+        before: LocalRounds | None = None,
     ) -> None:
         self.is_open = self.goes_on = False
         self.exchanged = -1
         self.progress = RoundProgress()
-        self.strategy = config.strategy
-        self._config, self._workers = config, workers
+        self.strategy = trained.policy_state.strategy
+        self._config, self._trained, self._workers = config, trained, workers
         self._engines: dict[int, StepEngine] = {}
         self._engine: StepEngine | None = None
         self._sent = workers.transport.traffic.sent_bytes, workers.transport.traffic.sent_messages
@@ -230,33 +212,36 @@ class LocalRounds:
 
     def _engine_for(self, shards: int) -> StepEngine:
         if shards not in self._engines:
-            alone, how, config = Alone(self._workers, shards), Execution(overlap=False), self._config
             self._engines[shards] = StepEngine(
-                config.job,
-                alone,
-                config.prepared,
-                config.device,
-                how,
+                self._config.job,
+                Alone(self._workers, shards),
+                self._trained.require_prepared(),
+                self._config.device,
+                Execution(overlap=False),
                 self.synchroniser,
                 rank=self._workers.rank,
-                scaled=config.scaled,
+                scaled=self._trained.policy_state.scaled,
             )
         return self._engines[shards]
 
 
-def begin_local_rounds(config: StepConfig, workers: Workers, before: LocalRounds | None) -> LocalRounds:
+def begin_local_rounds(
+    config: RunConfig, trained: Trained, workers: Workers, before: LocalRounds | None
+) -> LocalRounds:
     """A generation's rounds, with what does as their strategy says. Collective."""
-    return LocalRounds(config, workers, synchroniser_of(config, workers), before)
+    return LocalRounds(config, trained, workers, synchroniser_of(config, trained, workers), before)
 
 
-def synchroniser_of(config: StepConfig, workers: Workers) -> Synchroniser:
+def synchroniser_of(config: RunConfig, trained: Trained, workers: Workers) -> Synchroniser:
     """The synchroniser of a strategy. Collective.
 
     Args:
-        config: the settings, with a strategy whose workers have weights of their own between two rounds.
+        config: the configuration of the run.
+        trained: the state of the run, with a strategy whose workers have weights of their own between two rounds.
         workers: the workers of this generation.
     """
-    strategy, context = config.strategy, SyncContext(workers, config.prepared, config.timeout_s, config.job.seed)
+    strategy, timeout_s = trained.policy_state.strategy, config.communication.timeout_s
+    context = SyncContext(workers, trained.require_prepared(), timeout_s, config.job.seed)
     match strategy:
         case DiLoCo():
             return OuterUpdates(context, strategy)

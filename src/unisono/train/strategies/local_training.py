@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError, WorkerLost
 from unisono.failpoints import failpoint
-from unisono.job import Job
+from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
@@ -23,22 +21,22 @@ from unisono.train.state.trained import Trained
 from unisono.train.step.computer import StepCall, Told
 from unisono.train.step.engine import Call
 from unisono.train.step.listeners import Computed, Listeners
-from unisono.train.step.run_context import BACKSTOP
 from unisono.train.step.step import Step
-from unisono.train.strategies.local_rounds import LocalRounds, StepConfig, begin_local_rounds
+from unisono.train.strategies.local_rounds import LocalRounds, begin_local_rounds
 from unisono.train.strategies.synchroniser import Sums
+
+Begin = Callable[[RunConfig, Trained, Workers, LocalRounds | None], LocalRounds]
+"""Begins rounds in a generation, after those before under the same strategy. Collective."""
 
 
 class LocalTraining:
     """A run's rounds, from generation to generation and from strategy to strategy.
 
     Args:
-        job: the job to train.
-        device: the device on which this worker computes.
+        config: the configuration of the run.
         trained: the state of the run, with the strategy to follow.
         membership: the members of the job.
         listeners: the run's listeners, told of each part that is computed.
-        timeout_s: the seconds for which another worker may be silent.
         begin: a function that begins rounds in a generation, after those before under the same strategy. Collective.
     """
 
@@ -47,17 +45,14 @@ class LocalTraining:
 
     def __init__(
         self,
-        job: Job,
-        device: torch.device,
+        config: RunConfig,
         trained: Trained,
         membership: Membership,
         listeners: Listeners,
-        timeout_s: float,
-        begin: Callable[[StepConfig, Workers, LocalRounds | None], LocalRounds] = begin_local_rounds,
+        begin: Begin = begin_local_rounds,
     ) -> None:
-        self._job, self._device, self._trained = job, device, trained
+        self._config, self._trained = config, trained
         self._membership, self._listeners, self._begin = membership, listeners, begin
-        self._timeout_s = BACKSTOP * timeout_s if membership.is_elastic else timeout_s
         self._rounds: LocalRounds | None = None
         self._before: LocalRounds | None = None  # of the generation or the strategy before
         self._loss = math.nan  # the newest known: of this worker's own samples, or of all in a round
@@ -76,11 +71,8 @@ class LocalTraining:
         """Begin rounds. Collective."""
         self._trained.anticipate()
         strategy, before = self._trained.policy_state.strategy, self._before
-        config = StepConfig(
-            strategy, self._job, prepared, self._device, self._trained.policy_state.scaled, self._timeout_s
-        )
         is_same = before is not None and before.strategy == strategy
-        rounds = self._begin(config, workers, before if is_same else None)
+        rounds = self._begin(self._config, self._trained, workers, before if is_same else None)
         name, state = self._trained.strategy
         if name == str(strategy) and not rounds.goes_on:
             rounds.synchroniser.load_state_dict(state)
@@ -187,7 +179,7 @@ class LocalTraining:
     def _loaded(self, step: Step, part: range, source: ShardSource) -> list[Any]:
         with generators_kept():
             shards = source.load(ShardsRequest(step.epoch, tuple(step.batch.shard(shard) for shard in part)))
-        return [to_device(shard, self._device) for shard in shards]
+        return [to_device(shard, self._config.device) for shard in shards]
 
     def _with_others(self, collectives: CollectiveCalls, action: Callable[[LocalRounds], None]) -> None:
         """Do something in which others may be lost; then it is done again with those who are left."""

@@ -1,0 +1,253 @@
+"""From arguments and environment to the configuration of a run, with every check and before anything is opened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from unisono.adapt.ada_scale import LinearScaling
+from unisono.adapt.named import policies_named
+from unisono.adapt.norms import Monitoring
+from unisono.adapt.policy import Policy
+from unisono.errors import JobError
+from unisono.job import Job, default_shards
+from unisono.membership.environment import Variables, recognise
+from unisono.received import LONGEST_S
+from unisono.sync.named import strategy_of
+from unisono.sync.strategy import AllReduce
+from unisono.train.config.numerics import choose_device
+from unisono.train.config.run_config import (
+    CHECKS,
+    Adaptation,
+    Communication,
+    CoordinatorAccess,
+    Execution,
+    FaultTolerance,
+    Recording,
+    RunConfig,
+    StrategyConstraints,
+)
+
+BACKSTOP = 3.0
+"""How many times ``failure_timeout_s`` workers of an elastic job wait for each other."""
+
+VERIFY_EVERY = 100
+
+WARMUP_STEPS = 100
+"""Steps, with the script's own batch, over whose samples the learning rate grows."""
+
+IN_JOB = ("seed", "reduction", "precision", "compression", "bucket_mb", "deterministic", "on_nan")
+"""Arguments that go into the job as they are."""
+
+G = TypeVar("G")
+
+
+def configure(said: Mapping[str, Any], environ: Mapping[str, str], number: int = 1) -> RunConfig:
+    """Work out how a run is carried out: an argument goes before the environment, the environment before the default.
+
+    Except ``UNISONO_BATCH_SIZE`` and ``UNISONO_BATCH_SCALE``, which are there to change what every script says.
+
+    Args:
+        said: all arguments of :func:`unisono.init`, by name.
+        environ: the variables of the environment.
+        number: the number of the run in its process, from 1.
+
+    Raises:
+        JobError: an argument or a variable is out of range, or two of them exclude each other; says what to change.
+    """
+    told = _Told(environ)
+    job = _job(said, told)
+    recording, tolerance = _recording(said, told, number), _fault_tolerance(said, told)
+    communication = _communication(said, told, tolerance, number)
+    device = choose_device(said["device"], communication.environment.local_rank)
+    adaptation = _adaptation(said, told, job, recording, is_elastic=communication.coordinator is not None)
+    return RunConfig(
+        job,
+        device,
+        communication,
+        tolerance,
+        _execution(said, told, tolerance, adaptation),
+        recording,
+        adaptation,
+        stop_after=told.number("UNISONO_STOP_AFTER"),
+        stop_after_epochs=told.number("UNISONO_STOP_AFTER_EPOCHS"),
+        plugins=told.names("UNISONO_PLUGINS"),
+        script_batch_size=None if told.number("UNISONO_BATCH_SIZE") is None else said["batch_size"],
+    )
+
+
+class _Told(Variables):
+    """What the launcher says through ``UNISONO_*`` variables; None for what is not set."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        super().__init__(environ)
+        self.environ = environ
+
+    def path(self, name: str) -> Path | None:
+        text = self.get(name)
+        return Path(text) if text else None
+
+    def names(self, name: str) -> tuple[str, ...]:
+        return tuple(word.strip() for word in (self.get(name) or "").split(",") if word.strip())
+
+    def number(self, name: str, least: int = 1) -> int | None:
+        return self.count(name, "", least) if name in self else None
+
+    def share(self, name: str) -> float | None:
+        if (text := self.get(name)) is None:
+            return None
+        try:
+            return float(text)
+        except ValueError:
+            raise JobError(f"{name}={text!r} in the environment: needs a share between 0 and 1") from None
+
+    def seconds(self, name: str) -> float | None:
+        if (text := self.get(name)) is None:
+            return None
+        with suppress(ValueError):
+            if 0 < (found := float(text)) < math.inf:
+                return found
+        raise JobError(f"{name}={text!r} in the environment: needs a number of seconds above 0")
+
+    def switch(self, name: str) -> bool | None:
+        if (text := self.get(name)) is None:
+            return None
+        if text not in ("0", "1"):
+            raise JobError(f"{name}={text!r} in the environment: use 0 or 1")
+        return text == "1"
+
+
+def _first(*given: G | None) -> G | None:
+    return next((value for value in given if value is not None), None)
+
+
+def _job(said: Mapping[str, Any], told: _Told) -> Job:
+    batch_size: Any = _first(told.number("UNISONO_BATCH_SIZE"), said["batch_size"])
+    shards: Any = _first(said["shards"], told.number("UNISONO_SHARDS"))
+    factor = told.number("UNISONO_BATCH_SCALE") or 1
+    if factor > 1 and isinstance(batch_size, int) and batch_size >= 1:  # a shard has as many samples as before
+        shards = default_shards(batch_size) if shards is None else shards
+        batch_size, shards = batch_size * factor, shards * factor
+    threads: Any = _first(said["threads"], told.number("UNISONO_THREADS"), 1)
+    unchanged = {name: said[name] for name in IN_JOB}
+    return Job.create(batch_size=batch_size, shards=shards, threads=threads, **unchanged)
+
+
+def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:
+    every = _first(said["checkpoint_every"], told.number("UNISONO_CHECKPOINT_EVERY"))
+    for name, value in {"checkpoint_every": every, "keep": said["keep"]}.items():
+        if value is not None and not value > 0:
+            raise JobError(f"{name}={value!r}: needs to be positive")
+    return Recording(
+        _folder(said["run_dir"], told, number),
+        told.path("UNISONO_RUN_DIR"),
+        told.number("UNISONO_TERM"),
+        every,
+        said["keep"],
+        allow_job_change=said["allow_job_change"] or told.get("UNISONO_ALLOW_JOB_CHANGE") == "1",
+        trace=told.path("UNISONO_TRACE"),
+        samples=told.switch("UNISONO_SAMPLES") is True,
+        measures=told.switch("UNISONO_STUDY") is True,
+    )
+
+
+def _folder(argument: str | Path | None, told: _Told, number: int) -> Path | None:
+    # Under `unisono verify` and `unisono study` even a script that names its folder must leave that one alone.
+    if argument == "":
+        raise JobError('run_dir="" names no folder: name one (the working folder is "."), or leave it out')
+    if argument is not None and told.path("UNISONO_TRACE") is None and not told.switch("UNISONO_STUDY"):
+        return Path(argument)
+    # A script that starts several runs has one folder from its launcher: the later ones go inside of it.
+    launched = told.path("UNISONO_RUN_DIR")
+    return launched if launched is None or number == 1 else launched / f"run-{number}"
+
+
+def _fault_tolerance(said: Mapping[str, Any], told: _Told) -> FaultTolerance:
+    timeout_s, every = said["failure_timeout_s"], _first(said["verify_every"], told.number("UNISONO_VERIFY_EVERY", 0))
+    if not 0 < timeout_s <= LONGEST_S:
+        raise JobError(f"failure_timeout_s={timeout_s!r}: needs to be positive, and at most {LONGEST_S:g}")
+    every = VERIFY_EVERY if every is None else every
+    if every < 0:
+        raise JobError(f"verify_every={every!r}: use a number of steps, or 0 for never")
+    return FaultTolerance(timeout_s, every or None)
+
+
+def _communication(said: Mapping[str, Any], told: _Told, tolerance: FaultTolerance, number: int) -> Communication:
+    coordinator = CoordinatorAccess.from_environ(told.environ)
+    if number > 1 and coordinator is not None:
+        raise JobError(
+            "a script whose workers may change has one run: this is its second unisono.init. Start the second run in a "
+            "script of its own, or both with unisono run -n N, without a range and without --max-restarts"
+        )
+    timeout_s, told_s = tolerance.failure_timeout_s, told.seconds("UNISONO_FAILURE_TIMEOUT_S")
+    return Communication(
+        said["transport"] or told.get("UNISONO_TRANSPORT") or "auto",
+        said["topology"] or told.get("UNISONO_TOPOLOGY") or "auto",
+        # Who hangs is found by the coordinator. That workers wait for each other in vain is for when it does not.
+        timeout_s if coordinator is None else BACKSTOP * timeout_s,
+        min(timeout_s, told_s or math.inf) / 2,
+        recognise(told.environ),
+        coordinator,
+    )
+
+
+def _adaptation(
+    said: Mapping[str, Any], told: _Told, job: Job, recording: Recording, *, is_elastic: bool
+) -> Adaptation:
+    if said["balance"] not in ("even", "speed"):
+        raise JobError(f"balance={said['balance']!r}: use 'even' or 'speed'")
+    # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
+    splits = _first(said["shard_optimizer"], told.switch("UNISONO_SHARD_OPTIMIZER")) is True and recording.trace is None
+    if splits and is_elastic:
+        raise JobError(
+            "shard_optimizer=True leaves half updated weights behind when a worker is lost in an update, so it needs "
+            "workers that stay the same: unisono run -n N, without a range and without --max-restarts"
+        )
+    return Adaptation(
+        (*said["policies"], *_policies_from_outside(said, told, job)),
+        strategy_of(said["strategy"] or told.get("UNISONO_STRATEGY") or AllReduce()),
+        StrategyConstraints(job.reduction, splits, recording.trace is not None or recording.samples),
+        said["balance"] == "speed",
+    )
+
+
+def _policies_from_outside(said: Mapping[str, Any], told: _Told, job: Job) -> list[Policy]:
+    """Those that are named, and for a multiple of the script's batch the one that multiplies the learning rate.
+
+    It grows from the script's to so many times that: Goyal et al., arXiv 1706.02677.
+    """
+    named = policies_named(told.names("UNISONO_POLICIES"), job.batch_size)
+    factor, warmup = told.number("UNISONO_BATCH_SCALE") or 1, told.number("UNISONO_BATCH_SCALE_WARMUP") or WARMUP_STEPS
+    if factor == 1:
+        return named
+    if any(isinstance(one, LinearScaling) for one in (*said["policies"], *named)):
+        raise JobError(
+            f"UNISONO_BATCH_SCALE={factor} multiplies the learning rate, and so does the LinearScaling among "
+            f"this run's policies: leave one of the two out"
+        )
+    return [*named, LinearScaling(factor, warmup * job.batch_size // factor)]
+
+
+def _execution(said: Mapping[str, Any], told: _Told, tolerance: FaultTolerance, adaptation: Adaptation) -> Execution:
+    overlap, every = told.switch("UNISONO_OVERLAP"), told.number("UNISONO_MONITOR_EVERY")
+    monitoring = said["monitor"]
+    if not isinstance(monitoring, Monitoring):
+        needed = any(policy.needs_monitor for policy in adaptation.policies)
+        monitoring = Monitoring(monitoring or every or int(needed))
+    checks = said["checks"] or told.get("UNISONO_CHECKS") or "some"
+    audit: Any = _first(said["audit"], told.share("UNISONO_AUDIT"), 0.0)
+    if checks not in CHECKS:
+        raise JobError(f"checks={checks!r}: use {', '.join(map(repr, CHECKS))}")
+    if not 0 <= audit <= 1:
+        raise JobError(f"audit={audit!r}: use a share between 0 and 1, such as 0.01")
+    return Execution(
+        _first(said["overlap"], overlap),
+        adaptation.constraints.splits_update,
+        monitoring,
+        CHECKS[checks],
+        audit,
+        looks=tolerance.verify_every is not None,
+    )

@@ -1,0 +1,246 @@
+"""How a run is carried out: one frozen value, which is made once and has a part for each subject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from unisono.adapt.norms import Monitoring
+from unisono.adapt.policy import Policy
+from unisono.errors import JobError
+from unisono.host.cgroup import usable_cores
+from unisono.job import Job, Reduction
+from unisono.membership.environment import Environment
+from unisono.reduce.transport import Transport
+from unisono.sync.parameter_server import ParameterServer
+from unisono.sync.strategy import AllReduce, Strategy
+
+CHECKS: dict[str, int | None] = {"some": 8 * 2**20, "all": None, "none": 0}
+"""How much of the gradients' memory is checked in each step, in bytes; None for all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorAccess:
+    """Where a worker finds the coordinator of its job, and as whom.
+
+    Attributes:
+        url: the URL of the coordinator.
+        token_file: the file with the job's token.
+        worker: the id of this worker.
+        certificate: the certificate to trust; None for what the system trusts, or without TLS.
+    """
+
+    url: str
+    token_file: Path
+    worker: str
+    certificate: Path | None = None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> CoordinatorAccess | None:
+        """What the agent that started this worker says; None for a job whose workers stay the same.
+
+        Raises:
+            JobError: a part is missing; names it.
+        """
+        names = ("UNISONO_COORDINATOR", "UNISONO_TOKEN_FILE", "UNISONO_WORKER")
+        found = [environ.get(name) for name in names]
+        if not found[0]:
+            return None
+        for name, value in zip(names, found, strict=True):
+            if not value:
+                raise JobError(f"{names[0]} is set in the environment, and {name} is not: both come from the launcher")
+        url, token_file, worker = map(str, found)
+        certificate = environ.get("UNISONO_CERTIFICATE")
+        return cls(url, Path(token_file), worker, Path(certificate) if certificate else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """How workers are connected. It decides no bit.
+
+    Attributes:
+        transport: the name of the transport; ``auto`` takes shared memory on one host, and inside of each host if they
+            have equal numbers of workers.
+        topology: the way of the partial sums over a process group; ``auto`` takes the fastest. Any other implies a
+            process group.
+        timeout_s: the longest wait for another worker, in seconds.
+        silence_s: the seconds without the coordinator after which the job may soon go on without this worker.
+        environment: the place of this worker among those that were started with it.
+        coordinator: the access to the coordinator of an elastic job; None for a job whose workers stay the same.
+    """
+
+    transport: str = "auto"
+    topology: str = "auto"
+    timeout_s: float = 300.0
+    silence_s: float = 150.0
+    environment: Environment = field(default_factory=lambda: Environment("single", 0, 1, 0, 1, ""))
+    coordinator: CoordinatorAccess | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FaultTolerance:
+    """How workers look after each other. It decides no bit.
+
+    Attributes:
+        failure_timeout_s: the seconds for which one may be silent.
+        verify_every: the number of steps between comparisons of their whole state; None to compare neither it nor
+            their weights.
+    """
+
+    failure_timeout_s: float = 300.0
+    verify_every: int | None = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How steps are carried out. It decides no bit.
+
+    Attributes:
+        overlap: whether gradients are reduced during the backward pass; None to do so where it pays.
+        shard_optimizer: whether the workers of a host share their parameters, and each updates a part of them.
+        monitoring: the steps that are watched, and how closely.
+        checked_bytes: the number of bytes of gradients whose memory is checked in each step; None for all of them.
+        audit: the share of the shards that are computed again, from 0 to 1.
+        looks: whether flipped bits in memory are looked for in every step.
+    """
+
+    overlap: bool | None = None
+    shard_optimizer: bool = False
+    monitoring: Monitoring = field(default_factory=Monitoring)
+    checked_bytes: int | None = CHECKS["some"]
+    audit: float = 0.0
+    looks: bool = False
+
+    def overlaps(self, transport: Transport, threads: int, cores: Callable[[], int] = usable_cores) -> bool:
+        """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
+
+        Args:
+            transport: the transport between the workers, which are on one host if it needs a core.
+            threads: the number of threads of each worker.
+            cores: a function that returns how many cores this host lets a process use.
+        """
+        if self.overlap is not None:
+            return self.overlap
+        return not transport.needs_core or cores() // transport.world_size > threads
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a run writes down, and where.
+
+    Attributes:
+        folder: the run folder; None for a new one.
+        launcher_folder: the folder that the launcher has made; None without a launcher of ours.
+        launcher_term: the term in which the launcher holds its folder; None if it holds none.
+        checkpoint_every: the number of steps between automatic checkpoints; None for none.
+        keep: the number of checkpoints that stay.
+        allow_job_change: whether a folder may hold another job.
+        trace: the folder for the digests of each step's weights; None for none.
+        samples: whether the samples of each worker and step are noted.
+        measures: whether the results tell what a study wants to know.
+    """
+
+    folder: Path | None = None
+    launcher_folder: Path | None = None
+    launcher_term: int | None = None
+    checkpoint_every: int | None = None
+    keep: int = 3
+    allow_job_change: bool = False
+    trace: Path | None = None
+    samples: bool = False
+    measures: bool = False
+
+    def term_in(self, path: Path) -> int | None:
+        """The term in which the launcher holds a run folder; None for one that it does not hold."""
+        if self.launcher_folder is None:
+            return None
+        launched = self.launcher_folder.absolute()
+        return self.launcher_term if path == launched or launched in path.parents else None
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyConstraints:
+    """What every strategy of a run has to agree with: the one that it begins with, and those that policies choose.
+
+    Attributes:
+        reduction: the reduction of the job.
+        splits_update: whether the workers of a host share parameters, and each updates a part of them.
+        compares_bits: whether somebody compares this run's bits with another one's.
+    """
+
+    reduction: Reduction = "exact"
+    splits_update: bool = False
+    compares_bits: bool = False
+
+    def require(self, strategy: Strategy, workers: int | None = None) -> None:
+        """Refuse a strategy that cannot be.
+
+        Args:
+            strategy: that is to be used.
+            workers: that there are; None where that may change.
+
+        Raises:
+            JobError: says what to change.
+        """
+        if self.reduction != "exact" and isinstance(strategy, ParameterServer) and strategy.synchronous:
+            raise JobError(
+                f"strategy={str(strategy)!r} has servers finish exact sums, and reduction={self.reduction!r} is the "
+                f"backend's own: leave one of them out"
+            )
+        if self.compares_bits and not strategy.is_exact:
+            raise JobError(
+                f"unisono verify and unisono chaos compare bits, which strategy={str(strategy)!r} does not promise: "
+                f"only all-reduce and the synchronous parameter-server do"
+            )
+        strategy.require(workers, shards_optimizer=self.splits_update)
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptation:
+    """What a run begins with, and policies may change.
+
+    Attributes:
+        policies: the policies, in the order in which they are asked.
+        strategy: the strategy by which workers synchronise.
+        constraints: the constraints on this strategy, and on those that policies choose.
+        balances: whether shards are split by speed.
+    """
+
+    policies: tuple[Policy, ...] = ()
+    strategy: Strategy = field(default_factory=AllReduce)
+    constraints: StrategyConstraints = field(default_factory=StrategyConstraints)
+    balances: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """How a run is carried out. Nothing in it is open, and nothing of it changes.
+
+    Attributes:
+        job: the job to train.
+        device: the device on which this worker computes.
+        communication: the connections between workers.
+        fault_tolerance: the workers' care of each other.
+        execution: the settings of the computation that decide no bit.
+        recording: the run folder, and what is written down besides.
+        adaptation: strategy and policies.
+        stop_after: the number of steps of the whole job after which a loop is cut short; None to go on to its end.
+        stop_after_epochs: the same in passes over the data set.
+        plugins: the plugins from outside, ``module:function`` each.
+        script_batch_size: the batch that the script asks for, where the environment sets another one; else None.
+    """
+
+    job: Job
+    device: torch.device
+    communication: Communication = field(default_factory=Communication)
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    execution: Execution = field(default_factory=Execution)
+    recording: Recording = field(default_factory=Recording)
+    adaptation: Adaptation = field(default_factory=Adaptation)
+    stop_after: int | None = None
+    stop_after_epochs: int | None = None
+    plugins: tuple[str, ...] = ()
+    script_batch_size: int | None = None

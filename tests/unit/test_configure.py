@@ -1,0 +1,183 @@
+"""What a run is told, by its script and by its launcher, is one value before anything is opened."""
+
+import inspect
+import math
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unisono
+from unisono.adapt.norms import Monitoring
+from unisono.errors import JobError
+from unisono.sync.averaging import DiLoCo, LocalSGD
+from unisono.sync.strategy import AllReduce
+from unisono.train.config.configure import configure
+from unisono.train.config.run_config import CoordinatorAccess, RunConfig
+
+pytestmark = pytest.mark.unit
+
+ELASTIC = {"UNISONO_COORDINATOR": "http://127.0.0.1:1", "UNISONO_TOKEN_FILE": "/t", "UNISONO_WORKER": "w1"}
+
+
+def configured(environ: dict[str, str] | None = None, number: int = 1, **said: Any) -> RunConfig:
+    """As of a script that calls ``unisono.init`` with these arguments."""
+    call = inspect.signature(unisono.init).bind(**{"batch_size": 32, "device": "cpu", **said})
+    call.apply_defaults()
+    return configure(call.arguments, environ or {}, number)
+
+
+def at(config: RunConfig, path: str) -> Any:
+    found: Any = config
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+SHARED = [
+    # where it goes; the default; the variable, its text and value; the argument, what is given and its value
+    ("job.shards", 2, ("UNISONO_SHARDS", "4", 4), ("shards", 1, 1)),
+    ("job.threads", 1, ("UNISONO_THREADS", "2", 2), ("threads", 3, 3)),
+    ("communication.transport", "auto", ("UNISONO_TRANSPORT", "hierarchical", "hierarchical"), ("transport", "a", "a")),
+    ("communication.topology", "auto", ("UNISONO_TOPOLOGY", "ring", "ring"), ("topology", "tree", "tree")),
+    ("execution.overlap", None, ("UNISONO_OVERLAP", "1", True), ("overlap", False, False)),
+    ("execution.shard_optimizer", False, ("UNISONO_SHARD_OPTIMIZER", "1", True), ("shard_optimizer", False, False)),
+    ("execution.checked_bytes", 8 * 2**20, ("UNISONO_CHECKS", "none", 0), ("checks", "all", None)),
+    ("execution.audit", 0.0, ("UNISONO_AUDIT", "0.5", 0.5), ("audit", 0.0, 0.0)),
+    ("execution.monitoring.every", 0, ("UNISONO_MONITOR_EVERY", "5", 5), ("monitor", Monitoring(7), 7)),
+    ("fault_tolerance.verify_every", 100, ("UNISONO_VERIFY_EVERY", "7", 7), ("verify_every", 0, None)),
+    ("recording.checkpoint_every", None, ("UNISONO_CHECKPOINT_EVERY", "5", 5), ("checkpoint_every", 9, 9)),
+    ("recording.folder", None, ("UNISONO_RUN_DIR", "/launched", Path("/launched")), ("run_dir", "own", Path("own"))),
+    (
+        "adaptation.strategy",
+        AllReduce(),
+        ("UNISONO_STRATEGY", "diloco", DiLoCo()),
+        ("strategy", LocalSGD(), LocalSGD()),
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "default", "variable", "argument"), SHARED)
+def test_an_argument_goes_before_the_environment_and_the_environment_before_the_default(
+    path: str, default: Any, variable: tuple[str, str, Any], argument: tuple[str, Any, Any]
+) -> None:
+    name, text, from_environ = variable
+    parameter, given, from_script = argument
+    assert at(configured(), path) == default
+    assert at(configured({name: ""}), path) == default
+    assert at(configured({name: text}), path) == from_environ
+    assert at(configured({name: text}, **{parameter: given}), path) == from_script
+
+
+def test_what_is_configured_does_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        configured().stop_after = 3  # type: ignore[misc]
+
+
+def test_a_batch_from_outside_goes_before_the_scripts_which_is_kept_for_the_journal() -> None:
+    config = configured({"UNISONO_BATCH_SIZE": "64"})
+    assert (config.job.batch_size, config.job.shards, config.script_batch_size) == (64, 4, 32)
+    assert configured().script_batch_size is None
+
+
+def test_a_scaled_batch_has_as_many_times_the_shards_and_a_policy_for_the_learning_rate() -> None:
+    config = configured({"UNISONO_BATCH_SCALE": "2", "UNISONO_BATCH_SCALE_WARMUP": "10"}, batch_size=64)
+    assert (config.job.batch_size, config.job.shards) == (128, 8)  # 64 samples have 4
+    assert [policy.name for policy in config.adaptation.policies] == ["linear-scaling"]
+    assert configured({"UNISONO_BATCH_SCALE": "1"}).adaptation.policies == ()
+
+
+@pytest.mark.parametrize("variable", ["UNISONO_TRACE", "UNISONO_STUDY"])
+def test_whoever_compares_runs_keeps_them_out_of_the_scripts_folder(variable: str) -> None:
+    told = {"UNISONO_RUN_DIR": "/launched", variable: "1"}
+    assert configured(told, run_dir="own").recording.folder == Path("/launched")
+
+
+def test_the_later_runs_of_a_script_go_inside_of_the_launchers_folder() -> None:
+    assert configured({"UNISONO_RUN_DIR": "/launched"}, 2).recording.folder == Path("/launched/run-2")
+    assert configured(number=2).recording.folder is None
+
+
+def test_the_launcher_holds_its_folder_and_what_is_in_it() -> None:
+    recording = configured({"UNISONO_RUN_DIR": "/launched", "UNISONO_TERM": "3"}).recording
+    terms = [recording.term_in(Path(path)) for path in ("/launched", "/launched/run-2", "/launched-2", "/")]
+    assert terms == [3, 3, None, None]
+    assert configured({"UNISONO_TERM": "3"}).recording.term_in(Path("/launched")) is None
+
+
+def test_workers_of_an_elastic_job_leave_it_to_the_coordinator_to_find_who_hangs() -> None:
+    fixed, elastic = configured(failure_timeout_s=10), configured(ELASTIC, failure_timeout_s=10)
+    assert (fixed.communication.timeout_s, fixed.communication.coordinator) == (10, None)
+    assert (elastic.communication.timeout_s, elastic.communication.silence_s) == (30, 5)
+    assert elastic.communication.coordinator == CoordinatorAccess("http://127.0.0.1:1", Path("/t"), "w1")
+    assert elastic.fault_tolerance.failure_timeout_s == 10
+    told = configured({**ELASTIC, "UNISONO_FAILURE_TIMEOUT_S": "4"}, failure_timeout_s=10)
+    assert told.communication.silence_s == 2
+
+
+def test_a_policy_that_needs_the_noise_of_gradients_has_it_measured_in_each_step() -> None:
+    assert configured({"UNISONO_POLICIES": "ada-scale"}).execution.monitoring.every == 1
+    assert configured({"UNISONO_POLICIES": "ada-scale"}, monitor=5).execution.monitoring.every == 5
+
+
+def test_bits_in_memory_are_looked_after_unless_the_state_is_never_compared() -> None:
+    assert configured().execution.looks
+    assert not configured(verify_every=0).execution.looks
+
+
+@pytest.mark.parametrize("told", [{"UNISONO_TRACE": "/trace"}, {"UNISONO_SAMPLES": "1"}])
+def test_whoever_compares_bits_rules_out_strategies_that_do_not_promise_them(told: dict[str, str]) -> None:
+    assert configured(told).adaptation.constraints.compares_bits
+    assert not configured().adaptation.constraints.compares_bits
+
+
+def test_under_verify_optimizers_update_whole_tensors() -> None:
+    assert configured(shard_optimizer=True).adaptation.constraints.splits_update
+    assert not configured({"UNISONO_TRACE": "/trace"}, shard_optimizer=True).execution.shard_optimizer
+
+
+@pytest.mark.parametrize(
+    ("environ", "said", "words"),
+    [
+        ({}, {"keep": 0}, "keep=0: needs to be positive"),
+        ({}, {"checkpoint_every": -1}, "checkpoint_every=-1: needs to be positive"),
+        ({}, {"failure_timeout_s": 0}, "failure_timeout_s=0: needs to be positive, and at most "),
+        ({}, {"failure_timeout_s": math.nan}, "failure_timeout_s=nan: needs to be positive"),
+        ({}, {"verify_every": -1}, "verify_every=-1: use a number of steps, or 0 for never"),
+        ({}, {"balance": "fair"}, "balance='fair': use 'even' or 'speed'"),
+        ({}, {"checks": "few"}, "checks='few': use 'some', 'all', 'none'"),
+        ({}, {"audit": 1.5}, "audit=1.5: use a share between 0 and 1, such as 0.01"),
+        ({}, {"audit": math.nan}, "audit=nan: use a share between 0 and 1"),
+        ({}, {"monitor": -1}, "monitor=-1: use a number of steps, or 0 to watch none"),
+        ({}, {"run_dir": ""}, 'run_dir="" names no folder'),
+        ({}, {"device": "gpu"}, "device='gpu': "),
+        (ELASTIC, {"shard_optimizer": True}, "shard_optimizer=True leaves half updated weights behind"),
+        ({"UNISONO_SHARDS": "many"}, {"shards": 2}, "UNISONO_SHARDS='many' in the environment: needs a whole number"),
+        ({"UNISONO_BATCH_SCALE": "0"}, {}, "UNISONO_BATCH_SCALE='0' in the environment: needs a whole number of at "),
+        ({"UNISONO_STOP_AFTER": "-1"}, {}, "UNISONO_STOP_AFTER='-1' in the environment: needs a whole number of at "),
+        ({"UNISONO_OVERLAP": "yes"}, {"overlap": True}, "UNISONO_OVERLAP='yes' in the environment: use 0 or 1"),
+        ({"UNISONO_STUDY": "yes"}, {"run_dir": "own"}, "UNISONO_STUDY='yes' in the environment: use 0 or 1"),
+        ({"UNISONO_AUDIT": "half"}, {}, "UNISONO_AUDIT='half' in the environment: needs a share between 0 and 1"),
+        ({"UNISONO_AUDIT": "2"}, {}, "audit=2.0: use a share between 0 and 1"),
+        ({"UNISONO_CHECKS": "few"}, {}, "checks='few': use 'some', 'all', 'none'"),
+        (
+            {"UNISONO_FAILURE_TIMEOUT_S": "nan"},
+            {},
+            "UNISONO_FAILURE_TIMEOUT_S='nan' in the environment: needs a number",
+        ),
+        ({"UNISONO_COORDINATOR": "http://h:1"}, {}, "UNISONO_COORDINATOR is set in the environment, and UNISONO_TOKEN"),
+        ({"RANK": "2"}, {}, "WORLD_SIZE is not set in the environment, but RANK=2 is"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_opened(
+    environ: dict[str, str], said: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(JobError) as refused:
+        configured(environ, **said)
+    assert str(refused.value).startswith(words)
+
+
+def test_a_script_whose_workers_may_change_has_one_run() -> None:
+    with pytest.raises(JobError, match="has one run: this is its second unisono.init"):
+        configured(ELASTIC, 2)
