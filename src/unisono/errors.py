@@ -30,7 +30,7 @@ class UnisonoError(Exception):
     """Base of every error that Unisono raises on purpose.
 
     Attributes:
-        exit_code: of a worker whose script ends with this error.
+        exit_code: the exit code of a worker whose script ends with this error.
     """
 
     exit_code = 1
@@ -115,7 +115,7 @@ class Dismissed(SystemExit):
     A script that catches it, with ``except BaseException``, is told again at its next call of the run.
 
     Attributes:
-        reason: for people.
+        reason: the reason, for people.
         preempted: whether the job is to go on later, from a checkpoint that is this worker's to write.
     """
 

@@ -33,7 +33,7 @@ def failpoint(name: str) -> None:
     """This worker passes a point.
 
     Args:
-        name: of :data:`POINTS`.
+        name: one of :data:`POINTS`.
     """
     if _listener is not None:
         _listener(name)

@@ -32,15 +32,15 @@ class Job(BaseModel):
     Attributes:
         batch_size: samples in one global batch.
         shards: fixed slices of the global batch; also the largest number of workers the job can use.
-        seed: of every random stream.
+        seed: the seed of every random stream.
         threads: torch threads per worker; one thread and two give other bits.
         reduction: ``exact`` adds along the summation tree, ``native`` is the backend's own all-reduce.
         precision: ``float32`` leaves dtypes alone, ``bf16`` runs forward passes under autocast.
         compression: ``bf16`` rounds every leaf and every node of the summation tree to bfloat16, on every number of
             workers alike, and sends half the bytes.
-        bucket_mb: size of the buckets that are reduced together, in MiB.
-        deterministic: operations without a deterministic version are refused.
-        on_nan: what a loss that is NaN or infinite does: ``stop`` the job or ``skip`` the step.
+        bucket_mb: the size of the buckets that are reduced together, in MiB.
+        deterministic: whether operations without a deterministic version are refused.
+        on_nan: the reaction to a loss that is NaN or infinite: ``stop`` the job or ``skip`` the step.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -19,10 +19,10 @@ class Words:
     """The memory of a tensor, to be summed again and again. It stays as long as this does.
 
     Args:
-        values: on the CPU, and nothing lies between its elements. Their order is that of memory.
+        values: a tensor on the CPU, without gaps between its elements. Their order is that of memory.
 
     Attributes:
-        values: as given.
+        values: the tensor.
     """
 
     __slots__ = ("_large", "_rest", "_small", "values")

@@ -22,7 +22,7 @@ class LinearScaling(Policy):
 
     Args:
         factor: the batch size divided by that of the start.
-        samples: over which the rate grows: 5 epochs of the data set, say.
+        samples: the number of samples over which the rate grows, such as those of 5 epochs.
 
     Raises:
         JobError: a number is not above 0.
@@ -67,14 +67,14 @@ class AdaScale(Policy):
     Args:
         base: samples of the batch for which the learning rate was made; by default those of one shard of the batch
             that the job began with.
-        rule: for the learning rate: ``linear`` for SGD, ``sqrt`` for Adam.
+        rule: the rule for the learning rate: ``linear`` for SGD, ``sqrt`` for Adam.
         schedule: the factor on the script's learning rate after so many scale-invariant iterations, above 0.
         until: the scale-invariant iterations after which the loop ends.
 
     Attributes:
         tau: scale-invariant iterations so far.
         gain: the gain of the next step.
-        factor: by which the script's learning rate is multiplied.
+        factor: the factor on the script's learning rate.
 
     Raises:
         JobError: a number is not above 0, or there is no such rule.

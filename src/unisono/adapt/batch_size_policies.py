@@ -17,10 +17,10 @@ from unisono.received import value_of
 
 @dataclass(frozen=True, slots=True)
 class ShardLimit:
-    """How large a shard may be. A worker computes its shards one after the other, so this bounds its activations.
+    """The largest size of a shard. A worker computes its shards one after the other, so this bounds its activations.
 
     Attributes:
-        samples: in one shard at most; None for no limit.
+        samples: the largest number of samples in a shard; None for no limit.
 
     Raises:
         JobError: the limit is below 1.
@@ -49,8 +49,8 @@ class Ramp:
     """A factor, spread evenly over steps: an immediate jump hurts (Lin et al., arXiv 1904.12043).
 
     Attributes:
-        steps_left: over which.
-        factor_left: by which the rate is still to be multiplied.
+        steps_left: the number of steps that are left.
+        factor_left: the factor by which the rate is still to be multiplied, over all of them.
     """
 
     steps_left: int = 0
@@ -76,9 +76,9 @@ class BatchSizeSchedule(Policy):
     arXiv 1711.00489.
 
     Args:
-        factors: by what, at the beginning of which epoch; of the batch before it.
-        largest_shard: samples in one shard at most: what a worker's memory allows. The number of shards grows and
-            shrinks with the batch; by default it stays.
+        factors: the factor on the batch size, by the epoch at whose beginning it applies; relative to the batch before.
+        largest_shard: the largest number of samples in a shard: what a worker's memory allows. The number of shards
+            grows and shrinks with the batch; by default it stays.
 
     Raises:
         JobError: an epoch or a size below 1, or a factor that is not above 0.
@@ -117,13 +117,14 @@ class NoiseScalePolicy(Policy):
     al., arXiv 1904.12043).
 
     Args:
-        largest: samples in a batch at most: what the workers' memory allows, unless ``largest_shard`` says that.
-        rule: for the learning rate.
-        every: steps between two looks, and at least as many before the first one.
-        ramp: steps over which the learning rate follows.
+        largest: the largest number of samples in a batch: what the workers' memory allows, unless ``largest_shard``
+            says that.
+        rule: the rule for the learning rate: ``linear``, ``sqrt`` or ``none``.
+        every: the number of steps between two decisions, and the least number before the first one.
+        ramp: the number of steps over which the learning rate follows.
         share: the batch size to aim at, as a share of the noise scale.
-        largest_shard: samples in one shard at most: what a worker's memory allows. The number of shards grows and
-            shrinks with the batch; by default it stays.
+        largest_shard: the largest number of samples in a shard: what a worker's memory allows. The number of shards
+            grows and shrinks with the batch; by default it stays.
 
     Raises:
         JobError: a number is out of range.

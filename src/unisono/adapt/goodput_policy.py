@@ -40,15 +40,15 @@ class GoodputPolicy(Policy):
     The main worker judges, and all do what it says: a fit may differ in its last bits between kinds of processors.
 
     Args:
-        largest: samples in a batch at most: what the workers' memory allows.
-        fewest: workers.
-        most: workers; None for as many as there are shards.
-        rule: for the learning rate.
-        ramp: steps over which the learning rate follows.
-        patience: steps that are timed before anything follows from them.
-        margin: share of the goodput that a change has to bring.
-        again_s: seconds of training, and at least 2000 steps, for which what was timed, or could not be had, is
-            believed.
+        largest: the largest number of samples in a batch: what the workers' memory allows.
+        fewest: the smallest number of workers.
+        most: the largest number of workers; None for as many as there are shards.
+        rule: the rule for the learning rate: ``gain``, ``linear`` or ``sqrt``.
+        ramp: the number of steps over which the learning rate follows.
+        patience: the number of steps that are timed before anything follows from them.
+        margin: the least gain in goodput for which the layout is changed, as a share.
+        again_s: the seconds of training, and at least 2000 steps, after which a timed or refused layout may be tried
+            again.
 
     Raises:
         JobError: a number is out of range.

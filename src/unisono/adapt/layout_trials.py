@@ -197,7 +197,7 @@ class LayoutTrials:
     """Tries layouts one after the other, and remembers.
 
     Attributes:
-        request: for another number of workers.
+        request: the request for another number of workers.
         window: the steps that are being timed.
         times: the step time of each layout that was timed.
         noted: the step after which the newest time was noted.
@@ -212,9 +212,9 @@ class LayoutTrials:
         """With one more step.
 
         Args:
-            view: after it.
-            patience: steps whose median is a time.
-            again_s: seconds of training for which a time, or a refusal, is believed.
+            view: the view after that step.
+            patience: the number of steps whose median is a time.
+            again_s: the seconds of training for which a time, or a refusal, is believed.
         """
         trials = replace(self, request=self.request.after(view), window=self.window.after(view, patience))
         if len(trials.window.steps) < patience:

@@ -44,7 +44,7 @@ class Policy:
         """Have all strategies read that this policy may ever choose, so that a wrong one is refused as the run begins.
 
         Args:
-            read: to be called with each; what it returns is what ``view.strategy`` will be.
+            read: a function to call with each of them; what it returns is what ``view.strategy`` will be.
         """
 
     # -- hooks
@@ -79,11 +79,11 @@ class Policy:
         """Change the global batch.
 
         Args:
-            samples: in it.
+            samples: the number of samples in it.
             shards: the number of shards, a multiple of the job's (``view.base_shards``). A worker computes its shards
                 one after the other, so its memory is that of the largest. By default the number that there is stays,
                 and shards become larger or smaller.
-            why: the figures behind it.
+            why: the figures behind the decision, by name.
         """
         self._decide("set_batch_size", samples, why, shards)
 

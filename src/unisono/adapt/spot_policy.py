@@ -62,26 +62,26 @@ class SpotPolicy(Policy):
       checkpoint.
 
     Args:
-        market: is called without arguments every so many steps on the main worker, and answers with a mapping, such as
-            ``{"price": 0.31, "notices": 0}``. It may take little time: all workers wait for it. If it raises an
+        market: a function without arguments that the main worker calls every so many steps, and that returns a mapping
+            such as ``{"price": 0.31, "notices": 0}``. It may take little time: all workers wait for it. If it raises an
             ``OSError`` (a service that is out of reach), nothing changes; any other error ends the job.
-        budget: for all workers together, in the unit of the price; None leaves their number to others.
-        fewest: workers, however dear they are.
-        most: workers; None for as many as there are shards.
-        every: steps from one look at the market to the next.
-        margin: share by which the price may rise until a number of workers that was just asked for is too dear.
-        prior_s: seconds between failures that are expected before anything was seen.
-        checkpoint_s: seconds of a checkpoint, before one was written.
+        budget: the budget for all workers together, in the unit of the price; None leaves their number to others.
+        fewest: the smallest number of workers, however dear they are.
+        most: the largest number of workers; None for as many as there are shards.
+        every: the number of steps from one look at the market to the next.
+        margin: the share by which the price may rise before a number of workers that was just asked for is too dear.
+        prior_s: the expected seconds between failures before anything was observed.
+        checkpoint_s: the expected seconds of a checkpoint before one was written.
 
     Raises:
         JobError: a number is out of range.
 
     Attributes:
-        target: workers that the price allows; 0 before the first look.
-        asked_for: workers; 0 if that was never necessary.
-        notices: the notices at the last look.
-        room: workers that notices leave; 0 while there are none.
-        kept_s: seconds of training at which the last checkpoint was asked for.
+        target: the number of workers that the price allows; 0 before the first look.
+        asked_for: the number of workers asked for last; 0 if that was never necessary.
+        notices: the notices at the newest look.
+        room: the number of workers that notices leave; 0 while there are none.
+        kept_s: the seconds of training at which the newest checkpoint was asked for.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ def goodput(layout: Layout, step_s: float, noise: Noise, base: int) -> float:
     Qiao et al. (Pollux), OSDI 2021: B / T · (φ + B0) / (φ + B).
 
     Args:
-        layout: with the batch B.
+        layout: the number of workers, and the batch B.
         step_s: T, seconds of a step.
         noise: the gradients' noise, with the noise scale φ.
         base: B0, samples in the batch that the job began with.

@@ -120,7 +120,7 @@ class BatchShape:
     """A global batch as numbers.
 
     Attributes:
-        samples: in it.
+        samples: the number of samples in it.
         shards: the number of shards, whose sizes differ by at most one sample.
     """
 
@@ -170,14 +170,14 @@ class View:
     on workers and on time: a policy whose decisions are to be so as well leaves these aside.
 
     Attributes:
-        step: steps committed so far.
+        step: the number of steps committed so far.
         epoch: the pass over the data that the newest step belonged to, from 0.
-        samples: used so far.
-        batch_size: samples in a global batch, now.
-        base_batch_size: the one that the job began with.
+        samples: the number of samples used so far.
+        batch_size: the present number of samples in a global batch.
+        base_batch_size: the number of samples in the global batch that the job began with.
         shards: the present number of shards of a global batch.
         base_shards: the number of shards that the job began with; ``shards`` is a multiple of it.
-        world_size: workers that computed the step.
+        world_size: the number of workers that computed the step.
         learning_rate: the present learning rate of the first parameter group.
         metrics: the newest line of ``metrics.jsonl``, without what each worker measures by itself.
         noise: the averaged noise of the gradients; None as long as it is unknown.
@@ -189,8 +189,9 @@ class View:
         generation: the number of the workers' generation.
         departures: workers that were lost or left on notice so far, in the whole job.
         topology: the way of the partial sums over a process group; empty where there is none.
-        strategy: by which workers synchronise, as its text.
-        links: between the workers, as measured last; None as long as nobody has, or where workers share memory.
+        strategy: the strategy in use, as its text.
+        links: the newest measurement of the connections between the workers; None before the first, or where workers
+            share memory.
         observed: the newest result of each policy's :meth:`~unisono.Policy.observe`, by the policy's name.
     """
 

@@ -29,13 +29,13 @@ _DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,4})?")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How values of one type are written by means of simpler ones.
+    """A way to write values of one type by means of simpler ones.
 
     Attributes:
-        kind: their type.
+        kind: the type of these values.
         written: the type of the simpler value.
-        simpler: makes it.
-        build: the inverse, which may raise anything for a value that was never written.
+        simpler: a function that makes the simpler value.
+        build: the inverse function, which may raise anything for a value that was never written.
     """
 
     kind: type

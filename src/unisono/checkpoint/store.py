@@ -44,8 +44,8 @@ class CheckpointStore:
     Args:
         folder: the folder of all checkpoints.
         keep: the number of checkpoints that stay; older ones are removed.
-        on_event: told what happened, for the journal; also from the thread that writes.
-        writer: whether this worker may write here; None if nobody else does.
+        on_event: a function that gets what happened, for the journal; also called from the thread that writes.
+        writer: this worker's right to write here; None if nobody else writes.
 
     Attributes:
         seconds: the duration of the newest checkpoint, from :meth:`save` until it was on disk; 0 before the first.

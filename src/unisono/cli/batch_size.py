@@ -120,9 +120,9 @@ def start(search: BatchSearch, runner: BatchRunner, path: Path) -> int:
     """Search, print, and keep the figures.
 
     Args:
-        search: what to search for.
-        runner: tries a batch.
-        path: of the file for the figures.
+        search: the search to make.
+        runner: the runner of trials.
+        path: the file for the figures.
 
     Returns:
         the exit code.

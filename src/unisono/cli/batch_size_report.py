@@ -59,8 +59,8 @@ def report(searched: Searched, curve: BatchCurve, path: Path) -> None:
 
     Args:
         searched: the search.
-        curve: the same, as it is kept.
-        path: of the file.
+        curve: the search's results, as they are kept.
+        path: the file to write.
 
     Raises:
         JobError: it cannot be written.

@@ -48,14 +48,14 @@ NO_DECISIONS = (
 
 
 def report(run: Path, policies: Sequence[str], plot: Path | None, *, everything: bool, as_json: bool) -> None:
-    """Show it.
+    """Print what a run's policies decided, or what other policies would have.
 
     Args:
-        run: the run's folder.
-        policies: names of those that are asked what they would have done; if there are none, what was decided is shown.
-        plot: where to draw it too.
-        everything: a row for each decision and each event.
-        as_json: lines for programs.
+        run: the run folder.
+        policies: the names of the policies to replay; if there are none, the run's own decisions are shown.
+        plot: the file for a chart; None for no chart.
+        everything: whether to print a row for each decision and each event.
+        as_json: whether to print JSON lines for programs.
 
     Raises:
         JobError: the folder cannot be read, there is no such policy, or the picture cannot be drawn.

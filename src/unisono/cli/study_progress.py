@@ -23,7 +23,7 @@ class TimeLeft(ProgressColumn):
     """Counts down until all runs should be over.
 
     Attributes:
-        ends: when that is, on the monotonic clock; None if nobody knows.
+        ends: the expected end, on the monotonic clock; None if it is not known.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class StudyProgress:
     """Shows runs as they begin and end, on stderr. A context.
 
     Args:
-        cells: how many runs there are in all.
-        done: how many of them were measured before.
-        console: where to.
+        cells: the number of all runs.
+        done: the number of runs that were measured before.
+        console: the console to draw on; by default stderr.
     """
 
     def __init__(self, cells: int, done: int = 0, console: Console | None = None) -> None:

@@ -37,11 +37,11 @@ def report(results: Results, folder: Path, wanted: Wanted, sources: Sequence[Pat
     """Write the report of a study and print the most of it; without what a report needs, print alone.
 
     Args:
-        results: what was measured.
-        folder: made if it is not there.
-        wanted: by the reader.
+        results: the measurements.
+        folder: the report's folder, made if it is missing.
+        wanted: the reader's choices.
         sources: folders in which the search for the largest batch may have left its figures; if there are none, the
-            report's own.
+            report's own folder.
 
     Raises:
         JobError: the folder cannot be written to.
@@ -141,14 +141,14 @@ def _words(written: WrittenTable, place: int) -> set[str]:
 def wanted_of(
     title: str, predict: str | None = None, threshold: float = 0.8, price: float | None = None, waiting: float = 0.0
 ) -> Wanted:
-    """What options say of a report.
+    """The reader's choices, from the options of the command line.
 
     Args:
-        title: of the report.
+        title: the title of the report.
         predict: numbers of workers, ``8,16``; None for twice and four times as many as were measured.
         threshold: the efficiency asked for, 0 … 1.
-        price: of a worker's hour; None to leave costs out.
-        waiting: what an hour earlier is worth, in the same currency.
+        price: the price of a worker's hour; None to leave costs out.
+        waiting: the price of one hour of waiting, in the same currency.
 
     Raises:
         JobError: one of them makes no sense.
@@ -169,9 +169,9 @@ def report_from(source: Path, out: Path | None, wanted: Wanted) -> None:
     """Report on figures that are there already: a CSV file, a results.json, or a study's folder.
 
     Args:
-        source: where they are.
+        source: the file or folder with the figures.
         out: the report's folder; None for a study's own, or one beside the file: ``figures-report`` of figures.csv.
-        wanted: by the reader.
+        wanted: the reader's choices.
 
     Raises:
         JobError: the figures cannot be read, or the report cannot be written.
@@ -195,7 +195,7 @@ def compare(sources: Sequence[Path], out: Path | None, wanted: Wanted) -> None:
     Args:
         sources: studies' folders or results.
         out: the report's folder; None for ``comparison`` in the working directory.
-        wanted: by the reader.
+        wanted: the reader's choices.
 
     Raises:
         JobError: there are fewer than two, they cannot be read, or the report cannot be written.
@@ -215,8 +215,8 @@ def _require_no_study(folder: Path, sources: Sequence[Path]) -> None:
     """Refuse to write a report over figures that are not its own.
 
     Args:
-        folder: of the report.
-        sources: that it is made of.
+        folder: the report's folder.
+        sources: the files and folders of the figures in it.
 
     Raises:
         JobError: it is a study's folder, or holds one of the sources.

@@ -36,10 +36,10 @@ class ShardSource:
     not depend on which process fetches it, or when.
 
     Attributes:
-        dataset: map-style, with a length.
+        dataset: the data set, map-style with a length.
         seed: the job's seed.
-        collate: makes a batch of a list of samples; torch's ``default_collate`` by default.
-        shuffle: whether the places of a step are those of the epoch's order, or the samples' own.
+        collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
+        shuffle: whether samples are numbered by their place in the epoch's order, or by their place in the data set.
     """
 
     dataset: Any

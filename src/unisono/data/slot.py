@@ -22,7 +22,8 @@ def replaced(tree: Any, kind: type[Leaf], replace: Callable[[Leaf], Any]) -> Any
     Args:
         tree: lists, tuples and mappings; anything else is a leaf.
         kind: the type of the leaves to replace.
-        replace: called once for each, also for one that stands in several places: it stays one.
+        replace: a function that returns a leaf's replacement; called once for each leaf, also for one in several
+            places.
     """
     known: dict[int, Any] = {}
 
@@ -111,7 +112,8 @@ class Slot:
 
         Args:
             packed: the value that ``write`` returned.
-            when_unused: called once the last of the tensors, and of whatever shares their memory, is gone.
+            when_unused: a function that is called once the last of the tensors, and of whatever shares their memory, is
+                gone.
         """
         lease = memoryview(self._memory(packed.size))
         weakref.finalize(lease, when_unused).atexit = False

@@ -29,8 +29,8 @@ def read_limits(table: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sy
     """The limits of this process.
 
     Args:
-        table: which groups the process is in.
-        mount: where the groups are.
+        table: the file that says which groups the process is in.
+        mount: the folder that has the groups.
     """
     if not table.exists():
         return CgroupLimits()

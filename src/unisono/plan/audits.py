@@ -45,8 +45,8 @@ def audited(seed: int, share: float, step: int, call: int, shards: int) -> tuple
     Args:
         seed: the job's seed.
         share: the share of the work that is computed twice.
-        step: the step's number in the job.
-        call: in the step.
+        step: the number of the step in the job.
+        call: the number of the call in the step.
         shards: the number of shards in the batch.
     """
     return tuple(shard for shard in range(shards) if stream_seed(seed, Stream.AUDIT, step, call, shard) < share * WORDS)
@@ -60,8 +60,8 @@ def auditors(owner: int, workers: int, step: int, shard: int) -> tuple[int, int]
     Args:
         owner: the rank that computes the shard anyway.
         workers: the number of workers.
-        step: so that not always the same audit each other.
-        shard: likewise.
+        step: the number of the step: not always the same workers audit each other.
+        shard: the number of the shard: not always the same workers audit each other.
     """
     others = [rank for rank in range(workers) if rank != owner] or [owner]
     first = (step + shard) % len(others)

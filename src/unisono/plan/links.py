@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What was measured between each two workers.
+    """The measured latency and bandwidth between each two workers.
 
     Attributes:
-        latency_s: ``latency_s[a][b]``: seconds that a small message takes between the workers a and b; 0 where a is b.
-        bytes_per_s: likewise, with a large one.
+        latency_s: the seconds of a small message between workers a and b as ``latency_s[a][b]``; 0 where a is b.
+        bytes_per_s: the bandwidth between workers a and b, as ``bytes_per_s[a][b]``; 0 where a is b.
     """
 
     latency_s: tuple[tuple[float, ...], ...]

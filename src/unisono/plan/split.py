@@ -86,10 +86,10 @@ class Split:
         return Split(tuple(bound * pieces for bound in self.bounds))
 
     def seconds(self, seconds: Sequence[float]) -> float:
-        """What the slowest worker takes for its shards.
+        """The seconds that the slowest worker takes for its shards.
 
         Args:
-            seconds: for one shard, by rank.
+            seconds: the seconds of one shard, by rank.
         """
         return max(len(self.of(rank)) * each for rank, each in enumerate(seconds))
 

@@ -22,8 +22,8 @@ class LocalSGD(Rounds):
     In each step a worker updates its replica on its own part of the batch. After every K steps w_j ← Σ w_i / n.
 
     Args:
-        every: K, steps from one averaging to the next.
-        round_every: as for :class:`Rounds`; taken up to a multiple of ``every``.
+        every: K, the number of steps from one averaging to the next.
+        round_every: the number of steps in a round, as of :class:`Rounds`; rounded up to a multiple of ``every``.
 
     Raises:
         JobError: a value is out of range.
@@ -56,10 +56,10 @@ class DiLoCo(LocalSGD):
     outer updates. A run that has only a few overshoots with it, so the default is less.
 
     Args:
-        every: K, steps from one outer update to the next.
-        outer_rate: η.
-        outer_momentum: μ; 0.9 for a run of hundreds of outer updates.
-        round_every: as for :class:`LocalSGD`.
+        every: K, the number of steps from one outer update to the next.
+        outer_rate: η, the outer learning rate.
+        outer_momentum: μ, the outer momentum; 0.9 for a run of hundreds of outer updates.
+        round_every: the number of steps in a round, as of :class:`LocalSGD`.
 
     Raises:
         JobError: a value is out of range.
@@ -111,9 +111,9 @@ class ModelAveraging(Rounds):
     large for them, the default is used instead.
 
     Args:
-        alpha: the strength of the correction; 0 for 1 / workers, and 1/2 for one that is left alone.
-        momentum: μ of the central model.
-        round_every: as for :class:`Rounds`.
+        alpha: the strength of the correction; 0 for 1 / workers, or 1/2 with one worker.
+        momentum: μ, the momentum of the central model.
+        round_every: the number of steps in a round, as of :class:`Rounds`.
 
     Raises:
         JobError: a value is out of range.
@@ -173,7 +173,7 @@ class PairAveraging(Rounds):
     As in the paper, workers of even rank ask and those of odd rank answer: no two wait for each other in a circle.
 
     Args:
-        round_every: as for :class:`Rounds`.
+        round_every: the number of steps in a round, as of :class:`Rounds`.
 
     Raises:
         JobError: a value is out of range.

@@ -113,12 +113,12 @@ class ParameterServer(Strategy):
 
     Args:
         synchronous: whether all workers make a step together.
-        servers: so many workers, those of the highest ranks, serve and compute nothing; 0: every worker serves a share,
-            and computes, too.
-        max_staleness: None for no limit.
-        staleness_aware: lower the rate of stale gradients.
-        delay_compensation: λ; 0 for none. The authors used 0.04.
-        round_every: as for :class:`Rounds`, if not synchronous.
+        servers: the number of workers, those of the highest ranks, that serve and compute nothing; with 0 every worker
+            serves a share, and computes, too.
+        max_staleness: the largest staleness of a gradient; None for no limit.
+        staleness_aware: whether to lower the learning rate of stale gradients.
+        delay_compensation: λ, the strength of the compensation; 0 for none. The authors used 0.04.
+        round_every: the number of steps in a round, as of :class:`Rounds`, if not synchronous.
 
     Raises:
         JobError: a value is out of range, or needs ``synchronous=False``.

@@ -53,19 +53,19 @@ STACKS_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ChaosSpec:
-    """What a job has to survive: its faults, and what it is trained on.
+    """The settings of a chaos test: the job, and the faults that it has to survive.
 
     Attributes:
-        script: what is trained.
-        folder: for everything that is left behind.
-        seed: of the faults.
-        faults: how many.
-        workers: how many the job may have, as ``A:B``.
-        largest: the B of it.
-        failure_timeout_s: seconds of silence after which a worker is lost.
-        patience_s: seconds without a step after which the job is taken to hang.
-        checkpoint_every: steps between checkpoints; None for fifty in the whole run.
-        written: a script of faults to use instead of a drawn one.
+        script: the training script.
+        folder: the folder for everything that is left behind.
+        seed: the seed of the faults.
+        faults: the number of faults.
+        workers: the numbers of workers that the job may have, as ``A:B``.
+        largest: the largest number of workers, B.
+        failure_timeout_s: the seconds of silence after which a worker counts as lost.
+        patience_s: the seconds without a step after which the job is taken to hang.
+        checkpoint_every: the number of steps between checkpoints; None for fifty checkpoints in the whole run.
+        written: a fault plan to use instead of a drawn one.
     """
 
     script: Script
@@ -82,19 +82,19 @@ class ChaosSpec:
 
 @dataclass(frozen=True, slots=True)
 class ChaosResult:
-    """What came of it.
+    """The result of a chaos test.
 
     Attributes:
-        steps: of the job.
-        planned: how many faults of each kind there were to be.
-        struck: how many struck.
-        generations: how many the workers formed.
-        starts: how often the job was started.
-        repeated: how many times a step was begun again.
-        seconds: that the job took.
-        serial_digest: of the weights of the job that was left alone.
-        digest: of those of the other one; None if it did not come to an end.
-        problems: with the samples, or with the way in which the job ended.
+        steps: the number of steps of the job.
+        planned: the number of planned faults of each kind.
+        struck: the number of injected faults of each kind.
+        generations: the number of generations that the workers formed.
+        starts: the number of times that the job was started.
+        repeated: the number of times that a step was begun again.
+        seconds: the duration of the job, in seconds.
+        serial_digest: the digest of the weights without faults.
+        digest: the digest of the weights with faults; None if the job did not come to an end.
+        problems: what is wrong with the samples, or with the way in which the job ended, as sentences.
     """
 
     steps: int
@@ -184,11 +184,11 @@ def _judge(spec: ChaosSpec, faults: Faults, serial: Mapping[str, Any], struck: _
 
 @dataclass
 class _Struck:
-    """The job that is struck, from its first start to its end.
+    """The job with injected faults, from its first start to its end.
 
     Attributes:
-        problems: with its end; empty while there are none.
-        starts: how often it was started.
+        problems: what is wrong with its end, as sentences; empty while nothing is.
+        starts: the number of times that it was started.
         is_done: whether it has come to its end.
     """
 
@@ -279,8 +279,8 @@ def why_again(code: int, result: Mapping[str, Any]) -> str:
     """What a fault has done to a job that is to be started again; nothing if it is not.
 
     Args:
-        code: with which the job has ended; minus the signal's number if one has.
-        result: its ``result.json``.
+        code: the exit code of the job; minus the signal's number if a signal ended it.
+        result: the content of its ``result.json``.
     """
     if code == -signal.SIGKILL:
         return "its agent was killed"

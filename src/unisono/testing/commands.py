@@ -36,7 +36,7 @@ class ForkedCommand:
     Args:
         args: its command line.
         pid: its process id.
-        channel: where the shared fork server says how it has ended.
+        channel: the socket on which the shared fork server says how it has ended.
 
     Attributes:
         returncode: its exit code, negative for a signal, once ``poll`` or ``wait`` has found that it has ended; 255 if
@@ -110,10 +110,10 @@ def start(
 
     Args:
         words: the command, and its arguments.
-        cwd: its working folder; by default that of this process.
-        env: its variables; by default those of this process.
-        stdout: where its output goes: a file, a descriptor, or DEVNULL; by default where that of this process goes.
-        stderr: the same of its errors; or STDOUT.
+        cwd: its working folder; by default this process's.
+        env: its environment variables; by default this process's.
+        stdout: the place for its output: a file, a descriptor, or DEVNULL; by default this process's.
+        stderr: the place for its errors, likewise; or STDOUT.
 
     Returns:
         the process. One that a shared fork server has forked is no child of this process, and has no ``communicate``.

@@ -53,12 +53,13 @@ class _Fault(BaseModel):
 
 
 class _Delayed(_Fault):
-    """A fault that may strike in the middle of the step, or of a recovery.
+    """A fault that may be injected in the middle of the step, or of a recovery.
 
     Attributes:
-        after_s: seconds from the step's begin on, or from the point of the recovery.
-        during: ``recovery``: it waits until workers form the next generation, after a loss or to take others in.
-        point: at which of the recovery.
+        after_s: the seconds from the beginning of the step, or from the point of the recovery.
+        during: ``step``, or ``recovery`` to wait until workers form the next generation, after a loss or to take others
+            in.
+        point: the failpoint of the recovery.
     """
 
     after_s: Seconds = 0.0
@@ -95,8 +96,8 @@ class Slow(_Fault):
     """The worker computes slower.
 
     Attributes:
-        factor: how many times as long its shards take.
-        steps: for so many steps; None to the end.
+        factor: the factor on the time that its shards take.
+        steps: the number of steps for which it lasts; None for all.
     """
 
     kind: Literal["slow"] = "slow"
@@ -167,7 +168,8 @@ class FlipBit(_Fault):
             ``partial_sum``, of the gradients of its shards, before it is read, or ``gradient``, the mean over the
             global batch, before the update reads it: its first number, if it is checked. ``checkpoint``: the weights'
             file of the newest one in the run folder.
-        bit: of that number, from the lowest on, or of that file, from its begin on; larger ones start over.
+        bit: the number of the bit: in that number, from the lowest on, or in that file, from its beginning on; larger
+            ones start over.
     """
 
     kind: Literal["flip_bit"] = "flip_bit"
@@ -180,7 +182,7 @@ class WrongResult(_Fault):
     """From this step on the worker's processor computes one element of one gradient with a wrong bit.
 
     Attributes:
-        bit: which one, from the lowest on; larger ones start over.
+        bit: the number of the bit, from the lowest on; larger ones start over.
     """
 
     kind: Literal["wrong_result"] = "wrong_result"

@@ -33,13 +33,13 @@ from unisono.testing.fault import (
 
 @dataclass(frozen=True)
 class Faults:
-    """A script of faults. Each method returns a new one with a fault more.
+    """A fault plan. Each method returns a new plan with one more fault.
 
     ``at_step=k`` strikes when k steps are committed and the next is about to be computed, or, should the job stand
     elsewhere just then, as soon after that as it can. A rank that does not exist then stands for ``rank % workers``.
 
     Attributes:
-        faults: in the order in which they were written.
+        faults: the faults, in the order in which they were written.
 
     Raises:
         JobError: by each method: a value is out of range; names the fault's number, the field and what to do.
@@ -99,11 +99,11 @@ class Faults:
 
     @classmethod
     def from_toml(cls, text: str, where: str = "the script of faults") -> Faults:
-        """Read a script: one ``[[fault]]`` each.
+        """Read a fault plan: one ``[[fault]]`` table each.
 
         Args:
-            text: of the script.
-            where: it comes from, for errors.
+            text: the text of the plan.
+            where: the name of its source, for errors.
 
         Raises:
             JobError: it is no TOML, or a fault in it makes no sense; names the fault's number, field and value.

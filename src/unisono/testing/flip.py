@@ -71,9 +71,9 @@ def flip(tensor: Tensor, element: int, bit: int) -> None:
     """Flip a bit, past everything that counts writes.
 
     Args:
-        tensor: dense, on the CPU.
-        element: its number, in the order of memory.
-        bit: of the element, from the lowest on, modulo its width.
+        tensor: a dense tensor on the CPU.
+        element: the number of the element, in the order of memory.
+        bit: the number of the bit, from the lowest on, modulo the element's width.
     """
     values = numbers_of(tensor)
     bit %= 8 * values.itemsize

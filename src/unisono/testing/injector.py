@@ -51,13 +51,13 @@ def victim_of(fault: Fault, workers: int) -> int:
 
 
 class FaultInjector:
-    """The faults that have yet to strike, in one worker.
+    """The faults that are still to be injected into one worker.
 
     Args:
-        faults: of the script.
-        strike: carries one out.
-        victim: which of so many workers is to be struck.
-        sleep: waits for so many seconds.
+        faults: the fault plan.
+        inject: a function that injects a fault.
+        victim: a function that returns the rank that a fault hits, among so many workers.
+        sleep: a function that waits for so many seconds.
     """
 
     def __init__(

@@ -35,14 +35,14 @@ WITHIN_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RandomFaults:
-    """What a script is to be like.
+    """The settings from which a fault plan is drawn.
 
     Attributes:
-        seed: of all that is drawn.
-        faults: how many.
-        steps: of the job, over which they are spread.
-        largest: how many workers the job may have.
-        has_agents_killed: whether agents are among the victims; whoever starts the job has to start it again then.
+        seed: the seed of all that is drawn.
+        faults: the number of faults.
+        steps: the number of steps of the job, over which they are spread.
+        largest: the largest number of workers of the job.
+        has_agents_killed: whether agents are killed, too; whoever starts the job has to start it again then.
     """
 
     seed: int

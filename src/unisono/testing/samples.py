@@ -29,16 +29,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What one worker set out to compute.
+    """The samples that one worker set out to compute in one call.
 
     Attributes:
-        place: the call.
-        generation: in which it did.
-        loop: number of the loop.
-        epoch: of the loop.
-        samples: in the data set.
-        per_epoch: how many of them an epoch uses.
-        cut: how many shards the batch has.
+        place: the step and the call.
+        generation: the number of the generation.
+        loop: the number of the loop.
+        epoch: the number of the epoch in the loop.
+        samples: the number of samples in the data set.
+        per_epoch: the number of samples that an epoch uses.
+        cut: the number of shards of the batch.
         shards: the samples of each shard, by its number.
     """
 
@@ -54,14 +54,14 @@ class Computed:
 
 @dataclass(frozen=True)
 class Samples:
-    """What all workers of a run wrote down.
+    """All that the workers of a run wrote down.
 
     Of a call that was committed more than once (on a worker that was lost with it, or before the job went on from an
     older checkpoint) the newest generation counts: numbers of generations are never used again.
 
     Attributes:
-        computed: in any order.
-        committed: call and generation.
+        computed: the computed samples, in any order.
+        committed: the committed calls, each with its generation.
     """
 
     computed: tuple[Computed, ...]
@@ -104,10 +104,10 @@ def problems(samples: Samples, steps: int, shards: int, serial: Samples | None =
     """What is wrong with the samples that a run used; nothing if all is right.
 
     Args:
-        samples: of the run.
-        steps: that the job has.
-        shards: that the job has; a batch may be cut finer.
-        serial: of a run that nobody disturbed, to compare with; without one every epoch has to be whole.
+        samples: the samples of the run.
+        steps: the number of steps of the job.
+        shards: the number of shards of the job; a batch may be cut finer.
+        serial: the samples of a run without faults, to compare with; without one every epoch has to be whole.
     """
     counted = _Counted.of(samples)
     found = [*_steps(counted, steps), *_shards(counted, shards)]

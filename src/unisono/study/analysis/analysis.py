@@ -163,9 +163,9 @@ class Analysis:
 
     Attributes:
         results: the measurements.
-        wanted: by the reader.
+        wanted: the reader's choices.
         summary: medians and ratios.
-        curves: strong ones first.
+        curves: the curves, strong ones first.
         batches: the results of the batch size search, by label.
     """
 

@@ -76,8 +76,8 @@ class Fit:
 
     Attributes:
         law: the law that was fitted.
-        parameters: by symbol, each with its interval.
-        rate: samples per second of one worker, as the fit has it.
+        parameters: the parameters by symbol, each with its interval.
+        rate: the fitted throughput of one worker, in samples per second.
         misfit: the largest deviation of the fit from a median, as a share of that.
         figures: the number of figures that it was fitted to.
         values: the logarithm of ``rate``, and the parameters.

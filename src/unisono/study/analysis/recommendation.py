@@ -42,11 +42,11 @@ class Recommendation:
     """Numbers of workers among those that were measured.
 
     Attributes:
-        fastest: the fewest workers that are not slower than any other number, beyond the noise.
-        efficient: the most workers with the efficiency that was asked for.
-        cheapest: with the lowest cost; None without prices.
-        costs: by workers, of an epoch or of a million samples; empty without prices.
-        of_epochs: which of the two.
+        fastest: the smallest number of workers that is not slower than any other, beyond the noise.
+        efficient: the largest number of workers with the efficiency that was asked for; None if none has it.
+        cheapest: the number of workers with the lowest cost; None without prices.
+        costs: the cost of an epoch or of a million samples, by number of workers; empty without prices.
+        of_epochs: whether costs are those of an epoch.
     """
 
     fastest: Row
@@ -57,12 +57,12 @@ class Recommendation:
 
 
 def recommended(curve: Sequence[Row], threshold: float = EFFICIENT, prices: Prices | None = None) -> Recommendation:
-    """From the rows of one curve.
+    """The recommendation from the rows of one curve.
 
     Args:
-        curve: at least one, none of which shared its cores.
+        curve: the rows, at least one, none of which shared its cores.
         threshold: the efficiency asked for, 0 … 1.
-        prices: None to leave costs out.
+        prices: the prices; None to leave costs out.
     """
     best = max(curve, key=lambda row: row.samples_per_s.value)
     fastest = min((row for row in curve if not _slower(row, best)), key=lambda row: row.workers)

@@ -38,8 +38,8 @@ class Cell(BaseModel):
             process without Unisono.
         workers: the number of workers; for a baseline, it had the threads of so many workers.
         repeat: the number of the repeat, from 0.
-        batch_size: samples in a global batch.
-        learning_rate: after the warm-up.
+        batch_size: the number of samples in a global batch.
+        learning_rate: the learning rate after the warm-up.
         epoch: its number, from 1, if the row is one epoch of a run.
         samples: the number of samples of the measured time.
         seconds: the measured time.
@@ -51,7 +51,8 @@ class Cell(BaseModel):
         update_s: seconds of a step spent in the optimizer.
         wait_s: seconds of a step spent waiting for the slowest worker.
         peak_memory_mib: the peak memory of the worker that needed most.
-        loss: after the same samples in all runs of a label and a mode; one that is not finite is as good as none.
+        loss: the loss after the same number of samples in all runs of a label and a mode; one that is not finite counts
+            as none.
         accuracy: a share, 0 … 1, at the same moment.
         digest: SHA-256 of the weights at the same moment.
         oversubscribed: workers times threads were more than the machine has cores (or workers more than GPUs).
@@ -113,14 +114,14 @@ class Cell(BaseModel):
 
 
 class Results(BaseModel):
-    """All of a study.
+    """All measurements of a study.
 
     Attributes:
         cells: the measurements, in the order of measuring.
-        environment: of the machine and its software, shown as it is. What else is made of it: ``cores``, and for the
+        environment: the facts of the machine and its software, shown as they are. Used besides: ``cores``, and for the
             model of a step ``latency_s`` (of a message between two workers) and ``bandwidth_bytes_per_s``.
         commands: the commands that were run, each as one could type it.
-        settings: of the study, shown as they are. What else is made of them: ``epoch_samples`` (the samples of an
+        settings: the settings of the study, shown as they are. Used besides: ``epoch_samples`` (the samples of an
             epoch, for epoch times that were not measured), and for models of a step ``shards`` and ``gradient_bytes``
             (that are reduced in a step). Each is a number, or a number for each label.
         notes: sentences that a reader of the figures should know.
@@ -138,8 +139,8 @@ class Results(BaseModel):
         """A number among the settings or the environment; None if it is not there.
 
         Args:
-            name: of it.
-            label: of what it is about, where there is a number for each label.
+            name: the name of the figure.
+            label: the label that the figure is about, where there is a number for each label.
         """
         found = self.settings.get(name, self.environment.get(name))
         if isinstance(found, Mapping):

@@ -96,8 +96,8 @@ class _Table:
     """Rows of text.
 
     Attributes:
-        columns: as they are called here.
-        delimiter: between two of them.
+        columns: the names of the columns.
+        delimiter: the character between two columns.
         body: the text, with its first line.
     """
 

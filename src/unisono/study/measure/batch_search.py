@@ -94,7 +94,7 @@ class BatchSearch:
         """The batch to try next, or the answer.
 
         Args:
-            trials: by batch.
+            trials: the trials so far, by batch.
         """
         known = _Known(self, trials)
         if (batch := known.wanted()) is not None:

@@ -36,7 +36,7 @@ class Searched:
 
     Attributes:
         found: the answer.
-        trials: by batch, smallest first.
+        trials: the trials by batch, smallest first.
     """
 
     found: Found
@@ -76,8 +76,8 @@ def searched(search: BatchSearch, attempt: Try, tell: Callable[[Tried], None]) -
 
     Args:
         search: the search to make, which was checked before.
-        attempt: tries one.
-        tell: gets what came of each.
+        attempt: a function that tries a batch.
+        tell: a function that gets the result of each trial.
     """
     trials: dict[int, Tried] = {}
     while isinstance(batch := search.next(trials), int):
@@ -149,9 +149,9 @@ class BatchRunner:
     """Tries batches with this machine's launcher.
 
     Attributes:
-        settings: of all trials.
-        steps: of each.
-        failed: where the run folder of a trial stays that failed for another reason than its memory.
+        settings: the launch settings of all trials.
+        steps: the number of steps of each trial.
+        failed: the folder for the run folder of a trial that failed for another reason than its memory.
     """
 
     settings: LaunchSettings
@@ -163,8 +163,8 @@ class BatchRunner:
 
         Args:
             batch: samples per worker.
-            launcher: that all trials have in common.
-            folder: for its run folder, which is removed.
+            launcher: the launcher of all trials.
+            folder: the folder for its run folder, which is removed.
 
         Raises:
             Interrupted: by a signal.
@@ -205,9 +205,9 @@ def failure_words(outcome: Outcome, batch: int, workers: int, folder: RunFolder)
     """What to say when a trial failed for another reason than its memory.
 
     Args:
-        outcome: of its launch.
-        batch: samples per worker.
-        workers: how many.
+        outcome: the outcome of its launch.
+        batch: the number of samples per worker.
+        workers: the number of workers.
         folder: its run folder.
     """
     samples = f"{batch} per worker" if workers > 1 else f"{batch}"

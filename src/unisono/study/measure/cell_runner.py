@@ -84,13 +84,13 @@ class CellRunner:
 
 
 def results_of(measurement: Measurement, measured: Measured, cores: int, command: str) -> Results:
-    """All that a report is made of.
+    """All that a report is made from.
 
     Args:
-        measurement: that was wanted.
-        measured: what came of it.
-        cores: of this host.
-        command: that asked for the study, as it was typed.
+        measurement: the measurement that was asked for.
+        measured: the measured runs.
+        cores: the number of cores of this host.
+        command: the command that asked for the study, as it was typed.
     """
     cells = rows(measurement, measured, cores)
     return Results(

@@ -23,26 +23,26 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """What a run was found to take.
+    """The figures of one run.
 
     Attributes:
         samples: the number of samples of the measured time.
         seconds: the measured time.
-        trained: samples that were trained on in all.
+        trained: the number of samples that were trained on in all.
         epoch_s: seconds of a whole epoch.
         times: the median of each part of a step; None for a plain loop.
         peak_memory_mib: the peak memory of the worker that needed most.
         batch_size: samples in a global batch.
-        learning_rate: in the last step.
-        accuracy: the last one that the script logged.
+        learning_rate: the learning rate of the last step.
+        accuracy: the newest accuracy that the script logged.
         digest: the weights' digest.
         threads: the number of threads of each worker.
-        epoch_samples: samples of an epoch.
+        epoch_samples: the number of samples of an epoch.
         shards: the job's number of shards.
         gradient_bytes: the bytes of gradients that are reduced in a step.
         reduction: latency and bandwidth of the reduction itself, if there were several workers.
         devices: the workers' devices, by rank.
-        losses: for each step or epoch: the samples before and after it, and its loss.
+        losses: for each step or epoch, the samples before and after it, and its loss.
         epoch: the number of the epoch, from 1, of a plain loop that has trained but one.
     """
 

@@ -78,21 +78,22 @@ ADDING = ("POLICIES", "PLUGINS", "BATCH_SIZE", "BATCH_SCALE_WARMUP")
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What to run, with how many workers, how often.
+    """The settings of a study's measurements.
 
     Attributes:
-        script: the user's, with its arguments, as Python takes them: ``train.py --lr 0.1`` or ``-m package.train``.
-        workers: with how many to run it.
+        script: the user's script with its arguments, as Python takes them: ``train.py --lr 0.1`` or ``-m
+            package.train``.
+        workers: the numbers of workers to measure.
         modes: ``strong`` keeps the batch, ``weak`` multiplies it by the workers.
         repeats: the number of repeats of each cell.
-        steps: after which a run is cut short.
-        epochs: after which a run is cut short.
+        steps: the number of steps after which a run is cut short; None for no limit.
+        epochs: the number of epochs after which a run is cut short; None for no limit.
         baseline: the plain loop with its arguments; empty without.
-        baseline_workers: the plain loop has the threads of so many workers, one number after the other.
+        baseline_workers: the numbers of workers whose threads the plain loop gets, one number after the other.
         shards: the job's number of shards, if set here.
         threads: the threads of each worker, if set here.
         warmup_steps: the number of steps that are left out of all figures.
-        seed: the seed of the order.
+        seed: the seed of the order of the runs.
         label: a name for what is measured, for comparisons.
         tuned: whether the launcher sets the workers' memory allocator.
     """

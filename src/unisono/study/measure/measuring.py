@@ -118,14 +118,14 @@ def measure(
     *,
     keeps_going: bool = False,
 ) -> Measured:
-    """Run what is missing in a folder, and read everything.
+    """Make the runs that a folder lacks, and read all of them.
 
     Args:
         measurement: the measurement to make, which was checked before.
-        folder: opened.
-        run_cell: runs one.
-        progress: is told.
-        keeps_going: also if every kind of run fails for the same reason.
+        folder: the study's folder, opened.
+        run_cell: a function that makes one run.
+        progress: the display of what is under way.
+        keeps_going: whether to go on if every kind of run fails for the same reason.
 
     Raises:
         Interrupted: by a signal; what is measured by then is kept.

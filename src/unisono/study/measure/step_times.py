@@ -13,15 +13,15 @@ from unisono.plan.split import Split
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step by what they went into; those of its workers, on average.
+    """The parts of a step, in seconds; the mean over its workers.
 
     Attributes:
-        step_s: all of it, on the main worker's clock.
-        data_s: waiting for samples.
-        compute_s: forward and backward.
-        wait_s: from when a worker had computed its shards until the slowest one had.
-        exposed_s: the rest of what a worker waited for the reduction after everything was computed.
-        update_s: the optimizer.
+        step_s: the whole step, on the main worker's clock.
+        data_s: the wait for samples.
+        compute_s: the forward and the backward pass.
+        wait_s: the wait, from when a worker had computed its shards until the slowest one had.
+        exposed_s: the rest of the wait for the reduction, after everything was computed.
+        update_s: the optimizer's update.
     """
 
     step_s: float
@@ -42,9 +42,9 @@ def step_times(lines: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
     """The times of steps.
 
     Args:
-        lines: of ``metrics.jsonl``, of steps that follow each other. What workers say of a step's end stands in the
-            next step's line, so nothing is told of the last step. Where they say nothing, the main worker's own times
-            are taken.
+        lines: the lines of ``metrics.jsonl`` for consecutive steps. What workers say of a step's end stands in the next
+            step's line, so nothing is told of the last step. Where they say nothing, the main worker's own times are
+            taken.
     """
     found = [_of_workers(line, after) or _of_main(line) for line, after in pairwise(lines)]
     return found or [_of_main(line) for line in lines]

@@ -21,12 +21,13 @@ class Replay:
     """What policies would have done in a run.
 
     Attributes:
-        decisions: in order, each with the steps committed by then.
-        settings: after each recorded step: steps committed, batch size, learning rate, as the policies want them.
-        stopped: the steps after which they would have ended the training; None if they would not.
-        gaps: steps that are not recorded, so that they were not asked after them.
-        unwatched: recorded steps whose gradients were not measured, if a policy reads that.
-        untimed: recorded steps in which the workers' times were not written down.
+        decisions: the decisions, in order, each with the number of steps committed by then.
+        settings: the settings that the policies want after each recorded step: steps committed, batch size, learning
+            rate.
+        stopped: the number of steps after which they would have ended the training; None if they would not.
+        gaps: the steps that are not recorded, after which policies were not asked.
+        unwatched: the number of recorded steps whose gradients were not measured, if a policy reads them.
+        untimed: the number of recorded steps without the workers' times.
     """
 
     decisions: Sequence[tuple[int, Decision]]

@@ -77,9 +77,9 @@ class Block:
     Attributes:
         kind: the kind of block.
         texts: paragraphs, items, or lines of code.
-        table: its content.
-        pictures: beside each other, where there is room.
-        terms: words and what they mean.
+        table: the table, if this is one.
+        pictures: the charts, beside each other where there is room.
+        terms: words, each with what it means.
     """
 
     kind: BlockKind

@@ -32,9 +32,9 @@ class Drawing:
     """A chart as it is in files, on white.
 
     Attributes:
-        png: of the file, and of its place in a PDF.
-        svg: of the file.
-        shape: width and height, in inches.
+        png: the bytes of the PNG file, also used in the PDF.
+        svg: the bytes of the SVG file.
+        shape: the width and the height, in inches.
     """
 
     png: bytes

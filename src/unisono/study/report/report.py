@@ -38,8 +38,8 @@ def write_report(
 
     Args:
         results: the measurements.
-        folder: made if it is not there.
-        wanted: by the reader.
+        folder: the report's folder, made if it is missing.
+        wanted: the reader's choices.
         batches: the results of the search for the largest batch, by label.
 
     Returns:

@@ -27,7 +27,7 @@ class WrittenTable:
         head: the head of each column.
         rows: the rows, with one field for each column.
         text_columns: the number of columns of words, from the left; the others are figures.
-        note: below the table.
+        note: the text below the table.
     """
 
     head: Sequence[str]
