@@ -11,7 +11,7 @@ import pytest
 from unisono.errors import WorkerLost
 from unisono.reduce.rpc import RpcEndpoint
 from unisono.reduce.rpc_message import RpcMessage, family_of, listen
-from unisono.reduce.traffic import Traffic
+from unisono.reduce.transport import Traffic
 
 PATIENCE_S = 20.0
 

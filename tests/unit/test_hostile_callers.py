@@ -17,7 +17,7 @@ from unisono.received import is_same_user
 from unisono.reduce.admission import MOST_STRANGERS, Admission, present
 from unisono.reduce.rpc import RpcEndpoint
 from unisono.reduce.rpc_message import RpcConnection, RpcMessage, listen
-from unisono.reduce.traffic import Traffic
+from unisono.reduce.transport import Traffic
 
 pytestmark = pytest.mark.unit
 

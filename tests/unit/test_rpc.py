@@ -20,7 +20,7 @@ from unisono.reduce.admission import Impostor, greet, present, receive
 from unisono.reduce.buckets import pack, unpack
 from unisono.reduce.rpc import RpcEndpoint
 from unisono.reduce.rpc_message import RpcConnection, RpcMessage, address_of, listen
-from unisono.reduce.traffic import Traffic
+from unisono.reduce.transport import Traffic
 
 pytestmark = pytest.mark.unit
 

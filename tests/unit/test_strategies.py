@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from unisono.errors import JobError
 from unisono.plan.batches import Batches, Position
 from unisono.reduce.buckets import NOTHING, pack, unpack
-from unisono.reduce.traffic import Traffic
+from unisono.reduce.transport import Traffic
 from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging, average
 from unisono.sync.named import STRATEGIES, strategy_of
 from unisono.sync.parameter_server import ParameterServer, shares

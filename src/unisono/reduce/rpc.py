@@ -15,7 +15,7 @@ from unisono.errors import NoProgress, UnisonoError, Unreadable, WorkerLost
 from unisono.reduce.admission import RETRY_S, Admission, present
 from unisono.reduce.peers import limit
 from unisono.reduce.rpc_message import RpcConnection, RpcMessage, address_of, family_of, is_host, is_name, listen
-from unisono.reduce.traffic import Traffic
+from unisono.reduce.transport import Traffic
 
 Gather = Callable[[Any], list[Any]]
 """Every worker's JSON value, by rank. Collective."""

@@ -1,5 +1,6 @@
-"""The seam between what is reduced and how it travels."""
+"""The seam between what is reduced and how it travels; and how much of it others get."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -12,7 +13,35 @@ from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
 from unisono.reduce.buckets import Bucket
 from unisono.reduce.tally import Tally
-from unisono.reduce.traffic import Traffic
+
+
+class Traffic:
+    """Counts what others get from this worker: over a connection, or by reading its part of shared memory.
+
+    Several threads may count.
+
+    Attributes:
+        sent_bytes: so far.
+        sent_messages: so far; a part of memory that others are told of is one for each of them.
+    """
+
+    def __init__(self) -> None:
+        self.sent_bytes = self.sent_messages = 0
+        self._taken = 0, 0
+        self._lock = threading.Lock()
+
+    def count(self, sent_bytes: int, sent_messages: int) -> None:
+        """So much was sent."""
+        with self._lock:
+            self.sent_bytes += sent_bytes
+            self.sent_messages += sent_messages
+
+    def take(self) -> tuple[int, int]:
+        """Bytes and messages since this was asked for last."""
+        with self._lock:
+            taken, self._taken = self._taken, (self.sent_bytes, self.sent_messages)
+            return self.sent_bytes - taken[0], self.sent_messages - taken[1]
+
 
 PIECE = 256 * 1024
 """Elements that are added at a time, so that what is done with them next still finds them in the cache."""

@@ -32,8 +32,7 @@ from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.listeners import Listener, Listeners
-from unisono.train.step.synchronisation import Synchronisation
-from unisono.train.step.worker_report import Timer, WorkerReport
+from unisono.train.step.synchronisation import Synchronisation, Timer, WorkerReport
 from unisono.train.step_loop import StepLoop
 from unisono.train.strategies.exact_steps import ExactSteps
 from unisono.train.strategies.local_training import LocalTraining

@@ -39,8 +39,7 @@ from unisono.train.step.current import CurrentSteps
 from unisono.train.step.engine import Clip, LossFunction
 from unisono.train.step.listeners import Listeners
 from unisono.train.step.step import Step
-from unisono.train.step.synchronisation import Synchronisation
-from unisono.train.step.worker_report import Timer
+from unisono.train.step.synchronisation import Synchronisation, Timer
 
 
 @dataclass(eq=False)

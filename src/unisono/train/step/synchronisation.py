@@ -1,22 +1,121 @@
-"""When workers with weights of their own get the same ones again."""
+"""What a worker tells the others, and when workers with weights of their own get the same ones again."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import astuple
+from statistics import median
 from typing import Any
 
 from unisono.adapt.view import Timings
 from unisono.errors import JobMismatch
 from unisono.train.group.collectives import CollectiveCalls
+from unisono.train.group.control import Flags
 from unisono.train.group.membership import Membership
+from unisono.train.model.at_rest import Seen
 from unisono.train.state.checkpoints import Checkpoints
-from unisono.train.state.ending import Ending, Requests
+from unisono.train.state.ending import Ending, LeaveRequest, Requests
 from unisono.train.state.trained import Trained
 from unisono.train.step.computer import Told
 from unisono.train.step.current import CurrentSteps
-from unisono.train.step.listeners import Listeners
+from unisono.train.step.engine import Call
+from unisono.train.step.listeners import Counted, Listener, Listeners
 from unisono.train.step.step import Step
-from unisono.train.step.worker_report import WorkerReport
+
+RECENT = 9
+FEWEST = 3
+
+
+class Timer(Listener):
+    """Keeps the times of the step before until the next control word takes them along.
+
+    The last in the list of listeners, so that it hears of the time that those before it have taken.
+    """
+
+    def __init__(self) -> None:
+        self._shard_s = 0.0
+        self._seconds: Mapping[str, float] = {}
+        self._sent = 0, 0
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def step_computed(self, step: Step, shards: int, seconds: float) -> None:
+        """This worker has computed so many shards."""
+        self._shard_s = seconds / shards if shards else 0.0
+
+    def call_counted(self, call: Call, counted: Counted) -> None:
+        """An update is made; without shards there is nothing to know."""
+        if counted.shards:
+            self._recent.append(counted.seconds["compute"] / counted.shards)
+
+    def step_took(self, seconds: Mapping[str, float], sent: tuple[int, int]) -> None:
+        """A step is over.
+
+        Args:
+            seconds: that it took, by part, as in ``metrics.jsonl``.
+            sent: bytes and messages that others got from this worker since the step before.
+        """
+        self._seconds, self._sent = dict(seconds), sent
+
+    @property
+    def shard_s(self) -> float:
+        """The median of the seconds that one shard took lately; 0 as long as too little is known."""
+        return median(self._recent) if len(self._recent) >= FEWEST else 0.0
+
+    def timings(self, formed_s: float, checkpoint_s: float) -> Timings:
+        """All of it.
+
+        Args:
+            formed_s: seconds that forming the present generation took.
+            checkpoint_s: seconds that the newest checkpoint took.
+        """
+        return Timings(
+            shard_s=self._shard_s,
+            step_s=self._seconds.get("total", 0.0),
+            data_s=self._seconds.get("data", 0.0),
+            exposed_s=self._seconds.get("exposed_communication", 0.0),
+            update_s=self._seconds.get("update", 0.0),
+            sent_bytes=float(self._sent[0]),
+            formed_s=formed_s,
+            checkpoint_s=checkpoint_s,
+            sent_messages=float(self._sent[1]),
+        )
+
+
+class WorkerReport:
+    """Asked for as late as can be: whoever wants in or out meanwhile need not wait for one step more.
+
+    Args:
+        membership: the members of the job, which know whether a new generation is due.
+        leave: the request to leave, if this worker got one.
+        timer: the timer of this worker's steps.
+        checkpoints: the checkpoints of the run, which know how long the newest one took.
+    """
+
+    def __init__(self, membership: Membership, leave: LeaveRequest, timer: Timer, checkpoints: Checkpoints) -> None:
+        self._membership, self._leave, self._timer, self._checkpoints = membership, leave, timer, checkpoints
+
+    def flags(self, formed_s: float, seen: Seen) -> Flags:
+        """What rides with the control word.
+
+        Args:
+            formed_s: seconds that forming the present generation took.
+            seen: what was found in the memory of this worker.
+        """
+        leaves = self._leave.requested and not self._membership.leave()
+        return Flags(
+            leaves,
+            self._membership.is_due,
+            flipped=seen.has_flipped,
+            digest=seen.common,
+            own=seen.own,
+            timings=self._timer.timings(formed_s, self._checkpoints.seconds),
+        )
+
+    def told(self, formed_s: float) -> dict[str, Any]:
+        """The same as JSON, where workers synchronise."""
+        flags = self.flags(formed_s, Seen())
+        return {"leave": flags.leave, "regroup": flags.regroup, "timings": astuple(flags.timings)}
 
 
 class Synchronisation:

@@ -27,7 +27,7 @@ from unisono.train.step.computer import StepCall, Told
 from unisono.train.step.engine import Attempt, Call, StepEngine
 from unisono.train.step.listeners import Computed, Counted, Listeners
 from unisono.train.step.step import Step
-from unisono.train.step.worker_report import WorkerReport
+from unisono.train.step.synchronisation import WorkerReport
 
 
 @dataclass(eq=False)
