@@ -20,7 +20,7 @@ from unisono.membership.messages import NewGeneration, Seat
 from unisono.membership.token import context_for, is_private, make_token, token_file
 from unisono.reduce.peers import PeerListener
 from unisono.train.config.run_config import CoordinatorAccess
-from unisono.train.group.elastic import ElasticRendezvous
+from unisono.train.group.forming import ElasticRendezvous
 
 pytestmark = pytest.mark.unit
 

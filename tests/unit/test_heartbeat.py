@@ -16,13 +16,13 @@ class Watched:
         self.now = 100.0
         monkeypatch.setattr(module, "perf_counter", lambda: self.now)
         self.workers: Any = SimpleNamespace(generation=SimpleNamespace(number=1), ticks=0, is_called=False, waits=False)
-        self.heart = Heartbeat()
+        self.heart = Heartbeat(lambda progress: None, lambda: self.workers)
 
     def after(self, seconds: float, *, ticks: int = 0, called: bool = False, waits: bool = False) -> Any:
         self.now += seconds
         self.workers.ticks += ticks
         self.workers.is_called, self.workers.waits = called, waits
-        return self.heart.look(self.workers)
+        return self.heart.look()
 
 
 @pytest.fixture

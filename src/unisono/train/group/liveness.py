@@ -6,34 +6,51 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from time import perf_counter
 
-from unisono.membership.messages import NewGeneration, Pulse, Target, Unreached
+from unisono.membership.messages import NewGeneration, Progress, Pulse, Target, Unreached
 from unisono.membership.probe import probe, unreached
+from unisono.train.group.membership import MemberProgress
 from unisono.train.group.workers import Workers
 
 # How this worker's main thread does, as another thread sees it.
 
+BEAT_S = 1.0
+"""Between two signs of life."""
+
 
 class Heartbeat:
-    """Looks at the main thread now and then, and notices when it comes no further.
+    """Looks at the main thread now and then, and tells the coordinator how it does.
 
     It is called by one thread. The main thread only sets plain attributes, here and on its workers.
 
+    Args:
+        send: sends to the coordinator; never waits.
+        workers: those of the present generation.
+
     Attributes:
+        progress: how far the main thread has come.
+        samples_per_s: of the whole job, lately.
         forms: whether the main thread meets the workers of a new generation.
         shard_s: the seconds that computing one shard takes lately; 0 as long as nobody wants to know.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, send: Callable[[Progress], None], workers: Callable[[], Workers]) -> None:
+        self._send, self._workers = send, workers
+        self.progress, self.samples_per_s = MemberProgress(0), 0.0
         self.forms = False
         self.shard_s = 0.0
         self._seen: Hashable = None
         self._was_called = False
         self._since = perf_counter()
         self._longest_s = 0.0
+        self._closed = threading.Event()
 
-    def look(self, workers: Workers) -> Pulse:
-        """How it does now, at work with these workers."""
-        now = perf_counter()
+    def close(self) -> None:
+        """It beats no more."""
+        self._closed.set()
+
+    def look(self) -> Pulse:
+        """How it does now."""
+        now, workers = perf_counter(), self._workers()
         waits = self.forms or workers.waits
         seen = (workers.generation.number, workers.ticks, workers.is_called)
         if seen != self._seen and self._was_called:
@@ -47,6 +64,20 @@ class Heartbeat:
             longest_s=self._longest_s,
             shard_s=self.shard_s,
         )
+
+    def beat(self) -> None:
+        """Tell it again and again, until this is closed. On a thread of its own."""
+        while not self._closed.wait(BEAT_S):
+            progress = self.progress
+            self._send(
+                Progress(
+                    acts=progress.acts,
+                    step=progress.step,
+                    loop=progress.loop,
+                    samples_per_s=self.samples_per_s,
+                    pulse=self.look(),
+                )
+            )
 
 
 # Probes of a generation's hosts while it forms.

@@ -1,0 +1,94 @@
+"""How the workers of a new generation of an elastic job come together."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from unisono.errors import WorkerLost
+from unisono.membership.environment import Environment
+from unisono.membership.messages import NewGeneration, Seat, Unreached
+from unisono.reduce.peers import PeerListener, Peers, address_from, is_within_call
+from unisono.train.group.connect import Rendezvous
+from unisono.train.group.workers import Workers
+
+
+class Forming:
+    """Of one generation. Any thread can have the main thread wait no longer.
+
+    Attributes:
+        unreached: hosts of the generation to which this worker cannot connect.
+    """
+
+    def __init__(self) -> None:
+        self.unreached: tuple[Unreached, ...] = ()
+        self._found: Future[Workers] = Future()
+
+    def connect(self, form: Callable[[], Workers]) -> Workers:
+        """Connect, on a thread of its own: nothing else wakes whoever waits for a host that has vanished.
+
+        Raises:
+            WorkerLost: it was given up.
+        """
+        threading.Thread(target=self._connect, args=(form,), name="unisono-connect", daemon=True).start()
+        return self._found.result()
+
+    def give_up(self, why: str) -> None:
+        """Nobody waits for the others any more."""
+        with suppress(InvalidStateError):
+            self._found.set_exception(WorkerLost(why))
+
+    def not_reached(self, unreached: tuple[Unreached, ...]) -> None:
+        """Give up hosts that this one does not reach: the transport itself would wait much longer."""
+        self.unreached = unreached
+        words = "; ".join(f"{each.agent}: {each.why}" for each in unreached)
+        self.give_up(f"hosts of the generation are out of reach ({words})")
+
+    def _connect(self, form: Callable[[], Workers]) -> None:
+        try:
+            workers = form()
+        except Exception as error:  # noqa: BLE001 (raised by whoever waits)
+            with suppress(InvalidStateError):
+                self._found.set_exception(error)
+            return
+        try:
+            self._found.set_result(workers)
+        except InvalidStateError:  # nobody waits any more
+            workers.close()
+
+
+class ElasticRendezvous(Rendezvous):
+    """Of the workers of a new generation.
+
+    Args:
+        new: the generation.
+        rank: of this worker.
+        listener: of this worker, whose address the others know.
+        store: the coordinator's.
+    """
+
+    def __init__(self, new: NewGeneration, rank: int, listener: PeerListener, store: dist.Store) -> None:
+        self._here = _on_the_host_of(new.roster[rank], new.roster)
+        self._place = self._here.index(new.roster[rank])
+        self._generation, self._listener, self._store = new.generation, listener, store
+        self.environment = Environment(
+            "unisono", rank, len(new.roster), self._place, len(self._here), new.roster[rank].host
+        )
+
+    def store(self) -> dist.Store:
+        """The coordinator's."""
+        return dist.PrefixStore(f"g{self._generation}", self._store)
+
+    def peers(self) -> Peers:
+        """At the listeners whose addresses came with the roster."""
+        lower = (address_from(seat.address) for seat in self._here[: self._place])
+        purpose = f"generation {self._generation} of {' '.join(seat.worker for seat in self._here)}"
+        return self._listener.gather(self._place, len(self._here), lower, purpose)
+
+
+def _on_the_host_of(mine: Seat, roster: Sequence[Seat]) -> list[Seat]:
+    # Hosts may have one name, for instance containers of one image: the addresses of their listeners tell.
+    here = address_from(mine.address)
+    return [seat for seat in roster if seat.host == mine.host and is_within_call(here, address_from(seat.address))]
