@@ -54,3 +54,15 @@ def test_started_again_a_job_whose_last_lines_were_cut_short_only_runs_those(tmp
     assert (code, result["exit_code"], result["steps"]) == (0, 0, 4), said
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     assert (tmp_path / "run" / "exported-0").exists()
+
+
+@pytest.mark.parametrize("options", [ELASTIC, FIXED])
+def test_a_job_whose_result_cannot_be_written_does_not_end_as_if_it_were(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = train(tmp_path / "run", *options, script=SCRIPT, arguments=("0", "obstruct"))
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "unisono: training was complete by then" in said
+    assert f"{tmp_path / 'run' / 'result.json'} could not be written: [Errno 21] Is a directory" in said
+    assert (tmp_path / "run" / "exported-0").exists()

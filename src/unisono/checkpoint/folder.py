@@ -116,6 +116,7 @@ class RunFolder:
         """Say how the run ended; unless another start or generation writes here, or may be writing.
 
         Raises:
+            OSError: the file cannot be written.
             Superseded: another one does.
         """
         path = self.path / "result.json"
@@ -125,10 +126,7 @@ class RunFolder:
             if self.writer.obstacle():
                 return
             result = {**result, **self.writer.about}
-        try:
-            write_json(path, result)
-        except OSError as error:
-            _warn_unwritten(path, error)
+        write_json(path, result)
 
     def journal(self, event: str, **fields: Any) -> None:
         """Append an event with the time it happened. A line is written at once and whole."""
@@ -144,7 +142,7 @@ class RunFolder:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            _warn_unwritten(path, error)
+            warn_unwritten(path, error)
 
     def mended(self) -> dict[str, list[dict[str, Any]]]:
         """What the journal says of faults of the memory: who was given the right state, when the run went back."""
@@ -199,7 +197,7 @@ class MetricsFile:
             for each in waiting:
                 append_line(self._descriptor, each)
         except OSError as error:
-            _warn_unwritten(self._path, error)
+            warn_unwritten(self._path, error)
 
     def truncate_after(self, step: int) -> list[dict[str, Any]]:
         """Drop a torn line, and every line of a step beyond ``step``: a run that resumes writes them again.
@@ -306,5 +304,6 @@ def _belongs(line: bytes, step: int) -> bool:
     return not isinstance(theirs, int) or theirs <= step
 
 
-def _warn_unwritten(path: Path, error: OSError) -> None:
+def warn_unwritten(path: Path, error: OSError) -> None:
+    """Tell that a file of the run lacks something, and that the run goes on."""
     warnings.warn(f"{path} is incomplete: {error}. The run goes on", UnisonoWarning, stacklevel=4)

@@ -1,6 +1,6 @@
 """A short training, and lines after its end in which the worker of a rank does not get to the last.
 
-Arguments: the rank, and ``kill`` or ``raise``.
+Arguments: the rank, and ``kill`` or ``raise``; or ``obstruct``: it leaves no place for the job's result.
 """
 
 import os
@@ -21,10 +21,13 @@ data = torch.utils.data.TensorDataset(torch.arange(64.0).reshape(16, 4) / 64)
 for step in run.steps(data, epochs=2):
     step.run(lambda model, batch: model(batch[0]).square().mean())
 rank, folder = run.rank, run.dir
+is_victim, how = rank == int(sys.argv[1]), sys.argv[2]
+if is_victim and how == "obstruct":
+    Path(folder, "result.json").mkdir()
 run.finish()
 
-if rank == int(sys.argv[1]):
-    if sys.argv[2] == "raise":
+if is_victim and how != "obstruct":
+    if how == "raise":
         raise ValueError("no such bucket")
     os.kill(os.getpid(), signal.SIGKILL)
 Path(folder, f"exported-{rank}").touch()

@@ -24,7 +24,7 @@ from unisono.launch.elastic.elastic import ElasticSettings, at_the_end, telling,
 from unisono.launch.elastic.starter import JobContext, Process, Starter
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import COMPLETE, Outcome, WorkerExit, describe
-from unisono.launch.ending.result import End, conclude, with_faults
+from unisono.launch.ending.result import End, conclude, with_faults, write_end
 from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.worker_group import Ended, WorkerGroup, insist, send
 from unisono.membership.messages import (
@@ -87,17 +87,14 @@ def run_agent(
     started = time.monotonic()
     try:
         outcome = asyncio.run(Agent(settings, folder, terminal, joined).run())
+        return conclude(folder, outcome, terminal) if joined is None else outcome
     except LaunchError as error:
         if joined is None:
             end = End(1, {"message": str(error)}, settings.workers.largest, time.monotonic() - started)
-            conclude(folder, end, terminal)
+            write_end(folder, end, terminal)
         raise
-    else:
-        if joined is None:
-            conclude(folder, End.of(outcome), terminal)
     finally:
         folder.close()
-    return outcome
 
 
 @dataclass(eq=False, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from unisono.checkpoint.folder import RunFolder, new_run_folder
 from unisono.errors import JobError, Superseded, Unreadable
 from unisono.jsonl import read_lines
-from unisono.launch.ending.outcome import Blame, Outcome, WorkerExit, describe
+from unisono.launch.ending.outcome import COMPLETE, Blame, Outcome, Verdict, WorkerExit, describe
 from unisono.launch.terminal.terminal import Terminal, called
 
 # The last words of a launcher: what went wrong, and where to look.
@@ -176,12 +176,32 @@ def digest_in(folder: RunFolder) -> str:
     return found if isinstance(found, str) else ""
 
 
-def conclude(folder: RunFolder, end: End, terminal: Terminal) -> None:
-    """Write a job's end into its run folder; if that cannot be done, say so."""
+def conclude(folder: RunFolder, outcome: Outcome, terminal: Terminal) -> Outcome:
+    """Write a job's end into its run folder.
+
+    Returns:
+        the outcome; a job that ended well and cannot say so has failed, since a reader of ``result.json`` cannot know.
+    """
+    unwritten = write_end(folder, End.of(outcome), terminal)
+    if not unwritten or outcome.exit_code != 0:
+        return outcome
+    weights = f": weights sha256 {outcome.digest}" if outcome.digest else ""
+    return replace(outcome, verdict=Verdict(1, f"{COMPLETE}{weights}; but {unwritten}"))
+
+
+def write_end(folder: RunFolder, end: End, terminal: Terminal) -> str:
+    """Write a job's end into its run folder; if that cannot be done, say why not.
+
+    Returns:
+        what is missing, for people; nothing if all is written, or if the job goes on elsewhere.
+    """
+    path = folder.path / "result.json"
     try:
         end.write(folder)
     except (OSError, Superseded) as error:
-        terminal.say(f"{folder.path / 'result.json'} could not be written: {error}")
+        terminal.say(f"{path} could not be written: {error}")
+        return f"{path} could not be written" if isinstance(error, OSError) else ""
+    return ""
 
 
 def _read(folder: RunFolder) -> dict[str, Any]:

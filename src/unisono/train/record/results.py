@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.folder import RunFolder
+from unisono.checkpoint.folder import RunFolder, warn_unwritten
 from unisono.data.shards import ShardSource
 from unisono.errors import PREEMPTED, Superseded, WorkerLost
 from unisono.host.memory import MIB, own_peak_mib
@@ -66,7 +66,7 @@ class Results(Listener):
             about["reduction"] = reduction_probe(workers, self._config.job.reduction, self._config.device)
         if workers.rank == 0:
             self._folder.journal("finished", step=self._trained.progress.position.step, weights_sha256=weights)
-            self._folder.write_result(self._fields(weights_sha256=weights, **about))
+            self._write(weights_sha256=weights, **about)
         workers.barrier()
 
     def preempted(self) -> None:
@@ -75,7 +75,7 @@ class Results(Listener):
             return
         self._folder.journal("preempted", step=self._trained.progress.position.step)
         error = {"rank": None, "type": "Preempted", "message": "asked to leave: start the job again to go on"}
-        self._folder.write_result(self._fields(exit_code=PREEMPTED, error=error))
+        self._write(exit_code=PREEMPTED, error=error)
 
     def failed(self, error: Mapping[str, Any]) -> None:
         """The script ends with an error, on whichever worker it began.
@@ -85,7 +85,13 @@ class Results(Listener):
         """
         rank = -1 if self._membership.joins else self._membership.workers.rank
         with suppress(Superseded):  # the job goes on elsewhere
-            self._folder.write_result(self._fields(exit_code=1, error={"rank": rank, **error}))
+            self._write(exit_code=1, error={"rank": rank, **error})
+
+    def _write(self, **fields: Any) -> None:
+        try:
+            self._folder.write_result(self._fields(**fields))
+        except OSError as error:  # the weights are there, for the script's last lines: the launcher tries again
+            warn_unwritten(self._folder.path / "result.json", error)
 
     def _fields(self, **fields: Any) -> dict[str, Any]:
         position, batches, joins = self._trained.progress.position, self._batches, self._membership.joins
