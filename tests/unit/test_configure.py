@@ -5,8 +5,10 @@ import math
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 import unisono
 from unisono.adapt.norms import Monitoring
@@ -135,6 +137,18 @@ def test_whoever_compares_bits_rules_out_strategies_that_do_not_promise_them(tol
 def test_under_verify_optimizers_update_whole_tensors() -> None:
     assert configured(shard_optimizer=True).adaptation.constraints.splits_update
     assert not configured({"UNISONO_TRACE": "/trace"}, shard_optimizer=True).execution.shard_optimizer
+
+
+def test_workers_beyond_the_number_of_gpus_share_them_and_choosing_one_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", Mock(side_effect=AssertionError))
+    fourth = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    assert configured(fourth, device=None).device == torch.device("cuda", 1)
+    assert configured(fourth, device="cuda:0").device == torch.device("cuda", 0)
+    assert configured(fourth).device == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

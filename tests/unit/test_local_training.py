@@ -105,8 +105,7 @@ def steps_with(losses: int) -> tuple[LocalTraining, Recorded, Mock]:
     begin = Mock(return_value=recorded)
     trained = trained_under(LocalSGD())
     steps = LocalTraining(CONFIG, trained, membership, Listeners([]), begin)
-    assert trained.prepared is not None
-    steps.make(membership.workers, trained.prepared)
+    steps.make(membership.workers)
     return steps, recorded, acts
 
 
@@ -167,12 +166,11 @@ def test_rounds_of_another_strategy_are_not_gone_on_with() -> None:
         side_effect=lambda config, trained, workers, before: Mock(strategy=trained.policy_state.strategy, goes_on=True)
     )
     trained, membership = trained_under(LocalSGD()), Mock(is_elastic=True)
-    assert trained.prepared is not None
     steps = LocalTraining(CONFIG, trained, membership, Listeners([]), begin)
     for strategy in (LocalSGD(), LocalSGD(), DiLoCo(), LocalSGD()):
         trained.policy_state.strategy = strategy
         steps.drop()
-        steps.make(membership.workers, trained.prepared)
+        steps.make(membership.workers)
     before = [made.args[3] for made in begin.call_args_list]
     assert [None if one is None else one.strategy for one in before] == [None, LocalSGD(), None, None]
 

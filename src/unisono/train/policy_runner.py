@@ -81,8 +81,7 @@ class PolicyRunner:
     @property
     def _learning_rate(self) -> float:
         """Of the first parameter group, with what policies made of it."""
-        assert self._trained.prepared is not None, "there is something to train"
-        groups = [group for one in self._trained.prepared.optimizers for group in one.param_groups]
+        groups = [group for one in self._trained.require_prepared().optimizers for group in one.param_groups]
         rates = [group["lr"] for group in groups if "lr" in group]
         return float(rates[0]) * self._policy_state.rate if rates else 0.0
 

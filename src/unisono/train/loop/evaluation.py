@@ -154,8 +154,7 @@ class Evaluator:
         Raises:
             JobMismatch: the data sets differ.
         """
-        prepared, job = self._trained.prepared, self._job
-        assert prepared is not None, "there is something to evaluate"
+        prepared, job = self._trained.require_prepared(), self._job
         self._collectives.agree("data set", {"number of samples": check_dataset(dataset)})
         step, size = self._trained.progress.position.step, batch_size or -(-job.batch_size // job.shards)
         source = ShardSource(dataset, job.seed, collate)

@@ -199,7 +199,7 @@ class Trained:
             given: what its :meth:`give` returned.
             joins: whether this worker has nothing of its own yet. Otherwise what the script has set meanwhile stays.
         """
-        assert self.prepared is not None, "there is something to train"
+        prepared = self.require_prepared()
         is_restored, *parts = value_of(tuple[bool, int, Any, Any, Any], given, "the state that another worker gave")
         snapshot = as_snapshot(parts)
         if self.is_doubted and snapshot.state.get("doubt") is None:  # the others have gone back
@@ -207,12 +207,12 @@ class Trained:
         elif joins or (is_restored and self.original is None):
             self.resume_from(snapshot, begins=is_restored)
             if joins and self.progress.reading is not None:  # what computes is made before its script's next line
-                require_same_trained(self.prepared, snapshot)
+                require_same_trained(prepared, snapshot)
         else:
             with all_or_nothing(self, self.monitors):
                 self._recall(snapshot)
                 with restoring(snapshot, "model or optimizers"):
-                    restore_update(self.prepared, snapshot)
+                    restore_update(prepared, snapshot)
 
     def _recall(self, snapshot: Snapshot) -> None:
         with restoring(snapshot, "monitors"):

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from unisono.data.shards import ShardSource
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
-from unisono.train.model.prepared import Prepared
 from unisono.train.step.engine import Clip, LossFunction
 from unisono.train.step.listeners import Computed
 from unisono.train.step.step import Step
@@ -62,7 +61,7 @@ class StepComputer(Protocol):
     def has_flipped(self) -> bool:
         """Whether a bit is not as the last update has left it, where this worker has the only copy."""
 
-    def make(self, workers: Workers, prepared: Prepared) -> None:
+    def make(self, workers: Workers) -> None:
         """Begin in a generation, under the present strategy. Collective."""
 
     def drop(self) -> None:

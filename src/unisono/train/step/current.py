@@ -94,7 +94,7 @@ class CurrentSteps:
         if not serve(workers, self.strategy) and workers.rank == 0:
             self._folder.journal("all compute", strategy=str(self.strategy), workers=workers.world_size)
         chosen, other = (self._exact, self._local) if self.strategy.is_exact else (self._local, self._exact)
-        chosen.make(workers, prepared)
+        chosen.make(workers)
         other.retire()
         self._computer = chosen
 

@@ -18,7 +18,6 @@ from unisono.train.group.majority import Verdict
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
-from unisono.train.model.prepared import Prepared
 from unisono.train.recovery.integrity import Integrity, Note
 from unisono.train.recovery.verification import AuditJudge
 from unisono.train.state.ending import Requests
@@ -73,13 +72,13 @@ class ExactSteps:
         """Whether a bit is not as the last update has left it, where this worker has the only copy."""
         return self.engine is not None and self.engine.has_flipped
 
-    def make(self, workers: Workers, prepared: Prepared) -> None:
+    def make(self, workers: Workers) -> None:
         """Begin in a generation. Collective."""
         self.trained.strategy = "", {}  # what one kept that comes again later is of weights long gone
         self.engine = StepEngine(
             self.config.job,
             workers,
-            prepared,
+            self.trained.require_prepared(),
             self.config.device,
             self.config.execution,
             scaled=self.trained.policy_state.scaled,

@@ -16,7 +16,6 @@ from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
-from unisono.train.model.prepared import Prepared
 from unisono.train.state.trained import Trained
 from unisono.train.step.computer import StepCall, Told
 from unisono.train.step.engine import Call
@@ -67,7 +66,7 @@ class LocalTraining:
         """Whether a worker finds out what it computes when it gets there."""
         return self._rounds is not None and self._rounds.shares_work
 
-    def make(self, workers: Workers, prepared: Prepared) -> None:
+    def make(self, workers: Workers) -> None:
         """Begin rounds. Collective."""
         self._trained.anticipate()
         strategy, before = self._trained.policy_state.strategy, self._before
