@@ -92,6 +92,7 @@ def test_who_calls_twice_as_one_worker_is_one_worker() -> None:
 def test_strangers_do_not_make_the_wait_longer() -> None:
     with closing(PeerListener(0.3)) as listener, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(listener.gather, 0, 2, (), MEETING)
+        waiting.add_done_callback(lambda _: listener.close())  # or the last stranger would wait for an answer
         while not waiting.done():
             with suppress(OSError), caller(listener, b"abc") as stranger:
                 stranger.recv(1)
