@@ -4,7 +4,7 @@ import platform
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
@@ -46,6 +46,15 @@ SPLITS = [
     Split.even(8, 3).with_servers(2),
     Split.even(13, 5).with_servers(2),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def each_worker_has_one_thread() -> Iterator[None]:
+    """All workers are on this machine's cores already: threads of their own would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class TorchRendezvousStore:
@@ -141,6 +150,7 @@ def test_every_worker_gets_the_bits_of_the_tree(split: Split, with_workers: With
     values = {
         length: [torch.randn(length) * 10.0 ** (shard % 5) for shard in range(split.shards)] for length in lengths
     }
+    expected = {length: tree_sum(values[length]) for length in lengths}
 
     def reduce(transport: Transport) -> list[Tensor]:
         mine = split.of(transport.rank)
@@ -149,7 +159,7 @@ def test_every_worker_gets_the_bits_of_the_tree(split: Split, with_workers: With
 
     for totals in with_workers(split, reduce):
         for total in totals:
-            assert torch.equal(total, tree_sum(values[total.numel()]))
+            assert torch.equal(total, expected[total.numel()])
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(2, 0), (3, 0), (5, 0), (2, 1), (3, 2), (5, 2)])
@@ -161,7 +171,8 @@ def test_the_sum_is_divided_once_where_it_is_finished(workers: int, servers: int
     def reduce(transport: Transport) -> Tensor:
         return transport.reduce("bucket", partials_of(values, split.of(transport.rank)), 3.0).clone()
 
-    assert all(torch.equal(total, tree_sum(values).div_(3.0)) for total in with_workers(split, reduce))
+    expected = tree_sum(values).div_(3.0)
+    assert all(torch.equal(total, expected) for total in with_workers(split, reduce))
 
 
 def test_a_bucket_without_elements_is_none_to_wait_for(with_workers: WithWorkers) -> None:
@@ -211,7 +222,8 @@ def test_a_long_bucket_is_pushed_in_pieces_while_the_first_ones_are_pulled(with_
     values = [torch.randn(5 * 2**19) for _ in range(8)]  # 10 MiB
     split = Split.even(8, 4).with_servers(2)
     totals = with_workers(split, lambda own: own.reduce("b", partials_of(values, split.of(own.rank)), 7.0).clone())
-    assert all(torch.equal(total, tree_sum(values).div_(7.0)) for total in totals)
+    expected = tree_sum(values).div_(7.0)
+    assert all(torch.equal(total, expected) for total in totals)
 
 
 def test_workers_become_servers_and_compute_again_between_two_steps(with_workers: WithWorkers) -> None:
@@ -280,9 +292,9 @@ def test_partial_sums_that_lie_where_the_transport_wants_them_give_the_bits_of_t
             totals.append(transport.reduce(number, places))
         return [total.clone() for total in totals]
 
+    expected = [tree_sum([value[number] for value in values]) for number in range(len(sizes))]
     for totals in with_workers(split, reduce):
-        for number, total in enumerate(totals):
-            assert torch.equal(total, tree_sum([value[number] for value in values]))
+        assert all(torch.equal(*each) for each in zip(totals, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -299,6 +311,7 @@ def test_workers_that_are_given_other_shards_get_the_bits_of_their_tree(
     values = {
         cut: [[torch.randn(size) * 10.0 ** (shard % 5) for shard in range(cut)] for size in sizes] for cut in cuts
     }
+    sums = {cut: [tree_sum(each) for each in values[cut]] for cut in cuts}
     buckets = [Bucket((), size, torch.float32, torch.device("cpu")) for size in sizes]
 
     def reduce(transport: Transport) -> list[tuple[int, Tensor, Tensor]]:
@@ -311,9 +324,9 @@ def test_workers_that_are_given_other_shards_get_the_bits_of_their_tree(
                 partials = partials_of(values[cut][number], mine)
                 placed = [row[number].copy_(partial) for row, partial in zip(rows, partials, strict=False)]
                 total = transport.reduce(number, placed, 3.0).clone()
-                found.append((number, total, tree_sum(values[cut][number]).div_(3.0)))
+                found.append((number, total, sums[cut][number].div(3.0)))
                 copied = transport.reduce("copied", partials).clone()  # from anywhere
-                found.append((number, copied, tree_sum(values[cut][number])))
+                found.append((number, copied, sums[cut][number]))
         return found
 
     for totals in with_workers(split, reduce):
@@ -555,11 +568,11 @@ def test_whatever_way_the_sums_take_between_two_steps_the_bits_stay(split: Split
             found.append((transport.topology, transport.reduce("b", partials).clone()))
         return found
 
-    everybody = run_over(OverProcessGroup("direct"), split, work)
+    everybody, expected = run_over(OverProcessGroup("direct"), split, work), tree_sum(values)
     for found in everybody:
         assert [name for name, _ in found][::2] == ["ring", "tree", "direct"]
         assert [name for name, _ in found] == [name for name, _ in everybody[0]]
-        assert all(torch.equal(total, tree_sum(values)) for _, total in found)
+        assert all(torch.equal(total, expected) for _, total in found)
 
 
 def test_sums_that_went_directly_for_a_while_take_the_way_again_that_they_had() -> None:
