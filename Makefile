@@ -44,8 +44,8 @@ unit: $(READY)  ## layers and unit tests
 	@echo "==> layers and unit tests"
 	@$(BIN)/python -m pytest -m "unit and not slow" -n auto
 
-procs: $(READY)  ## tests with processes of their own
-	@echo "==> tests with processes of their own"
+procs: $(READY)  ## tests of whole jobs, on threads and with processes of their own
+	@echo "==> tests of whole jobs"
 	@$(BIN)/python -m pytest -m "not unit and not alone and not slow" -n 3 --dist loadgroup
 
 slow: $(READY)  ## more of them, which take longer than a change can wait

@@ -10,7 +10,7 @@ import pytest
 from leaks import Guard
 from torch_settings import TorchSettings
 
-KINDS = {"unit", "procs"}
+KINDS = {"unit", "cluster", "procs"}
 
 # The same examples where a failure must be the change's fault; new ones where a person looks at them.
 hypothesis.settings.register_profile(
@@ -40,7 +40,9 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     wrong = [item.nodeid for item in items if len(KINDS & {mark.name for mark in item.iter_markers()}) != 1]
     if wrong:
         names = "\n  ".join(wrong)
-        raise pytest.UsageError(f"each test has exactly one of the markers unit and procs; these do not:\n  {names}")
+        raise pytest.UsageError(
+            f"each test has exactly one of the markers unit, cluster and procs; these do not:\n  {names}"
+        )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,7 +7,7 @@ import pytest
 from script_cluster import Cluster, Done, Kill
 from unisono.errors import PolicyError
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.cluster
 
 SHARDS = 8
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -9,7 +9,7 @@ from script_cluster import Cluster, Done, Kill
 from unisono.errors import PolicyError
 from unisono.testing.samples import Samples, problems
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.cluster
 
 SCRIPT = Path(__file__).parents[1] / "procs" / "scripts" / "finer.py"
 SHARDS = 6

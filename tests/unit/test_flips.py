@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.flip_campaign import PLACES, campaign, drawn
 
-pytestmark = [pytest.mark.unit, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 SEED, COUNT = 0, 40
 

@@ -9,7 +9,7 @@ import pytest
 
 from script_cluster import Cluster, Done, Kill
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.cluster
 
 SCRIPTS = Path(__file__).parents[1] / "procs" / "scripts"
 STEERED, TROUBLED, NEARLY_ALL = (SCRIPTS / f"{name}.py" for name in ("steered", "troubled", "elastic_training"))

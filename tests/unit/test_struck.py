@@ -24,7 +24,7 @@ from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.state import Reading
 from unisono.train.state.trained import Trained
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.cluster
 
 SIZES = [(2, 0), (3, 0), (4, 0), (1, 1), (2, 1), (3, 1)]
 """How many workers there are to begin with, and how many join them."""

@@ -23,7 +23,7 @@ from unisono.testing.fault import FlippedPlace
 from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import Execution
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.cluster
 
 THREADS = 16
 
