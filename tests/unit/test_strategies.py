@@ -143,14 +143,13 @@ def test_servers_need_somebody_who_computes(synchronous: bool) -> None:
 
 def trained_by_averaging(how: ModelAveraging, workers: int, steps: int, rate: float) -> float:
     """How far replicas that began a distance of 1 apart, and the central model, are from the best weights, 0."""
-    replicas = [torch.tensor([1.0 + worker], dtype=torch.float64) for worker in range(workers)]
+    replicas = torch.arange(1, workers + 1, dtype=torch.float64).unsqueeze(1)
     central, previous = torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     for _ in range(steps):
-        apart = [(replica - central) * how.strength(workers) for replica in replicas]
-        for replica, correction in zip(replicas, apart, strict=True):
-            replica.sub_(rate * replica + correction)
-        how.move(central, previous, torch.stack(apart).sum(0))
-    return max(abs(float(each)) for each in [*replicas, central])
+        apart = (replicas - central) * how.strength(workers)
+        replicas.sub_(rate * replicas + apart)
+        how.move(central, previous, apart.sum(0))
+    return float(torch.cat([replicas[:, 0], central]).abs().max())
 
 
 @given(workers=st.integers(1, 16), alpha=rates, momentum=st.floats(0, 0.95))
