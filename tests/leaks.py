@@ -161,14 +161,20 @@ def everybody() -> list[Listed]:
             Listed(each.pid, each.create_time(), each.ppid(), each.status() == psutil.STATUS_ZOMBIE)
             for each in psutil.process_iter()
         ]
-    found = []
-    for name in os.listdir("/proc"):  # noqa: PTH208 (names, not paths)
-        if name.isdecimal():
-            with suppress(OSError):  # gone meanwhile
-                fields = read(f"/proc/{name}/stat").rpartition(b")")[2].split()
-                if not int(fields[6]) & KERNEL_THREAD:
-                    found.append(Listed(int(name), float(fields[19]), int(fields[1]), fields[0] == b"Z"))
+    found, names = [], {name for name in os.listdir("/proc") if name.isdecimal()}  # noqa: PTH208 (names, not paths)
+    _kernel_threads.intersection_update(names)  # the number of one that is gone is given to others
+    for name in names - _kernel_threads:
+        with suppress(OSError):  # gone meanwhile
+            fields = read(f"/proc/{name}/stat").rpartition(b")")[2].split()
+            if int(fields[6]) & KERNEL_THREAD:
+                _kernel_threads.add(name)
+            else:
+                found.append(Listed(int(name), float(fields[19]), int(fields[1]), fields[0] == b"Z"))
     return found
+
+
+_kernel_threads: set[str] = set()
+"""Those that were there at the last look: most of all processes, and none of ours."""
 
 
 def read(path: str) -> bytes:
@@ -262,6 +268,8 @@ class Sockets:
         return {inode: f"on descriptor {descriptor}" for descriptor, inode in _open_sockets()}
 
     def ours(self, leftover: Seen) -> Seen:
+        if not leftover:
+            return leftover
         addresses = {entry.fd: describe_connection(entry) for entry in psutil.Process().net_connections(kind="all")}
         return {
             inode: f"{addresses.get(descriptor, 'of unknown kind')}, descriptor {descriptor}"
