@@ -13,6 +13,7 @@ from unisono.job import Job
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
+from unisono.train.loop.boundary import Boundary
 from unisono.train.loop.evaluation import Evaluator
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.callbacks import Callbacks
@@ -262,19 +263,26 @@ def _computing(base: _Base) -> _Computing:
 
 
 def _loop(base: _Base, made: _Computing, policy_runner: PolicyRunner) -> StepLoop:
-    return StepLoop(
-        base.config,
-        made.collectives,
-        base.opened.membership,
-        made.steps,
-        base.trained,
-        made.synchronisation,
+    opened, collectives, steps, trained = base.opened, made.collectives, made.steps, base.trained
+    between = Boundary(
+        collectives,
+        steps,
+        trained,
         made.integrity,
         made.verification,
         made.recovery,
         made.snapshots,
-        base.opened.checkpoints,
+        opened.checkpoints,
         base.requests,
+    )
+    return StepLoop(
+        base.config,
+        collectives,
+        opened.membership,
+        steps,
+        trained,
+        made.synchronisation,
+        between,
         policy_runner,
         base.listeners,
         base.metrics,

@@ -22,16 +22,13 @@ from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
+from unisono.train.loop.boundary import Boundary
 from unisono.train.loop.loop import Load, Loop
 from unisono.train.loop.prefetch import prefetch
 from unisono.train.model.prepared import Prepared
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.metrics_line import MetricsLine
-from unisono.train.recovery.integrity import Integrity
-from unisono.train.recovery.recovery import Recovery, Snapshots
-from unisono.train.recovery.verification import Verification
-from unisono.train.state.checkpoints import Checkpoints
-from unisono.train.state.ending import Ending, Requests
+from unisono.train.state.ending import Ending
 from unisono.train.state.state import Progress, Reading
 from unisono.train.state.trained import Trained
 from unisono.train.step.computer import StepCall
@@ -49,21 +46,16 @@ class StepLoop:
     Attributes:
         config: the configuration of the run.
         collectives: the collective calls.
-        membership: who trains.
-        steps: who computes.
-        trained: the state.
-        synchronisation: gets workers the same weights.
-        integrity: says when the state is to be compared.
-        verification: compares it.
-        recovery: lets this worker depart.
-        snapshots: writes checkpoints.
-        checkpoints: says when one is due.
-        requests: what the workers have agreed to do at the next boundary.
-        policy_runner: asks policies.
-        listeners: who is told.
-        metrics: writes the line of each step.
-        timer: of this worker's steps.
-        ending: whether the run is over.
+        membership: the members of the job.
+        steps: the present step computer.
+        trained: the state of the run.
+        synchronisation: the means by which workers get the same weights again.
+        between: what happens between two steps.
+        policy_runner: the policies at work.
+        listeners: the run's listeners.
+        metrics: the writer of each step's line.
+        timer: the timer of this worker's steps.
+        ending: the end of the run on this worker.
     """
 
     config: RunConfig
@@ -72,12 +64,7 @@ class StepLoop:
     steps: CurrentSteps
     trained: Trained
     synchronisation: Synchronisation
-    integrity: Integrity
-    verification: Verification
-    recovery: Recovery
-    snapshots: Snapshots
-    checkpoints: Checkpoints
-    requests: Requests
+    between: Boundary
     policy_runner: PolicyRunner
     listeners: Listeners
     metrics: MetricsLine
@@ -149,11 +136,11 @@ class StepLoop:
         """A loop begins. Whoever joins in the middle of it finds it compared."""
         if not self._joined:
             self.synchronisation.before_call()
-            self.verification.require_right()
+            self.between.loop_begins()
 
     def begin(self, step: Step) -> None:
         """A step's samples are loaded."""
-        self.snapshots.settle()
+        self.between.step_begins()
         self.trained.go_on()  # all have agreed on the loop
         seed_generators(stream_seed(self.config.job.seed, Stream.SCRIPT, step.number))
         self.steps.step_begins(step)
@@ -200,21 +187,8 @@ class StepLoop:
             self.steps.follow(self.collectives)
 
     def boundary(self, *, is_end: bool) -> Progress:
-        """The body is done, or the loop. Every worker stands here, and has the same state unless a round is open."""
-        trained, step = self.trained, self.trained.progress.position.step
-        wants = self.requests.leave or self.requests.regroup
-        if not trained.is_doubted and not self.steps.is_open:
-            is_due = wants or self.integrity.due(step) or self.checkpoints.due(step)
-            verified = self.verification.verify() if is_due or is_end else None
-            if self.requests.leave and not is_end and not trained.is_doubted:
-                self.recovery.depart_together(verified)
-            if not is_end:
-                self.snapshots.save_if_due(verified)
-        if is_back := trained.is_doubted:
-            self.verification.go_back()
-        if self.requests.regroup and (is_back or not is_end) and not self.steps.is_open:
-            self.collectives.regroup(None, at_boundary=True)
-        return trained.progress
+        """The body is done, or the loop."""
+        return self.between.reached(is_end=is_end)
 
     def _loop(
         self, batches: Batches, reading: Reading, epochs: int, load: Load, source: ShardSource

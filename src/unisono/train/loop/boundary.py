@@ -1,0 +1,82 @@
+"""What happens between two steps of a loop, where all workers have the same state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.train.group.collectives import CollectiveCalls
+from unisono.train.recovery.integrity import Integrity
+from unisono.train.recovery.recovery import Recovery, Snapshots
+from unisono.train.recovery.verification import Verification
+from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.ending import Requests
+from unisono.train.state.state import Progress
+from unisono.train.state.trained import Trained
+from unisono.train.step.current import CurrentSteps
+
+
+@dataclass(frozen=True, eq=False)
+class Boundary:
+    """Verifies and writes the state when that is due, goes back if it is wrong, and lets workers in and out.
+
+    Attributes:
+        collectives: the collective calls.
+        steps: the present step computer.
+        trained: the state of the run.
+        integrity: the judge of the state, which knows when to compare it.
+        verification: the comparison of the state between workers.
+        recovery: the way out for a worker that departs.
+        snapshots: the writer of checkpoints.
+        checkpoints: the checkpoints of the run, which know when one is due.
+        requests: the workers' agreement on what to do here.
+    """
+
+    collectives: CollectiveCalls
+    steps: CurrentSteps
+    trained: Trained
+    integrity: Integrity
+    verification: Verification
+    recovery: Recovery
+    snapshots: Snapshots
+    checkpoints: Checkpoints
+    requests: Requests
+
+    def loop_begins(self) -> None:
+        """All workers have to hold the same state.
+
+        Raises:
+            JobMismatch: they do not, and nobody can say who is right.
+        """
+        self.verification.require_right()
+
+    def step_begins(self) -> None:
+        """The script has made all that a checkpoint may hold."""
+        self.snapshots.settle()
+
+    def reached(self, *, is_end: bool) -> Progress:
+        """Every worker stands here, and has the same state unless a round is open.
+
+        Args:
+            is_end: whether the loop ends here.
+
+        Returns:
+            where the run stands after it: usually where it did, but it may have gone back.
+        """
+        if not self.trained.is_doubted and not self.steps.is_open:
+            self._keep_state(is_end=is_end)
+        if is_back := self.trained.is_doubted:
+            self.verification.go_back()
+        if self.requests.regroup and (is_back or not is_end) and not self.steps.is_open:
+            self.collectives.regroup(None, at_boundary=True)
+        return self.trained.progress
+
+    def _keep_state(self, *, is_end: bool) -> None:
+        step = self.trained.progress.position.step
+        wants = self.requests.leave or self.requests.regroup
+        is_due = wants or self.integrity.due(step) or self.checkpoints.due(step)
+        verified = self.verification.verify() if is_due or is_end else None
+        if is_end:
+            return
+        if self.requests.leave and not self.trained.is_doubted:
+            self.recovery.depart_together(verified)
+        self.snapshots.save_if_due(verified)
