@@ -326,7 +326,7 @@ def set_up(scene: Scene, variables: Mapping[str, str]) -> Iterator[None]:
         patch.setattr(unisono, "init", scene.init)
         patch.setattr(start, "LeaveRequest", scene.leave)
         patch.setattr(start, "_membership", scene.membership)
-        patch.setattr(start, "_runs", itertools.repeat(1))
+        patch.setattr(start, "_jobs", deque(maxlen=0))
         patch.setattr(start, "apply_numerics", applied)
         try:
             yield

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from unisono.sync.strategy import AllReduce
 from unisono.train.config.configure import configure
 from unisono.train.config.run_config import CoordinatorAccess, RunConfig
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 
 ELASTIC = {"UNISONO_COORDINATOR": "http://127.0.0.1:1", "UNISONO_TOKEN_FILE": "/t", "UNISONO_WORKER": "w1"}
 
@@ -99,6 +100,16 @@ def test_whoever_compares_runs_keeps_them_out_of_the_scripts_folder(variable: st
 def test_the_later_runs_of_a_script_go_inside_of_the_launchers_folder() -> None:
     assert configured({"UNISONO_RUN_DIR": "/launched"}, 2).recording.folder == Path("/launched/run-2")
     assert configured(number=2).recording.folder is None
+
+
+def test_what_is_refused_does_not_count_as_a_run(
+    start: Callable[..., unisono.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unisono.train.start._jobs", [])
+    monkeypatch.setenv("UNISONO_RUN_DIR", str(tmp_path / "launched"))
+    with pytest.raises(JobError):
+        start(run_dir=None, batch_size=0)
+    assert [start(run_dir=None).dir for _ in range(2)] == [tmp_path / "launched", tmp_path / "launched/run-2"]
 
 
 def test_the_launcher_holds_its_folder_and_what_is_in_it() -> None:

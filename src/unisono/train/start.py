@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from unisono.adapt.policy import Policy
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
-from unisono.job import Compression, Precision, Reduction
+from unisono.job import Compression, Job, Precision, Reduction
 from unisono.membership.environment import Environment
 from unisono.membership.rendezvous import Generation
 from unisono.plan.order import Stream, stream_seed
@@ -41,7 +40,8 @@ from unisono.train.state.checkpoints import Checkpoints, agreed_folder
 from unisono.train.state.ending import LeaveRequest
 from unisono.train.state.policy_state import PolicyState
 
-_runs = itertools.count(1)
+_jobs = list[Job]()
+"""Of the runs of this process so far. What is refused is no run."""
 
 
 def init(
@@ -127,7 +127,8 @@ def init(
         JobMismatch: the workers, or the run folder, hold another job; lists the differences.
         LaunchError: the other workers cannot be reached.
     """
-    config = configure(locals(), os.environ, next(_runs))
+    config = configure(locals(), os.environ, len(_jobs) + 1)
+    _jobs.append(config.job)
     job, device, about = config.job, config.device, config.adaptation
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         policy_state = PolicyState.of(config)
