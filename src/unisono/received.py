@@ -51,11 +51,6 @@ def parse_object(data: bytes | bytearray | str) -> dict[str, Any]:
     return found
 
 
-def is_text(found: Any) -> bool:
-    """Whether this is an object whose values are all text."""
-    return isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
-
-
 def open_file(path: Path) -> BufferedReader:
     """Open a file for reading; anything else by that name (a pipe, a device) is not waited for.
 
@@ -87,8 +82,8 @@ def value_of(kind: Any, found: Any, what: str = "it") -> Any:
 
     Args:
         kind: bool, int, float (which an int may stand for) or str; None, or anything (``Any``); a data class, of which
-            the fields are there by name; ``tuple``, ``list``, ``Sequence`` or ``dict`` of these; several with ``|``; or
-            types by name, for an object that has all of these names and no others.
+            the fields are there by name; ``tuple``, ``list``, ``Sequence``, ``dict`` or ``Mapping`` of these; several
+            with ``|``; or types by name, for an object that has all of these names and no others.
         found: the plain value.
         what: it is, for people.
 
@@ -104,7 +99,7 @@ def value_of(kind: Any, found: Any, what: str = "it") -> Any:
             return _one_of(get_args(kind), found, what)
         case origin if origin in (tuple, list, Sequence):
             return _items_of(kind, found, what)
-        case origin if origin is dict:
+        case origin if origin in (dict, Mapping):
             _require(type(found) is dict, "object", found, what)
             key, value = get_args(kind)
             return {

@@ -2,6 +2,7 @@
 
 import math
 import os
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def _words(path: Path) -> list[str]:
     return path.read_text().split() if path.is_file() else []
 
 
-# How many cores this process may use.
+# Processors: how many cores this process may use, and what they are.
 
 
 def usable_cores() -> int:
@@ -91,3 +92,14 @@ def usable_cores() -> int:
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = read_limits().cpus
     return mine if limit is None else max(1, min(mine, math.floor(limit)))
+
+
+def processor() -> str:
+    """The model of this host's processors."""
+    table = Path("/proc/cpuinfo")
+    if table.exists():
+        for line in table.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from unisono.host.cgroup import read_limits
+from unisono.host.cgroup import processor, read_limits
 from unisono.launch.doctor.diagnosis import FAILED, GIB, Diagnosis, Facts
 from unisono.launch.ending.result import open_folder
 from unisono.launch.local import launch
@@ -84,22 +84,13 @@ def cpu() -> Facts:
     """The processors, and how many of them this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "model": _cpu_model(),
+        "model": processor(),
         "cores": psutil.cpu_count(logical=False),
         "hardware threads": os.cpu_count(),
         "usable by this process": usable,
         "limit of the control group": read_limits().cpus,
         "load (1 min)": round(os.getloadavg()[0], 2),
     }
-
-
-def _cpu_model() -> str:
-    table = Path("/proc/cpuinfo")
-    if table.exists():
-        for line in table.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def memory() -> Facts:

@@ -6,13 +6,12 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from unisono.checkpoint.folder import RunFolder, write_json
-from unisono.errors import Dismissed, LaunchError, UnisonoError, Unreadable, WorkerLost
+from unisono.errors import Dismissed, LaunchError, UnisonoError, WorkerLost
 from unisono.launch.terminal.terminal import WorkerName, called
-from unisono.received import open_file, read_object
+from unisono.received import open_file, read_object, value_of
 
 # How a worker's script has ended, noted when nothing of it is left to do but to take its process apart.
 #
@@ -100,14 +99,11 @@ class Failure:
         """
         path = folder.error_of(rank)
         try:
-            found = cls(**read_object(path))
-            wrong = [each.name for each in fields(cls) if not isinstance(getattr(found, each.name), _kind(each.type))]
-            if wrong:
-                raise Unreadable(f"it says of {', '.join(wrong)} what was never written")
+            found: Failure = value_of(cls, read_object(path), "the record")
             return found
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise LaunchError(
                 f"the record of what happened to {called(rank)}, {path}, is unreadable: {error}"
             ) from error
@@ -116,10 +112,6 @@ class Failure:
 def dismissal_in(error: BaseException) -> Dismissed | None:
     """The dismissal that ended a script, if this exception only follows from it; None if there was none."""
     return next((link for link in _chain(error) if isinstance(link, Dismissed)), None)
-
-
-def _kind(annotation: Any) -> Any:
-    return (int, float) if annotation is float else annotation
 
 
 def _type_name(kind: type[BaseException]) -> str:

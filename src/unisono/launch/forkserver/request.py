@@ -7,9 +7,10 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import get_type_hints
 
 from unisono.errors import Unreadable
-from unisono.received import is_text, parse_json
+from unisono.received import parse_json, value_of
 
 # What is asked of a shared fork server: a program, such as whoever asks would have started itself.
 
@@ -73,18 +74,11 @@ class ForkRequest:
         Raises:
             Unreadable: it is none.
         """
-        match parse_json(data):
-            case {
-                "environment": environment,
-                "process_attributes": about,
-                "command": [str(module), *arguments],
-                "descriptors": [*descriptors],
-                "cwd": str(cwd),
-                "ignored": [*ignored],
-            } if is_text(environment) and is_text(about) and all(isinstance(each, str) for each in arguments):
-                if all(type(each) is int and 0 <= each < MOST_DESCRIPTORS for each in (*descriptors, *ignored)):
-                    return cls(environment, about, (module, *arguments), tuple(descriptors), cwd, tuple(ignored))
-        raise Unreadable("it is no request for a fork")
+        found = cls(**value_of(get_type_hints(cls), parse_json(data), "the request"))
+        numbers = (*found.descriptors, *found.ignored)
+        if not found.command or not all(0 <= each < MOST_DESCRIPTORS for each in numbers):
+            raise Unreadable("a request names a module, and numbers of descriptors and signals that there are")
+        return found
 
     def with_variables(self, further: Mapping[str, str]) -> "ForkRequest":
         """The same with more variables, unless it has them."""
@@ -188,8 +182,5 @@ class Request:
         Raises:
             Unreadable: it is none.
         """
-        match parse_json(data):
-            case {"argv": [*argv], "variables": variables, "cwd": str(cwd)} if is_text(variables):
-                if all(isinstance(each, str) for each in argv):
-                    return cls(tuple(argv), variables, cwd)
-        raise Unreadable("it is no request for a worker")
+        found: Request = value_of(cls, parse_json(data), "the request")
+        return found

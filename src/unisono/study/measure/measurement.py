@@ -15,12 +15,11 @@ from typing import Any
 import psutil
 
 from unisono.errors import JobError
+from unisono.host.cgroup import processor
 from unisono.study.analysis.results import FORMULA_WORDS, FORMULAS, Mode
 from unisono.study.analysis.study_folder import Kind, PlannedCell, kinds_of, planned
 
 # The machine that a study is measured on, for those who read its figures.
-
-CPUS = Path("/proc/cpuinfo")
 
 
 def surroundings(cores: int) -> dict[str, Any]:
@@ -32,22 +31,13 @@ def surroundings(cores: int) -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": cores,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "python": platform.python_version(),
         "torch": version("torch"),
         "unisono": version("unisono"),
     }
-
-
-def _processor() -> str:
-    if CPUS.exists():
-        for line in CPUS.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or "unknown"
 
 
 # What a scaling study is to measure, as a value.
