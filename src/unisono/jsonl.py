@@ -15,14 +15,19 @@ from unisono.errors import Unreadable
 from unisono.received import memory, open_file, parse_json
 
 
-def open_lines(path: Path) -> int:
+def open_lines(path: Path, mode: int = 0o666, flags: int = 0) -> int:
     """A descriptor to append to a file with; the file is made if it is not there.
+
+    Args:
+        path: of the file.
+        mode: who may read and write it, if it is made, as far as the umask leaves that.
+        flags: further ones, of ``os.open``.
 
     Raises:
         OSError: it cannot be opened, or is no file, or a symbolic link, which could lead anywhere.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | flags, mode)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise

@@ -4,6 +4,7 @@ from mutants.mutant import LINE, PUBLISHED, SERVICE, STORE, Mutant
 
 COORDINATOR = "membership/coordinator.py"
 STATE_LOG = "membership/state_log.py"
+JSON_LINES = "jsonl.py"
 KEYVALUE = "membership/keyvalue.py"
 CONVERSATION = "membership/connection.py"
 BACKLOG = "train/group/publisher.py"
@@ -60,15 +61,15 @@ MUTANTS = (
     ),
     Mutant(
         "a line after one that was cut off is lost with it",
-        STATE_LOG,
-        '        line = b"\\n" + line\n',
-        "        pass\n",
+        JSON_LINES,
+        '            line = b"\\n" + line\n',
+        "            pass\n",
         SERVICE,
     ),
     Mutant(
         "what happened before a file was written anew is lost",
         STATE_LOG,
-        '        data = b"".join(map(_line, self._everything()))\n',
+        '        data = b"".join(map(to_json, self._everything()))\n',
         '        data = b""\n',
         SERVICE,
     ),

@@ -2,9 +2,7 @@
 
 import errno
 import fcntl
-import json
 import os
-import stat
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import JobError, UnisonoWarning
-from unisono.jsonl import append_line, open_lines, read_lines
+from unisono.jsonl import append_line, open_lines, read_lines, to_json
 from unisono.received import parse_json
 
 # The coordinator's lines in the run folder's journal, which the workers write as well.
@@ -56,6 +54,9 @@ class Journal:
 
 SMALL = 2**20  # bytes
 
+OWN = 0o600
+"""Nobody else may read or write it."""
+
 GROWTH = 4
 """How many times as large as after it was written anew it may become."""
 
@@ -84,7 +85,7 @@ class StateLog:
         self._small = small
         self._lock = _lock(path.parent)
         try:
-            self._descriptor = _open(path)
+            self._descriptor = open_lines(path, OWN)
         except OSError as error:
             os.close(self._lock)
             raise JobError(f"{path} cannot be written: {error}") from error
@@ -109,8 +110,8 @@ class StateLog:
                 lost with the machine's, which its workers do not survive either.
         """
         try:
-            size = _write_line(self._descriptor, _line(entry))
-            if size > max(self._small, GROWTH * self._compact_size):
+            append_line(self._descriptor, entry)
+            if os.fstat(self._descriptor).st_size > max(self._small, GROWTH * self._compact_size):
                 self.rewrite()
             elif durable:
                 os.fsync(self._descriptor)
@@ -124,8 +125,8 @@ class StateLog:
             OSError: it cannot be written; the file is as before.
         """
         beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        data = b"".join(map(_line, self._everything()))
-        descriptor = _open(beside, os.O_TRUNC)
+        data = b"".join(map(to_json, self._everything()))
+        descriptor = open_lines(beside, OWN, os.O_TRUNC)
         try:
             with os.fdopen(os.dup(descriptor), "wb") as file:
                 file.write(data)
@@ -146,14 +147,6 @@ class StateLog:
         os.close(self._lock)
 
 
-def _open(path: Path, flags: int = 0) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # nobody waits for a pipe
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no file")
-    return descriptor
-
-
 def _lock(folder: Path) -> int:
     # The folder is locked, not the file, which is another one after each rewriting.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -165,17 +158,3 @@ def _lock(folder: Path) -> int:
             raise JobError(f"another coordinator already works in {folder}") from error
         # Not every network file system has locks.
     return descriptor
-
-
-def _line(entry: Mapping[str, Any]) -> bytes:
-    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
-
-
-def _write_line(descriptor: int, line: bytes) -> int:
-    """Write a line, on a line of its own even if the one before was cut off; the file's size is returned."""
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        line = b"\n" + line
-    if os.write(descriptor, line) < len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return size + len(line)

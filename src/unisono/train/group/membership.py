@@ -71,6 +71,11 @@ class Membership(ABC):
         """Those of the present generation."""
 
     @property
+    def is_main(self) -> bool:
+        """Whether this is the main worker: the first of those that train."""
+        return not self.joins and self.workers.rank == 0
+
+    @property
     @abstractmethod
     def is_due(self) -> bool:
         """Whether a new generation waits for this one to reach a boundary."""

@@ -41,7 +41,7 @@ class MetricsLine(Listener):
 
     def __init__(self, folder: RunFolder, trained: Trained, membership: Membership) -> None:
         self._folder, self._trained, self._membership = folder, trained, membership
-        self._recorder, self._line = Recorder(folder, writes=self._is_main), StepLine()
+        self._recorder, self._line = Recorder(folder, writes=membership.is_main), StepLine()
         self._seconds: Mapping[str, float] = {}
 
     @property
@@ -104,18 +104,14 @@ class MetricsLine(Listener):
 
     def renewed(self) -> None:
         """Whoever is the main worker now writes what the one before has not."""
-        if self._is_main:
+        if self._membership.is_main:
             self._recorder.take_over()
 
     def went_back(self, reached: int, step: int, doubt: Doubt) -> None:
         """Steps are computed again, and have lines again."""
         self._recorder.go_back()
-        if self._is_main:
+        if self._membership.is_main:
             self._folder.metrics.truncate_after(step - 1)
-
-    @property
-    def _is_main(self) -> bool:
-        return not self._membership.joins and self._membership.workers.rank == 0
 
     def _note(self, optimizers: Sequence[Optimizer], loss: float, metrics: Mapping[str, Any]) -> None:
         rate = float(optimizers[0].param_groups[0].get("lr", math.nan))

@@ -32,32 +32,24 @@ class Notices(Listener):
         self._told_of_scheduler = False
         self._bytes_shared = 0
 
-    @property
-    def _is_main(self) -> bool:
-        return not self._membership.joins and self._membership.workers.rank == 0
-
     def prepared(self, prepared: Prepared, step: int) -> None:
         """BatchNorm over shards so small that its statistics are noisy."""
         per_shard = self._job.batch_size // self._job.shards
-        if self._is_main and per_shard < SAMPLES_PER_SHARD and batch_norm_in(prepared.modules):
-            warnings.warn(
+        if self._membership.is_main and per_shard < SAMPLES_PER_SHARD and batch_norm_in(prepared.modules):
+            _warn(
                 f"BatchNorm with {per_shard} samples per shard: its statistics are taken over each shard, and "
                 f"get noisy below {SAMPLES_PER_SHARD}, which costs accuracy. Use a larger batch_size, fewer shards "
-                f"(shards={max(1, self._job.batch_size // SAMPLES_PER_SHARD)}), or GroupNorm or LayerNorm",
-                UnisonoWarning,
-                stacklevel=3,
+                f"(shards={max(1, self._job.batch_size // SAMPLES_PER_SHARD)}), or GroupNorm or LayerNorm"
             )
 
     def unregistered_scheduler(self, prepared: Prepared) -> None:
         """A schedule that checkpoints do not have; once."""
         scheduled = any("initial_lr" in group for one in prepared.optimizers for group in one.param_groups)
-        if self._is_main and scheduled and not self._told_of_scheduler:
+        if self._membership.is_main and scheduled and not self._told_of_scheduler:
             self._told_of_scheduler = True
-            warnings.warn(
+            _warn(
                 "a learning-rate scheduler is in use, but not part of the checkpoints: a run that resumes would start "
-                'its schedule again. After making it, call run.register("scheduler", scheduler)',
-                UnisonoWarning,
-                stacklevel=3,
+                'its schedule again. After making it, call run.register("scheduler", scheduler)'
             )
 
     def healed(self, step: int, what: str, ranks: Sequence[int], hosts: Sequence[str]) -> None:
@@ -69,41 +61,35 @@ class Notices(Listener):
             ranks: theirs.
             hosts: theirs.
         """
-        if not self._is_main:
+        if not self._membership.is_main:
             return
         self._folder.journal("healed", step=step, what=what, ranks=list(ranks), hosts=list(hosts))
         listed = ", ".join(f"rank {rank} on host {host}" for rank, host in zip(ranks, hosts, strict=True))
-        warnings.warn(
+        _warn(
             f"step {step}: {listed} held another state ({what}) than most workers, which a fault of its memory would "
-            f"explain; it has been given theirs",
-            UnisonoWarning,
-            stacklevel=3,
+            f"explain; it has been given theirs"
         )
 
     def repeated(self, step: int) -> None:
         """A bit of a partial sum was another one than had been written, on some worker or on the way to another."""
-        if not self._is_main:
+        if not self._membership.is_main:
             return
         self._folder.journal("computed again", step=step, reason="a partial sum had changed")
-        warnings.warn(
+        _warn(
             f"step {step}: what was read of partial sums was not what had been written, which a fault of a host's "
-            f"memory would explain; the step is computed again",
-            UnisonoWarning,
-            stacklevel=3,
+            f"memory would explain; the step is computed again"
         )
 
     def wrong_result(self, step: int, finding: Finding, host: str) -> None:
         """A worker computed a shard otherwise than the others."""
-        if not self._is_main:
+        if not self._membership.is_main:
             return
         about = {"step": step, "shard": finding.shard, "rank": finding.wrong, "host": host}
         self._folder.journal("wrong result", **about, transient=finding.is_transient)
         once = "once; the step is computed again" if finding.is_transient else "every time"
-        warnings.warn(
+        _warn(
             f"step {step}: rank {finding.wrong} on host {host} computed shard {finding.shard} otherwise than it "
-            f"should, {once}",
-            UnisonoWarning,
-            stacklevel=3,
+            f"should, {once}"
         )
 
     def went_back(self, reached: int, step: int, doubt: Doubt) -> None:
@@ -114,24 +100,22 @@ class Notices(Listener):
             step: steps that are committed now.
             doubt: why.
         """
-        if not self._is_main:
+        if not self._membership.is_main:
             return
         self._folder.journal("rolled back", step=reached, to=step, why=doubt.why, fault=doubt.is_fault)
-        warnings.warn(
+        _warn(
             f"{doubt.why}: the run goes back to step {step}, where all workers held the same state, and computes the "
-            f"{reached - step} steps after it again",
-            UnisonoWarning,
-            stacklevel=3,
+            f"{reached - step} steps after it again"
         )
 
     def topology_measured(self, about: Mapping[str, Any]) -> None:
         """Ways of the partial sums were measured."""
-        if self._is_main:
+        if self._membership.is_main:
             self._folder.journal("topology", **about)
 
     def call_counted(self, call: Call, counted: Counted) -> None:
         """More memory is shared by the workers of a host, or a step is left out."""
-        if not self._is_main:
+        if not self._membership.is_main:
             return
         if counted.bytes_shared > self._bytes_shared:  # the optimizers make their state in the first step
             self._folder.journal("memory shared", mib_per_host=round(counted.bytes_shared / 2**20, 1))
@@ -142,3 +126,7 @@ class Notices(Listener):
             print(  # noqa: T201
                 f"unisono: step {call.step} skipped: the loss or its gradient is NaN or infinite", flush=True
             )
+
+
+def _warn(words: str) -> None:
+    warnings.warn(words, UnisonoWarning, stacklevel=4)  # where the listener is told from

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TextIO
@@ -57,40 +56,20 @@ LINE_EVERY_S = 10.0
 """Seconds between plain lines within an epoch."""
 
 
-class Display(ABC):
-    """Shows epoch, loss, samples per second and the time left."""
+class Display:
+    """Shows epoch, loss, samples per second and the time left; this one nothing, for all workers but the main one."""
 
-    @abstractmethod
     def begin(self, epoch: int, epochs: int, steps: int) -> None:
         """An epoch of so many steps begins."""
 
-    @abstractmethod
     def step(self, loss: float, samples_per_s: float) -> None:
         """A step is done."""
 
-    @abstractmethod
     def end(self, record: EpochRecord) -> None:
         """The epoch is done."""
 
-    @abstractmethod
     def close(self) -> None:
         """Give the terminal back."""
-
-
-class Silent(Display):
-    """Shows nothing: for all workers but the main one."""
-
-    def begin(self, epoch: int, epochs: int, steps: int) -> None:
-        """Nothing."""
-
-    def step(self, loss: float, samples_per_s: float) -> None:
-        """Nothing."""
-
-    def end(self, record: EpochRecord) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 class Lines(Display):
@@ -121,9 +100,6 @@ class Lines(Display):
     def end(self, record: EpochRecord) -> None:
         """The epoch's line."""
         self._say(summary(record, self._epochs))
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
     def _say(self, line: str) -> None:
         print(line, file=self._output, flush=True)
@@ -179,5 +155,5 @@ def summary(record: EpochRecord, epochs: int) -> str:
 def choose_display(*, is_main: bool, progress: bool) -> Display:
     """A bar in a terminal, lines elsewhere, nothing on the other workers."""
     if not is_main or not progress:
-        return Silent()
+        return Display()
     return Bar() if sys.stdout.isatty() else Lines()
