@@ -108,7 +108,7 @@ soak: $(READY)  ## half an hour of faults: memory, files and threads stay as the
 bench-stale: $(READY)  ## strategies while one worker is three times slower
 	@$(BIN)/python -m benchmarks strategies --slow $(OPTIONS)
 
-chaos: $(READY)  ## 200 faults on digits and 200 on char_lm: nobody can tell them from runs that were left alone
+chaos: $(READY)  ## 200 faults on digits and 200 on char_lm: weights and samples as in runs without faults
 	@rm -rf runs/chaos-digits runs/chaos-char_lm
 	@$(BIN)/unisono chaos examples/digits.py --faults 200 --run-dir runs/chaos-digits $(OPTIONS) -- --epochs 40
 	@$(BIN)/unisono chaos examples/char_lm.py --faults 200 --run-dir runs/chaos-char_lm $(OPTIONS)

@@ -1,4 +1,4 @@
-"""Whole runs of several workers as threads of one process, over real transports: for rehearsals by the hundred."""
+"""Whole runs of several workers as threads of one process, over real transports: for fault injection by the hundred."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     unisono run -n 3 --max-restarts 3 --faults slow.toml examples/slow_worker.py
 
-where ``slow.toml`` rehearses it: the second worker takes eight times as long from step 20 on.
+where ``slow.toml`` is a fault plan: the second worker takes eight times as long from step 20 on.
 
     [[fault]]
     kind = "slow"

@@ -1,4 +1,4 @@
-"""Places in the run of a worker at which tests and rehearsals may strike it. Where nobody listens, nothing happens."""
+"""Places in a worker's run at which tests and fault injection may kill or stop it. By default nothing happens there."""
 
 from __future__ import annotations
 

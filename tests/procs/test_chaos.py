@@ -1,4 +1,4 @@
-"""`unisono chaos`: a job that random faults strike ends with the weights and the samples of one that is left alone."""
+"""`unisono chaos`: a job with random faults ends with the weights and the samples of one without."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Scripts of faults, carried out by real workers: each strikes once, and the weights stay those of the serial run."""
+"""Fault plans, injected by real workers: each fault happens once, and the weights stay those of the serial run."""
 
 import json
 import os

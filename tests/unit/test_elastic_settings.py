@@ -209,9 +209,7 @@ def test_exit_code_result_and_words_say_the_same_of_a_main_worker_that_was_kille
     killed = exited("w1", KILLED, pid=4711)
     exits = with_faults(at_the_end([killed], OVER), folder)
     outcome = Outcome(exits, 3, "a", 1.0, verdict=verdict_of(OVER), digest=OVER.digest)
-    words = (
-        "worker w1 on host a was killed by SIGKILL: fault 7 (kill) of the rehearsal, at step 8; training was complete"
-    )
+    words = "worker w1 on host a was killed by SIGKILL: injected fault 7 (kill), at step 8; training was complete"
     End.of(outcome).write(folder)
     result = folder.read_result()
     assert result is not None
@@ -227,7 +225,7 @@ def test_only_a_fault_that_kills_explains_a_kill(tmp_path: Path) -> None:
     folder.journal("fault", number=1, kind="slow", step=8, rank=0, pid=4711)
     folder.journal("fault", number=2, kind="kill", step=8, rank=0, pid=4712)
     exits = [exited("w1", KILLED, pid=4711), exited("w2", KILLED, pid=4712), exited("w3", 1, pid=4712)]
-    assert [each.fault.partition(" of ")[0] for each in with_faults(exits, folder)] == ["", "fault 2 (kill)", ""]
+    assert [each.fault.partition(",")[0] for each in with_faults(exits, folder)] == ["", "injected fault 2 (kill)", ""]
 
 
 @pytest.mark.parametrize("code", [0, 3, 75])

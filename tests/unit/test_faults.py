@@ -262,9 +262,9 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_when_it_is_read_and_the_one_befo
     assert found.step == 2
 
 
-def test_a_checkpoint_that_is_to_be_struck_and_is_not_there_is_an_error(training: unisono.Run) -> None:
+def test_a_bit_to_flip_in_a_checkpoint_that_is_not_there_is_an_error(training: unisono.Run) -> None:
     FaultInjector(Faults().flip_bit(rank=0, at_step=1, place="checkpoint")).attach(training)
-    with pytest.raises(JobError, match="there is no checkpoint yet: give checkpoint_every"):
+    with pytest.raises(JobError, match="there is no checkpoint yet: set checkpoint_every"):
         loop(training)
 
 
@@ -297,7 +297,7 @@ def test_a_plugin_is_called_with_the_run_before_the_script_has_it(
         assert struck(run) == [(1, 2)]
 
 
-def test_a_rehearsal_without_a_script_says_how_to_name_one(
+def test_fault_injection_without_a_plan_says_how_to_name_one(
     tmp_path: Path, one_worker: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNISONO_PLUGINS", PLUGIN)
@@ -371,7 +371,7 @@ CUT = {"weights_sha256": None, "exit_code": 137}
     [
         (-9, {}, "its agent was killed"),
         (75, CUT, "all its workers were asked to leave"),
-        (137, COMPLETE, "its main worker was struck in the script's last lines"),
+        (137, COMPLETE, "a fault hit its main worker in the script's last lines"),
         (137, CUT, ""),
         (1, COMPLETE, ""),
         (1, CUT, ""),

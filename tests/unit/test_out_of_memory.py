@@ -97,7 +97,7 @@ def test_memory_is_the_largest_so_far_and_none_of_a_process_that_has_ended() -> 
     assert peak_mib(2**22 + 1) == 0
 
 
-def test_a_kill_that_a_rehearsal_ordered_is_no_memory_that_ran_out() -> None:
+def test_an_injected_kill_is_no_memory_that_ran_out() -> None:
     killed = WorkerExit(0, -signal.SIGKILL, 1.0)
     assert words(killed)
-    assert words(replace(killed, fault="fault 7 (kill) of the rehearsal, at step 8")) == ""
+    assert words(replace(killed, fault="injected fault 7 (kill), at step 8")) == ""

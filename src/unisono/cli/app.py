@@ -14,22 +14,24 @@ from unisono.errors import USAGE, JobError, UnisonoError
 
 
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
     policy: Annotated[
         list[str] | None,
         typer.Option(
             "--policy",
-            help="Show what this one would have done beside what was done: noise-scale, or module:Class; repeat for "
+            help="Show what this policy would have decided in the run: noise-scale, or module:Class; repeat for "
             "more. It sees what the run measured, which does not react to its decisions: only batch size and "
             "learning rate follow them.",
         ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw it too: .png, .svg or .pdf. Needs matplotlib, of the extra 'plot'."),
+        typer.Option(
+            metavar="FILE", help="Draw a chart, too: .png, .svg or .pdf. Needs matplotlib: install unisono[plot]."
+        ),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="A row for each decision and each event, also where many are alike.")
+        bool, typer.Option("--all", help="Print a row for each decision and each event, even where many are alike.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON, for programs.")] = False,
 ) -> None:
@@ -42,7 +44,7 @@ def replay(
 # ``unisono doctor``: everything that a bug report needs.
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it for programs.")] = False) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Look at this machine: versions, devices, limits, and whether workers can talk to each other.
 
     Exit code 1 if nothing can be trained here; other problems are listed with what to do.

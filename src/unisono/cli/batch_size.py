@@ -30,23 +30,30 @@ ROOM_SHARE = 0.9
 LEAST_STEPS = 3
 """The optimizer's state is there from the second step on."""
 
-Workers = Annotated[int, typer.Option("-n", "--workers", help="How many workers; each gets the batch that is tried.")]
+Workers = Annotated[
+    int, typer.Option("-n", "--workers", help="The number of workers; each gets the batch that is tried.")
+]
 MemoryLimit = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Memory of the host for each worker, such as 2GiB; by default its share of what is free now.",
+        help="The host memory that each worker may use, such as 2GiB; by default its share of the free memory.",
         show_default=False,
     ),
 ]
-First = Annotated[int, typer.Option("--from", help="The batch per worker to begin with.")]
+First = Annotated[int, typer.Option("--from", help="The first batch per worker to try.")]
 Most = Annotated[int | None, typer.Option(help="The largest batch per worker to try.", show_default=False)]
-Steps = Annotated[int, typer.Option(help="Of each trial.")]
-Margin = Annotated[float, typer.Option(help="Share of the largest batch to stay below it.")]
+Steps = Annotated[int, typer.Option(help="The number of steps of each trial.")]
+Margin = Annotated[
+    float, typer.Option(help="The safety margin: recommend a batch smaller than the largest by this share.")
+]
 Json = Annotated[
     Path | None,
     typer.Option(
-        "--json", metavar="FILE", help="Where the figures go; by default where a study finds them.", show_default=False
+        "--json",
+        metavar="FILE",
+        help="The file for the figures; by default one that unisono study finds.",
+        show_default=False,
     ),
 ]
 

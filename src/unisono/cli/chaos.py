@@ -1,4 +1,4 @@
-"""``unisono chaos``: strike a job with faults until it is done, and see whether anybody can tell."""
+"""``unisono chaos``: inject faults into a job until it is done, and compare it with the same job without faults."""
 
 from __future__ import annotations
 
@@ -28,28 +28,30 @@ MOST_PROBLEMS = 20
 def chaos(
     script: Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.", metavar="SCRIPT")],
     args: Annotated[
-        list[str] | None, typer.Argument(help="What belongs to the script, after --.", metavar="-- ARGS")
+        list[str] | None, typer.Argument(help="The arguments of the script, after --.", metavar="-- ARGS")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the faults: the same seed, the same script of faults.")] = 0,
-    faults: Annotated[int, typer.Option(min=1, help="How many faults there are.")] = 50,
+    seed: Annotated[int, typer.Option(help="The seed of the fault plan: the same seed gives the same faults.")] = 0,
+    faults: Annotated[int, typer.Option(min=1, help="The number of faults.")] = 50,
     written: Annotated[
-        Path | None, typer.Option("--script", help="A script of faults to use, instead of one drawn from the seed.")
+        Path | None, typer.Option("--script", help="A fault plan (TOML) to use instead of one drawn from the seed.")
     ] = None,
-    workers: Annotated[str, typer.Option("-n", "--workers", metavar="A:B", help="How many workers.")] = "1:4",
+    workers: Annotated[str, typer.Option("-n", "--workers", metavar="A:B", help="The range of workers.")] = "1:4",
     module: Module = False,
     run_dir: Annotated[
         Path | None,
         typer.Option(parser=named_folder, metavar="FOLDER", help="A new folder for both jobs and the report."),
     ] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between checkpoints; by default fifty in the whole run.")
+        int | None, typer.Option(min=1, help="Steps between checkpoints; by default such that the run writes fifty.")
     ] = None,
-    failure_timeout_s: Annotated[float, typer.Option(help="Seconds of silence after which a worker is lost.")] = 5.0,
-    patience_s: Annotated[float, typer.Option(help="Seconds without a step after which the job hangs.")] = 120.0,
+    failure_timeout_s: Annotated[
+        float, typer.Option(help="Seconds of silence after which a worker counts as lost.")
+    ] = 5.0,
+    patience_s: Annotated[float, typer.Option(help="Seconds without a step after which the job is ended.")] = 120.0,
 ) -> None:
-    """Train with faults that strike at random, and compare with a run that is left alone: weights, and samples used.
+    """Train with random faults, and compare the weights and the samples used with those of a run without faults.
 
-    Exit code 0 if nobody can tell the two apart, else 1.
+    Exit code 0 if weights and samples are the same, else 1.
     """
     from unisono.checkpoint.folder import new_run_folder
     from unisono.testing.chaos import REPORT, SCRIPT, ChaosSpec, run_chaos
@@ -80,12 +82,12 @@ def chaos(
     out, err = (Console(stderr=stderr, highlight=False, emoji=False) for stderr in (False, True))
     verdict = run_chaos(spec, lambda line: err.print(Text(f"unisono: {line}"), soft_wrap=True))
     _show(verdict, out)
-    out.print(Text(f"script of faults: {folder / SCRIPT}; report: {folder / REPORT}", "dim"), soft_wrap=True)
+    out.print(Text(f"fault plan: {folder / SCRIPT}; report: {folder / REPORT}", "dim"), soft_wrap=True)
     raise typer.Exit(0 if verdict.is_good else 1)
 
 
 def _show(verdict: ChaosResult, out: Console) -> None:
-    table = Table("fault", "planned", "struck")
+    table = Table("fault", "planned", "injected")
     for column in table.columns[1:]:
         column.justify = "right"
     for kind, number in verdict.planned.items():
@@ -94,7 +96,7 @@ def _show(verdict: ChaosResult, out: Console) -> None:
     table.add_row("all", str(sum(verdict.planned.values())), str(sum(verdict.struck.values())))
     show_table(table, out)
     facts = {
-        "steps": f"{verdict.steps}, {verdict.repeated} times one was begun again",
+        "steps": f"{verdict.steps}; a step was begun again {verdict.repeated} times",
         "generations": f"{verdict.generations}",
         "starts": f"{verdict.starts}",
         "seconds": f"{verdict.seconds:g}",
@@ -107,7 +109,7 @@ def _show(verdict: ChaosResult, out: Console) -> None:
         out.print(Text(problem, "red"), soft_wrap=True)
     if len(verdict.problems) > MOST_PROBLEMS:
         out.print(Text(f"… and {len(verdict.problems) - MOST_PROBLEMS} problems more", "red"))
-    words = Text("passed: nobody can tell it from the run that was left alone", "bold green")
+    words = Text("passed: weights and samples are those of the run without faults", "bold green")
     out.print(words if verdict.is_good else Text("FAILED", "bold red"), soft_wrap=True)
 
 

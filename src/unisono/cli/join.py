@@ -36,7 +36,7 @@ from unisono.launch.tuning import Tuning
 def join(
     script: Annotated[str, typer.Argument(help="The script of the job.", metavar="SCRIPT")],
     args: Annotated[
-        list[str] | None, typer.Argument(help="Its arguments, as unisono run got them.", metavar="ARGS")
+        list[str] | None, typer.Argument(help="The arguments of the script, as unisono run got them.", metavar="ARGS")
     ] = None,
     url: Url = None,
     run_dir: Annotated[
@@ -44,11 +44,13 @@ def join(
         typer.Option(
             parser=named_folder,
             metavar="FOLDER",
-            help="The job's run folder. With URL: one of this host's own; by default a new one.",
+            help="The job's run folder. With URL: a run folder on this host; by default a new one.",
             envvar=None,
         ),
     ] = None,
-    workers: Annotated[int, typer.Option("-n", "--workers", min=1, help="How many workers there is room for.")] = 1,
+    workers: Annotated[
+        int, typer.Option("-n", "--workers", min=1, help="The largest number of workers on this host.")
+    ] = 1,
     token_file: TokenFile = None,
     certificate: Trusted = None,
     module: Module = False,

@@ -39,7 +39,7 @@ Trusted = Annotated[
     Path | None,
     typer.Option(
         "--certificate",
-        help="With URL: a copy of its 'certificate.pem', or of the one that vouches for it.",
+        help="With URL: a copy of its 'certificate.pem', or of the certificate authority's.",
         show_default=False,
     ),
 ]
@@ -55,37 +55,49 @@ STUDIES = Path("studies")
 StudyScript = Annotated[
     str | None, typer.Argument(help="The script to measure; a module's name with -m.", metavar="SCRIPT")
 ]
-ScriptArgs = Annotated[list[str] | None, typer.Argument(help="What belongs to the script.", metavar="-- ARGS")]
+ScriptArgs = Annotated[list[str] | None, typer.Argument(help="The arguments of the script.", metavar="-- ARGS")]
 Workers = Annotated[str, typer.Option(metavar="N,N,…", help="Numbers of workers to measure.")]
 ScalingMode = Annotated[
     Literal["strong", "weak", "both"],
     typer.Option(help="Strong keeps the global batch; weak multiplies batch and learning rate by the workers."),
 ]
-Repeats = Annotated[int, typer.Option(help="How often each is measured, interleaved in random order.")]
+Repeats = Annotated[
+    int, typer.Option(help="The number of runs of each kind; all runs are interleaved in random order.")
+]
 Steps = Annotated[int | None, typer.Option(help="Cut each run short after so many steps.")]
 Epochs = Annotated[int | None, typer.Option(help="Cut each run short after so many epochs.")]
-Warmup = Annotated[int, typer.Option(help="Steps at the beginning of each run that are left out.")]
+Warmup = Annotated[int, typer.Option(help="The number of first steps of each run that are not measured.")]
 Baseline = Annotated[
     str | None, typer.Option(metavar="SCRIPT", help="The plain loop to compare with, with its arguments.")
 ]
 Out = Annotated[
-    Path | None, typer.Option(help="The study's folder; one with figures is gone on with.", show_default=False)
+    Path | None, typer.Option(help="The study's folder; a folder with measurements is continued.", show_default=False)
 ]
-Label = Annotated[str | None, typer.Option(help="A name for what is measured.", show_default=False)]
-Price = Annotated[float | None, typer.Option(help="Of a worker's hour, to recommend by cost.")]
-Waiting = Annotated[float, typer.Option(help="What it is worth to be ready an hour earlier, like --price.")]
-Efficiency = Annotated[float, typer.Option(help="That workers should reach, up to 1, to recommend by it.")]
+Label = Annotated[
+    str | None, typer.Option(help="The name of this measurement in reports and comparisons.", show_default=False)
+]
+Price = Annotated[
+    float | None, typer.Option(help="The price of one worker for an hour, to recommend the cheapest number of workers.")
+]
+Waiting = Annotated[float, typer.Option(help="The price of waiting for an hour, in the currency of --price.")]
+Efficiency = Annotated[float, typer.Option(help="The least efficiency, up to 1, of the recommended number of workers.")]
 Predict = Annotated[
     str | None,
-    typer.Option(metavar="N,N,…", help="Numbers of workers to predict; by default two and four times the most."),
+    typer.Option(
+        metavar="N,N,…", help="Numbers of workers to predict; by default two and four times the largest measured one."
+    ),
 ]
-Seed = Annotated[int, typer.Option(help="Of the order.")]
+Seed = Annotated[int, typer.Option(help="The seed of the random order of runs.")]
 KeepGoing = Annotated[
     bool, typer.Option("--keep-going", help="Go on even if the first run of each kind fails for the same reason.")
 ]
 From = Annotated[
     Path | None,
-    typer.Option("--from", metavar="FILE", help="Measure nothing: a report of this table, or of this study."),
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="Measure nothing: write a report from this CSV file, results.json or study folder.",
+    ),
 ]
 
 
@@ -110,7 +122,7 @@ RunDir = Annotated[
         parser=named_folder,
         metavar="FOLDER",
         envvar="UNISONO_RUN_DIR",
-        help="Run folder; one with checkpoints of this job is resumed.",
+        help="The run folder; if it has checkpoints of this job, the job resumes from the newest.",
     ),
 ]
 RunningIn = Annotated[
@@ -119,36 +131,45 @@ RunningIn = Annotated[
         "--run-dir",
         parser=named_folder,
         metavar="FOLDER",
-        help="The job's run folder, if more than one elastic job runs.",
+        help="The job's run folder; needed if several elastic jobs run.",
     ),
 ]
 Shards = Annotated[
-    int | None, typer.Option(envvar="UNISONO_SHARDS", help="Shards of the job, unless the script sets them.")
+    int | None,
+    typer.Option(envvar="UNISONO_SHARDS", help="The number of shards of the global batch, unless the script sets it."),
 ]
 Threads = Annotated[
-    int | None, typer.Option(envvar="UNISONO_THREADS", help="Threads per worker, unless the script sets them.")
+    int | None, typer.Option(envvar="UNISONO_THREADS", help="torch threads per worker, unless the script sets them.")
 ]
 Tuned = Annotated[
     bool,
     typer.Option(
         "--tuning/--no-tuning",
         envvar="UNISONO_TUNING",
-        help="Have the workers' memory allocator keep what it has; --dry-run and doctor show how.",
+        help="Have the workers' memory allocator keep freed memory, which is faster; --dry-run shows how.",
     ),
 ]
-Grace = Annotated[float, typer.Option(help="Seconds to leave in after the first Ctrl-C or SIGTERM.")]
+Grace = Annotated[
+    float,
+    typer.Option(help="Seconds that workers get to write a checkpoint and leave after the first Ctrl-C or SIGTERM."),
+]
 CheckpointEvery = Annotated[
     int | None,
     typer.Option(envvar="UNISONO_CHECKPOINT_EVERY", help="Steps between checkpoints, unless the script sets them."),
 ]
 AllowJobChange = Annotated[
     bool,
-    typer.Option("--allow-job-change", envvar="UNISONO_ALLOW_JOB_CHANGE", help="Resume although settings differ."),
+    typer.Option(
+        "--allow-job-change",
+        envvar="UNISONO_ALLOW_JOB_CHANGE",
+        help="Resume although settings differ from the checkpoint's.",
+    ),
 ]
 MaxRestarts = Annotated[
     int | None,
     typer.Option(
-        help=f"Elastic: how often a place gets a new worker, on average; {MAX_RESTARTS} for A:B.", show_default=False
+        help=f"Elastic: replacements of lost workers, per worker on average; {MAX_RESTARTS} for A:B.",
+        show_default=False,
     ),
 ]
 AuditShare = Annotated[
@@ -158,7 +179,7 @@ AuditShare = Annotated[
         envvar="UNISONO_AUDIT",
         min=0,
         max=1,
-        help="The share of the work that another worker computes again, to find a processor that computes wrongly.",
+        help="The share of shards that another worker computes again, to find a processor with wrong results.",
     ),
 ]
 StrategyName = Annotated[
@@ -171,28 +192,35 @@ StrategyName = Annotated[
 PolicyNames = Annotated[
     list[str] | None,
     typer.Option(
-        "--policy", help="Watches and changes the training: noise-scale, ada-scale, module:Class; repeat for more."
+        "--policy", help="A policy that adapts the training: noise-scale, ada-scale, module:Class; repeat for more."
     ),
 ]
 WorkerRange = Annotated[
-    str, typer.Option("-n", "--workers", metavar="N|A:B", help="How many workers; A:B for an elastic job.")
+    str,
+    typer.Option(
+        "-n", "--workers", metavar="N|A:B", help="The number of workers; A:B for an elastic job with A to B workers."
+    ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what each worker would be started with.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the command and environment of each worker, and start none.")
+]
 ScriptName = Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.", metavar="SCRIPT")]
 ScriptArguments = Annotated[
-    list[str] | None, typer.Argument(help="Everything after the script belongs to the script.", metavar="ARGS")
+    list[str] | None, typer.Argument(help="The arguments of the script: everything after it.", metavar="ARGS")
 ]
 FaultScript = Annotated[
-    Path | None, typer.Option("--faults", help="A script of faults to strike the job with: a rehearsal of failures.")
+    Path | None,
+    typer.Option("--faults", help="A fault plan (TOML): faults to inject into the job, to test how it recovers."),
 ]
 RestartOnError = Annotated[
-    bool, typer.Option("--restart-on-error", help="Elastic: also after an exception in the script.")
+    bool, typer.Option("--restart-on-error", help="Elastic: replace a worker also after an exception in its script.")
 ]
-FailureTimeout = Annotated[float, typer.Option(help="Elastic: seconds of silence after which a worker is lost.")]
+FailureTimeout = Annotated[float, typer.Option(help="Elastic: seconds of silence after which a worker counts as lost.")]
 WarmStart = Annotated[
     bool,
     typer.Option(
-        "--warm-start/--no-warm-start", help="Load torch once, and fork workers from the process that has it (Linux)."
+        "--warm-start/--no-warm-start",
+        help="Start faster: load torch once, and fork workers from that process (Linux).",
     ),
 ]
 ListenAt = Annotated[
@@ -200,14 +228,12 @@ ListenAt = Annotated[
     typer.Option(
         "--coordinator",
         metavar="HOST:PORT",
-        help="Elastic: where other hosts reach this job, over TLS; :PORT for all addresses, port 0 for any.",
+        help="Elastic: the address for other hosts, over TLS; :PORT for all addresses, port 0 for any free one.",
     ),
 ]
-Here = Annotated[
-    int | None, typer.Option("--here", min=1, help="Elastic: how many of the workers there is room for on this host.")
-]
+Here = Annotated[int | None, typer.Option("--here", min=1, help="Elastic: the largest number of workers on this host.")]
 TlsCert = Annotated[
-    Path | None, typer.Option(help="With --coordinator: its certificate, PEM. By default one is made for the job.")
+    Path | None, typer.Option(help="With --coordinator: its TLS certificate, PEM. By default one is made for the job.")
 ]
 TlsKey = Annotated[Path | None, typer.Option(help="With --coordinator: the certificate's private key, PEM.")]
 

@@ -91,7 +91,7 @@ def run(
         policies=tuple(policy or ()),
         strategy=strategy,
         audit=audit,
-        extra_environment={} if faults is None else _rehearsal(faults),
+        extra_environment={} if faults is None else _fault_injection(faults),
     )
     elastic = ElasticSettings(
         settings,
@@ -115,8 +115,8 @@ def _shown(settings: LaunchSettings, *, is_elastic: bool) -> str:
     return show(settings, settings.run_dir or RUNS / f"TIME-{settings.script.stem}")
 
 
-def _rehearsal(script: Path) -> dict[str, str]:
-    """What workers are told so that the faults of a script strike them."""
+def _fault_injection(script: Path) -> dict[str, str]:
+    """The environment variables by which workers inject the faults of a plan."""
     from unisono.testing.faults import Faults
     from unisono.testing.injector import PLUGIN, SCRIPT
 

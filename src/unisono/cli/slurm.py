@@ -16,56 +16,62 @@ from unisono.launch.slurm.batch_script import require_valid, submit, text_of, wr
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(help="Behind --: the script's own arguments; or study, and what it is to do.", metavar="ARGS"),
+    typer.Argument(help="After --: the arguments of the script; or the word study, and its options.", metavar="ARGS"),
 ]
-Time = Annotated[str, typer.Option(help="The limit, as Slurm takes it: 00:30:00 or 1-12:00:00.", metavar="TIME")]
+Time = Annotated[str, typer.Option(help="The time limit, as Slurm takes it: 00:30:00 or 1-12:00:00.", metavar="TIME")]
 Cores = Annotated[
     int | None,
     typer.Option(
         "--cores-per-gpu",
         "--cores-per-worker",
-        help="Cores for each worker; by default as many as the cluster's own rule gives.",
+        help="CPU cores for each worker; by default as many as the cluster gives.",
     ),
 ]
 Modules = Annotated[
-    list[str] | None, typer.Option("--module", help="Load this module of the cluster first; repeat for more.")
+    list[str] | None, typer.Option("--module", help="Load this environment module first; repeat for more.")
 ]
 More = Annotated[
     list[str] | None,
     typer.Option("--sbatch", metavar="NAME=VALUE", help="Another option of sbatch; repeat for more."),
 ]
 Workers = Annotated[
-    str | None, typer.Option(metavar="N,N,…", help="A job array: an element for each of these numbers of workers.")
+    str | None,
+    typer.Option(metavar="N,N,…", help="Write a job array, with one element for each of these numbers of workers."),
 ]
 Interpreter = Annotated[
-    str, typer.Option(help="The interpreter; the one that runs this unless given.", show_default=False)
+    str, typer.Option(help="The Python interpreter; by default the one that runs this command.", show_default=False)
 ]
 Output = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the script there, not to the terminal.")
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="Write the script into this file, not to the terminal."),
 ]
 
 
 def slurm(
-    script: Annotated[str, typer.Argument(help="What to train; a Python module's name with -m.", metavar="SCRIPT")],
+    script: Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.", metavar="SCRIPT")],
     time: Time,
     args: Words = None,
-    nodes: Annotated[int, typer.Option(help="How many nodes.")] = 1,
-    gpus: Annotated[int, typer.Option(help="GPUs of each node, with a worker for each.")] = 0,
-    workers_per_node: Annotated[int | None, typer.Option(help="Without GPUs: workers of each node.")] = None,
+    nodes: Annotated[int, typer.Option(help="The number of nodes.")] = 1,
+    gpus: Annotated[int, typer.Option(help="The number of GPUs of each node; each GPU gets one worker.")] = 0,
+    workers_per_node: Annotated[
+        int | None, typer.Option(help="Without GPUs: the number of workers on each node.")
+    ] = None,
     cores: Cores = None,
-    account: Annotated[str | None, typer.Option(help="Who pays.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Where to run.")] = None,
-    job_name: Annotated[str | None, typer.Option(help="The script's name unless given.")] = None,
+    account: Annotated[str | None, typer.Option(help="The account to charge.")] = None,
+    partition: Annotated[str | None, typer.Option(help="The partition to run in.")] = None,
+    job_name: Annotated[str | None, typer.Option(help="The name of the job; by default the script's.")] = None,
     load: Modules = None,
     more: More = None,
     workers: Workers = None,
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a Python module.")] = False,
     python: Interpreter = sys.executable,
-    runs: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the run folders are made.")] = RUNS,
+    runs: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder in which run folders are made.")] = RUNS,
     checkpoint_every: CheckpointEvery = None,
-    requeues: Annotated[int, typer.Option(help="How often a preempted job starts again.")] = REQUEUES,
+    requeues: Annotated[
+        int, typer.Option(help="The number of times that a preempted job is started again.")
+    ] = REQUEUES,
     output: Output = None,
-    send: Annotated[bool, typer.Option("--submit", help="Give it to sbatch.")] = False,
+    send: Annotated[bool, typer.Option("--submit", help="Submit the script with sbatch.")] = False,
 ) -> None:
     """Write the script of a Slurm job that trains: unisono slurm train.py --time 00:30:00 --gpus 4 -- --its-own flags.
 

@@ -15,7 +15,7 @@ def status(
     url: Url = None,
     token_file: TokenFile = None,
     certificate: Trusted = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show an elastic job: its workers with rank, host, step and speed, and how many there are to be."""
     found = Control(Whereabouts(url, token_file, certificate, run_dir).address()).status()
@@ -80,13 +80,13 @@ def leave(
 
 
 def resize(
-    workers: Annotated[int, typer.Argument(help="How many workers there are to be.", metavar="N", min=1)],
+    workers: Annotated[int, typer.Argument(help="The new number of workers.", metavar="N", min=1)],
     run_dir: RunningIn = None,
     url: Url = None,
     token_file: TokenFile = None,
     certificate: Trusted = None,
 ) -> None:
-    """Have an elastic job go on with N workers. The weights stay the same, bit for bit."""
+    """Change the number of workers of an elastic job to N. The weights stay the same, bit for bit."""
     typer.echo(line(Control(Whereabouts(url, token_file, certificate, run_dir).address()).resize(workers)))
 
 

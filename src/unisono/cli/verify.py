@@ -29,17 +29,19 @@ def verify(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="The script to verify; a module's name with -m.", metavar="SCRIPT")],
     args: Annotated[
-        list[str] | None, typer.Argument(help="What stands after the script is the script's.", metavar="ARGS")
+        list[str] | None, typer.Argument(help="The arguments of the script: everything after it.", metavar="ARGS")
     ] = None,
     workers: Annotated[
-        str, typer.Option(metavar="N,N,…", help="Numbers of workers; all are compared with the first.")
+        str, typer.Option(metavar="N,N,…", help="Numbers of workers to run with; all runs are compared with the first.")
     ] = WORKERS,
-    steps: Annotated[int, typer.Option(help="How many steps to compare.")] = STEPS,
+    steps: Annotated[int, typer.Option(help="The number of steps to compare.")] = STEPS,
     module: Module = False,
     shards: Shards = None,
     threads: Threads = None,
     tuned: Tuned = True,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the runs, their logs and traces, and say where.")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the run folders, with logs and traces, and print where they are.")
+    ] = False,
 ) -> None:
     """Train a script with several numbers of workers and compare all weights after every step, bit for bit.
 

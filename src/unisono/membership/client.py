@@ -162,7 +162,7 @@ class Line:
                 self._conversation.give_up(number)
 
     def cut(self, seconds: float) -> None:
-        """Lose the connection, and open none for so many seconds: a rehearsal of what networks do."""
+        """Lose the connection, and open none for so many seconds, as a network fault does."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._cut, seconds)
 

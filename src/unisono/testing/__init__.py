@@ -1,4 +1,4 @@
-"""Rehearsing failures: faults as data, what carries them out and checks what came of them. Warm starts for tests."""
+"""Fault injection: fault plans, what injects them, and what checks the result. Warm starts for tests."""
 
 from unisono.testing.commands import start, warm_jobs
 from unisono.testing.faults import Faults

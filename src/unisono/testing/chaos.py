@@ -1,4 +1,4 @@
-"""A job that faults strike until it is done, and the same job left alone: their weights must be the same."""
+"""A job with injected faults, and the same job without: their weights must be the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from unisono.testing.random_faults import RandomFaults
 from unisono.testing.samples import Samples, problems
 
 SERIAL, STRUCK, SCRIPT, REPORT = "serial", "struck", "faults.toml", "chaos.json"
-"""In the folder: the run folders of both jobs, the script of faults, and what came of it."""
+"""In the folder: the run folders of both jobs, the fault plan, and the report."""
 
 TRAINED = "serial.json"
 """In the folder, once the job alone is done: which job it was. Another try in the folder need not run it again."""
@@ -110,7 +110,7 @@ class ChaosResult:
 
     @property
     def is_good(self) -> bool:
-        """Whether nobody can tell the job from the one that was left alone."""
+        """Whether the job ended with the weights and the samples of the one without faults."""
         return self.digest == self.serial_digest and not self.problems
 
     def write(self, path: Path) -> None:
@@ -287,7 +287,7 @@ def why_again(code: int, result: Mapping[str, Any]) -> str:
     if code == PREEMPTED:
         return "all its workers were asked to leave"
     if code > FIRST_SIGNAL and result.get("weights_sha256"):
-        return "its main worker was struck in the script's last lines"
+        return "a fault hit its main worker in the script's last lines"
     return ""
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from unisono.failpoints import Listener, listen
 from unisono.received import LONGEST_S
 
-# Listening at the points at which a worker may be struck; see :mod:`unisono.failpoints`.
+# Listening at the points at which a fault may be injected; see :mod:`unisono.failpoints`.
 
 Point = Literal["regroup begins", "generation formed", "state captured", "state received", "state taken", "engine made"]
 """A point that workers pass while they recover from a loss, or take others in."""
@@ -44,7 +44,7 @@ class _Fault(BaseModel):
     """What all faults have.
 
     Attributes:
-        at_step: steps that are committed when it strikes, before the next one is computed.
+        at_step: the number of committed steps at which it is injected, before the next step is computed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,4 +1,4 @@
-"""A process beside a worker that does to others what the worker, once it is struck, cannot do any more.
+"""A process beside a worker that does to others what the worker, once the fault has hit it, cannot do any more.
 
 It runs as a plain file, in the worker's process group, so that it starts in some milliseconds and ends with the worker.
 ``fault_helper.py continue PID SECONDS`` wakes a process that stands still; ``fault_helper.py kill FILE SECONDS`` kills

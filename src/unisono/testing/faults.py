@@ -35,8 +35,8 @@ from unisono.testing.fault import (
 class Faults:
     """A fault plan. Each method returns a new plan with one more fault.
 
-    ``at_step=k`` strikes when k steps are committed and the next is about to be computed, or, should the job stand
-    elsewhere just then, as soon after that as it can. A rank that does not exist then stands for ``rank % workers``.
+    A fault with ``at_step=k`` is injected when k steps are committed and the next is about to be computed, or as soon
+    after that as possible. A rank that does not exist then stands for ``rank % workers``.
 
     Attributes:
         faults: the faults, in the order in which they were written.
@@ -92,13 +92,13 @@ class Faults:
         return self._with(WrongResult, rank=rank, at_step=at_step, bit=bit)
 
     def in_recovery(self, point: Point = "regroup begins") -> Faults:
-        """The newest fault waits for a recovery that begins when so many steps are committed, and strikes in it."""
+        """Have the newest fault wait for a recovery that begins after so many committed steps, and happen during it."""
         newest = self.faults[-1].model_dump(exclude_defaults=True)
         table = {**newest, "kind": self.faults[-1].kind, "during": "recovery", "point": point}
         return Faults((*self.faults[:-1], _read(len(self.faults), table)))
 
     @classmethod
-    def from_toml(cls, text: str, where: str = "the script of faults") -> Faults:
+    def from_toml(cls, text: str, where: str = "the fault plan") -> Faults:
         """Read a fault plan: one ``[[fault]]`` table each.
 
         Args:
@@ -133,7 +133,7 @@ class Faults:
         try:
             return cls.from_toml(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise JobError(f"the script of faults {path} cannot be read: {error}") from error
+            raise JobError(f"the fault plan {path} cannot be read: {error}") from error
 
     def to_toml(self) -> str:
         """The script as text, which :meth:`from_toml` reads again."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from unisono.train.run import Run
 
 PATIENCE_S = 30.0
-"""How long the coordinator may take to answer: it may be the victim of another fault."""
+"""How long the coordinator may take to answer: another fault may have hit it."""
 
 PAUSE_S = 0.1
 

@@ -1,4 +1,4 @@
-"""Carries a script of faults out, in the workers that it names. A plugin: ``unisono.testing.injector:begin``."""
+"""Injects the faults of a plan into the workers that it names. A plugin: ``unisono.testing.injector:begin``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPT = "UNISONO_FAULTS"
 """The variable that names the script."""
 
 FOLDER = "faults"
-"""In the run folder: an empty file for each fault that has struck."""
+"""In the run folder: an empty file for each fault that was injected."""
 
 DUE = ".due"
 """Behind the number of a fault: a file that says that the next recovery is the one it waits for."""
@@ -46,7 +46,7 @@ def begin(run: Run) -> None:
 
 
 def victim_of(fault: Fault, workers: int) -> int:
-    """The rank in which a fault is carried out. What strikes no worker is done by the main one."""
+    """The rank of the worker that injects a fault. Faults that hit no worker are injected by the main worker."""
     return 0 if isinstance(fault, Join | Resize | KillCoordinator) else fault.rank % workers
 
 
@@ -132,12 +132,12 @@ def _require_fixed(faults: Faults) -> None:
 
 
 def _claim(marker: Path) -> bool:
-    """Whether this worker, and no other, is to carry a fault out: each strikes once in a run folder."""
+    """Whether this worker, and no other, is to inject a fault: each is injected once in a run folder."""
     try:
         marker.parent.mkdir(exist_ok=True)
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:
         return False
-    except FileNotFoundError:  # somebody has removed the run folder: there is nowhere to note that it has struck
+    except FileNotFoundError:  # somebody has removed the run folder: there is nowhere to note the fault
         return False
     return True

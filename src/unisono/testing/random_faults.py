@@ -1,4 +1,4 @@
-"""A script of faults that nobody wrote: drawn from a seed, the same for the same seed."""
+"""A fault plan that is drawn from a seed: the same for the same seed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ SHARES = {
     "kill_agent": 3,
 }
 """How often each kind is drawn, in parts of a hundred. What memory and processors do wrong is left out: a job may
-rightly end with an error by it, as after its last step. ``benchmarks.flip_campaign`` strikes with that."""
+rightly end with an error by it, as after its last step. ``benchmarks.flip_campaign`` injects such faults."""
 
 FOREVER = 8
 """One worker in so many that stand still does not go on."""
 
 RECOVERIES = 4
-"""One fault in so many strikes inside of a recovery from another one."""
+"""One fault in so many is injected during the recovery from another one."""
 
 WITHIN_S = 0.1
-"""Faults strike so long after a step's begin at most: in the middle of it, or of one that follows."""
+"""The latest moment of a fault, in seconds after a step's beginning: in the middle of it, or of one that follows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ def last_lines(log: Path, lines: int = TAIL_LINES) -> list[str]:
     return text.splitlines()[-lines:]
 
 
-# Which faults of a rehearsal have ended workers: a kill that somebody ordered is no memory that ran out.
+# Which injected faults have ended workers: a kill that somebody ordered is no memory that ran out.
 
 KINDS = {-signal.SIGKILL: "kill", -signal.SIGTERM: "leave"}
 """Faults that end a worker, by the exit code that it has then."""
@@ -86,12 +86,12 @@ def with_faults(exits: Sequence[WorkerExit], folder: RunFolder) -> tuple[WorkerE
     """The same exits; those of workers that a fault has ended say which, as far as the folder's journal knows."""
     if not any(each.code in KINDS for each in exits):
         return tuple(exits)
-    struck = {}
+    injected = {}
     for line in _journal(folder):
         if line.get("event") == "fault" and isinstance(line.get("pid"), int) and isinstance(line.get("kind"), str):
-            words = f"fault {line.get('number')} ({line.get('kind')}) of the rehearsal, at step {line.get('step')}"
-            struck[line.get("pid"), line.get("kind")] = words
-    return tuple(replace(each, fault=struck.get((each.pid, KINDS.get(each.code)), "")) for each in exits)
+            words = f"injected fault {line.get('number')} ({line.get('kind')}), at step {line.get('step')}"
+            injected[line.get("pid"), line.get("kind")] = words
+    return tuple(replace(each, fault=injected.get((each.pid, KINDS.get(each.code)), "")) for each in exits)
 
 
 def _journal(folder: RunFolder) -> list[dict[str, Any]]:

@@ -167,7 +167,7 @@ class Membership(ABC):
         return ""
 
     def cut_off(self, seconds: float) -> None:
-        """Lose the others, and the coordinator for so many seconds: a rehearsal of what networks do.
+        """Lose the others, and the coordinator for so many seconds, as a network fault does.
 
         Args:
             seconds: until the coordinator can be reached again.

@@ -98,7 +98,7 @@ class ShardedUpdate:
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
         """Update this worker's part, and wait until all have updated theirs. Collective.
 
-        Before that ``made`` is told: as soon as the others go on, this worker's part may be read, or struck by a fault.
+        Before that ``made`` is told: as soon as the others go on, this worker's part may be read, or hit by a fault.
 
         Raises:
             WorkerLost: another worker is gone, and with it its part of the update.
