@@ -27,7 +27,7 @@ def default_shards(batch_size: int) -> int:
 
 
 class Job(BaseModel):
-    """What decides the bits of the final weights, besides the script itself.
+    """The settings that decide the bits of the final weights, besides the script itself.
 
     Attributes:
         batch_size: samples in one global batch.

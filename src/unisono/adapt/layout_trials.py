@@ -19,7 +19,7 @@ WAIT_S, WAIT_STEPS = 120.0, 20
 
 @dataclass(frozen=True, slots=True)
 class ScaleRequest:
-    """What was asked for, and what could not be had.
+    """A request for another number of workers, and the numbers that could not be had.
 
     Attributes:
         workers: the number of workers that was asked for and has not come yet; 0 for none.
@@ -60,7 +60,7 @@ class ScaleRequest:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """How a step is computed.
+    """The number of workers and the batch with which a step is computed.
 
     Attributes:
         workers: the number of workers.

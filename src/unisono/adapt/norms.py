@@ -93,7 +93,7 @@ class GradientNorms:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How much the gradient of a sample varies, and how large the true gradient is.
+    """The variance of one sample's gradient, and the squared norm of the true gradient.
 
     Attributes:
         variance: tr(Σ), the trace of the covariance of one sample's gradient.
@@ -161,7 +161,7 @@ ELEMENTS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Monitoring:
-    """What is measured in the steps themselves. It changes no bit of the weights.
+    """The settings of measurements in the steps themselves. They change no bit of the weights.
 
     Attributes:
         every: steps from one that is watched to the next; 0 for none.

@@ -121,7 +121,7 @@ def gaps(steps: Sequence[RecordedStep]) -> list[int]:
 
 
 class _Setting(BaseModel):
-    """How a step was computed, and what else policies know of time; empty where nobody wrote it down."""
+    """The conditions of a recorded step, and its times; empty where nobody wrote them down."""
 
     generation: int = 0
     world_size: int = 0
@@ -132,7 +132,7 @@ class _Setting(BaseModel):
 
 
 class _Line(BaseModel):
-    """What every step has, and what only some have."""
+    """One line of ``metrics.jsonl``: the fields of every step, and those that only some have."""
 
     model_config = ConfigDict(extra="allow")
 

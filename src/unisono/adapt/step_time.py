@@ -35,7 +35,7 @@ def goodput(layout: Layout, step_s: float, noise: Noise, base: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What layouts have to keep to.
+    """The limits on layouts.
 
     Attributes:
         base: samples in the smallest batch.

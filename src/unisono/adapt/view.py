@@ -31,7 +31,7 @@ Figure = float | int | str | None
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One verb of one policy, taken after a step. All of a step take effect together.
+    """A decision of one policy, taken after a step. All decisions of a step take effect together.
 
     Attributes:
         policy: its name.
@@ -93,7 +93,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """By whom and how a step was computed: what its times depend on.
+    """The conditions under which a step was computed: all that its times depend on.
 
     Attributes:
         generation: the number of the workers' generation.

@@ -54,7 +54,7 @@ _LONGEST = 4096
 
 @dataclass(frozen=True, slots=True, order=True)
 class Turn:
-    """When it is a worker's turn to write: the later goes before the earlier.
+    """A worker's place in the order of writers: a later one replaces an earlier one.
 
     Attributes:
         term: the start of the job in this run folder.

@@ -83,7 +83,7 @@ class Printer:
 
 
 class _Steps:
-    """How far a run has come, read from its trace whenever it is drawn."""
+    """The progress of a run, read from its trace whenever it is drawn."""
 
     def __init__(self, label: str, trace: Path) -> None:
         self._label, self._trace = label, trace

@@ -22,7 +22,7 @@ BLOCK = 4096
 
 
 class ShardsRequest(NamedTuple):
-    """Which places in an epoch's order make up each of a worker's shards."""
+    """A request for a worker's shards, as places in an epoch's order."""
 
     epoch: int
     places: tuple[range, ...]

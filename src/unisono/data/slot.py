@@ -55,7 +55,7 @@ ALIGNMENT = 64
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in a slot's memory, and how it is laid out there."""
+    """The offset and the layout of a tensor in a slot's memory."""
 
     offset: int
     elements: int

@@ -29,7 +29,7 @@ PER_WORKER = (
 
 @dataclass(frozen=True, slots=True)
 class RendezvousSocket:
-    """Where the workers of one launch meet: a listening socket that the launcher opened.
+    """The listening socket at which the workers of one launch meet; the launcher opened it.
 
     Attributes:
         port: its port on loopback.
@@ -73,7 +73,7 @@ class ElasticSeat:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    """One worker as it is going to be started.
+    """The command and the environment of a worker that is to be started.
 
     Attributes:
         script: the script and its arguments, as ``unisono.launch.worker`` takes them.

@@ -53,7 +53,7 @@ DECISIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How the workers' memory allocator is set.
+    """The settings of the workers' memory allocator.
 
     Attributes:
         variables: what workers get on top of the launcher's environment.

@@ -23,7 +23,7 @@ KILL_S = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a worker's process ended.
+    """The end of a worker's process.
 
     Attributes:
         code: its exit code; negative for a signal.

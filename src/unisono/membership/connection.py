@@ -92,7 +92,7 @@ class ShutOut(Exception):
 
 
 class Reconnection:
-    """One connection after the other. Between two there are pauses, which grow until :meth:`went_well`.
+    """Opens a connection again whenever it ends. Pauses in between grow until :meth:`went_well`.
 
     Args:
         dial: a function that opens a connection.

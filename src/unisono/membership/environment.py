@@ -35,7 +35,7 @@ class RendezvousAddress:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where a worker stands among the workers that were started with it.
+    """A worker's rank and host among the workers that were started with it.
 
     Attributes:
         launcher: the launcher that started it: ``unisono``, ``torchrun``, ``env``, ``slurm`` or ``single``.
@@ -67,7 +67,7 @@ class Environment:
 
 
 class LauncherVariables(Protocol):
-    """How one launcher tells its workers where they stand."""
+    """The environment variables by which one launcher tells its workers their ranks."""
 
     def recognises(self, variables: "Variables") -> bool:
         """Whether these variables are of this launcher."""

@@ -24,7 +24,7 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """Where to listen.
+    """The address to listen at.
 
     Attributes:
         host: a name or address.

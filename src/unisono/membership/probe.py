@@ -43,13 +43,13 @@ Nonce = Annotated[str, StringConstraints(pattern=r"\A[0-9a-f]{64}\z")]
 
 
 class Challenge(Message):
-    """What is said first, by the one who answers."""
+    """The first message of a probe, by the agent that is called."""
 
     nonce: Nonce
 
 
 class ProbeRequest(Message):
-    """What the one who calls says.
+    """The message of the agent that calls.
 
     Attributes:
         wanted: the agent that it means to reach.

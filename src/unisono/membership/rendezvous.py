@@ -87,7 +87,7 @@ def _connect(environment: Environment, rendezvous: RendezvousAddress, timeout_s:
 
 
 class TorchRendezvousStore:
-    """Where the workers of a generation post how others can reach them.
+    """The store in which the workers of a generation post their addresses.
 
     Args:
         store: a store that all of them can read and write, and in which nobody else has posted anything.

@@ -79,7 +79,7 @@ class _Body(BaseModel):
 
 
 class ResizeBody(_Body):
-    """How many workers there should be."""
+    """The body of a request for another number of workers."""
 
     workers: Annotated[int, Field(ge=1, le=65536)]
 

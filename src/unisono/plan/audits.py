@@ -1,4 +1,4 @@
-"""Which shards are computed twice, by whom, and what follows from what comes of it."""
+"""Audits: which shards are computed twice, by whom, and what follows from the results."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,7 @@ def auditors(owner: int, workers: int, step: int, shard: int) -> tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What an audit of one shard came to.
+    """The result of one shard's audit.
 
     Attributes:
         shard: the shard's number in the batch.

@@ -8,7 +8,7 @@ from unisono.plan.split import even_bounds
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a job has come in one loop over a data set.
+    """The progress of a job in one loop over a data set.
 
     Attributes:
         step: steps committed so far, in the whole job.

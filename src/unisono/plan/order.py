@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 
 class Stream(IntEnum):
-    """What a random stream is for. The numbers are part of the promise: never change one."""
+    """The purpose of a random stream. The numbers are part of the promise: never change one."""
 
     SCRIPT = 1  # what the user's script draws between the steps: (step,)
     SHARD = 2  # dropout and the like in one shard of one step: (step, call, shard)

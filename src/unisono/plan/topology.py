@@ -11,7 +11,7 @@ from unisono.plan.tree import Node, SummationTree
 
 
 class Message(NamedTuple):
-    """What one worker sends to another at a time.
+    """The partial sums that one worker sends to another at once.
 
     A partial sum moves: its sender has no further use for it. Only the root is copied.
     """
@@ -36,7 +36,7 @@ class Sum(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What a worker does in one go: wait for a message, add what it now can, send what it now may.
+    """One turn of a worker: wait for a message, add what it now can, send what it now may.
 
     A worker's first turn waits for nothing.
     """
@@ -81,7 +81,7 @@ neighbour. ``tree``: workers meet in pairs, up to rank 0. ``star``: all send to 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who sends which partial sums of which piece to whom, and when.
+    """The messages between workers by which the pieces of a bucket are reduced, in their order.
 
     For each piece the workers form a tree. Partial sums go up in it, and whoever holds two siblings of the summation
     tree adds them; nobody adds anything else. The root goes down the same tree.

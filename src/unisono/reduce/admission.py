@@ -40,7 +40,7 @@ Admit = Callable[[int, socket.socket], bool]
 
 
 class Impostor(OSError):
-    """Who answers does not know the secret, or belongs to another user."""
+    """The other side does not know the secret, or belongs to another user."""
 
 
 class Admission:

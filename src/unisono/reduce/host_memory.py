@@ -203,7 +203,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a partial sum lies."""
+    """The place of a partial sum in shared memory."""
 
     pool: "_Pool"
     row: int

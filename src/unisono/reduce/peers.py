@@ -35,7 +35,7 @@ _TIME = struct.Struct("ll")  # a timeval
 
 
 class Peers:
-    """One connected socket to every other worker of this host.
+    """The connected sockets to every other worker of this host.
 
     A receiver blocks in the kernel: it takes no processor time, and wakes at once when the peer sends or dies.
 
@@ -288,7 +288,7 @@ def meet(rank: int, workers: int, addresses: "RendezvousStore", timeout_s: float
 
 
 class RendezvousStore(Protocol):
-    """Where workers post what the others need to find them."""
+    """A store in which workers post their addresses for the others."""
 
     def post(self, name: str, value: bytes) -> None:
         """Make a value known."""

@@ -54,7 +54,7 @@ def _stream(device: torch.device) -> Any:
 
 
 class Reduction(Protocol):
-    """How partial sums become one flat total, the same on every worker."""
+    """A reduction: makes one flat total, the same on every worker, of all partial sums of a bucket."""
 
     def __call__(
         self,

@@ -76,7 +76,7 @@ _SIZES = struct.Struct("<IQ")  # of what is said, and of the tensors
 
 @dataclass(frozen=True, slots=True)
 class RpcMessage:
-    """What one worker says to another.
+    """A message from one worker to another.
 
     Attributes:
         said: JSON values by name.
@@ -88,7 +88,7 @@ class RpcMessage:
 
 
 class RpcConnection:
-    """One connection, on which both sides belong to this generation.
+    """A connection between two workers of this generation.
 
     Args:
         connection: the connected socket, taken over.

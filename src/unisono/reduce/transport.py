@@ -48,7 +48,7 @@ PIECE = 256 * 1024
 
 
 class Transport(ABC):
-    """How the workers of one generation exchange tensors.
+    """The exchange of tensors between the workers of one generation.
 
     Every verb is collective: all workers call the same verbs in the same order, with tensors of the same
     dtype and, where not said otherwise, the same shape.
@@ -210,7 +210,7 @@ class Transport(ABC):
 
 
 class Solo(Transport):
-    """One worker: nothing travels."""
+    """The transport of a single worker: nothing is sent."""
 
     def __init__(self, shards: int) -> None:
         super().__init__(0, Split.even(shards, 1))

@@ -10,7 +10,7 @@ from unisono.errors import JobError
 
 @dataclass(frozen=True)
 class Strategy:
-    """How workers synchronise, as a value: a run begins with one, and a policy may change it.
+    """A synchronisation strategy, as a value: a run begins with one, and a policy may change it.
 
     ``str(strategy)`` is its text on the command line: the name, and what differs from the defaults.
 

@@ -41,7 +41,7 @@ Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
 
 
 class _Fault(BaseModel):
-    """What all faults have.
+    """The fields of every fault.
 
     Attributes:
         at_step: the number of committed steps at which it is injected, before the next step is computed.
@@ -161,7 +161,7 @@ FlippedPlace = Literal["weights", "buffers", "optimizer", "partial_sum", "gradie
 
 
 class FlipBit(_Fault):
-    """One bit in the worker's memory, or of a checkpoint on its disk, is another one.
+    """Flips one bit in the worker's memory, or of a checkpoint on its disk.
 
     Attributes:
         place: ``weights``, ``buffers`` or ``optimizer``: the largest number of the first tensor there.
@@ -179,7 +179,7 @@ class FlipBit(_Fault):
 
 
 class WrongResult(_Fault):
-    """From this step on the worker's processor computes one element of one gradient with a wrong bit.
+    """Has the worker compute one element of one gradient with a wrong bit, from this step on.
 
     Attributes:
         bit: the number of the bit, from the lowest on; larger ones start over.

@@ -117,7 +117,7 @@ def problems(samples: Samples, steps: int, shards: int, serial: Samples | None =
 
 @dataclass(frozen=True)
 class _Counted:
-    """What counts: of each call of the lineage, what the workers computed for it."""
+    """The computations that count: for each call of the lineage, those of its newest generation."""
 
     lineage: Mapping[Place, int]
     tries: Mapping[Place, Sequence[Computed]]

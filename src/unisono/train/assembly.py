@@ -41,7 +41,7 @@ from unisono.train.strategies.local_training import LocalTraining
 
 @dataclass(frozen=True)
 class Inside:
-    """What a run consists of. For the run, and for those who inject faults into it; scripts leave it alone.
+    """The parts of a run, for the run itself and for fault injection; scripts leave them alone.
 
     Attributes:
         job: that is trained.
@@ -96,7 +96,7 @@ class Inside:
 
 @dataclass(frozen=True)
 class Opened:
-    """What was opened for a run as it is configured, and is closed with it.
+    """The objects that were opened for a run, and are closed with it.
 
     Attributes:
         membership: the members of the job.
@@ -165,7 +165,7 @@ def assemble(config: RunConfig, opened: Opened) -> Inside:
 
 @dataclass(frozen=True)
 class _Base:
-    """What is there before anything computes: the state, and who listens."""
+    """The part of a run that exists before anything computes: the state and the listeners."""
 
     config: RunConfig
     opened: Opened
@@ -205,7 +205,7 @@ def _watching(config: RunConfig, opened: Opened) -> list[Listener]:
 
 @dataclass(frozen=True)
 class _Computing:
-    """Who computes steps, and keeps their state right."""
+    """The part of a run that computes steps, and keeps their state right."""
 
     integrity: Integrity
     exact: ExactSteps

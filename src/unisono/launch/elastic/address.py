@@ -168,7 +168,7 @@ LARGEST_ANSWER = 2**26
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What a person can ask of a coordinator. Each answer is the job's status after it.
+    """The requests that a person can make to a coordinator. Each returns the job's status after it.
 
     Attributes:
         address: the coordinator's address.

@@ -42,7 +42,7 @@ subjectAltName = {names}
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What a coordinator needs to speak TLS.
+    """The certificate and the private key with which a coordinator speaks TLS.
 
     Attributes:
         chain: the certificate, with those above it, PEM.
@@ -143,7 +143,7 @@ _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Where a coordinator listens.
+    """The address at which a coordinator listens, with its certificate.
 
     Attributes:
         host: a name or address of this host; empty for all of them.

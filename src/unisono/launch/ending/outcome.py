@@ -28,7 +28,7 @@ LINES = (
 
 
 class Blame(IntEnum):
-    """How likely an exit is what began it all, the likeliest first."""
+    """The role of an exit in the job's end, the likeliest cause first."""
 
     CAUSE = 0
     CONSEQUENCE = 1
@@ -39,7 +39,7 @@ class Blame(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """How one worker ended.
+    """The end of one worker.
 
     Attributes:
         rank: its rank; its id where ranks change.
@@ -105,7 +105,7 @@ class WorkerExit:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a job ended, where no worker of this host is to blame.
+    """The end of a job, where no worker of this host is to blame.
 
     Attributes:
         exit_code: the exit code for the launcher.
@@ -118,7 +118,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
         exits: the end of each worker.

@@ -130,7 +130,7 @@ class Log:
 
 
 class Pipe:
-    """One of a worker's two streams. Made before the worker starts, read from then on."""
+    """One output stream of a worker. It is made before the worker starts, and read from then on."""
 
     def __init__(self, worker: WorkerName, stream: Stream, log: Log, terminal: Terminal) -> None:
         self._reading, self.writing = os.pipe()

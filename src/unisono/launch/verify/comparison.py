@@ -21,7 +21,7 @@ MISSING = "missing"
 
 
 class Stage(StrEnum):
-    """What a moment shows, in the order in which it happens in a step."""
+    """The kind of a moment, in the order in which moments follow each other in a step."""
 
     START = "weights after prepare"
     BEFORE = "parameters before the call"
@@ -129,7 +129,7 @@ def _texts(values: Mapping[str, Any]) -> Values:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """One run, as its workers traced it.
+    """The traces of all workers of one run.
 
     Attributes:
         workers: the number of workers.
@@ -214,7 +214,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where two sequences of moments part.
+    """The first differences between two sequences of moments.
 
     Attributes:
         began: the first difference that led there.
@@ -291,7 +291,7 @@ def _first_weights(differences: Iterable[Difference]) -> Difference | None:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Where a run parts from another one, or its ranks from each other.
+    """The first differences between two runs, or between the ranks of one run.
 
     Attributes:
         parting: the first differences.

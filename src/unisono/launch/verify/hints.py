@@ -15,7 +15,7 @@ MOST_FILES = 50
 
 
 class Topic(StrEnum):
-    """What a place in a script has to do with."""
+    """The subject of a place in a script."""
 
     RANK = "asks which worker this is"
     WORLD = "asks how many workers there are"

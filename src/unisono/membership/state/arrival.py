@@ -1,4 +1,4 @@
-"""How members arrived, and what follows from it."""
+"""The end of a generation: who has come furthest, who is excluded, and how shards are split."""
 
 from collections.abc import Sequence
 from statistics import median

@@ -1,4 +1,4 @@
-"""Who has to go so that all who stay reach each other: the vertex cover of least weight."""
+"""The workers to leave out so that all others reach each other: the vertex cover of least weight."""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,4 +1,4 @@
-"""How long who may be silent."""
+"""The time for which each worker and each agent may be silent."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the user asked for."""
+"""The settings of an elastic job, as the user has given them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from unisono.errors import JobError
 
 @dataclass(frozen=True, slots=True)
 class ElasticConfig:
-    """What the user asked for.
+    """The settings of an elastic job, as the user has given them.
 
     Attributes:
         smallest: the fewest workers with which training starts. Once it is under way, survivors go on, however few.

@@ -1,4 +1,4 @@
-"""What happens to the coordinator's state."""
+"""The events that change the coordinator's state, and the actions that follow."""
 
 from dataclasses import dataclass
 from typing import Any

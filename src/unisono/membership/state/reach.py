@@ -1,4 +1,4 @@
-"""Which hosts reach each other, and who is left out where they do not.
+"""The hosts that reach each other, and which workers are left out where they do not.
 
 Before any worker of a new host is started, and again before members stop for one, its agent probes the other hosts. No
 member knows of that.

@@ -1,4 +1,4 @@
-"""One step of the state machine under way: the state as it becomes, and what is to be done about it."""
+"""A step of the state machine: the state as an event makes it, and the actions that follow."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What people want to know of the state."""
+"""The status of a job, for people."""
 
 from dataclasses import asdict
 from typing import Any

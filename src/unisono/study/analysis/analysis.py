@@ -99,7 +99,7 @@ LAWS = {"strong": (AMDAHL, USL), "weak": (GUSTAFSON, USL)}
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a reader of a study wants to know.
+    """The reader's choices for the report of a study.
 
     Attributes:
         title: the report's title.
@@ -116,7 +116,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One label in one mode.
+    """The rows of one label in one mode.
 
     Attributes:
         mode: strong or weak.

@@ -15,7 +15,7 @@ EFFICIENT = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What time costs, in any one currency.
+    """The prices of time, in any one currency.
 
     An hour of training on W workers costs ``waiting + worker · W``, as it does for
     :class:`~unisono.adapt.scaling_policy.ScalingPolicy`, whose ``waiting`` is 1.

@@ -38,7 +38,7 @@ def side_by_side(studies: Sequence[tuple[str, Results]]) -> Results:
 
 @dataclass(frozen=True, slots=True)
 class _Study:
-    """One of them.
+    """One of the studies that are compared.
 
     Attributes:
         name: its label if it has but one, so that a setting of it is found by the label.

@@ -26,7 +26,7 @@ from unisono.study.analysis.results import Mode
 
 @dataclass(frozen=True, slots=True, order=True)
 class Kind:
-    """What is measured several times over.
+    """The mode and the number of workers of runs that are repeated.
 
     Attributes:
         mode: ``strong``, ``weak``, or ``baseline`` for the plain loop.
@@ -49,7 +49,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PlannedCell:
-    """One run of a study.
+    """A planned run of a study.
 
     Attributes:
         kind: the kind of run.

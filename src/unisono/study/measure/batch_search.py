@@ -22,7 +22,7 @@ Bound = Literal["memory", "data", "most"]
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What came of a trial.
+    """The result of a trial.
 
     Attributes:
         batch: samples per worker.
@@ -62,7 +62,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class BatchSearch:
-    """What to search for.
+    """The settings of a search for the largest batch.
 
     Attributes:
         workers: the number of workers.
@@ -111,7 +111,7 @@ class BatchSearch:
 
 
 class _Known:
-    """What trials say of the largest batch. Where they contradict each other, the smaller batch that failed counts."""
+    """The bounds of the largest batch, from trials. Where they contradict each other, the smaller failure counts."""
 
     def __init__(self, search: BatchSearch, trials: Mapping[int, Tried]) -> None:
         shards = [one.shards for one in trials.values() if one.shards]

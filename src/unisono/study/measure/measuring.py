@@ -21,7 +21,7 @@ from unisono.study.measure.measurement import Measurement
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         exit_code: the launcher's exit code.
@@ -91,7 +91,7 @@ class Progress(Protocol):
 
 @dataclass(slots=True)
 class Measured:
-    """What came of a study.
+    """The measured runs of a study.
 
     Attributes:
         runs: the figures, by cell, in the order of measuring.

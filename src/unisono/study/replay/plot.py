@@ -46,7 +46,7 @@ Panel = Callable[[Any, "Picture"], None]
 
 
 class Picture:
-    """What is drawn.
+    """The data of a chart.
 
     Args:
         record: the run's record.

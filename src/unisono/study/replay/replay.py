@@ -18,7 +18,7 @@ RECORDING = "record them with unisono.init(monitor=1), or UNISONO_MONITOR_EVERY=
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What policies would have done in a run.
+    """The decisions that policies would have taken in a run.
 
     Attributes:
         decisions: the decisions, in order, each with the number of steps committed by then.

@@ -18,7 +18,7 @@ Likeness = Literal["alike", "different", "in the run alone", "in the replay alon
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What the run decided after a step, and what the replay did: the same verb of the same policy, or one alone."""
+    """A decision of the run beside the replay's, by the same policy after the same step; or one of them alone."""
 
     step: int
     run: Decision | None

@@ -285,7 +285,7 @@ def _from_zero(axis: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """Of a curve: its place among others, whether it needs its name, and its line."""
+    """The look of a curve: its place among others, whether it needs its name, and its line."""
 
     place: int
     named: bool

@@ -91,7 +91,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What stands below a heading."""
+    """A section of the report: the blocks below a heading."""
 
     title: str
     blocks: Sequence[Block]

@@ -100,7 +100,7 @@ def _styles() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """What all of a page's parts need: its width in points, styles by name, and drawings."""
+    """The settings that all parts of a page need: its width in points, styles by name, and drawings."""
 
     width: float
     styles: Mapping[str, Any]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What stands in a row and a column.
+    """The text of one cell of a table.
 
     Attributes:
         text: the figure.

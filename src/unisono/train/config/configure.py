@@ -80,7 +80,7 @@ def configure(said: Mapping[str, Any], environ: Mapping[str, str], number: int =
 
 
 class _Told(Variables):
-    """What the launcher says through ``UNISONO_*`` variables; None for what is not set."""
+    """The launcher's ``UNISONO_*`` variables; None for one that is not set."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         super().__init__(environ)

@@ -24,7 +24,7 @@ CHECKS: dict[str, int | None] = {"some": 8 * 2**20, "all": None, "none": 0}
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorAccess:
-    """Where a worker finds the coordinator of its job, and as whom.
+    """The address of the job's coordinator, and this worker's id there.
 
     Attributes:
         url: the URL of the coordinator.
@@ -59,7 +59,7 @@ class CoordinatorAccess:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """How workers are connected. It decides no bit.
+    """The settings of the connections between workers. They decide no bit.
 
     Attributes:
         transport: the name of the transport; ``auto`` takes shared memory on one host, and inside of each host if they
@@ -82,7 +82,7 @@ class Communication:
 
 @dataclass(frozen=True, slots=True)
 class FaultTolerance:
-    """How workers look after each other. It decides no bit.
+    """The settings of failure detection and of state comparison. They decide no bit.
 
     Attributes:
         failure_timeout_s: the seconds for which one may be silent.
@@ -96,7 +96,7 @@ class FaultTolerance:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How steps are carried out. It decides no bit.
+    """The settings of the computation that decide no bit.
 
     Attributes:
         overlap: whether gradients are reduced during the backward pass; None to do so where it pays.
@@ -129,7 +129,7 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a run writes down, and where.
+    """The settings of what a run writes down, and where.
 
     Attributes:
         folder: the run folder; None for a new one.
@@ -163,7 +163,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class StrategyConstraints:
-    """What every strategy of a run has to agree with: the one that it begins with, and those that policies choose.
+    """The constraints on every strategy of a run: the first one, and those that policies choose.
 
     Attributes:
         reduction: the reduction of the job.
@@ -200,7 +200,7 @@ class StrategyConstraints:
 
 @dataclass(frozen=True, slots=True)
 class Adaptation:
-    """What a run begins with, and policies may change.
+    """The settings that a run begins with, and policies may change.
 
     Attributes:
         policies: the policies, in the order in which they are asked.
@@ -217,7 +217,7 @@ class Adaptation:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """How a run is carried out. Nothing in it is open, and nothing of it changes.
+    """The configuration of a run. Nothing in it is open, and nothing of it changes.
 
     Attributes:
         job: the job to train.

@@ -26,7 +26,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Change(Generic[R]):
-    """What a collective call has worked out with the others; nothing of the state is changed yet.
+    """The result of a collective call before it is applied: nothing of the state is changed yet.
 
     Attributes:
         make: changes the state, and returns the call's value. Called once, and the call is counted at once: so there is
@@ -81,7 +81,7 @@ class Recovers(Protocol):
 
 
 class Stateless(Recovers):
-    """Of collective calls that change no state."""
+    """The recovery of collective calls that change no state."""
 
     def leave(self) -> None:
         """Nothing was made."""

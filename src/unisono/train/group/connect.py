@@ -36,7 +36,7 @@ _meetings = itertools.count(1)
 
 
 class Rendezvous(ABC):
-    """Where the workers of one generation meet.
+    """The rendezvous of the workers of one generation.
 
     Attributes:
         environment: this worker's rank, world size and place among the hosts.

@@ -31,7 +31,7 @@ _Words = npt.NDArray[np.float64]
 
 @dataclass(slots=True)
 class ShardReport:
-    """What one shard came to.
+    """The result of one shard.
 
     Attributes:
         loss: the mean over the shard's samples (or tokens).
@@ -48,7 +48,7 @@ class ShardReport:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What the whole step came to: the same on every worker, and for every number of workers.
+    """The result of the whole step: the same on every worker, and for every number of workers.
 
     Attributes:
         shards: one report per shard, in order; metrics are those of this worker's names.
@@ -76,7 +76,7 @@ class StepReport:
 
 
 class Balance(NamedTuple):
-    """What is left of a worker's tallies; see :class:`unisono.reduce.tally.Tally`."""
+    """The balance of a worker's tallies; see :class:`unisono.reduce.tally.Tally`."""
 
     balance: int = 0
     copies: int = 0
@@ -84,7 +84,7 @@ class Balance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What a worker says once per step, besides what its shards came to.
+    """The message of a worker to all others in each step, besides the results of its shards.
 
     Attributes:
         leave: it was asked to leave, and the job with it.

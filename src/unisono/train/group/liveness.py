@@ -1,4 +1,4 @@
-"""What a worker of an elastic job tells the coordinator about itself and its host's connections."""
+"""The signs of life of an elastic job's worker, and its probes of other hosts."""
 
 import asyncio
 import threading

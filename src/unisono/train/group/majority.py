@@ -1,4 +1,4 @@
-"""Whether all workers hold the same, and which ones do not."""
+"""The majority of states: whether all workers hold the same one, and which ones do not."""
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -10,7 +10,7 @@ from unisono.train.group.membership import StateTransfer
 
 
 class Verdict(Enum):
-    """What the workers' digests say together."""
+    """The verdict on the workers' states, from their digests."""
 
     RIGHT = "all hold the same"
     HEALING = "most hold the same"

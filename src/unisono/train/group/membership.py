@@ -1,4 +1,4 @@
-"""Who this worker trains with, and how that changes while it trains."""
+"""Membership: the workers that this worker trains with, and their changes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from unisono.train.group.workers import Workers
 
 @dataclass(frozen=True, slots=True)
 class MemberProgress:
-    """How far a member has come when it leaves its generation.
+    """The progress of a member when it leaves its generation.
 
     Attributes:
         acts: the number of collective calls that it has completed.

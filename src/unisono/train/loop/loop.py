@@ -80,7 +80,7 @@ class ShardLoader:
 
 
 class LoopSteps(Protocol):
-    """What a loop asks of the run."""
+    """The part of a run that a loop calls."""
 
     def shards(self) -> range:
         """Which shards this worker computes now."""

@@ -18,7 +18,7 @@ MOST_FLIPPED = 2
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a worker finds in its memory when its shards are computed.
+    """The state of a worker's memory when its shards are computed.
 
     Attributes:
         common: a digest of what every worker has as well; 0 if nobody looks.

@@ -17,7 +17,7 @@ from unisono.train.model.tensors import tensors_of
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was given to ``prepare``, and an inventory of it.
+    """The models and optimizers given to ``prepare``, with an inventory.
 
     Attributes:
         model: as the loss function gets it: one module, or the list that was given.
@@ -113,7 +113,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class BufferPlace:
-    """Where a buffer lives: assigning to it may put another tensor there."""
+    """The module and the name that hold a buffer: assigning to it may put another tensor there."""
 
     registry: dict[str, Any]
     key: str

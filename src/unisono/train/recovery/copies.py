@@ -18,7 +18,7 @@ START_AGAIN = "start the job again, it goes on from its newest verified checkpoi
 
 
 class StateCopies:
-    """Those of this worker.
+    """This worker's copies of states.
 
     Args:
         trained: what is copied.

@@ -31,7 +31,7 @@ class AgreedState:
 
 @dataclass(slots=True)
 class KnownStates:
-    """Which state is right, and what was seen since.
+    """The newest state known to be right, and what was seen since.
 
     A replay has to come by the same digests as the first time, and a fault does not come twice in the same way.
 

@@ -13,7 +13,7 @@ from unisono.words import sum_of_words
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """Those that differ.
+    """The registered objects that differ between workers.
 
     Attributes:
         new: their digests, by step and name, each with one digest per rank.

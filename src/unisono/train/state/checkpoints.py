@@ -163,7 +163,7 @@ def agreed_folder(collectives: CollectiveCalls, membership: Membership, config: 
 
 
 class _Opening:
-    """What the main worker does with the folder, and tells the others. Collective: repeated if a worker is lost in it.
+    """The opening of the run folder by the main worker. Collective: repeated if a worker is lost in it.
 
     Attributes:
         folder: opened; None on other workers.

@@ -49,7 +49,7 @@ Hook = Literal["before_train", "after_step", "after_epoch", "after_train"]
 
 
 class PolicyState:
-    """What policies have changed so far, and their next decisions.
+    """The settings that policies have changed so far, and the policies that decide next.
 
     Args:
         policies: the policies of the run, in the order in which they are asked.

@@ -47,7 +47,7 @@ MOST_REPEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """How the step's gradient is limited before the update: by global norm, by value, or not at all."""
+    """The limits on the step's gradient before the update: on its global norm, on each value, or none."""
 
     norm: float | None = None
     value: float | None = None

@@ -40,7 +40,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a call of ``step.run`` came to.
+    """The result of a call of ``step.run``.
 
     loss: the mean loss.
         loss: the mean.
@@ -122,7 +122,7 @@ class Listener:
 
 
 class Listeners:
-    """Those who listen, in the order in which they are told. What one raises ends the step, as if the script had.
+    """The listeners of a run, in the order in which they are told. What one raises ends the step, as if the script had.
 
     Args:
         each: those who listen.

@@ -125,7 +125,7 @@ class LocalUpdates(Synchroniser):
 
 
 class OuterUpdates(LocalUpdates):
-    """The same with an outer optimizer, whose velocity all workers have alike.
+    """Local updates with an outer optimizer, whose velocity is the same on all workers.
 
     Args:
         context: the workers, what they train, and their limits.

@@ -24,7 +24,7 @@ from unisono.train.strategies.synchroniser import Alone, Sums, SyncContext, Sync
 
 @dataclass(slots=True)
 class RoundProgress:
-    """What this worker has done since the workers last synchronised.
+    """The work of this worker since the workers last synchronised.
 
     Attributes:
         steps: the number of steps begun.

@@ -23,7 +23,7 @@ from unisono.train.strategies.synchroniser import SyncContext, Synchroniser
 
 @dataclass
 class _Exchange:
-    """What an exchange has done to this replica.
+    """The effect of an exchange on this replica.
 
     Attributes:
         number: the number of the exchange, known to both sides.

@@ -18,7 +18,7 @@ from unisono.train.step.sharded_update import SCALARS
 
 
 class Replica:
-    """What this worker trains by itself: weights, buffers, and what its optimizers keep.
+    """The replica of this worker: weights, buffers, and the state of its optimizers.
 
     Args:
         prepared: models and optimizers.

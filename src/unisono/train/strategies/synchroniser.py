@@ -23,7 +23,7 @@ from unisono.train.strategies.replica import Replica
 
 
 class Alone(Workers):
-    """One of several workers, which works without the others for a while.
+    """A worker that works without the others of its generation for a while.
 
     Whoever watches those several sees that it gets on.
 
