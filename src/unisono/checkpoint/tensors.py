@@ -38,7 +38,7 @@ def pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """The content of a safetensors file, without another copy.
 
     Args:
-        tensors: as :func:`copies` makes them.
+        tensors: tensors by name, as :func:`copies` makes them.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():

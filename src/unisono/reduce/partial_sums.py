@@ -86,7 +86,8 @@ class PartialSums:
     Args:
         tree: the summation tree.
         shards: the shards of this worker.
-        rows: as many as ``tree.most_kept`` of these shards; one without shards, which tells what the buckets are like.
+        rows: the rows: as many as ``tree.most_kept`` of these shards; one without shards, which tells what the buckets
+            are like.
     """
 
     def __init__(self, tree: SummationTree, shards: range, rows: Sequence[Row]) -> None:
@@ -113,7 +114,7 @@ class PartialSums:
 
         Args:
             number: the tensor's number in the list.
-            tensor: as wide as the row's, or wider.
+            tensor: a tensor of the row's dtype, or of a wider one, which is rounded; None for an absent gradient.
             tally: the tally of its bucket, if its memory is checked.
         """
         merges = self._merges[-1]

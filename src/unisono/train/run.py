@@ -224,7 +224,7 @@ class Run:
             metrics: ``metrics(model, batch) -> {name: mean}``, or a dict of functions that each return a mean; a
                 mean that is not over samples is returned as ``(mean, weight)``.
             batch_size: samples per call; by default as many as a training shard has.
-            collate_fn: as in :meth:`steps`.
+            collate_fn: a function that makes a batch of a list of samples, as in :meth:`steps`.
 
         Returns:
             the mean of each metric over all samples, weighted by the batches' sizes or weights.
@@ -248,7 +248,7 @@ class Run:
             predict_fn: ``predict_fn(model, batch)`` returns a tensor, or lists or dicts of tensors, with one row per
                 sample; by default the model is called with the batch, or with its first part if it has several.
             batch_size: samples per call.
-            collate_fn: as in :meth:`steps`.
+            collate_fn: a function that makes a batch of a list of samples, as in :meth:`steps`.
 
         Returns:
             what ``predict_fn`` returns, with one row per sample of the data set.

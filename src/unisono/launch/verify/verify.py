@@ -95,7 +95,7 @@ class Verification:
 
     Attributes:
         runs: the runs in the order in which they were started; the last one may have failed.
-        findings: by run, its first differences from the first run, or between its own ranks; None for equal runs.
+        findings: the first differences of each run from the first run, or between its own ranks; None for equal runs.
         case: the first finding, and whether the first run repeats itself.
         cause: the likely cause.
         hints: places in the script that may have to do with it.

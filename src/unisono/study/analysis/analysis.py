@@ -125,7 +125,7 @@ class Curve:
         plain: the plain loops, with the threads of one worker or of more; none if they were not measured.
         fits: the fits of those laws for which there are enough figures.
         model: the model of a step, from its parts; None if they were not measured.
-        step_time: as policies fit it; None if steps were not measured.
+        step_time: the model of a step's time that policies fit; None if steps were not measured.
         predict: numbers of workers to predict.
         advice: None if no number of workers can be advised.
     """

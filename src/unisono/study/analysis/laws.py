@@ -25,7 +25,7 @@ class Law:
     Attributes:
         name: the law's name.
         short: the same, where there is little room.
-        formula: as people write it.
+        formula: the formula, for people.
         source: the publication that it comes from.
         symbols: the symbols of its parameters, each 0 or above, with their meanings.
         largest: the largest value of each parameter.

@@ -42,8 +42,8 @@ class _Study:
 
     Attributes:
         name: its label if it has but one, so that a setting of it is found by the label.
-        labels: as they are called here, by what they are called there.
-        results: as they are there.
+        labels: the labels in the comparison, by those in the study.
+        results: the results, with the study's own labels.
     """
 
     name: str

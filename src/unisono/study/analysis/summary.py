@@ -38,11 +38,12 @@ class Row:
         cells: the measurements that count.
         rates: samples per second of each run, or of each epoch where there is but one run.
         repeats: the numbers of the runs; none if these are epochs.
-        samples_per_s: throughput.
+        samples_per_s: the throughput, in samples per second.
         epoch_s: seconds of an epoch.
-        speedup: against one worker; None if that was not measured, or if workers shared cores.
-        over_baseline: throughput as a multiple of that of the plain loop with one worker's threads; None as above.
-        over_equal: as a multiple of that of the plain loop with as many threads as all workers have together.
+        speedup: the speedup over one worker; None if that was not measured, or if workers shared cores.
+        over_baseline: the throughput as a multiple of that of the plain loop with one worker's threads; None as above.
+        over_equal: the throughput as a multiple of that of the plain loop with as many threads as all workers have
+            together.
     """
 
     label: str

@@ -42,7 +42,7 @@ class MeasuredRun:
         gradient_bytes: the bytes of gradients that are reduced in a step.
         reduction: latency and bandwidth of the reduction itself, if there were several workers.
         devices: the workers' devices, by rank.
-        losses: for each step or epoch, the samples before and after it, and its loss.
+        losses: the losses, each of a step or an epoch, with the samples before and after it.
         epoch: the number of the epoch, from 1, of a plain loop that has trained but one.
     """
 

@@ -76,8 +76,8 @@ class Happening:
     """A line of the journal.
 
     Attributes:
-        seconds: since the first line; None if the line does not say when it was written.
-        line: as it was written.
+        seconds: the seconds since the first line; None if the line does not say when it was written.
+        line: the line of the journal, by field.
     """
 
     seconds: float | None

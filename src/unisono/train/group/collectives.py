@@ -72,7 +72,7 @@ class Recovers(Protocol):
 
         Args:
             workers: the workers of this generation.
-            transfer: who gives the state, and who is behind.
+            transfer: the rank that gives the state, and those that get it.
             what: the name of what differs, for the message.
         """
 
@@ -127,7 +127,7 @@ class CollectiveCalls:
     line, and get the same values.
 
     Args:
-        membership: who takes part.
+        membership: the members of the job.
         recovery: keeps the state that they change; by default they change none.
 
     Attributes:

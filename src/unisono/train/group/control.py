@@ -146,7 +146,7 @@ class ControlWord:
         """What all workers' words, of shape (world size, length), say together.
 
         Args:
-            words: as gathered.
+            words: the control words, uint8 of shape (world size, length).
             names: the metrics that this worker's shards logged.
 
         Raises:

@@ -64,9 +64,9 @@ class ElasticRendezvous(Rendezvous):
 
     Args:
         new: the generation.
-        rank: of this worker.
-        listener: of this worker, whose address the others know.
-        store: the coordinator's.
+        rank: this worker's rank.
+        listener: this worker's listener, whose address the others know.
+        store: the coordinator's key-value store.
     """
 
     def __init__(self, new: NewGeneration, rank: int, listener: PeerListener, store: dist.Store) -> None:

@@ -23,13 +23,13 @@ class Heartbeat:
     It is called by one thread. The main thread only sets plain attributes, here and on its workers.
 
     Args:
-        send: sends to the coordinator; never waits.
-        workers: those of the present generation.
+        send: a function that sends a message to the coordinator, and never waits.
+        workers: a function that returns the workers of the present generation.
 
     Attributes:
-        progress: how far the main thread has come.
-        samples_per_s: of the whole job, lately.
-        forms: whether the main thread meets the workers of a new generation.
+        progress: the progress of the main thread.
+        samples_per_s: the recent throughput of the whole job, in samples per second.
+        forms: whether the main thread is connecting with the workers of a new generation.
         shard_s: the seconds that computing one shard takes lately; 0 as long as nobody wants to know.
     """
 

@@ -55,8 +55,8 @@ def trusted(transfer: StateTransfer, held: Mapping[int, Hashable]) -> StateTrans
     """Who gives whom the state when some workers lack it.
 
     Args:
-        transfer: as those who have come furthest would give it, of whom any may hold a wrong one.
-        held: digests of what these hold, by rank; empty if it is not compared.
+        transfer: the state transfer from those that have come furthest, any of which may hold a wrong state.
+        held: digests of their states, by rank; empty if states are not compared.
 
     Returns:
         nothing if no majority of them holds the same. Whoever holds another state than most lacks theirs.

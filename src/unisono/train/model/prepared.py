@@ -20,10 +20,10 @@ class Prepared:
     """The models and optimizers given to ``prepare``, with an inventory.
 
     Attributes:
-        model: as the loss function gets it: one module, or the list that was given.
+        model: the model that the loss function gets: one module, or the list that was given.
         modules: the modules, always as a tuple.
         optimizers: the optimizers, always as a tuple.
-        parameters: what the optimizers update, each once, by name.
+        parameters: the parameters that the optimizers update, each once, by name.
         buffers: the modules' buffers, each once.
     """
 

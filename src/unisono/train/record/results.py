@@ -164,8 +164,8 @@ def reduction_probe(workers: Workers, reduction: Name, device: torch.device) -> 
 
     Args:
         workers: the members; nothing is in flight between them.
-        reduction: that the job adds up with.
-        device: of the gradients.
+        reduction: the job's reduction, such as ``exact``.
+        device: the device of the gradients.
 
     Returns:
         ``latency_s`` in seconds and ``bandwidth_bytes_per_s``; None with one worker.

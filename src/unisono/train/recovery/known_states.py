@@ -21,8 +21,8 @@ class AgreedState:
     """A state that all workers had alike.
 
     Attributes:
-        step: steps that were committed.
-        digests: on which all agreed.
+        step: the number of steps committed by then.
+        digests: the digests on which all workers agreed.
     """
 
     step: int
@@ -37,15 +37,15 @@ class KnownStates:
 
     Attributes:
         right: the newest state that is known to be right: the run goes back to it.
-        waits: a newer one, which counts as right when audits have found all workers right.
-        cleared: ranks that audits have found right since then.
-        returns: how often the run has gone back to the right state.
-        digests: of the weights since the right state, by place: all workers agreed on them.
-        wrong: what was found where somebody was wrong, by place.
-        ignored: names of registered objects that the script has another one of on each worker.
-        before: how registered objects differed when the run went back last.
+        waits: a newer state, which counts as right when audits have found all workers right.
+        cleared: the ranks that audits have found right since then.
+        returns: the number of times that the run has gone back to the right state.
+        digests: the digests of the weights since the right state, by place; all workers agreed on them.
+        wrong: the findings where some worker was wrong, by place.
+        ignored: the names of registered objects of which the script keeps a different one on each worker.
+        before: the differences of registered objects when the run went back last.
         script_writes: whether it was the script that had changed a bit: then nobody can tell such changes from faults.
-        unseen: why nobody could compare the newest state; empty if workers have compared theirs.
+        unseen: the reason for which nobody could compare the newest state; empty if workers have compared theirs.
     """
 
     right: AgreedState | None = None
@@ -85,7 +85,7 @@ class KnownStates:
         """All workers hold this one. It is the one to go back to, at once or when audits have found all of them right.
 
         Args:
-            state: on which all agree.
+            state: the state on which all agree.
             is_audited: whether a state counts as right only then. The first one is believed.
         """
         if not is_audited or self.right is None:
@@ -97,7 +97,7 @@ class KnownStates:
         """Audits have found some workers right. Whoever computes right did so before, too.
 
         Args:
-            ranks: of these.
+            ranks: the ranks of these workers.
             computing: all ranks that compute.
         """
         self.cleared = sorted({*self.cleared, *ranks})

@@ -26,10 +26,10 @@ class Snapshots:
     """Takes the state, and writes checkpoints of it.
 
     Args:
-        trained: the state.
-        checkpoints: of the run.
-        steps: who computes, and knows whether the weights are whole.
-        listeners: who is told.
+        trained: the state of the run.
+        checkpoints: the checkpoints of the run.
+        steps: the present step computer, which knows whether the weights are whole.
+        listeners: the run's listeners.
     """
 
     def __init__(self, trained: Trained, checkpoints: Checkpoints, steps: CurrentSteps, listeners: Listeners) -> None:

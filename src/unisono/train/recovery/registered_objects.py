@@ -38,8 +38,8 @@ def differing(step: int, told: Sequence[tuple[dict[str, int], dict[str, list[int
     """Which differ after so many steps.
 
     Args:
-        step: after which they were compared.
-        told: by rank: digests by name, and how objects differed when the run went back last.
+        step: the number of steps after which they were compared.
+        told: the digests by name, and the differences when the run went back last, of each rank.
     """
     before = {place: seen for _, theirs in told for place, seen in theirs.items()}
     held = {

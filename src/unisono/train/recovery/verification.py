@@ -29,11 +29,11 @@ class AuditJudge:
     """Says which workers compute wrongly.
 
     Args:
-        membership: who trains.
-        trained: where the run stands.
-        integrity: knows which states audits have confirmed.
-        checkpoints: of which some may be wrong.
-        listeners: who is told.
+        membership: the members of the job.
+        trained: the state of the run.
+        integrity: the record of states, which knows those that audits have confirmed.
+        checkpoints: the checkpoints of the run, some of which may hold a wrong state.
+        listeners: the run's listeners.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class AuditJudge:
         """What follows from the audits of a call, and which workers compute wrongly. Collective.
 
         Args:
-            workers: of this generation.
-            findings: of the call.
-            discard: gives up what was computed; called if it may be wrong.
+            workers: the workers of this generation.
+            findings: the results of the call's audits.
+            discard: a function that gives up what was computed; called if it may be wrong.
 
         Raises:
             MemoryFault: one does, and the workers of this job stay the same; or there is no state to go back to.
@@ -98,14 +98,14 @@ class Verification:
 
     Args:
         collectives: the collective calls.
-        membership: who trains.
-        steps: who computes.
-        trained: the state.
-        integrity: judges it.
-        copies: of this worker, to go back to.
-        judge: knows which checkpoints are not to be believed.
-        snapshots: settles the state before it is compared.
-        listeners: who is told.
+        membership: the members of the job.
+        steps: the present step computer.
+        trained: the state of the run.
+        integrity: the record of states, which judges the state.
+        copies: this worker's copies of states, to go back to.
+        judge: the judge of audits, which knows the checkpoints that may be wrong.
+        snapshots: the writer of checkpoints, which settles the state before it is compared.
+        listeners: the run's listeners.
         shares: whether workers share one copy: where they read it differently, it has changed in between.
     """
 
@@ -189,9 +189,10 @@ class Verification:
         """Compare the whole state at a boundary, and know it as right if it is. Collective.
 
         Args:
-            workers: that hold it.
-            weights_only: where workers keep other things for themselves, and none can go back.
-            is_healed: whether those that held another state than most were just given theirs.
+            workers: the workers that hold it.
+            weights_only: whether to compare the weights only: workers keep other state of their own, and none can go
+                back.
+            is_healed: whether the workers that differed were just given the state of the others.
 
         Returns:
             what comes to the digests on which all agree; to none if the state is doubted then.

@@ -140,7 +140,7 @@ def agreed_folder(collectives: CollectiveCalls, membership: Membership, config: 
 
     Args:
         collectives: the collective calls.
-        membership: who trains.
+        membership: the members of the job.
         config: the configuration of the run, with the job and the folder that the script or its launcher names.
 
     Raises:

@@ -52,8 +52,8 @@ class Timer(Listener):
         """A step is over.
 
         Args:
-            seconds: that it took, by part, as in ``metrics.jsonl``.
-            sent: bytes and messages that others got from this worker since the step before.
+            seconds: the seconds of each part of the step, as in ``metrics.jsonl``.
+            sent: the bytes and messages that this worker has sent since the step before.
         """
         self._seconds, self._sent = dict(seconds), sent
 
