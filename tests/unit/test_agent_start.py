@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.launch.elastic.agent import Agent, _Worker
+from unisono.launch.elastic.agent import Agent
 from unisono.launch.elastic.elastic import ElasticSettings, Range
+from unisono.launch.elastic.host_workers import HostWorkers, _Worker
 from unisono.launch.ending.failure import Failure
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.worker_group import Ended
+from unisono.launch.worker_group import Ended, WorkerGroup
+from unisono.membership.messages import WorkerEnded
 from unisono.membership.token import make_token
 
 pytestmark = pytest.mark.unit
@@ -24,12 +26,14 @@ def test_a_job_that_goes_on_in_its_folder_has_another_token(tmp_path: Path) -> N
 
 def test_a_workers_end_is_told_whatever_its_script_has_said(tmp_path: Path) -> None:
     nothing: Any = None
-    agent = Agent(ElasticSettings(LaunchSettings(Script("train.py")), Range(1, 2)), RunFolder(tmp_path), nothing)
-    agent._workers["w1"] = worker = _Worker("w1", 0)
+    told: list[WorkerEnded] = []
+    workers = HostWorkers(WorkerGroup(RunFolder(tmp_path), nothing), nothing)
+    workers._tell = told.append
+    workers._workers["w1"] = worker = _Worker("w1", 0)
     failure = Failure("w1", "h", 1, "ValueError", "no \udcff.txt" + "x" * 5000, "", False, 0.0)
-    agent._note(worker, Ended(1, 0.0, failure))
-    assert agent._ended[0].error.startswith("ValueError: no \\udcff.txt")
-    assert len(agent._ended[0].error) == 4096
+    workers._note(worker, Ended(1, 0.0, failure))
+    assert told[0].error.startswith("ValueError: no \\udcff.txt")
+    assert len(told[0].error) == 4096
 
 
 async def _starts(tmp_path: Path) -> None:

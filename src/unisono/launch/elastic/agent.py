@@ -10,23 +10,22 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.errors import NOT_STARTED, LaunchError
-from unisono.host.guard import kill_group
+from unisono.errors import LaunchError
 from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.coordinator_line import CoordinatorLine, Probes
 from unisono.launch.elastic.coordinator_process import CoordinatorProcess, invitation
 from unisono.launch.elastic.elastic import ElasticSettings, at_the_end, telling, verdict_of
-from unisono.launch.elastic.starter import JobContext, Process, Starter
-from unisono.launch.ending.failure import Failure
+from unisono.launch.elastic.host_workers import HostWorkers
+from unisono.launch.elastic.starter import JobContext, Starter
 from unisono.launch.ending.outcome import COMPLETE, Outcome, WorkerExit, describe
 from unisono.launch.ending.result import End, conclude, with_faults, write_end
 from unisono.launch.terminal.terminal import Terminal
-from unisono.launch.worker_group import Ended, WorkerGroup, insist, send
+from unisono.launch.worker_group import WorkerGroup
 from unisono.membership.messages import (
     AgentHello,
     AgentLeaving,
@@ -37,13 +36,9 @@ from unisono.membership.messages import (
     Start,
     ToAgent,
     Welcome,
-    WorkerEnded,
 )
 from unisono.membership.messages import End as EndWorkers
 from unisono.membership.token import new_token, token_file
-
-STACKS_S = 0.5
-"""How long a worker that hangs may take to write where it hangs, before it is killed."""
 
 LAST_WORDS_S = 5.0
 """How long the coordinator's last message may take after its end."""
@@ -51,7 +46,6 @@ LAST_WORDS_S = 5.0
 FAREWELL_S = 10.0
 """How long the coordinator may take to end by itself when the job is over."""
 
-LONGEST_ERROR = 4096
 MOST_TOLD_AGAIN = 1000
 
 
@@ -97,18 +91,6 @@ def run_agent(
         folder.close()
 
 
-@dataclass(eq=False, slots=True)
-class _Worker:
-    """A worker, from the moment in which it is asked for. It leads a process group with its process id for number."""
-
-    name: str
-    place: int
-    process: Process | None = None
-    told_at: float | None = None
-    how: str = ""
-    unwanted: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class Agent:
     """All workers of one job on this host. Arguments as of :func:`run_agent`."""
 
@@ -123,11 +105,7 @@ class Agent:
         self._folder, self._terminal, self._joined = folder, terminal, joined
         self._group = WorkerGroup(folder, terminal)
         self._id = f"agent-{secrets.token_hex(8)}"
-        self._workers: dict[str, _Worker] = {}
-        self._known: set[str] = set()
-        self._lives: set[asyncio.Task[None]] = set()
-        self._exits: list[WorkerExit] = []
-        self._ended: list[WorkerEnded] = []
+        self._workers = HostWorkers(self._group, self._worker_gone)
         self._over: JobOver | None = None
         self._exits_before_the_end = 0
         self._interrupted: int | None = None
@@ -136,7 +114,6 @@ class Agent:
         self._broken_off = False
         self._bug: BaseException | None = None
         self._line: CoordinatorLine | None = None
-        self._starter: Starter
         self._probes: Probes
         self._coordinator: CoordinatorProcess | None = None
 
@@ -163,13 +140,13 @@ class Agent:
         else:
             address, tokens = self._joined.address, self._joined.token_file
         job = JobContext(self._settings, self._folder.path, address.url, tokens, address.certificate)
-        self._starter = Starter(job, self._group.say)
-        opened.push_async_callback(self._end_workers)
-        await self._starter.open()
+        line = CoordinatorLine(address, self._greeting, self._hear, self._settings.failure_timeout_s)
+        opened.push_async_callback(self._workers.close)
+        await self._workers.open(Starter(job, self._group.say), line.say)
         self._probes = Probes(self._id, _host(), address, self._settings.failure_timeout_s, self._tell)
         opened.push_async_callback(self._probes.close)
-        self._line = CoordinatorLine(address, self._greeting, self._hear, self._settings.failure_timeout_s)
-        tasks.append(asyncio.create_task(self._line.keep()))
+        self._line = line
+        tasks.append(asyncio.create_task(line.keep()))
         await self._until_finished(tasks)
         if self._coordinator is not None and self._over is not None:
             await self._let_coordinator_end(*tasks)
@@ -218,12 +195,12 @@ class Agent:
     async def _greeting(self, local_address: str) -> list[FromAgent]:
         """Who this is, and what a coordinator that was gone may not have heard."""
         await self._probes.listen(local_address)
-        told_again = self._ended[-MOST_TOLD_AGAIN:]
+        told_again = self._workers.ended[-MOST_TOLD_AGAIN:]
         hello = AgentHello(
             agent=self._id,
             host=_host(),
             workers=self._settings.launch.workers,
-            running=(*self._workers, *(ended.worker for ended in told_again)),
+            running=(*self._workers.names, *(ended.worker for ended in told_again)),
             probes=self._probes.address,
         )
         return [hello, *told_again, *([AgentLeaving()] if self._interrupted is not None else [])]
@@ -234,13 +211,9 @@ class Agent:
                 if self._coordinator is not None:
                     self._coordinator.in_use = True
             case Start(workers=names, delay_s=delay_s) if self._over is None:
-                for name in names:
-                    if name not in self._known:  # said again to an agent that was away
-                        self._begin(name, delay_s)
+                self._workers.begin(names, delay_s)
             case EndWorkers(workers=names, how=how):
-                for name in names:
-                    if (worker := self._workers.get(name)) is not None:
-                        self._end(worker, how)
+                self._workers.end(names, how)
             case Probe(targets=targets):
                 self._probes.probe(targets)
             case LeftOut(reason=reason):
@@ -253,121 +226,30 @@ class Agent:
     def _job_over(self, over: JobOver) -> None:
         if self._over is not None:
             return
-        self._over, self._exits_before_the_end = over, len(self._exits)
-        for worker in self._workers.values():
-            if worker.process is None:
-                self._end(worker, "leave")
+        self._over, self._exits_before_the_end = over, len(self._workers.exits)
+        self._workers.end_unstarted()
         if not over.digest and not over.preempted:
-            self._end_quickly()
+            self._workers.end_quickly()
         self._finish_if_done()
-
-    # -- workers
-
-    def _begin(self, name: str, delay_s: float) -> None:
-        self._known.add(name)
-        taken = {worker.place for worker in self._workers.values()}
-        worker = _Worker(name, next(place for place in range(len(taken) + 1) if place not in taken))
-        self._workers[name] = worker
-        life = asyncio.create_task(self._live(worker, delay_s))
-        self._lives.add(life)
-        life.add_done_callback(self._life_ended)
-
-    def _life_ended(self, life: asyncio.Task[None]) -> None:
-        self._lives.discard(life)
-        if not life.cancelled() and (error := life.exception()) is not None:
-            self._bug = error
-            self._finished.set()
-        self._finish_if_done()
-
-    async def _live(self, worker: _Worker, delay_s: float) -> None:
-        """A worker's life, from now, or a while later, to its end."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(delay_s):
-                await worker.unwanted.wait()
-        if worker.unwanted.is_set():
-            self._note(worker, Ended(-signal.SIGTERM, time.time(), None))
-            return
-        try:
-            worker.process, output = await self._group.begin(
-                worker.name, lambda output: self._starter.start(worker.name, worker.place, output)
-            )
-        except OSError as error:
-            self._note(worker, Ended(NOT_STARTED, time.time(), _not_started(worker.name, error)))
-            return
-        if worker.unwanted.is_set():
-            self._end(worker, worker.how)
-        self._note(worker, await self._group.end(worker.name, worker.process))
-        await output.drain()
-
-    def _note(self, worker: _Worker, end: Ended) -> None:
-        del self._workers[worker.name]
-        code, failure = end.code, end.failure
-        pid = 0 if worker.process is None else worker.process.pid
-        self._exits.append(WorkerExit(worker.name, code, end.at, failure, worker.told_at, pid=pid))
-        # What only follows from the loss of another worker is no word about this one.
-        own = failure is not None and not failure.consequence
-        error = _printable(f"{failure.type}: {failure.message}") if own and failure is not None else ""
-        self._ended.append(WorkerEnded(worker=worker.name, code=code, error=error))
-        self._tell(self._ended[-1])
 
     # -- ending
 
-    def _end(self, worker: _Worker, how: str) -> None:
-        """End one worker: by a word, or by force after it has said where it is."""
-        worker.told_at, worker.how = worker.told_at or time.time(), how
-        worker.unwanted.set()
-        if worker.process is None:
-            return  # it is seen to when it has begun, or does not begin at all
-        if how == "leave":
-            self._send(worker, signal.SIGTERM)
-        elif how == "drop":
-            self._kill_one(worker)
-        else:
-            self._send(worker, signal.SIGUSR1)
-            asyncio.get_running_loop().call_later(STACKS_S, self._kill_one, worker)
-
-    def _end_quickly(self) -> None:
-        """The job has failed: on the second SIGTERM workers leave at once, and whoever does not is killed."""
-        self._tell_all()
-        insist(self._tell_all, self._kill)
-
-    def _tell_all(self) -> None:
-        for worker in list(self._workers.values()):
-            self._end(worker, "leave")
-
-    def _kill(self) -> None:
-        for worker in list(self._workers.values()):
-            worker.told_at, worker.how = worker.told_at or time.time(), "kill"
-            worker.unwanted.set()
-            self._kill_one(worker)
-
-    def _kill_one(self, worker: _Worker) -> None:
-        # Only while it is one of ours: its number may be another's once it has been seen off.
-        if worker.process is not None and self._workers.get(worker.name) is worker:
-            self._starter.wake()
-            kill_group(worker.process.pid)
-
-    def _send(self, worker: _Worker, number: int) -> None:
-        if worker.process is not None:
-            self._starter.wake()
-            send(worker.process, number)
+    def _worker_gone(self, bug: BaseException | None) -> None:
+        if bug is not None:
+            self._bug = bug
+            self._finished.set()
+        self._finish_if_done()
 
     def _finish_if_done(self) -> None:
         """The job is over, for this agent at least, and nothing runs here."""
-        if not self._lives and self._over is not None:
+        if self._workers.are_gone and self._over is not None:
             self._finished.set()
-
-    async def _end_workers(self) -> None:
-        self._kill()
-        await self._starter.close()
-        while self._lives:
-            await asyncio.wait(set(self._lives))
 
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._interrupted is not None:
             self._group.say(f"{name} again: killing the workers")
-            self._kill()
+            self._workers.kill()
             self._broken_off = True
             self._finished.set()
             self._gives_up.set()
@@ -379,9 +261,9 @@ class Agent:
         asyncio.get_running_loop().call_later(grace, self._grace_over)
 
     def _grace_over(self) -> None:
-        if self._workers:
+        if self._workers.names:
             self._broken_off = True
-            self._kill()
+            self._workers.kill()
         elif self._joined is not None:  # a coordinator of its own would have said more
             self._finished.set()
 
@@ -390,12 +272,12 @@ class Agent:
     def _outcome(self, seconds: float) -> Outcome:
         over = self._over
         if over is not None and over.digest:
-            exits = at_the_end(self._exits, over)
-            self._tell_of_those_not_missed([each for each in self._exits if each not in exits], over)
+            exits = at_the_end(self._workers.exits, over)
+            self._tell_of_those_not_missed([each for each in self._workers.exits if each not in exits], over)
         elif over is not None and over.preempted and not self._broken_off:
-            exits = telling(self._exits[self._exits_before_the_end :], self._interrupted)
+            exits = telling(self._workers.exits[self._exits_before_the_end :], self._interrupted)
         else:
-            exits = telling(self._exits, self._interrupted)
+            exits = telling(self._workers.exits, self._interrupted)
         is_cut = self._broken_off and (over is None or over.preempted or any(each.code < 0 for each in exits))
         return Outcome(
             exits=with_faults(exits, self._folder),
@@ -423,16 +305,6 @@ async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _printable(words: str) -> str:
-    """A message of a script, as messages to the coordinator allow it: names of files may hold halves of characters."""
-    return words.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
-
-
 def _host() -> str:
     """This host's name, as messages allow it."""
     return re.sub(r"[^A-Za-z0-9._:-]", "-", socket.gethostname())[:128] or "host"
-
-
-def _not_started(name: str, error: OSError) -> Failure:
-    words = f"it could not be started: {error}"
-    return Failure(name, socket.gethostname(), 0, "OSError", words, f"OSError: {words}\n", False, time.time())

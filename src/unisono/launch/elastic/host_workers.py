@@ -1,0 +1,193 @@
+"""The workers that an agent runs on its host, from the moment in which each is asked for to its end."""
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from unisono.errors import NOT_STARTED
+from unisono.host.guard import kill_group
+from unisono.launch.elastic.starter import Process, Starter
+from unisono.launch.ending.failure import Failure
+from unisono.launch.ending.outcome import WorkerExit
+from unisono.launch.worker_group import Ended, WorkerGroup, insist, send
+from unisono.membership.messages import WorkerEnded
+
+STACKS_S = 0.5
+"""How long a worker that hangs may take to write where it hangs, before it is killed."""
+
+LONGEST_ERROR = 4096
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """A worker. It leads a process group with its process id for number."""
+
+    name: str
+    place: int
+    process: Process | None = None
+    told_at: float | None = None
+    how: str = ""
+    unwanted: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class HostWorkers:
+    """Starts and ends them, and tells of their ends.
+
+    Args:
+        group: the workers' processes and their output.
+        gone: a function that is called when nothing is left to do for a worker; with an error, if that is a bug.
+
+    Attributes:
+        exits: how workers have ended so far.
+        ended: the same, as the coordinator is told.
+    """
+
+    def __init__(self, group: WorkerGroup, gone: Callable[[BaseException | None], None]) -> None:
+        self._group, self._gone = group, gone
+        self.exits: list[WorkerExit] = []
+        self.ended: list[WorkerEnded] = []
+        self._workers: dict[str, _Worker] = {}
+        self._known: set[str] = set()
+        self._lives: set[asyncio.Task[None]] = set()
+        self._starter: Starter
+        self._tell: Callable[[WorkerEnded], None]
+
+    async def open(self, starter: Starter, tell: Callable[[WorkerEnded], None]) -> None:
+        """Before the first one is asked for.
+
+        Args:
+            starter: starts each.
+            tell: tells the coordinator.
+        """
+        self._starter, self._tell = starter, tell
+        await starter.open()
+
+    async def close(self) -> None:
+        """Kill those that are left, and wait for their ends. Only after :meth:`open`."""
+        self.kill()
+        await self._starter.close()
+        while self._lives:
+            await asyncio.wait(set(self._lives))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those whose ends were not told yet."""
+        return tuple(self._workers)
+
+    @property
+    def are_gone(self) -> bool:
+        """Whether there is nothing left to do for any of them."""
+        return not self._lives
+
+    def begin(self, names: Sequence[str], delay_s: float) -> None:
+        """Start workers, in a while; but not those that were asked for before: an agent that was away is told again."""
+        for name in names:
+            if name not in self._known:
+                self._begin(name, delay_s)
+
+    def end(self, names: Sequence[str], how: str) -> None:
+        """End workers, in one of the ways that :class:`~unisono.membership.messages.End` knows."""
+        for name in names:
+            if (worker := self._workers.get(name)) is not None:
+                self._end(worker, how)
+
+    def end_unstarted(self) -> None:
+        """Start no worker that has no process yet."""
+        self.end([worker.name for worker in self._workers.values() if worker.process is None], "leave")
+
+    def end_quickly(self) -> None:
+        """The job has failed: on the second SIGTERM workers leave at once, and whoever does not is killed."""
+        self._end_all()
+        insist(self._end_all, self.kill)
+
+    def kill(self) -> None:
+        """Kill all of them now."""
+        for worker in list(self._workers.values()):
+            worker.told_at, worker.how = worker.told_at or time.time(), "kill"
+            worker.unwanted.set()
+            self._kill(worker)
+
+    def _begin(self, name: str, delay_s: float) -> None:
+        self._known.add(name)
+        taken = {worker.place for worker in self._workers.values()}
+        worker = _Worker(name, next(place for place in range(len(taken) + 1) if place not in taken))
+        self._workers[name] = worker
+        life = asyncio.create_task(self._live(worker, delay_s))
+        self._lives.add(life)
+        life.add_done_callback(self._life_ended)
+
+    def _life_ended(self, life: asyncio.Task[None]) -> None:
+        self._lives.discard(life)
+        self._gone(None if life.cancelled() else life.exception())
+
+    async def _live(self, worker: _Worker, delay_s: float) -> None:
+        """A worker's life, from now, or a while later, to its end."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await worker.unwanted.wait()
+        if worker.unwanted.is_set():
+            self._note(worker, Ended(-signal.SIGTERM, time.time(), None))
+            return
+        try:
+            worker.process, output = await self._group.begin(
+                worker.name, lambda output: self._starter.start(worker.name, worker.place, output)
+            )
+        except OSError as error:
+            self._note(worker, Ended(NOT_STARTED, time.time(), _not_started(worker.name, error)))
+            return
+        if worker.unwanted.is_set():
+            self._end(worker, worker.how)
+        self._note(worker, await self._group.end(worker.name, worker.process))
+        await output.drain()
+
+    def _note(self, worker: _Worker, end: Ended) -> None:
+        del self._workers[worker.name]
+        code, failure = end.code, end.failure
+        pid = 0 if worker.process is None else worker.process.pid
+        self.exits.append(WorkerExit(worker.name, code, end.at, failure, worker.told_at, pid=pid))
+        # What only follows from the loss of another worker is no word about this one.
+        own = failure is not None and not failure.consequence
+        error = _printable(f"{failure.type}: {failure.message}") if own and failure is not None else ""
+        self.ended.append(WorkerEnded(worker=worker.name, code=code, error=error))
+        self._tell(self.ended[-1])
+
+    def _end_all(self) -> None:
+        self.end(self.names, "leave")
+
+    def _end(self, worker: _Worker, how: str) -> None:
+        worker.told_at, worker.how = worker.told_at or time.time(), how
+        worker.unwanted.set()
+        if worker.process is None:
+            return  # it is seen to when it has begun, or does not begin at all
+        if how == "leave":
+            self._send(worker, signal.SIGTERM)
+        elif how == "drop":
+            self._kill(worker)
+        else:
+            self._send(worker, signal.SIGUSR1)
+            asyncio.get_running_loop().call_later(STACKS_S, self._kill, worker)
+
+    def _kill(self, worker: _Worker) -> None:
+        # Only while it is one of ours: its number may be another's once it has been seen off.
+        if worker.process is not None and self._workers.get(worker.name) is worker:
+            self._starter.wake()
+            kill_group(worker.process.pid)
+
+    def _send(self, worker: _Worker, number: int) -> None:
+        if worker.process is not None:
+            self._starter.wake()
+            send(worker.process, number)
+
+
+def _printable(words: str) -> str:
+    """A message of a script, as messages to the coordinator allow it: names of files may hold halves of characters."""
+    return words.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
+
+
+def _not_started(name: str, error: OSError) -> Failure:
+    words = f"it could not be started: {error}"
+    return Failure(name, socket.gethostname(), 0, "OSError", words, f"OSError: {words}\n", False, time.time())
