@@ -31,9 +31,9 @@ from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.state.ending import Ending
 from unisono.train.state.state import Progress, Reading
 from unisono.train.state.trained import Trained
+from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.computer import StepCall
 from unisono.train.step.current import CurrentSteps
-from unisono.train.step.engine import Clip, LossFunction
 from unisono.train.step.listeners import Listeners
 from unisono.train.step.step import Step
 from unisono.train.step.synchronisation import Synchronisation, Timer

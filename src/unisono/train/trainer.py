@@ -18,7 +18,7 @@ from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.record.progress import Display, EpochRecord, History, choose_display
 from unisono.train.run import Run
 from unisono.train.start import init
-from unisono.train.step.engine import Clip, LossFunction
+from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.step import Step
 
 SCHEDULER_STEPS = ("epoch", "step")

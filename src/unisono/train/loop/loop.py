@@ -18,7 +18,7 @@ from unisono.errors import JobMismatch
 from unisono.job import differences
 from unisono.plan.batches import Batch, Batches, Position
 from unisono.train.state.state import Progress, Reading
-from unisono.train.step.engine import Clip, LossFunction
+from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.step import Step
 
 # A loop's batches, for whichever shards this worker computes.

@@ -14,7 +14,7 @@ from unisono.plan.audits import Finding
 from unisono.train.group.membership import Membership
 from unisono.train.model.prepared import Prepared, batch_norm_in
 from unisono.train.state.trained import Doubt
-from unisono.train.step.engine import Call
+from unisono.train.step.call import Call
 from unisono.train.step.listeners import Counted, Listener
 
 

@@ -12,7 +12,7 @@ from unisono.data.shards import ShardSource
 from unisono.jsonl import open_lines
 from unisono.plan.batches import Batches
 from unisono.plan.order import Indices
-from unisono.train.step.engine import Call
+from unisono.train.step.call import Call
 from unisono.train.step.listeners import Counted, Listener
 
 FOLDER = "samples"

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from unisono.train.group.control import StepReport
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import tensor_digest
-from unisono.train.step.engine import Call
+from unisono.train.step.call import Call
 from unisono.train.step.listeners import Listener
 from unisono.train.step.step import Step
 

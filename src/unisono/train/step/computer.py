@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from unisono.data.shards import ShardSource
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
-from unisono.train.step.engine import Clip, LossFunction
+from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.listeners import Computed
 from unisono.train.step.step import Step
 

@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from unisono.adapt.norms import GradientNorms
 from unisono.adapt.squared_norms import SquaredNorms
-from unisono.data.streams import generators_kept, seed_generators
-from unisono.errors import LossError, MemoryFault, ModelError, NondeterministicOperation, NonFiniteLoss
+from unisono.data.streams import generators_kept
+from unisono.errors import LossError, MemoryFault, ModelError, NonFiniteLoss
 from unisono.job import Job
 from unisono.plan.audits import Finding
-from unisono.plan.batches import Batch
-from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
 from unisono.reduce.reducer import REDUCTIONS, Reducer
 from unisono.reduce.tally import Witness
@@ -32,72 +29,14 @@ from unisono.train.model.buffers import Buffers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import set_all
 from unisono.train.model.update import Update, may_change_gradients
-from unisono.train.step.audit import Audit, ShardDigest
+from unisono.train.step.audit import Audit
+from unisono.train.step.call import Call
 from unisono.train.step.gradients import Fusion, Gradients
-from unisono.train.step.loss import WeightedLoss, require_agreement, total_weight
+from unisono.train.step.loss import ForwardPass, Shard, require_agreement, total_weight
 from unisono.train.step.sharded_update import ShardedUpdate
-
-LossFunction = Callable[[Any, Any], Any]
-"""``loss_fn(model, batch) -> loss`` or ``-> (loss, weight)``."""
-
 
 MOST_REPEATS = 3
 """Of a step whose memory did not keep what was written; after that a worker's memory is broken for good."""
-
-
-@dataclass(frozen=True, slots=True)
-class Clip:
-    """The limits on the step's gradient before the update: on its global norm, on each value, or none."""
-
-    norm: float | None = None
-    value: float | None = None
-
-    @property
-    def limits(self) -> bool:
-        """Whether there is a limit at all."""
-        return self.norm is not None or self.value is not None
-
-    def apply(self, parameters: Sequence[Tensor]) -> float:
-        """Limit the parameters' gradients in place; returns their global norm if it is limited, else 0."""
-        norm = 0.0
-        if self.norm is not None:
-            norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.norm))
-        if self.value is not None:
-            torch.nn.utils.clip_grad_value_(parameters, self.value)
-        return norm
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of ``step.run``: everything that decides its result, so that it can be computed again.
-
-    Attributes:
-        step: the step's number in the job.
-        number: the number of the call within the step, 0 for the first.
-        batch: the global batch.
-        shards: the batches of this worker's shards; None for an empty one.
-        loss_fn: the loss function of the script.
-        optimizers: the optimizers that make the update.
-        clip: the limits on the gradient.
-        first: the number of the batch's first shard, where the batch is a worker's own part of another one.
-        load: a function that returns the batch of any shard, to audit it.
-        is_last: whether the loop ends with this step, so that every worker is audited.
-        decided: a digest of what policies decided before the step.
-        computed: a function that is called when this worker's shards are computed, with the seconds that this took.
-    """
-
-    step: int
-    number: int
-    batch: Batch
-    shards: Sequence[Any]
-    loss_fn: LossFunction
-    optimizers: tuple[Optimizer, ...]
-    clip: Clip
-    first: int = 0
-    load: Callable[[int], Any] | None = None
-    is_last: bool = False
-    decided: int = 0
-    computed: Callable[[float], None] = lambda seconds: None
 
 
 @dataclass(slots=True)
@@ -160,12 +99,11 @@ class StepEngine:
         overlap = execution.overlaps(workers.transport, job.threads)
         self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap)
         self._prepared = prepared
-        self._device = device
+        self._forward = ForwardPass(job, prepared, device)
         self._buffers = Buffers(prepared.buffers, workers.transport.split, workers.rank)
         self._gradients: dict[tuple[int, ...], Gradients] = {}
         self._monitoring = execution.monitoring
         self._known: dict[float, list[str]] = {signature_of(()): []}
-        self._shard: ShardReport | None = None
         self._scaled, self._found, self._repeats = scaled, found, repeats
         self.witness: Witness | None = None
         self._checked_bytes = execution.checked_bytes
@@ -291,10 +229,7 @@ class StepEngine:
 
     def log(self, name: str, value: float) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
-        if self._shard is None:
-            return False
-        self._shard.metrics[name] = value
-        return True
+        return self._forward.log(name, value)
 
     @property
     def _split(self) -> Split:
@@ -356,7 +291,7 @@ class StepEngine:
         started = perf_counter()
         gradients.begin(call.step)
         drawn = self._audit.drawn(call.step, call.number, call.batch, is_last=call.is_last)
-        shards = [_Shard.of(call, number, is_audited=number in drawn) for number in self._mine]
+        shards = [Shard.of(call, number, is_audited=number in drawn) for number in self._mine]
         with generators_kept():
             for shard in shards:
                 self._compute(call, shard, gradients, shards)
@@ -395,14 +330,14 @@ class StepEngine:
 
     def _again(self, call: Call, gradients: Gradients, number: int) -> str:
         """Compute a shard, of whichever worker, beside the attempt."""
-        shard = _Shard.of(call, number, is_audited=True)
+        shard = Shard.of(call, number, is_audited=True)
         assert call.load is not None and shard.mark is not None, "what is audited can be loaded"  # noqa: PT018
         held = [parameter.grad for parameter in self._prepared.parameters.values()]
         with generators_kept(), self._buffers.aside() as made:
             self._clear_gradients()
-            self._forward(call, shard, call.load(number))
+            self._forward.compute(call, shard, call.load(number))
             if shard.report.weight:
-                self._go_backward(shard)
+                shard.backward()
             else:
                 self._clear_gradients()
             for each, parameter in enumerate(gradients.parameters):
@@ -413,7 +348,7 @@ class StepEngine:
         self._workers.tick()
         return found
 
-    def _compute(self, call: Call, shard: "_Shard", gradients: Gradients, shards: Sequence["_Shard"]) -> None:
+    def _compute(self, call: Call, shard: Shard, gradients: Gradients, shards: Sequence[Shard]) -> None:
         self._clear_gradients()
         gradients.mark = shard.mark
         gradients.open(last=shard is shards[-1])
@@ -421,12 +356,13 @@ class StepEngine:
             if shard.samples:
                 if shard is not shards[0]:  # the first one finds them as the step began
                     self._buffers.rewind()
-                self._forward(call, shard, call.shards[shard.number - self._mine.start])
+                self._forward.compute(call, shard, call.shards[shard.number - self._mine.start])
                 self._buffers.take(shard.number)
             if shard is shards[-1]:
                 gradients.send(partial(self._weigh, call, [each.report.weight for each in shards]))
             if shard.report.weight:
-                self._backward(shard, gradients)
+                with gradients.listening():
+                    shard.backward()
             else:
                 self._clear_gradients()
             gradients.close()
@@ -435,30 +371,6 @@ class StepEngine:
         except (LossError, ModelError) as error:
             where = f"step {call.step}, shard {call.first + shard.number}, rank {self._rank}"
             raise type(error)(f"{where}: {error}") from error
-
-    def _forward(self, call: Call, shard: "_Shard", batch: Any) -> None:
-        seed_generators(stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, call.first + shard.number))
-        self._shard = shard.report
-        try:
-            with self._autocast(), _explained():
-                returned = call.loss_fn(self._prepared.model, batch)
-        finally:
-            self._shard = None
-        weighted = WeightedLoss.of(returned, shard.samples)
-        shard.loss = weighted.loss
-        # With one shard the weight cancels out, and without it the bits are those of the plain loop.
-        shard.report.weight = 1.0 if call.batch.shards == 1 and weighted.weight else weighted.weight
-
-    def _backward(self, shard: "_Shard", gradients: Gradients) -> None:
-        with gradients.listening():
-            self._go_backward(shard)
-
-    def _go_backward(self, shard: "_Shard") -> None:
-        assert shard.loss is not None
-        weight = shard.report.weight
-        with _explained():
-            (shard.loss * weight if weight != 1.0 else shard.loss).backward()
-        shard.loss = shard.loss.detach()
 
     def _weigh(self, call: Call, weights: Sequence[float]) -> float | None:
         # What is compressed is divided only when it is wide again.
@@ -536,48 +448,3 @@ class StepEngine:
     def _clear_gradients(self) -> None:
         for parameter in self._prepared.parameters.values():
             parameter.grad = None
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._job.precision == "bf16")
-
-
-@dataclass(slots=True)
-class _Shard:
-    """A shard of this worker while the step is computed."""
-
-    number: int
-    samples: int
-    report: ShardReport = field(default_factory=ShardReport)
-    loss: Tensor | None = None
-    mark: ShardDigest | None = None
-
-    @classmethod
-    def of(cls, call: Call, number: int, *, is_audited: bool) -> "_Shard":
-        """A shard that is about to be computed."""
-        return cls(number, len(call.batch.shard(number)), mark=ShardDigest() if is_audited else None)
-
-    def read(self) -> ShardReport:
-        """What it came to. Only here the loss is read, since that waits for a GPU."""
-        self.report.loss = 0.0 if self.loss is None else float(self.loss.detach())
-        return self.report
-
-
-class _explained:  # noqa: N801  a context manager, named like one
-    """Turns torch's refusals into errors that say how to go on."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        text = str(error)
-        if isinstance(error, ValueError) and "more than 1 value per channel" in text:
-            raise ModelError(
-                "BatchNorm got a shard of a single sample, most likely of a last, smaller batch: leave that out with "
-                "run.steps(…, drop_last=True), or use a batch_size that leaves a larger rest"
-            ) from error
-        if isinstance(error, RuntimeError) and "deterministic" in text and "use_deterministic_algorithms" in text:
-            operation = text.split(" ", 1)[0]
-            raise NondeterministicOperation(
-                f"{operation} has no deterministic implementation on this device, so the same job could end in other "
-                f"bits: replace the operation, or accept that: unisono.init(deterministic=False). torch says: {text}"
-            ) from error

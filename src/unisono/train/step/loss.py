@@ -1,15 +1,22 @@
-"""What a loss function may return, and what is made of it."""
+"""A shard's loss and weight, and what the shards of a step weigh together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.errors import LossError, PolicyError
+from unisono.data.streams import seed_generators
+from unisono.errors import LossError, ModelError, NondeterministicOperation, PolicyError
+from unisono.job import Job
+from unisono.plan.order import Stream, stream_seed
 from unisono.plan.tree import Node
 from unisono.reduce.transport import Transport
+from unisono.train.group.control import ShardReport
+from unisono.train.model.prepared import Prepared
+from unisono.train.step.audit import ShardDigest
+from unisono.train.step.call import Call
 
 # What all shards of a step weigh together, and whether all workers' policies have decided alike before it.
 
@@ -104,3 +111,109 @@ class WeightedLoss:
 
 def _kind(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+# One shard, forward and backward.
+
+
+@dataclass(slots=True)
+class Shard:
+    """A shard of this worker while the step is computed.
+
+    Attributes:
+        number: the number of the shard in the batch.
+        samples: the number of its samples; 0 for an empty one.
+        report: what it comes to.
+        loss: the mean loss, once it is computed.
+        mark: the digest of its gradients, if it is audited.
+    """
+
+    number: int
+    samples: int
+    report: ShardReport = field(default_factory=ShardReport)
+    loss: Tensor | None = None
+    mark: ShardDigest | None = None
+
+    @classmethod
+    def of(cls, call: Call, number: int, *, is_audited: bool) -> "Shard":
+        """A shard that is about to be computed."""
+        return cls(number, len(call.batch.shard(number)), mark=ShardDigest() if is_audited else None)
+
+    def read(self) -> ShardReport:
+        """What it came to. Only here the loss is read, since that waits for a GPU."""
+        self.report.loss = 0.0 if self.loss is None else float(self.loss.detach())
+        return self.report
+
+    def backward(self) -> None:
+        """Have autograd compute the gradient of the loss, times the weight.
+
+        Raises:
+            ModelError, NondeterministicOperation: torch refuses; says how to go on.
+        """
+        assert self.loss is not None
+        weight = self.report.weight
+        with _explained():
+            (self.loss * weight if weight != 1.0 else self.loss).backward()
+        self.loss = self.loss.detach()
+
+
+class ForwardPass:
+    """Computes the losses of shards, one after the other.
+
+    Args:
+        job: the job to train.
+        prepared: the model.
+        device: the device on which to compute.
+    """
+
+    def __init__(self, job: Job, prepared: Prepared, device: torch.device) -> None:
+        self._job, self._prepared, self._device = job, prepared, device
+        self._shard: ShardReport | None = None
+
+    def compute(self, call: Call, shard: Shard, batch: Any) -> None:
+        """Call the loss function with a shard's batch, and give the shard its loss and weight.
+
+        Raises:
+            LossError: the loss function returned what is no loss.
+            ModelError, NondeterministicOperation: torch refuses; says how to go on.
+        """
+        seed = stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, call.first + shard.number)
+        seed_generators(seed)
+        self._shard = shard.report
+        try:
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._job.precision == "bf16"), _explained():
+                returned = call.loss_fn(self._prepared.model, batch)
+        finally:
+            self._shard = None
+        weighted = WeightedLoss.of(returned, shard.samples)
+        shard.loss = weighted.loss
+        # With one shard the weight cancels out, and without it the bits are those of the plain loop.
+        shard.report.weight = 1.0 if call.batch.shards == 1 and weighted.weight else weighted.weight
+
+    def log(self, name: str, value: float) -> bool:
+        """Note a metric of the shard that is being computed; False if none is."""
+        if self._shard is None:
+            return False
+        self._shard.metrics[name] = value
+        return True
+
+
+class _explained:  # noqa: N801  a context manager, named like one
+    """Turns torch's refusals into errors that say how to go on."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        text = str(error)
+        if isinstance(error, ValueError) and "more than 1 value per channel" in text:
+            raise ModelError(
+                "BatchNorm got a shard of a single sample, most likely of a last, smaller batch: leave that out with "
+                "run.steps(…, drop_last=True), or use a batch_size that leaves a larger rest"
+            ) from error
+        if isinstance(error, RuntimeError) and "deterministic" in text and "use_deterministic_algorithms" in text:
+            operation = text.split(" ", 1)[0]
+            raise NondeterministicOperation(
+                f"{operation} has no deterministic implementation on this device, so the same job could end in other "
+                f"bits: replace the operation, or accept that: unisono.init(deterministic=False). torch says: {text}"
+            ) from error

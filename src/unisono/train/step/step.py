@@ -6,7 +6,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from unisono.plan.batches import Batch, Position
-from unisono.train.step.engine import Clip, LossFunction
+from unisono.train.step.call import Clip, LossFunction
 
 
 class Step:

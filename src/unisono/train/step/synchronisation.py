@@ -17,9 +17,9 @@ from unisono.train.model.at_rest import Seen
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.ending import Ending, LeaveRequest, Requests
 from unisono.train.state.trained import Trained
+from unisono.train.step.call import Call
 from unisono.train.step.computer import Told
 from unisono.train.step.current import CurrentSteps
-from unisono.train.step.engine import Call
 from unisono.train.step.listeners import Counted, Listener, Listeners
 from unisono.train.step.step import Step
 

@@ -22,8 +22,9 @@ from unisono.train.recovery.integrity import Integrity, Note
 from unisono.train.recovery.verification import AuditJudge
 from unisono.train.state.ending import Requests
 from unisono.train.state.trained import Trained
+from unisono.train.step.call import Call
 from unisono.train.step.computer import StepCall, Told
-from unisono.train.step.engine import Attempt, Call, StepEngine
+from unisono.train.step.engine import Attempt, StepEngine
 from unisono.train.step.listeners import Computed, Counted, Listeners
 from unisono.train.step.step import Step
 from unisono.train.step.synchronisation import WorkerReport

@@ -15,7 +15,8 @@ from unisono.sync.parameter_server import ParameterServer
 from unisono.train.config.run_config import Execution, RunConfig
 from unisono.train.group.workers import Workers
 from unisono.train.state.trained import Trained
-from unisono.train.step.engine import Attempt, Call, StepEngine
+from unisono.train.step.call import Call
+from unisono.train.step.engine import Attempt, StepEngine
 from unisono.train.strategies.asynchronous_server import AsynchronousServer
 from unisono.train.strategies.averaging import CentralAveraging, LocalUpdates, OuterUpdates
 from unisono.train.strategies.pairs import Pairs

@@ -17,8 +17,8 @@ from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
 from unisono.train.state.trained import Trained
+from unisono.train.step.call import Call
 from unisono.train.step.computer import StepCall, Told
-from unisono.train.step.engine import Call
 from unisono.train.step.listeners import Computed, Listeners
 from unisono.train.step.step import Step
 from unisono.train.strategies.local_rounds import LocalRounds, begin_local_rounds

@@ -1,0 +1,69 @@
+"""One call of ``step.run``, and what the script says in it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.plan.batches import Batch
+
+LossFunction = Callable[[Any, Any], Any]
+"""``loss_fn(model, batch) -> loss`` or ``-> (loss, weight)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """The limits on the step's gradient before the update: on its global norm, on each value, or none."""
+
+    norm: float | None = None
+    value: float | None = None
+
+    @property
+    def limits(self) -> bool:
+        """Whether there is a limit at all."""
+        return self.norm is not None or self.value is not None
+
+    def apply(self, parameters: Sequence[Tensor]) -> float:
+        """Limit the parameters' gradients in place; returns their global norm if it is limited, else 0."""
+        norm = 0.0
+        if self.norm is not None:
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.norm))
+        if self.value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, self.value)
+        return norm
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of ``step.run``: everything that decides its result, so that it can be computed again.
+
+    Attributes:
+        step: the step's number in the job.
+        number: the number of the call within the step, 0 for the first.
+        batch: the global batch.
+        shards: the batches of this worker's shards; None for an empty one.
+        loss_fn: the loss function of the script.
+        optimizers: the optimizers that make the update.
+        clip: the limits on the gradient.
+        first: the number of the batch's first shard, where the batch is a worker's own part of another one.
+        load: a function that returns the batch of any shard, to audit it.
+        is_last: whether the loop ends with this step, so that every worker is audited.
+        decided: a digest of what policies decided before the step.
+        computed: a function that is called when this worker's shards are computed, with the seconds that this took.
+    """
+
+    step: int
+    number: int
+    batch: Batch
+    shards: Sequence[Any]
+    loss_fn: LossFunction
+    optimizers: tuple[Optimizer, ...]
+    clip: Clip
+    first: int = 0
+    load: Callable[[int], Any] | None = None
+    is_last: bool = False
+    decided: int = 0
+    computed: Callable[[float], None] = lambda seconds: None
