@@ -18,7 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,15 +26,13 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-import unisono
 from one_at_a_time import Blow, SimulatedMembership, Worker, World
 from torch_settings import TorchSettings
 from unisono.data.streams import generators_kept
 from unisono.errors import UnisonoWarning
 from unisono.job import Job
-from unisono.train import start
-from unisono.train.config.numerics import apply_numerics
 from unisono.train.run import Run
+from unisono.train.start import HOST_PROCESS, HostProcess
 from unisono.train.state.ending import LeaveRequest
 from unisono.train.step.step import Step
 
@@ -215,6 +213,43 @@ class ScriptMembership(SimulatedMembership):
             self.world.replace(group.names[rank])
 
 
+class WorkerThread(HostProcess):
+    """What a run takes from a worker that is a thread.
+
+    Args:
+        place: of the worker in its world.
+
+    Attributes:
+        run: that it has started.
+        leave: notes that it is asked to leave.
+    """
+
+    def __init__(self, place: ScriptMembership) -> None:
+        super().__init__()
+        self._place = place
+        self.run: Run | None = None
+        self.leave = LeaveRequest()
+
+    def apply_numerics(self, job: Job, device: torch.device) -> Callable[[], None]:
+        """As in a process; nothing is put back when a single worker ends, as long as other workers compute."""
+        super().apply_numerics(job, device)
+        return lambda: None
+
+    def membership(self, *_: Any, **__: Any) -> ScriptMembership:
+        """Its place, instead of one that the coordinator gives."""
+        return self._place
+
+    def leave_request(self) -> LeaveRequest:
+        """The one that ``Scene.kill`` knows."""
+        return self.leave
+
+    def note_run(self, run: Run) -> None:
+        """It is closed when the script ends."""
+        assert run.job.shards == self._place.shards
+        run.on("step_begins", self._place.world.step_begins)
+        self.run = run
+
+
 class Scene:
     """A script, and where it stands on each worker.
 
@@ -226,45 +261,28 @@ class Scene:
     def __init__(self, script: Path, arguments: Sequence[str]) -> None:
         self._code = compile(script.read_text(), str(script), "exec")
         self.argv = [str(script), *arguments]
-        self._here = threading.local()
-        self._init, self._kill = start.init, os.kill
+        self._kill = os.kill
         self.world: ScriptWorld
 
     def work(self, membership: ScriptMembership) -> None:
         """One worker."""
-        self._here.membership = membership
+        HOST_PROCESS.set(thread := WorkerThread(membership))
         try:
             exec(self._code, {"__name__": "__main__", "__file__": self.argv[0]})  # noqa: S102 (what this is for)
         finally:
-            with suppress(AttributeError):  # it has begun no run
-                self._here.run.close()
-
-    def init(self, **settings: Any) -> Run:
-        """As ``unisono.init``."""
-        self._here.run = run = self._init(**settings)
-        assert run.job.shards == self.world.shards
-        run.on("step_begins", self.world.step_begins)
-        return run
+            if thread.run is not None:
+                thread.run.close()
 
     def kill(self, pid: int, number: int) -> None:
         """As ``os.kill``, for scripts whose workers kill themselves, or ask themselves to leave."""
-        if pid != os.getpid() or threading.current_thread() is threading.main_thread():
+        thread = HOST_PROCESS.get()
+        if pid != os.getpid() or not isinstance(thread, WorkerThread):
             self._kill(pid, number)
         elif number == signal.SIGKILL:
             self.world.kill()
         else:
             assert number == signal.SIGTERM
-            self._here.leave.requested = True
-
-    def leave(self) -> LeaveRequest:
-        """What notes that a worker is asked to leave."""
-        self._here.leave = found = LeaveRequest()
-        return found
-
-    def membership(self, *_: Any) -> ScriptMembership:
-        """Instead of one that asks the coordinator."""
-        found: ScriptMembership = self._here.membership
-        return found
+            thread.leave.requested = True
 
 
 class Cluster:
@@ -323,25 +341,7 @@ def set_up(scene: Scene, variables: Mapping[str, str]) -> Iterator[None]:
             patch.setenv(name, value)
         patch.setattr(os, "kill", scene.kill)
         patch.setattr(os, "fsync", os.fsync)  # a script may set another one
-        patch.setattr(unisono, "init", scene.init)
-        patch.setattr(start, "LeaveRequest", scene.leave)
-        patch.setattr(start, "_membership", scene.membership)
-        patch.setattr(start, "_jobs", deque(maxlen=0))
-        patch.setattr(start, "apply_numerics", applied)
         try:
             yield
         finally:
             torch_settings.restore(before)
-
-
-def applied(job: Job, device: torch.device) -> Kept:
-    """As ``apply_numerics``; nothing is put back when a single worker ends."""
-    apply_numerics(job, device)
-    return Kept()
-
-
-class Kept:
-    """What torch is set to stays so as long as other workers compute."""
-
-    def apply(self) -> None:
-        """Nothing."""

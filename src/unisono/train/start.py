@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -40,8 +41,38 @@ from unisono.train.state.checkpoints import Checkpoints, agreed_folder
 from unisono.train.state.ending import LeaveRequest
 from unisono.train.state.policy_state import PolicyState
 
-_jobs = list[Job]()
-"""Of the runs of this process so far. What is refused is no run."""
+
+class HostProcess:
+    """What runs take from the process that they start in.
+
+    Workers may also be threads of one process: each then says in ``HOST_PROCESS`` what it takes instead.
+
+    Attributes:
+        jobs: the jobs of the runs so far. What is refused is no run.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def apply_numerics(self, job: Job, device: torch.device) -> Callable[[], None]:
+        """Set torch up for a job; returns what sets it back."""
+        return apply_numerics(job, device).apply
+
+    def membership(self, config: RunConfig) -> Membership:
+        """Connect this worker to the others."""
+        return _membership(config)
+
+    def leave_request(self) -> LeaveRequest:
+        """What notes that this worker is asked to leave."""
+        return LeaveRequest()
+
+    def note_run(self, run: Run) -> None:
+        """A run has started; it is closed at the end of the process, if not before."""
+        atexit.register(run.inside.ending.close)
+
+
+HOST_PROCESS: ContextVar[HostProcess] = ContextVar("HOST_PROCESS", default=HostProcess())  # noqa: B039
+"""The one of this thread."""
 
 
 def init(
@@ -127,21 +158,24 @@ def init(
         JobMismatch: the workers, or the run folder, hold another job; lists the differences.
         LaunchError: the other workers cannot be reached.
     """
-    config = configure(locals(), os.environ, len(_jobs) + 1)
-    _jobs.append(config.job)
+    arguments, process = locals(), HOST_PROCESS.get()
+    config = configure(arguments, os.environ, len(process.jobs) + 1)
+    process.jobs.append(config.job)
     job, device, about = config.job, config.device, config.adaptation
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
         policy_state = PolicyState.of(config)
-        opened.callback(apply_numerics(job, device).apply)
-        membership = opened.enter_context(closing(_membership(config)))
+        opened.callback(process.apply_numerics(job, device))
+        membership = opened.enter_context(closing(process.membership(config)))
         about.constraints.require(about.strategy, None if membership.is_elastic else membership.workers.world_size)
         calls = CollectiveCalls(membership)
         calls.agree("job or machine", (marks := fingerprint(job, device)) | _besides(config))
         folder = opened.enter_context(closing(agreed_folder(calls, membership, config)))
         checkpoints = opened.enter_context(closing(_checkpoints(folder, config.recording)))
-        leave = opened.enter_context(closing(LeaveRequest()))
+        leave = opened.enter_context(closing(process.leave_request()))
         what = Opened(membership, folder, checkpoints, calls, leave, marks, policy_state, opened.pop_all())
-    return _begun(Run(assemble(config, what)), config)
+    run = Run(assemble(config, what))
+    process.note_run(run)
+    return _begun(run, config)
 
 
 def _membership(config: RunConfig) -> Membership:
@@ -186,7 +220,6 @@ def _begun(run: Run, config: RunConfig) -> Run:
     inside.ending.also(FailureNote(inside.results).close)
     _announce(run, config.communication.environment)
     seed_generators(stream_seed(run.job.seed, Stream.SCRIPT, -1))
-    atexit.register(inside.ending.close)
     try:
         for plugin in load_plugins(config.plugins):
             plugin(run)
