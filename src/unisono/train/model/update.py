@@ -103,3 +103,6 @@ class Update:
         """Run the optimizers."""
         for optimizer in optimizers:
             optimizer.step()
+
+    def finish(self) -> None:
+        """All that ``apply`` has begun is done."""

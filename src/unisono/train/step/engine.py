@@ -113,8 +113,6 @@ class StepEngine:
         if execution.shard_optimizer:
             self._update = ShardedUpdate(prepared, workers.transport, self._bucket_bytes)
         self._at_rest = self._looking() if execution.looks else None
-        if self._at_rest is not None and isinstance(self._update, ShardedUpdate):
-            self._update.made = self._at_rest.note
 
     def attempt(self, call: Call, flags: Callable[[Seen], Flags] = lambda seen: Flags()) -> Attempt:
         """Compute this worker's shards and reduce. Changes no weight: it can be done again.
@@ -180,10 +178,11 @@ class StepEngine:
             set_all(buffers)
             with self._scaled(call.optimizers):
                 self._update.apply(call.optimizers)
+            if self._at_rest is not None:
+                self._at_rest.note()  # before others can read or write what this worker has updated
+            self._update.finish()
             # Only now, when nobody reads it any more: so it was right whenever it was read.
             self.has_lost |= not any(map(may_change_gradients, call.optimizers)) and not gradients.has_kept()
-            if self._at_rest is not None and not isinstance(self._update, ShardedUpdate):
-                self._at_rest.note()
             gradients.release(used)
             attempt.seconds["update"] = perf_counter() - started
 

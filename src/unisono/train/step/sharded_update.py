@@ -1,6 +1,6 @@
 """The update split between the workers of one host: they share their parameters, and each updates a part of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +48,6 @@ class ShardedUpdate:
         self._states: dict[tuple[str, torch.dtype], _Shared] = {}
         self._inner: dict[int, Optimizer] = {}
         self._torn = False
-        self.made: Callable[[], None] = lambda: None
         self._weights = _Shared.allocated(self._buckets, transport)
         for parameter, view in zip(self._parameters, self._weights.views, strict=True):
             parameter.data = view.copy_(parameter.detach())
@@ -96,19 +95,21 @@ class ShardedUpdate:
 
     @torch.no_grad()
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
-        """Update this worker's part, and wait until all have updated theirs. Collective.
-
-        Before that ``made`` is told: as soon as the others go on, this worker's part may be read, or hit by a fault.
-
-        Raises:
-            WorkerLost: another worker is gone, and with it its part of the update.
-        """
+        """Update this worker's part. The weights are half updated until ``finish``."""
         self._torn = True
         for optimizer in optimizers:
             if id(optimizer) not in self._inner:
                 self._inner[id(optimizer)] = self._made(optimizer)
             self._update(optimizer, self._inner[id(optimizer)])
-        self.made()
+
+    def finish(self) -> None:
+        """Wait until all workers have updated their parts. Collective.
+
+        As soon as the others go on, this worker's part may be read, or hit by a fault.
+
+        Raises:
+            WorkerLost: another worker is gone, and with it its part of the update.
+        """
         self._transport.all_gather(torch.zeros(1, dtype=torch.uint8))
         self._torn = False
         self._untouched.accept()  # from now on only this may change the weights
