@@ -2,7 +2,7 @@
 
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 
@@ -77,8 +77,17 @@ Found = Mapping[Key, Mapping[float, Runs]]
 """With each rate."""
 
 
-def run(choice: Choice) -> Report:
-    """Train all of it: one crew for each number of workers and seed, in which the strategies take turns."""
+Learn = Callable[[int, Sequence[Exercise]], Sequence[Outcome | None]]
+"""Trains exercises on so many workers."""
+
+
+def run(choice: Choice, train: Learn | None = None) -> Report:
+    """Train all of it: one crew for each number of workers and seed, in which the strategies take turns.
+
+    Args:
+        choice: what is trained.
+        train: carries out exercises; by default a crew of this host does.
+    """
     meter, order = NoiseMeter(), random.Random(0)  # noqa: S311  the order is to be repeatable
     found: dict[Key, dict[float, list[Outcome | None]]] = {}
     for seed, workers in product(range(choice.seeds), (1, *choice.workers)):
@@ -89,7 +98,7 @@ def run(choice: Choice) -> Report:
             for rate in ((best(found[key])[0],) if key in found else choice.rates or RATES[key[0]])
         ]
         exercises = order.sample(exercises, len(exercises))
-        for exercise, outcome in zip(exercises, learn(workers, exercises), strict=True):
+        for exercise, outcome in zip(exercises, (train or learn)(workers, exercises), strict=True):
             rates = found.setdefault((exercise.model, workers, exercise.strategy), {})
             rates.setdefault(exercise.rate, []).append(outcome)
     return Report(

@@ -193,7 +193,7 @@ def train(trade: Trade, script: Callable[[Run], Any]) -> list[Any]:
 
 def run_of(trade: Trade, membership: Membership) -> Run:
     """The run of one worker."""
-    folder, closing = RunFolder(trade.folder), ExitStack()
+    folder, leave, closing = RunFolder(trade.folder), LeaveRequest(), ExitStack()
     constraints = StrategyConstraints(trade.job.reduction, trade.execution.shard_optimizer)
     config = RunConfig(
         trade.job,
@@ -205,6 +205,7 @@ def run_of(trade: Trade, membership: Membership) -> Run:
         stop_after=trade.stop_after,
     )
     closing.callback(folder.close)
+    closing.callback(leave.close)
     checkpoints = Checkpoints(lambda: CheckpointStore(folder.checkpoints, keep=9), every=trade.checkpoint_every)
     closing.callback(checkpoints.close)
     opened = Opened(
@@ -212,7 +213,7 @@ def run_of(trade: Trade, membership: Membership) -> Run:
         folder,
         checkpoints,
         CollectiveCalls(membership),
-        LeaveRequest(),
+        leave,
         {"job": "of a crew"},
         PolicyState.of(config),
         closing,

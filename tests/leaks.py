@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -299,6 +299,15 @@ def _address(end: Any) -> str:
     return end if isinstance(end, str) else ":".join(str(part) for part in end)
 
 
+def mapped_by(pids: Iterable[int]) -> str:
+    """The memory maps of these processes, as one text to search for a path in."""
+    maps = []
+    for pid in pids:
+        with suppress(OSError):  # gone meanwhile, or somebody else's
+            maps.append(Path(f"/proc/{pid}/maps").read_text(errors="replace"))
+    return "\n".join(maps)
+
+
 @dataclass(frozen=True)
 class SharedMemory:
     """Segments in /dev/shm with a name that torch, multiprocessing or Unisono gives.
@@ -311,6 +320,7 @@ class SharedMemory:
     prefixes: tuple[str, ...] = ("unisono", "torch_", "psm_", "sem.", "nccl-")
     mark: tuple[str, str] | None = None
     noun: str = "shared memory"
+    maps: Callable[[Iterable[int]], str] = mapped_by
 
     def look(self) -> Seen:
         if not self.folder.is_dir():
@@ -325,7 +335,7 @@ class SharedMemory:
         if not leftover:
             return leftover
         family = {os.getpid(), *Processes(self.mark).look()}
-        mapped = mapped_by(pid for pid in psutil.pids() if pid not in family)
+        mapped = self.maps(pid for pid in psutil.pids() if pid not in family)
         return {name: path for name, path in leftover.items() if path not in mapped}
 
 
@@ -333,15 +343,6 @@ def _owned(entry: Path) -> bool:
     with suppress(FileNotFoundError):
         return entry.stat().st_uid == os.getuid()
     return False
-
-
-def mapped_by(pids: Iterable[int]) -> str:
-    """The memory maps of these processes, as one text to search for a path in."""
-    maps = []
-    for pid in pids:
-        with suppress(OSError):  # gone meanwhile, or somebody else's
-            maps.append(Path(f"/proc/{pid}/maps").read_text(errors="replace"))
-    return "\n".join(maps)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def echo(rank: int, message: RpcMessage) -> RpcMessage:
 
 
 class Endpoints:
-    """Some endpoint in one process."""
+    """Some endpoints in one process; ``ends`` is told whose connections are closed."""
 
     def __init__(
         self,
@@ -72,12 +73,13 @@ class Endpoints:
         host: str = "",
         answer: Callable[[int, RpcMessage], RpcMessage] = echo,
         timeout_s: float = PATIENCE_S,
+        ends: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self.table = Table(workers)
         self.traffic = [Traffic() for _ in range(workers)]
 
         def formed(rank: int) -> RpcEndpoint:
-            endpoint = RpcEndpoint(rank, host, answer, self.traffic[rank], timeout_s)
+            endpoint = RpcEndpoint(rank, host, answer, self.traffic[rank], timeout_s, ends=partial(ends, rank))
             endpoint.meet(self.table.gather(rank))
             return endpoint
 

@@ -23,14 +23,18 @@ LARGEST_JSON = 2**28
 """Bytes of a JSON text; the values in it take some twenty times as much memory."""
 
 
-def parse_json(data: bytes | bytearray | str) -> Any:
+def parse_json(data: bytes | bytearray | str, most: int = LARGEST_JSON) -> Any:
     """A value from its JSON text.
+
+    Args:
+        data: the text.
+        most: bytes, or characters, that it may have.
 
     Raises:
         Unreadable: it is too long, no UTF-8, no JSON, or nested too deep.
     """
-    if len(data) > LARGEST_JSON:
-        raise Unreadable(f"{len(data)} bytes are more than the {LARGEST_JSON} that a JSON text may have")
+    if len(data) > most:
+        raise Unreadable(f"{len(data)} bytes are more than the {most} that a JSON text may have")
     try:
         return json.loads(data if isinstance(data, str) else data.decode())
     except RecursionError:

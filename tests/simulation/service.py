@@ -73,14 +73,17 @@ class Service:
         """Start, or start again, from what is in the folder."""
         try:
             self.coordinator = Coordinator(
-                self._folder, self.world.settings, lambda: self.world.now, state_log=self._open_state_log
+                self._folder,
+                self.world.settings,
+                lambda: self.world.now,
+                state_log=self._open_state_log,
+                changed=self._changed,
             )
         except Killed:
             self._end()
             return
         self.is_up = True
         self._lives += 1
-        self.coordinator.changed = self._set_alarm
         self._set_alarm()
 
     def crash(self) -> None:
@@ -174,6 +177,10 @@ class Service:
             check(self.world, before, self.state)
 
     # -- its clock
+
+    def _changed(self) -> None:
+        if self.is_up:  # a coordinator that starts looks at its state before anybody has it
+            self._set_alarm()
 
     def _set_alarm(self) -> None:
         self._alarm += 1

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import ModelError, NoProgress, WorkerLost
 from unisono.reduce.buckets import pack, unpack
-from unisono.reduce.rpc import RpcEndpoint
 from unisono.reduce.rpc_message import RpcMessage
 from unisono.sync.averaging import PairAveraging
 from unisono.sync.parameter_server import ParameterServer
@@ -184,22 +183,27 @@ def push(worker: AsynchronousServer, found: Sequence[Tensor]) -> None:
     worker.apply(worker._prepared.optimizers)
 
 
-def test_whoever_calls_the_others_wakes_when_the_workers_part_and_leaves_nothing_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def meet(endpoint: RpcEndpoint, gather: Any) -> None:
-        parted.wait(PATIENCE_S)
-        workers_here[endpoint._rank].abort()  # as the thread does that hears of a loss
-        assert endpoint._is_closed
-        raise WorkerLost("another one is gone")
+def test_whoever_calls_the_others_wakes_when_the_workers_part_and_leaves_nothing_open() -> None:
+    parted = threading.Barrier(2)
 
-    parted, workers_here = threading.Barrier(2), dict[int, Workers]()
-    monkeypatch.setattr(RpcEndpoint, "meet", meet)
+    class Parting(Workers):
+        endpoint: Any = None
+
+        def attach(self, abort: Callable[[], None] | None) -> None:
+            super().attach(abort)
+            self.endpoint = getattr(abort, "__self__", None)
+
+        def gather_json(self, value: Any) -> list[Any]:
+            if self.endpoint is None:
+                return super().gather_json(value)
+            parted.wait(PATIENCE_S)
+            self.abort()  # as the thread does that hears of a loss
+            assert self.endpoint._is_closed
+            raise WorkerLost("another one is gone")
 
     def work(workers: Workers) -> None:
-        workers_here[workers.rank] = workers
         with pytest.raises(WorkerLost, match="another one is gone"):
-            asynchronous(workers, strategy())
+            asynchronous(Parting(workers.generation, workers.transport), strategy())
 
     side_by_side(2, work)
 

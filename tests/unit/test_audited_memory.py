@@ -1,5 +1,6 @@
 """With audits a worker whose memory flips a bit is not taken for one that computes wrongly."""
 
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,8 @@ import unisono
 from benchmarks.thread_crew import Trade, train
 from unisono.errors import MemoryFault
 from unisono.job import Job
+from unisono.plan.audits import audited
+from unisono.plan.split import Split
 from unisono.testing.fault import WrongResult
 from unisono.testing.flip import flip_in
 from unisono.testing.inject import inject
@@ -24,7 +27,6 @@ from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.known_states import AgreedState
 from unisono.train.run import Run
-from unisono.train.step import audit
 
 pytestmark = [
     pytest.mark.unit,
@@ -132,18 +134,30 @@ def two_loops(wrong: int | None, run: Run) -> str:
     return run.finish()
 
 
-def late(seed: int, share: float, step: int, call: int, shards: int) -> tuple[int, ...]:
-    """Audits everything, but only from some step on."""
-    return tuple(range(shards)) if share and step >= 12 else ()
+def audits_late(seed: int) -> bool:
+    """Whether the first shard that is audited is of the last of three workers, when there are checkpoints."""
+    drawn = [audited(seed, SHARE, step, 0, JOB.shards) for step in range(13)]
+    return not any(drawn[:12]) and not set(Split.even(JOB.shards, 3).of(2)).isdisjoint(drawn[12])
+
+
+SHARE = 0.03
+LATE = next(seed for seed in itertools.count() if audits_late(seed))
 
 
 @pytest.mark.parametrize(("elastic", "words"), [(True, "of a loop that is over"), (False, "without that host")])
 def test_where_wrong_results_are_found_too_late_no_checkpoint_is_left_that_has_them(
-    elastic: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    elastic: bool, words: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(audit, "audited", late)
-    folder, execution = tmp_path / "struck", Execution(overlap=False, audit=1.0, looks=True)
-    trade = Trade(JOB, 3, folder, execution, verify_every=2, checkpoint_every=2, is_elastic=elastic)
+    folder, execution = tmp_path / "struck", Execution(overlap=False, audit=SHARE, looks=True)
+    trade = Trade(
+        JOB.model_copy(update={"seed": LATE}),
+        3,
+        folder,
+        execution,
+        verify_every=2,
+        checkpoint_every=2,
+        is_elastic=elastic,
+    )
     with pytest.raises(MemoryFault, match=words):
         train(trade, partial(two_loops, 2))
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == []

@@ -7,20 +7,17 @@ import shutil
 import stat
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import unisono.checkpoint.snapshot
-import unisono.checkpoint.store
 from same_trees import same
 from unisono.checkpoint.store import CheckpointStore, Snapshot, load_weights
-from unisono.checkpoint.tensors import pieces
-from unisono.checkpoint.writer import mark_of, origin
+from unisono.checkpoint.writer import Turn, Writer, mark_of, origin
 from unisono.errors import CheckpointError, UnisonoWarning
 
 pytestmark = pytest.mark.unit
@@ -131,23 +128,32 @@ def test_an_event_tells_of_each_checkpoint_and_its_size(store: CheckpointStore, 
     assert fields == {"step": 5, "bytes": size}
 
 
-def test_updates_after_save_do_not_reach_what_is_written(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    updated = threading.Event()
+class LateWriter(Writer):
+    """It writes nothing before it may."""
 
-    def late(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-        assert updated.wait(30)
-        yield from pieces(tensors)
+    may = threading.Event()
 
-    monkeypatch.setattr(unisono.checkpoint.snapshot, "pieces", late)
+    @property
+    def about(self) -> dict[str, int]:
+        """Asked for when writing begins."""
+        assert self.may.wait(30)
+        return super().about
+
+
+def test_updates_after_save_do_not_reach_what_is_written(tmp_path: Path) -> None:
+    writer = LateWriter(tmp_path, lambda: Turn(1, 1))
+    with closing(CheckpointStore(tmp_path / "checkpoints", writer=writer)) as store:
+        changes_after_save(store, writer.may.set)
+
+
+def changes_after_save(store: CheckpointStore, write: Callable[[], None]) -> None:
     changing = snapshot(5)
     store.save(changing)
     for tensor in (changing.model["weight"], changing.optimizer[0]["state"][0]["exp_avg"], changing.state["average"]):
         tensor.fill_(-1)
     changing.state["progress"]["step"] = -1
     changing.optimizer[0]["param_groups"].clear()
-    updated.set()
+    write()
     found = store.newest()
     assert found is not None
     assert same(vars(found), vars(snapshot(5)))
@@ -258,10 +264,11 @@ def test_a_failure_to_remove_an_old_one_does_not_harm_the_new_one(
 ) -> None:
     saved(store, 1, 2, 3)
 
-    def refuse(path: Path) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(unisono.checkpoint.store, "_remove", refuse)
+    monkeypatch.setattr(shutil, "rmtree", refuse)
     store.save(snapshot(4))
     with pytest.warns(UnisonoWarning, match=r"step 4 is written, but an older one could not be removed.*denied"):
         store.wait()
@@ -299,8 +306,7 @@ def test_names_that_are_no_checkpoints_are_let_alone(store: CheckpointStore) -> 
 # --- when writing fails
 
 
-def full_disk(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    yield next(pieces(tensors))
+def full_disk(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -309,7 +315,7 @@ def test_a_full_disk_is_warned_of_and_the_older_checkpoints_stay_whole(
 ) -> None:
     saved(store, 1, 2, 3)
     with monkeypatch.context() as patched:
-        patched.setattr(unisono.checkpoint.snapshot, "pieces", full_disk)
+        patched.setattr(os, "fsync", full_disk)
         store.save(snapshot(4))
         with pytest.warns(UnisonoWarning, match=r"checkpoint of step 4 could not be written: .*No space left"):
             store.wait()
@@ -327,7 +333,7 @@ def test_a_failed_write_is_reported_by_the_next_save_on_the_thread_that_calls_it
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(unisono.checkpoint.snapshot, "pieces", full_disk)
+        patched.setattr(os, "fsync", full_disk)
         store.save(snapshot(1))
         pending = store._pending
         assert pending is not None
@@ -340,7 +346,7 @@ def test_a_failed_write_is_reported_by_the_next_save_on_the_thread_that_calls_it
 
 def test_a_failure_of_the_last_save_is_reported_by_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path)
-    monkeypatch.setattr(unisono.checkpoint.snapshot, "pieces", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     store.save(snapshot(1))
     with pytest.raises(UnisonoWarning, match="step 1 could not be written"), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -360,10 +366,10 @@ def test_a_folder_that_cannot_be_made_is_a_failed_write_and_no_end_of_training(t
 def test_an_error_of_ours_is_raised_and_not_taken_for_a_full_disk(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
+    def broken(descriptor: int) -> None:
         raise AssertionError("broken")
 
-    monkeypatch.setattr(unisono.checkpoint.snapshot, "pieces", broken)
+    monkeypatch.setattr(os, "fsync", broken)
     store.save(snapshot(1))
     with pytest.raises(AssertionError, match="broken"):
         store.wait()
@@ -401,16 +407,16 @@ def test_what_a_living_writer_has_under_way_is_let_alone(tmp_path: Path, host: s
     assert left.exists()
 
 
-def test_what_a_container_of_the_same_name_has_under_way_is_let_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_container_of_the_same_name_has_under_way_is_let_alone(tmp_path: Path) -> None:
     """Its process has a number that is nobody's here."""
-    left = CheckpointStore(tmp_path)._temporary()
-    theirs = left.with_name(left.name.replace(f"-{os.getpid()}-", f"-{NO_PID}-"))
-    theirs.mkdir(parents=True)
-    monkeypatch.setattr("unisono.checkpoint.store.origin", lambda: mark_of("the same kernel", 4026531836))
+    left = CheckpointStore(tmp_path)._temporary().name.replace(f"-{os.getpid()}-", f"-{NO_PID}-")
+    ours, theirs = (
+        tmp_path / left.replace(origin(), mark) for mark in (origin(), mark_of("the same kernel", 4026531836))
+    )
+    for one in (ours, theirs):
+        one.mkdir()
     CheckpointStore(tmp_path)
-    assert theirs.exists()
+    assert (ours.exists(), theirs.exists()) == (False, True)
 
 
 def test_kernels_their_starts_and_namespaces_of_processes_are_told_apart() -> None:

@@ -9,7 +9,7 @@ from unisono.membership.environment import Environment
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.train.config.run_config import Communication, RunConfig
-from unisono.train.group.connect import FixedRendezvous, connect
+from unisono.train.group.connect import FixedRendezvous, connect, topology_over
 
 pytestmark = pytest.mark.unit
 
@@ -42,6 +42,8 @@ def test_a_native_reduction_has_no_topology_to_choose() -> None:
     assert "reduction='native' goes the backend's own" in refusal(topology="tree", reduction="native")
 
 
-def test_nccl_goes_the_direct_way_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.train.group.connect.backend_for", lambda device, environment: "nccl")
-    assert "topology='star' needs Gloo" in refusal(topology="star")
+def test_nccl_goes_the_direct_way_only() -> None:
+    job = Job.create(batch_size=64, shards=8)
+    with pytest.raises(JobError, match="topology='star' needs Gloo"):
+        topology_over("nccl", job, "star")
+    assert topology_over("nccl", job, "direct") is None

@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from unisono.train.group.connect import Rendezvous
 from unisono.train.group.elastic import Elastic
 from unisono.train.group.liveness import Probing, Tell
 from unisono.train.group.membership import MemberProgress, StateTransfer
+from unisono.train.group.publisher import Publisher
 from unisono.train.group.workers import Workers
 
 pytestmark = pytest.mark.unit
@@ -99,7 +101,7 @@ class Host:
             return Probing(targets, "t" * 43, self.patience_s, tell)
 
         hello = WorkerHello(worker="w1", host="h", pid=1, shards=4)
-        self.elastic = Elastic(call, hello, form, timeout_s, probe, PATIENCE_S / 2)
+        self.elastic = Elastic(call, hello, form, timeout_s, probe, PATIENCE_S / 2, partial(Publisher, again_s=0.01))
 
     def regroup(self) -> tuple[threading.Thread, list[Any]]:
         found: list[Any] = []
@@ -199,10 +201,7 @@ def test_whoever_is_turned_away_is_away(host: Host) -> None:
     assert host.elastic.away() == "the coordinator turns this worker away: w1 was given up"
 
 
-def test_what_is_published_is_told_again_until_the_coordinator_answers(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("unisono.train.group.publisher.AGAIN_S", 0.01)
+def test_what_is_published_is_told_again_until_the_coordinator_answers(host: Host) -> None:
     host.elastic.publish("act/0/0", 1)
     assert host.line.answered.wait(PATIENCE_S)
     assert [request.keys for request in host.line.requests] == [("run/act/0/0",)] * 3

@@ -1,6 +1,6 @@
 """A step that is lost on the way can be computed again."""
 
-from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import unisono
+from benchmarks.thread_crew import Trade, run_of
 from unisono.errors import WorkerLost
-from unisono.train.step.engine import StepEngine
+from unisono.job import Job
+from unisono.membership.rendezvous import Generation
+from unisono.plan.split import Split
+from unisono.reduce.transport import Solo
+from unisono.train.group.membership import Fixed
+from unisono.train.group.workers import Workers
 
 pytestmark = [
     pytest.mark.unit,
@@ -20,21 +26,21 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:BatchNorm"),
 ]
 
-Start = Callable[..., unisono.Run]
-
 
 def loss_fn(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def trained(run: unisono.Run, *, again: bool = False) -> tuple[str, list[float]]:
+def trained(run: unisono.Run, broken: "Breaking | None" = None) -> tuple[str, list[float]]:
+    torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     inputs, labels = torch.randn(75, 6, generator=generator), torch.randint(0, 3, (75,), generator=generator)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
     run.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
     losses = []
     for step in run.steps(TensorDataset(inputs, labels), epochs=2):
-        if again:
+        if broken is not None:
+            broken.breaks = True
             with pytest.raises(WorkerLost):
                 step.run(loss_fn)
         losses.append(step.run(loss_fn))
@@ -42,19 +48,26 @@ def trained(run: unisono.Run, *, again: bool = False) -> tuple[str, list[float]]
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
-def test_a_step_whose_reduction_failed_is_computed_again_to_the_same_bits(
-    start: Start, tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = trained(start(shards=shards, run_dir=tmp_path / "undisturbed"))
+def test_a_step_whose_reduction_failed_is_computed_again_to_the_same_bits(tmp_path: Path, shards: int) -> None:
+    def run_over(transport: Solo, name: str) -> unisono.Run:
+        job = Job.create(batch_size=32, shards=shards)
+        membership = Fixed(Workers(Generation(1, 0, Split.even(shards, 1)), transport))
+        return run_of(Trade(job, 1, tmp_path / name), membership)
 
-    lost = [True]
-    exchange = StepEngine._exchange
+    with closing(run_over(Solo(shards), "undisturbed")) as run:
+        expected = trained(run)
+    broken = Breaking(shards)
+    with closing(run_over(broken, "disturbed")) as run:
+        assert trained(run, broken) == expected
 
-    def lose_every_other(engine: StepEngine, *arguments: Any) -> Any:
-        lost[0] = not lost[0]
-        if not lost[0]:
+
+class Breaking(Solo):
+    """Loses the control word of the next step, if it is told to."""
+
+    breaks = False
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        if self.breaks:
+            self.breaks = False
             raise WorkerLost("rank 1 is gone")
-        return exchange(engine, *arguments)
-
-    monkeypatch.setattr(StepEngine, "_exchange", lose_every_other)
-    assert trained(start(shards=shards), again=True) == expected
+        return super().all_gather(row)

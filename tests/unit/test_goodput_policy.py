@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from simulated_training import SimulatedTraining
-from unisono.adapt import goodput_policy
-from unisono.adapt import layout_trials as trial
 from unisono.adapt.goodput_policy import GoodputPolicy
-from unisono.adapt.layout_trials import Layout
+from unisono.adapt.layout_trials import AGAIN_STEPS, Layout
 from unisono.adapt.norms import Noise
 from unisono.adapt.step_time import Bounds, StepTime, goodput
 from unisono.errors import JobError
@@ -95,12 +93,11 @@ def test_the_batch_grows_when_the_noise_does() -> None:
     assert share_of_best(found, truth) >= 0.95
 
 
-def test_a_machine_that_has_become_another_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "AGAIN_STEPS", 200)
+def test_a_machine_that_has_become_another_is_measured_again() -> None:
     found = training(FREE, noise_scale=1000.0, policy={"again_s": 1.0, "largest": 88}).run(300)
     assert found.layout.workers == 8
     found.step_s = DEAR.seconds  # from now on others only hinder
-    found.run(1000)
+    found.run(5 * AGAIN_STEPS)
     assert found.layout.workers == 1
 
 
@@ -122,15 +119,23 @@ def test_it_says_what_it_goes_by() -> None:
     )
 
 
-def test_one_that_is_stored_and_restored_at_each_step_decides_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(goodput_policy, "SAME", 0.0)  # a fit that still holds is kept by the main worker alone
+class FitsAnew(GoodputPolicy):
+    """A fit that still holds is kept by the main worker alone."""
+
+    def _model(self) -> StepTime:
+        self._fitted = {}, None
+        return super()._model()
+
+
+def test_one_that_is_stored_and_restored_at_each_step_decides_the_same() -> None:
     truth = StepTime(a_c=0.002, b_c=0.001, a_r=0.002, b_r=0.0005, gamma=2.0)
     one, other = (training(truth, noise_scale=1000.0, jitter=0.05) for _ in range(2))
+    one.policy = FitsAnew(largest=1024)
     for _ in range(200):
         one.one_step()
         other.one_step()
         state = json.loads(json.dumps(other.policy.state_dict()))
-        other.policy = GoodputPolicy(largest=1024)
+        other.policy = FitsAnew(largest=1024)
         other.policy.load_state_dict(state)
     assert one.decided == other.decided
     assert one.said("resize")

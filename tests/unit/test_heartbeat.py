@@ -3,7 +3,6 @@ from typing import Any
 
 import pytest
 
-from unisono.train.group import liveness as module
 from unisono.train.group.liveness import Heartbeat
 
 pytestmark = pytest.mark.unit
@@ -12,11 +11,10 @@ pytestmark = pytest.mark.unit
 class Watched:
     """A main thread that does what the test says, and a clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now = 100.0
-        monkeypatch.setattr(module, "perf_counter", lambda: self.now)
         self.workers: Any = SimpleNamespace(generation=SimpleNamespace(number=1), ticks=0, is_called=False, waits=False)
-        self.heart = Heartbeat(lambda progress: None, lambda: self.workers)
+        self.heart = Heartbeat(lambda progress: None, lambda: self.workers, lambda: self.now)
 
     def after(self, seconds: float, *, ticks: int = 0, called: bool = False, waits: bool = False) -> Any:
         self.now += seconds
@@ -26,8 +24,8 @@ class Watched:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    return Watched(monkeypatch)
+def watched() -> Watched:
+    return Watched()
 
 
 def test_a_thread_stands_still_as_long_as_nothing_of_it_changes(watched: Watched) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import resource
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -114,7 +115,7 @@ def test_a_hostile_safetensors_file_becomes_tensors_or_an_error(seed: int) -> No
 def test_a_checkpoint_with_right_digests_and_hostile_files_becomes_a_state_or_an_error(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.checkpoint.snapshot.os.fsync", lambda descriptor: None)  # thousands take minutes
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # thousands take minutes
     skeleton, data = hostile.safetensors_of(hostile.example())
     text = state_json(skeleton, [], {})
 

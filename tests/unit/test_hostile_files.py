@@ -37,7 +37,7 @@ from unisono.membership.keyvalue import KeyValue
 from unisono.membership.state.elastic_config import ElasticConfig
 from unisono.membership.state_log import StateLog
 from unisono.plan.batches import Position
-from unisono.received import LARGEST_JSON, memory, parse_json, parse_object, read_object
+from unisono.received import LARGEST_JSON, memory, parse_json, read_object
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import set_like
 from unisono.train.recovery.copies import StateCopies
@@ -81,7 +81,7 @@ FILES: list[tuple[str, Any, Callable[[Path], Any]]] = [
 def test_a_hostile_file_of_a_run_folder_becomes_a_value_or_an_error(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.checkpoint.folder.os.fsync", lambda descriptor: None)  # thousands take minutes
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # thousands take minutes
     (tmp_path / "logs").mkdir()
     for number in range(CASES["files"]):
         for name, value, read in FILES:
@@ -476,10 +476,9 @@ def test_what_is_no_json_is_unreadable(data: bytes) -> None:
         parse_json(data)
 
 
-def test_json_that_is_too_long_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.received.LARGEST_JSON", 10)
+def test_json_that_is_too_long_is_not_parsed() -> None:
     with pytest.raises(Unreadable, match="more than the 10"):
-        parse_object(b'{"a": "0123456789"}')
+        parse_json(b'{"a": "0123456789"}', most=10)
     assert LARGEST_JSON == 2**28
 
 

@@ -177,12 +177,11 @@ def test_a_segment_of_ours_is_seen_and_other_names_are_not(tmp_path: Path) -> No
     ]
 
 
-def test_a_segment_that_a_stranger_has_mapped_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = leaks.SharedMemory(folder=tmp_path)
+def test_a_segment_that_a_stranger_has_mapped_is_not_ours(tmp_path: Path) -> None:
     strangers, orphaned = tmp_path / "psm_strangers", tmp_path / "psm_orphaned"
     strangers.touch()
     orphaned.touch()
-    monkeypatch.setattr(leaks, "mapped_by", lambda _: f"7f00-7f01 rw-s 0 00:19 9   {strangers}\n")
+    watch = leaks.SharedMemory(tmp_path, maps=lambda _: f"7f00-7f01 rw-s 0 00:19 9   {strangers}\n")
 
     assert seen_during(watch, {}) == [str(orphaned)]
 

@@ -1,6 +1,7 @@
 """Whatever comes over a connection: the coordinator neither fails nor hangs, and what is invalid changes nothing."""
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -88,7 +89,7 @@ def bench(folder: Path) -> Iterator[Bench]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unisono.membership.state_log.os.fsync", lambda descriptor: None)  # thousands would take minutes
+        patch.setattr(os, "fsync", lambda descriptor: None)  # thousands would take minutes
         yield tmp_path_factory.mktemp("coordinator")
 
 

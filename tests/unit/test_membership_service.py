@@ -1,5 +1,6 @@
 """The coordinator's service: who gets in, what it does with what comes in, and what it keeps."""
 
+import asyncio
 import http.client
 import json
 import socket
@@ -19,7 +20,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from unisono.errors import JobError, UnisonoWarning
 from unisono.jsonl import read_lines
-from unisono.membership import listener, parser, service
+from unisono.membership import parser, service
 from unisono.membership.auth import Rate, RequestLimits
 from unisono.membership.client import Line
 from unisono.membership.coordinator import Coordinator, WorkerSession
@@ -63,14 +64,21 @@ SETTINGS = ElasticConfig(smallest=1, largest=2, failure_timeout_s=60.0)
 class Running:
     """A coordinator that serves, on a thread."""
 
-    def __init__(self, folder: Path, settings: ElasticConfig = SETTINGS, fd: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: ElasticConfig = SETTINGS,
+        fd: int | None = None,
+        limits: RequestLimits | None = None,
+    ) -> None:
         address = ListenAddress(fd=fd)
         listening = listen(address, tls=False)
-        self.coordinator = Coordinator(folder, settings)
+        changed = asyncio.Event()
+        self.coordinator = Coordinator(folder, settings, changed=changed.set)
         self.token = make_token(folder)
         self.url = url(listening, address, tls=False)
         self.port = listening.getsockname()[1]
-        self.server = Server(self.coordinator, self.token, hosts(listening, address), {})
+        self.server = Server(self.coordinator, changed, self.token, hosts(listening, address), {}, limits)
         self._is_closed = False
         self._thread = threading.Thread(target=self.server.run, args=([listening],))
         self._thread.start()
@@ -186,7 +194,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", 
 
 
 def test_the_walk_below_knows_every_route(shared: Running) -> None:
-    found = service.Service(shared.coordinator, RequestLimits(), lambda: None).routes()
+    found = service.Service(shared.coordinator, RequestLimits(), lambda: None, asyncio.Event()).routes()
 
     assert {route.path for route in found} <= set(ROUTES)  # type: ignore[attr-defined]
 
@@ -257,9 +265,8 @@ def test_too_many_connections_are_refused(running: Running) -> None:
         pass
 
 
-def test_a_request_that_does_not_end_is_ended(running: Running) -> None:
-    app: Any = running.server.config.app
-    app._limits = RequestLimits(request_s=0.1)
+def test_a_request_that_does_not_end_is_ended(serve: Serve) -> None:
+    running = serve(limits=RequestLimits(request_s=0.1))
     with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as raw:
         head = f"POST /resize HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\nAuthorization: Bearer {running.token}\r\n"
         raw.sendall(f"{head}Content-Length: 100\r\n\r\nx".encode())
@@ -267,9 +274,8 @@ def test_a_request_that_does_not_end_is_ended(running: Running) -> None:
         assert raw.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_connection_on_which_nothing_is_asked_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "REQUEST_LINE_S", 0.1)
-    running = serve()
+def test_a_connection_on_which_nothing_is_asked_is_ended(serve: Serve) -> None:
+    running = serve(limits=RequestLimits(request_line_s=0.1))
 
     with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as raw:
         raw.sendall(b"GET /status HTTP/1.1\r\n")
@@ -284,10 +290,8 @@ def _rest(raw: socket.socket) -> bytes:
         return b""
 
 
-def test_who_connects_and_does_not_say_hello_is_sent_away(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "HELLO_S", 0.1)
-
-    with serve().connect("/worker") as silent:
+def test_who_connects_and_does_not_say_hello_is_sent_away(serve: Serve) -> None:
+    with serve(limits=RequestLimits(hello_s=0.1)).connect("/worker") as silent:
         assert "hello" in hear(silent, Refused).reason
         with pytest.raises(ConnectionClosed):
             silent.recv(timeout=PATIENCE_S)
@@ -505,9 +509,8 @@ def test_an_unknown_worker_is_refused(shared: Running) -> None:
         assert hear(stranger, Refused)
 
 
-def test_who_does_not_read_makes_nobody_wait(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "STUCK_S", 0.3)
-    running = serve()
+def test_who_does_not_read_makes_nobody_wait(serve: Serve) -> None:
+    running = serve(limits=RequestLimits(stuck_s=0.3))
     with running.agent() as agent:
         names = hear(agent, Start, to_agent).workers
         with running.worker(names[0]) as reader, _deaf(running, names[1]) as deaf:
@@ -543,9 +546,8 @@ def _frame(message: Message) -> bytes:
     return b"\x81" + length + bytes(4) + data
 
 
-def test_an_outbox_that_nobody_empties_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.membership.service.MOST_MESSAGES", 3)
-    queue = SendQueue()
+def test_an_outbox_that_nobody_empties_hangs_up() -> None:
+    queue = SendQueue(most=3)
 
     for _ in range(5):
         queue.send("x")
@@ -598,17 +600,17 @@ class Nobody:
 
 @pytest.mark.parametrize("lines_written", [0, 1])
 def test_what_a_coordinator_was_killed_before_it_could_journal_is_journalled_by_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines_written: int
+    tmp_path: Path, lines_written: int
 ) -> None:
     hello = AgentHello(agent="a1", host="here", workers=2)
 
-    def cut_short(journal: Journal, lines: Iterable[Mapping[str, Any]]) -> None:
-        append(journal, list(lines)[:lines_written])
-        raise Killed
+    class CutShort(Journal):
+        def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+            if there := list(lines):
+                super().append(there[:lines_written])
+                raise Killed
 
-    append = Journal.append
-    with closing(Coordinator(tmp_path, SETTINGS)) as one, monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(Journal, "append", cut_short)
+    with closing(Coordinator(tmp_path, SETTINGS, journal=CutShort)) as one, pytest.raises(Killed):
         one.greet_agent("a1", Nobody(), hello)
     for _ in range(2):
         Coordinator(tmp_path, SETTINGS).close()

@@ -19,7 +19,7 @@ from websockets.sync.server import Server, ServerConnection, serve
 
 from unisono.errors import LaunchError
 from unisono.membership.client import Line
-from unisono.membership.keyvalue import Answer, KeyValue
+from unisono.membership.keyvalue import Answer, KeyValue, Room
 from unisono.membership.messages import (
     Arrived,
     Formed,
@@ -171,10 +171,8 @@ def test_all_keys_go_when_the_job_starts_over() -> None:
     assert len(store) == 0
 
 
-def test_a_store_takes_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.membership.keyvalue.LARGEST_STORE", 400)
-    monkeypatch.setattr("unisono.membership.keyvalue.SMALL", 100)
-    store = KeyValue()
+def test_a_store_takes_only_so_much() -> None:
+    store = KeyValue(room=Room(store=400, small=100))
     assert not only(ask(store, "set", "run/a", value=coded(bytes(200)))).error
 
     assert only(ask(store, "set", "run/b", value=coded(bytes(200)))).error == "the store is full"
@@ -183,11 +181,8 @@ def test_a_store_takes_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not only(ask(store, "set", "run/b", value=coded(bytes(200)))).error
 
 
-def test_a_full_store_has_room_for_the_words_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.membership.keyvalue.LARGEST_STORE", 400)
-    monkeypatch.setattr("unisono.membership.keyvalue.SMALL", 100)
-    monkeypatch.setattr("unisono.membership.keyvalue.RESERVE", 400)
-    store = KeyValue()
+def test_a_full_store_has_room_for_the_words_that_say_so() -> None:
+    store = KeyValue(room=Room(store=400, small=100, reserve=400))
     ask(store, "set", "run/a", value=coded(bytes(300)))
 
     assert [only(ask(store, "set", f"run/{n}", value=coded(bytes(100)))).error for n in range(3)] == [

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import unisono
 from unisono.adapt.norms import GradientNorms, Monitoring
+from unisono.adapt.squared_norms import LARGE
 from unisono.errors import JobError
 from unisono.train.state.monitors import Monitors
 
@@ -29,8 +30,10 @@ def loss_of(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def network() -> nn.Module:
+def network(width: int = 0) -> nn.Module:
     torch.manual_seed(0)
+    if width:
+        return nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
     return nn.Sequential(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 3))
 
 
@@ -39,10 +42,12 @@ Watch = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def watch(tmp_path: Path) -> Watch:
-    def train(check: Callable[[nn.Module, list[Any]], None] = lambda model, shards: None, **settings: Any) -> Any:
+    def train(
+        check: Callable[[nn.Module, list[Any]], None] = lambda model, shards: None, width: int = 0, **settings: Any
+    ) -> Any:
         folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         run = unisono.init(batch_size=BATCH, shards=SHARDS, seed=3, run_dir=folder, **settings)
-        model = network()
+        model = network(width)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for step in run.steps(data(), epochs=2):
             check(model, list(step.shards))
@@ -85,15 +90,16 @@ def test_the_figures_are_those_of_an_independent_computation(watch: Watch) -> No
         assert line["loss_variance"] == pytest.approx(spread, rel=1e-4)
 
 
-def test_a_large_mean_that_is_shared_out_has_the_norm_of_one_that_is_not(
-    watch: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = watch(monitor=Monitoring(every=1, one_in=1))
-    monkeypatch.setattr("unisono.train.step.gradients.LARGE", 1000)
-    shared = watch(monitor=Monitoring(every=1, one_in=1))
-    norms = [[line["gradient_norm"] for line in lines] for lines in (alone, shared)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
-    assert norms[1] != norms[0]  # it was read in other pieces
+def test_a_large_mean_that_is_shared_out_has_the_norm_of_the_whole(watch: Watch) -> None:
+    width, expected = 2100, list[float]()
+
+    def check(model: nn.Module, shards: list[Any]) -> None:
+        assert sum(parameter.numel() for parameter in model.parameters()) > LARGE
+        losses = [F.cross_entropy(model(inputs), labels) for inputs, labels in shards]
+        expected.append(squared_norm(model, torch.stack(losses).mean()) ** 0.5)
+
+    lines = watch(check, width=width, monitor=Monitoring(every=1, one_in=1))
+    assert [line["gradient_norm"] for line in lines] == pytest.approx(expected, rel=1e-5)
 
 
 def test_only_the_steps_that_are_watched_have_figures_and_no_weight_depends_on_it(watch: Watch) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.host import memory
 from unisono.host.cgroup import CgroupLimits
 from unisono.host.memory import peak_mib, room_mib
 from unisono.launch.ending.failure import Failure
@@ -78,11 +77,9 @@ def test_a_job_that_ended_well_had_memory_whatever_its_workers_say() -> None:
     assert words(DONE, said={0: ["CUDA out of memory: trying again with less"]}) == ""
 
 
-def test_room_is_what_a_container_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "read_limits", lambda: CgroupLimits(memory_bytes=8 << 20, free_bytes=3 << 20))
-    assert room_mib() == 3.0
-    monkeypatch.setattr(memory, "read_limits", CgroupLimits)
-    assert room_mib() > 3.0
+def test_room_is_what_a_container_has_left() -> None:
+    assert room_mib(CgroupLimits(memory_bytes=8 << 20, free_bytes=3 << 20)) == 3.0
+    assert room_mib(CgroupLimits()) > 3.0
 
 
 def test_memory_is_the_largest_so_far_and_none_of_a_process_that_has_ended() -> None:

@@ -1,11 +1,8 @@
 """By default buckets are reduced beside the backward pass where that saves time."""
 
-import os
-
 import pytest
 
-from unisono.host import cgroup as cores
-from unisono.host.cgroup import CgroupLimits
+from unisono.host.cgroup import CgroupLimits, cores_within
 from unisono.plan.split import Split
 from unisono.reduce.transport import Solo
 from unisono.train.config.run_config import Execution
@@ -47,8 +44,6 @@ def test_whoever_says_what_they_want_gets_it(overlap: bool) -> None:
     assert Execution(overlap=overlap).overlaps(Waiting(2), threads=1) is overlap
 
 
-def test_a_control_group_that_allows_less_than_there_are_cores_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    for limit, usable in ((None, 8), (2.5, 2), (0.5, 1), (64.0, 8)):
-        monkeypatch.setattr(cores, "read_limits", lambda limit=limit: CgroupLimits(cpus=limit))
-        assert cores.usable_cores() == usable
+@pytest.mark.parametrize(("limit", "usable"), [(None, 8), (2.5, 2), (0.5, 1), (64.0, 8)])
+def test_a_control_group_that_allows_less_than_there_are_cores_counts(limit: float | None, usable: int) -> None:
+    assert cores_within(CgroupLimits(cpus=limit), 8) == usable

@@ -243,13 +243,13 @@ class Scene:
     def _watch(self, pairs: Pairs) -> None:
         endpoint = pairs._endpoint
         assert endpoint is not None
-        ends, rank = endpoint.ends, pairs.rank
+        ends, rank = endpoint._ends, pairs.rank
 
         def hung_up() -> None:
             ends()
             self.hung_up[rank].set()
 
-        endpoint.ends = hung_up
+        endpoint._ends = hung_up
 
     def _exchange_with_death(self, asking: Pairs) -> None:
         """Everything happens as it is written in :data:`MOMENTS`, and in this order."""

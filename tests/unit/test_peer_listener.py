@@ -13,7 +13,6 @@ from torch.distributed import HashStore
 
 from unisono.errors import LaunchError, NoProgress, WorkerLost
 from unisono.membership.rendezvous import TorchRendezvousStore
-from unisono.reduce import peers
 from unisono.reduce.peers import PeerListener, address_from, meet
 
 pytestmark = pytest.mark.unit
@@ -62,10 +61,9 @@ def test_who_does_not_belong_here_is_hung_up_on_and_the_others_are_met(said: byt
             assert theirs.exchange(b"b") == sending.result(PATIENCE_S) == {0: b"a", 1: b"b"}
 
 
-def test_who_calls_and_hangs_up_or_says_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "HELLO_S", 0.05)
+def test_who_calls_and_hangs_up_or_says_nothing_is_passed_over() -> None:
     with (
-        closing(PeerListener(PATIENCE_S)) as listener,
+        closing(PeerListener(PATIENCE_S, hello_s=0.05)) as listener,
         closing(PeerListener(PATIENCE_S)) as other,
         ThreadPoolExecutor(2) as pool,
     ):
@@ -114,9 +112,12 @@ def test_an_address_that_is_no_door_of_this_host_is_not_called(address: bytes) -
         listener.gather(1, 2, [address])
 
 
+SOMEBODY_ELSE = 2**31 - 7
+
+
 def test_who_answers_as_another_user_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(PeerListener(PATIENCE_S)) as listener, closing(PeerListener(PATIENCE_S)) as other:
-        monkeypatch.setattr(peers, "is_same_user", lambda connection: False)
+        monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY_ELSE)
         with pytest.raises(WorkerLost, match="a process of another user answers in place of rank 0"):
             other.gather(1, 2, [listener.address], MEETING)
         connection, _ = listener._socket.accept()

@@ -2,26 +2,26 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
 from unisono.errors import JobError, LaunchError
-from unisono.membership.keyvalue import KeyValue
+from unisono.membership.keyvalue import KeyValue, Room
 from unisono.membership.messages import StoreReply, StoreRequest
-from unisono.train.group import publisher
-from unisono.train.group import publisher as backlog
 from unisono.train.group.publisher import Publisher, packed, unpacked
 
 pytestmark = pytest.mark.unit
 
 PATIENCE_S = 20.0
+AGAIN_S = 0.01
 
 
 class Store:
     """The coordinator's, as several workers ask it; it may be away."""
 
-    def __init__(self) -> None:
-        self.values = KeyValue()
+    def __init__(self, room: Room | None = None) -> None:
+        self.values = KeyValue(room=room)
         self.here = threading.Event()
         self.here.set()
         self.asked: list[StoreRequest] = []
@@ -52,14 +52,13 @@ class Store:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setattr(publisher, "AGAIN_S", 0.01)
+def store() -> Store:
     return Store()
 
 
 @pytest.fixture
 def members(store: Store) -> Iterator[list[Publisher]]:
-    made = [Publisher(store.ask) for _ in range(3)]
+    made = [Publisher(store.ask, AGAIN_S) for _ in range(3)]
     yield made
     for one in made:
         one.close()
@@ -111,24 +110,21 @@ def test_what_is_there_already_is_asked_for_at_once_and_not_told_again(store: St
     assert [request.operation for request in store.asked] == ["check", "set"]
 
 
-def test_who_tells_nobody_keeps_no_more_than_it_has_to(
-    store: Store, members: list[Publisher], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backlog, "MANY", 10)
-    members[0].lead(True)
-    for number in range(100):
-        for one in members[:2]:
-            one.publish(f"run/{number}", packed(number))
-    assert store.has(100)
-    assert members[1].wait(10, PATIENCE_S)
+def test_who_tells_nobody_keeps_no_more_than_it_has_to(store: Store) -> None:
+    with closing(Publisher(store.ask, AGAIN_S, many=10)) as tells, closing(Publisher(store.ask, AGAIN_S, 10)) as other:
+        tells.lead(True)
+        for number in range(100):
+            for one in (tells, other):
+                one.publish(f"run/{number}", packed(number))
+        assert store.has(100)
+        assert other.wait(10, PATIENCE_S)
 
 
-def test_who_joins_is_told_what_the_coordinator_had_no_room_for(
-    store: Store, members: list[Publisher], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("unisono.membership.keyvalue.LARGEST_STORE", 4000)
-    members[0].lead(True)
-    members[0].publish("run/0", packed("x" * 5000))
-    assert store.has(1)
+def test_who_joins_is_told_what_the_coordinator_had_no_room_for() -> None:
+    store = Store(Room(store=4000))
+    with closing(Publisher(store.ask, AGAIN_S)) as member:
+        member.lead(True)
+        member.publish("run/0", packed("x" * 5000))
+        assert store.has(1)
     with pytest.raises(JobError, match="the coordinator does not keep it: the store is full"):
         unpacked(store.value("run/0") or "")

@@ -88,9 +88,10 @@ def test_a_peer_that_hangs_up_wakes_everybody_who_waits_for_anybody(host: str) -
         assert ended[message.said["whom"]].wait(PATIENCE_S)
         raise WorkerLost("the workers part")
 
-    with Endpoints(3, host, answer) as endpoints, ThreadPoolExecutor(2) as pool:
-        for endpoint, event in zip(endpoints, ended, strict=True):
-            endpoint.ends = event.set
+    with (
+        Endpoints(3, host, answer, ends=lambda rank: ended[rank].set()) as endpoints,
+        ThreadPoolExecutor(2) as pool,
+    ):
         asks = [pool.submit(endpoints[0].ask, {1: RpcMessage({"whom": 1})})]  # neither asks the one that hangs up
         asks.append(pool.submit(endpoints[1].ask, {0: RpcMessage({"whom": 0})}))
         assert all(event.wait(PATIENCE_S) for event in waiting[:2])
@@ -107,8 +108,7 @@ def test_to_abort_from_another_thread_wakes_the_one_who_waits() -> None:
         assert ended.wait(PATIENCE_S)
         return message
 
-    with Endpoints(2, answer=answer) as (first, second), ThreadPoolExecutor(1) as pool:
-        second.ends = ended.set
+    with Endpoints(2, answer=answer, ends=lambda rank: ended.set()) as (first, _), ThreadPoolExecutor(1) as pool:
         ask = pool.submit(first.ask, {1: RpcMessage()})
         assert asked.wait(PATIENCE_S)
         first.abort()
@@ -125,10 +125,11 @@ def test_who_gives_no_answer_in_time_is_named() -> None:
         assert ended.wait(PATIENCE_S)
         return message
 
-    with Endpoints(2, answer=answer, timeout_s=0.1) as (first, second):
-        second.ends = ended.set
-        with pytest.raises(NoProgress, match=r"rank 0 waited for rank 1 in vain.*failure_timeout_s"):
-            first.ask({1: RpcMessage()})
+    with (
+        Endpoints(2, answer=answer, timeout_s=0.1, ends=lambda rank: ended.set()) as (first, _),
+        pytest.raises(NoProgress, match=r"rank 0 waited for rank 1 in vain.*failure_timeout_s"),
+    ):
+        first.ask({1: RpcMessage()})
 
 
 @HOSTS

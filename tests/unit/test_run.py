@@ -252,21 +252,25 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(start: Start, tmp_path:
     assert resumable(start(checkpoint_every=2)) == expected
 
 
+class AloneToo(ParameterServer):
+    """As in an elastic job of which one worker is left."""
+
+    def require(self, workers: int | None, **_: Any) -> None:
+        """Any number will do."""
+
+
 @pytest.mark.parametrize("stop_at", [2, 5, 6, 10])
 def test_asynchronous_servers_go_on_with_what_the_optimizers_of_a_checkpoint_have_kept(
-    start: Start, tmp_path: Path, stop_at: int, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, stop_at: int
 ) -> None:
     """Alone, as in an elastic job of which one worker is left, a worker does what the serial run does."""
     expected = resumable(start(run_dir=tmp_path / "undisturbed"))
-    monkeypatch.setattr(ParameterServer, "require", lambda self, workers, **options: None)
-    settings = {"checkpoint_every": 2, "strategy": "parameter-server:synchronous=false"}
+    settings = {"checkpoint_every": 2, "strategy": AloneToo(synchronous=False)}
     assert resumable(start(**settings), stop_at) is None
     assert resumable(start(**settings)) == expected
 
 
-def test_asynchronous_servers_go_on_with_optimizers_that_were_made_after_others(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_asynchronous_servers_go_on_with_optimizers_that_were_made_after_others(start: Start, tmp_path: Path) -> None:
     def work(run: unisono.Run, stop_at: int | None = None) -> str | None:
         model: Any = net()
         run.prepare(model, sgd(model))
@@ -281,8 +285,7 @@ def test_asynchronous_servers_go_on_with_optimizers_that_were_made_after_others(
         return run.finish()
 
     expected = work(start(run_dir=tmp_path / "undisturbed"))
-    monkeypatch.setattr(ParameterServer, "require", lambda self, workers, **options: None)
-    settings = {"checkpoint_every": 2, "strategy": "parameter-server:synchronous=false"}
+    settings = {"checkpoint_every": 2, "strategy": AloneToo(synchronous=False)}
     assert work(start(**settings), 6) is None
     assert work(start(**settings)) == expected
 

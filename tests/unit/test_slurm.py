@@ -216,7 +216,7 @@ def test_what_sbatch_refuses_is_passed_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_without_jinja2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.launch.slurm.batch_script.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(JobError, match=r"pip install '\.\[study\]'"):
         text(JOB)
 

@@ -12,7 +12,6 @@ from studies import MadeUp
 from unisono.cli.study_report import compare, report_from
 from unisono.errors import JobError
 from unisono.study.analysis.analysis import Wanted
-from unisono.study.measure import cell_runner
 from unisono.study.measure.cell_runner import commands, plain_workers
 from unisono.study.measure.measurement import Measurement
 
@@ -26,11 +25,10 @@ pytestmark = pytest.mark.unit
 def test_the_plain_loop_gets_the_threads_of_as_many_workers_as_there_are_cores_for(
     workers: tuple[int, ...], threads: int, plain: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cell_runner, "usable_cores", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert plain_workers(workers, threads) == plain
+    assert plain_workers(workers, threads, cores=4) == plain
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert plain_workers(workers, threads) == (1,)
+    assert plain_workers(workers, threads, cores=4) == (1,)
 
 
 def test_a_report_shows_the_commands_that_were_started() -> None:

@@ -383,7 +383,7 @@ def test_a_picture_in_a_page_has_the_pages_colours(drawing: Drawing) -> None:
 
 
 def test_what_is_missing_for_a_report_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.study.report.report.find_spec", lambda name: None if name == "reportlab" else object())
+    monkeypatch.setitem(sys.modules, "reportlab", None)
 
     with pytest.raises(JobError, match=r"a report needs reportlab: pip install '\.\[study\]'"):
         require_reports()

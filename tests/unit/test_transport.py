@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -73,14 +74,14 @@ class TorchRendezvousStore:
 class OverProcessGroup:
     """A process group with some topology."""
 
-    def __init__(self, topology: str | None) -> None:
-        self.topology = topology
+    def __init__(self, topology: str | None, clock: Callable[[], float] = perf_counter) -> None:
+        self.topology, self.clock = topology, clock
 
     def __call__(
         self, rank: int, split: Split, store: dist.Store, board: TorchRendezvousStore, timeout_s: float
     ) -> ProcessGroupTransport:
         group = gloo(rank, split, store, timeout_s)
-        return ProcessGroupTransport(group, rank, split, torch.device("cpu"), self.topology)
+        return ProcessGroupTransport(group, rank, split, torch.device("cpu"), self.topology, self.clock)
 
 
 def gloo(rank: int, split: Split, store: dist.Store, timeout_s: float) -> dist.ProcessGroupGloo:
@@ -533,22 +534,19 @@ def test_auto_measures_on_buckets_of_these_sizes_and_all_workers_read_the_same_t
         assert line["fastest"] == min(line["seconds"], key=line["seconds"].get)
 
 
-@AUTO
-def test_the_slowest_workers_time_counts(with_workers: WithWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slowest_workers_time_counts() -> None:
     own = threading.local()
 
     def clock() -> float:
         own.now += own.tick
         return float(own.now)
 
-    monkeypatch.setattr("unisono.reduce.process_group.perf_counter", clock)
-
     def allocate(transport: Transport) -> list[float]:
         own.now, own.tick = 0, 7 if transport.rank == 1 else 2
         transport.allocate(BUCKETS[:1], 1)
         return list(transport.measured[0]["seconds"].values())
 
-    assert with_workers(Split.even(8, 3), allocate) == [[7.0, 7.0, 7.0]] * 3
+    assert run_over(OverProcessGroup("auto", clock), Split.even(8, 3), allocate) == [[7.0, 7.0, 7.0]] * 3
 
 
 # -- what is measured, and changed between two steps

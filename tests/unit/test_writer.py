@@ -5,13 +5,13 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import unisono.checkpoint.writer
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore, Snapshot
 from unisono.checkpoint.writer import Turn, Writer
@@ -23,13 +23,28 @@ pytestmark = pytest.mark.unit
 CUT_OFF = "no word from the coordinator for 150.2 s, so the job may go on without this worker"
 
 
+class LateWriter(Writer):
+    """It puts nothing in place before it may."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.may = threading.Event()
+
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        assert self.may.wait(20)
+        with super().placing():
+            yield
+
+
 class Worker:
     """The main worker of a generation, as it sees itself."""
 
-    def __init__(self, path: Path, term: int, generation: int) -> None:
+    def __init__(self, path: Path, term: int, generation: int, kind: type[Writer] = Writer, **options: Any) -> None:
         self.turn, self.away = Turn(term, generation), ""
         self.folder = RunFolder(path)
-        self.folder.written_by(Writer(path, lambda: self.turn, lambda: self.away))
+        self.writer = kind(path, lambda: self.turn, lambda: self.away, **options)
+        self.folder.written_by(self.writer)
         self._store: CheckpointStore | None = None
 
     @property
@@ -52,8 +67,8 @@ class Worker:
 def workers(tmp_path: Path) -> Iterator[Any]:
     made: list[Worker] = []
 
-    def make(term: int, generation: int) -> Worker:
-        made.append(Worker(tmp_path, term, generation))
+    def make(term: int, generation: int, *args: Any, **options: Any) -> Worker:
+        made.append(Worker(tmp_path, term, generation, *args, **options))
         return made[-1]
 
     yield make
@@ -119,38 +134,20 @@ def test_a_worker_writes_on_when_its_generation_is_another(workers: Any, tmp_pat
     assert worker.store.steps() == [1, 2, 5]
 
 
-def test_a_member_that_leaves_finishes_its_checkpoint_while_the_others_go_on(
-    workers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leaves, stays = workers(1, 1), workers(1, 2)
-    goes_on, write = threading.Event(), CheckpointStore._place
-
-    def late(store: CheckpointStore, *given: Any) -> int:
-        assert goes_on.wait(20)
-        return write(store, *given)
-
-    monkeypatch.setattr(CheckpointStore, "_place", late)
+def test_a_member_that_leaves_finishes_its_checkpoint_while_the_others_go_on(workers: Any) -> None:
+    leaves, stays = workers(1, 1, LateWriter), workers(1, 2)
     leaves.store.save(Snapshot(1, {"weight": torch.ones(1)}, [], {}))
     stays.folder.metrics.write({"step": 1})
-    goes_on.set()
+    leaves.writer.may.set()
     leaves.store.wait()
     assert leaves.store.steps() == [1]
 
 
-def test_a_checkpoint_under_way_when_the_job_is_started_again_elsewhere_is_not_put_in_place(
-    workers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_off, goes_on = workers(1, 1), workers(2, 2)
-    started, write = threading.Event(), CheckpointStore._place
-
-    def late(store: CheckpointStore, *given: Any) -> int:
-        assert started.wait(20)
-        return write(store, *given)
-
-    monkeypatch.setattr(CheckpointStore, "_place", late)
+def test_a_checkpoint_under_way_when_the_job_is_started_again_elsewhere_is_not_put_in_place(workers: Any) -> None:
+    cut_off, goes_on = workers(1, 1, LateWriter), workers(2, 2)
     cut_off.store.save(Snapshot(1, {"weight": torch.ones(1)}, [], {}))
     goes_on.folder.metrics.write({"step": 0})
-    started.set()
+    cut_off.writer.may.set()
     with pytest.warns(UnisonoWarning, match="the checkpoint of step 1 was not written: .* in generation 2 of start 2"):
         cut_off.store.wait()
     assert cut_off.store.steps() == []
@@ -220,15 +217,12 @@ def test_a_damaged_file_is_written_anew(workers: Any, tmp_path: Path, text: str)
     assert json.loads((tmp_path / "writer.json").read_text())["generation"] == 1
 
 
-def test_a_process_that_was_stopped_in_the_middle_holds_up_nobody_for_ever(
-    workers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(unisono.checkpoint.writer, "PLACING_S", 0.1)
+def test_a_process_that_was_stopped_in_the_middle_holds_up_nobody_for_ever(workers: Any, tmp_path: Path) -> None:
     stopped = workers(1, 1)
     stopped.folder.metrics.write({"step": 0})
     with (tmp_path / "writer.json").open() as held:
         fcntl.flock(held, fcntl.LOCK_SH)
-        workers(2, 2).folder.metrics.write({"step": 1})
+        workers(2, 2, placing_s=0.1).folder.metrics.write({"step": 1})
     assert lines(tmp_path) == [0, 1]
 
 

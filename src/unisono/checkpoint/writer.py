@@ -76,13 +76,20 @@ class Writer:
         folder: the run folder.
         turn: this worker's present turn.
         away: why the job may go on without this worker; empty if it cannot.
+        placing_s: how long another process may be in the middle of putting something in place.
 
     Attributes:
         is_superseded: whether it has been found that others write there.
     """
 
-    def __init__(self, folder: Path, turn: Callable[[], Turn], away: Callable[[], str] = lambda: "") -> None:
-        self._path, self._turn, self._away = folder / WRITER, turn, away
+    def __init__(
+        self,
+        folder: Path,
+        turn: Callable[[], Turn],
+        away: Callable[[], str] = lambda: "",
+        placing_s: float = PLACING_S,
+    ) -> None:
+        self._path, self._turn, self._away, self._placing_s = folder / WRITER, turn, away, placing_s
         self._seen: tuple[Turn, tuple[int, int, int]] | None = None  # what is in the file, as this worker wrote it
         self._is_away = False
         self.is_superseded = False
@@ -142,7 +149,7 @@ class Writer:
 
     def _claim(self, mine: Turn, *, writes: bool) -> None:
         with self._opened() as descriptor:
-            _lock(descriptor)
+            _lock(descriptor, self._placing_s)
             theirs, who = _read(descriptor)
             if theirs > mine:
                 raise self._superseded(theirs, who)
@@ -180,9 +187,9 @@ class Writer:
         )
 
 
-def _lock(descriptor: int) -> None:
+def _lock(descriptor: int, patience_s: float) -> None:
     """Against those that place something just now, unless they take for ever, or there are no locks here."""
-    deadline = time.monotonic() + PLACING_S
+    deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

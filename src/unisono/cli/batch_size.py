@@ -15,6 +15,7 @@ from rich.text import Text
 
 from unisono.cli.options import Module, ScriptArgs, ScriptName, Shards, Threads, Tuned
 from unisono.errors import FIRST_SIGNAL, JobError
+from unisono.host.cgroup import read_limits
 from unisono.host.memory import MIB, room_mib
 from unisono.launch.local import Launcher
 from unisono.launch.settings import LaunchSettings, Script
@@ -91,7 +92,7 @@ def batch_size(
     search.check()
     if steps < LEAST_STEPS:
         raise JobError(f"--steps {steps}: a trial needs at least {LEAST_STEPS} to show what memory it takes")
-    limit = ROOM_SHARE * room_mib() / workers if memory_limit is None else read_mib(memory_limit)
+    limit = ROOM_SHARE * room_mib(read_limits()) / workers if memory_limit is None else read_mib(memory_limit)
     settings = LaunchSettings(
         launched,
         workers=workers,

@@ -126,7 +126,7 @@ def study(
         steps=steps,
         epochs=epochs,
         baseline=plain,
-        baseline_workers=plain_workers(read_workers(workers), threads or 1) if plain else (),
+        baseline_workers=plain_workers(read_workers(workers), threads or 1, usable_cores()) if plain else (),
         shards=shards,
         threads=threads,
         warmup_steps=warmup,

@@ -90,8 +90,12 @@ def _words(path: Path) -> list[str]:
 def usable_cores() -> int:
     """Those it may run on, and no more than its control groups allow; at least 1."""
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = read_limits().cpus
-    return mine if limit is None else max(1, min(mine, math.floor(limit)))
+    return cores_within(read_limits(), mine)
+
+
+def cores_within(limits: CgroupLimits, cores: int) -> int:
+    """How many of these cores limits allow; at least 1."""
+    return cores if limits.cpus is None else max(1, min(cores, math.floor(limits.cpus)))
 
 
 def processor() -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from unisono.host.cgroup import read_limits
+from unisono.host.cgroup import CgroupLimits
 
 MIB = 2**20
 KIB_PER_MIB = 1024
@@ -70,8 +70,8 @@ def _alone_mib(pid: int) -> float:
     return 0.0
 
 
-def room_mib() -> float:
-    """The memory that processes may take now: of the machine, and of this process's control group."""
-    left = read_limits().free_bytes
+def room_mib(limits: CgroupLimits) -> float:
+    """The memory that processes may take now: of the machine, and within the limits of their control group."""
+    left = limits.free_bytes
     free = float(psutil.virtual_memory().available)
     return (free if left is None else min(free, left)) / MIB

@@ -27,6 +27,9 @@ class RequestLimits:
         connections: the number of connections that all workers and agents together may keep open.
         messages_per_s: the messages per second on each connection; four times as many may come at once. A client that
             sends faster is read more slowly.
+        hello_s: the seconds within which a worker or agent that has connected has to say who it is.
+        request_line_s: the seconds within which whoever connects has to say what it wants.
+        stuck_s: the seconds within which whoever is sent something has to take it.
     """
 
     body: int = 2**14
@@ -34,6 +37,9 @@ class RequestLimits:
     requests_per_s: float = 500.0
     connections: int = 8192
     messages_per_s: float = 1000.0
+    hello_s: float = 10.0
+    request_line_s: float = 10.0
+    stuck_s: float = 20.0
 
 
 class Rate:

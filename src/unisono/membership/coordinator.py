@@ -64,6 +64,8 @@ class Coordinator:
         fresh: whether to begin anew, whatever an earlier coordinator left. Only the numbers of generations and workers
             go on from there: none is ever used twice in a run folder.
         state_log: a function that opens the state log.
+        journal: a function that opens the journal for people.
+        changed: a function that is called after everything that may move the next deadline.
 
     Raises:
         JobError: another coordinator works in this folder, or what one left cannot be understood.
@@ -77,12 +79,14 @@ class Coordinator:
         *,
         fresh: bool = False,
         state_log: Callable[[Path, Everything], StateLog] = StateLog,
+        journal: Callable[[Path], Journal] = Journal,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.values = KeyValue(self._keep)
-        self.changed: Callable[[], None] = lambda: None  # called after everything that may move the next deadline
+        self._changed = changed
         self._workers: dict[str, Peer] = {}
         self._agents: dict[str, Peer] = {}
-        self._journal = Journal(run_folder / "journal.jsonl")
+        self._journal = journal(run_folder / "journal.jsonl")
         self._unwritten: list[dict[str, Any]] = []
         self._clock = clock
         self._state_log = state_log(run_folder / STATE_LOG, self._entries)
@@ -128,7 +132,7 @@ class Coordinator:
         texts: dict[int, str] = {}  # one message often goes to many
         for action in actions:
             self._act(action, texts)
-        self.changed()
+        self._changed()
 
     def status(self) -> dict[str, Any]:
         """Who takes part and how far they are, for people and programs."""
@@ -139,7 +143,7 @@ class Coordinator:
         if not machine.takes_part(self.state, worker):
             return
         self._answer(self.values.handle(worker, request, self.now()))
-        self.changed()
+        self._changed()
 
     def greet_worker(self, worker: str, peer: Peer, hello: WorkerHello) -> None:
         """A worker has connected. An older connection of the same worker is one that broke without our noticing."""

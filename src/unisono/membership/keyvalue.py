@@ -50,6 +50,21 @@ class _Waiter:
     deadline: float
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much a store takes.
+
+    Attributes:
+        store: bytes of all keys and values together.
+        small: bytes of a value that has room in the reserve when the store is full.
+        reserve: bytes of the reserve.
+    """
+
+    store: int = LARGEST_STORE
+    small: int = SMALL
+    reserve: int = RESERVE
+
+
 class KeyValue:
     """Keys with values, and the clients that wait for them. Nothing here blocks, and times, in seconds, are arguments.
 
@@ -58,10 +73,11 @@ class KeyValue:
 
     Args:
         changed: a function that gets every change, in order.
+        room: the size that the store may reach.
     """
 
-    def __init__(self, changed: Callable[[Entry], None] = lambda entry: None) -> None:
-        self._changed = changed
+    def __init__(self, changed: Callable[[Entry], None] = lambda entry: None, room: Room | None = None) -> None:
+        self._changed, self._room = changed, room or Room()
         self._values: dict[str, bytes] = {}
         self._size = 0
         self._oldest = 0  # generation whose keys are kept
@@ -155,7 +171,7 @@ class KeyValue:
 
     def _set(self, worker: str, request: StoreRequest, key: str, value: bytes, answer: str) -> list[Answer]:
         more = len(value) - len(self._values[key]) if key in self._values else len(value) + len(key) + _EACH
-        room = LARGEST_STORE + (RESERVE if len(value) <= SMALL else 0)
+        room = self._room.store + (self._room.reserve if len(value) <= self._room.small else 0)
         if self._size + more > room or (key not in self._values and len(self._values) >= MOST_KEYS):
             raise _Refused("the store is full")
         self._put(key, value)

@@ -13,12 +13,6 @@ from unisono.errors import JobError
 from unisono.membership.connection import SILENT
 from unisono.membership.token import is_loopback
 
-REQUEST_LINE_S = 10.0
-"""Seconds in which whoever connects has to say what it wants."""
-
-STUCK_S = 20.0
-"""Seconds in which whoever is sent something has to take it."""
-
 _BACKLOG = 1024
 
 
@@ -98,14 +92,22 @@ def _needs_tls(host: str) -> JobError:
 
 
 class HttpProtocol(H11Protocol):
-    """Hangs up on whoever connects and does not say what it wants."""
+    """Hangs up on whoever connects and does not say what it wants.
+
+    Args:
+        request_line_s: seconds that it may take to do so.
+    """
 
     _patience: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, request_line_s: float, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._request_line_s = request_line_s
 
     def connection_made(self, transport: Any) -> None:
         """Start waiting for the request."""
         super().connection_made(transport)
-        self._patience = self.loop.call_later(REQUEST_LINE_S, self._give_up)
+        self._patience = self.loop.call_later(self._request_line_s, self._give_up)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """There is nothing to wait for."""
@@ -127,18 +129,23 @@ class HttpProtocol(H11Protocol):
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """Waits before it sends more than the other side takes, and hangs up on one that takes nothing. It logs nothing."""
+    """Waits before it sends more than the other side takes, and hangs up on one that takes nothing. It logs nothing.
+
+    Args:
+        stuck_s: seconds in which whoever is sent something has to take it.
+    """
 
     _patience: asyncio.TimerHandle | None = None
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(self, *args: Any, stuck_s: float, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        self._stuck_s = stuck_s
         self.conn.logger, self.conn.debug = SILENT, False  # it would log all headers, and so the token
 
     def pause_writing(self) -> None:
         """The kernel's buffer and ours are full."""
         self.writable.clear()
-        self._patience = self.loop.call_later(STUCK_S, self.transport.abort)
+        self._patience = self.loop.call_later(self._stuck_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         """The other side takes something again."""

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +44,35 @@ class Server(uvicorn.Server):
 
     Args:
         coordinator: the coordinator that decides.
+        changed: set whenever its next deadline may be another one.
         token: the token that clients need.
         names: the ``name:port`` under which they know this address.
         tls: uvicorn's options for it; empty for none.
+        limits: of each connection, and of all together.
     """
 
     error: BaseException | None = None
 
-    def __init__(self, coordinator: Coordinator, token: str, names: frozenset[str], tls: dict[str, Any]) -> None:
-        self._coordinator = coordinator
-        self._limits = RequestLimits()
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        changed: asyncio.Event,
+        token: str,
+        names: frozenset[str],
+        tls: dict[str, Any],
+        limits: RequestLimits | None = None,
+    ) -> None:
+        self._coordinator, self._changed = coordinator, changed
+        self._limits = limits or RequestLimits()
+        protocols: dict[str, Any] = {
+            "http": partial(HttpProtocol, request_line_s=self._limits.request_line_s),
+            "ws": partial(WebSocketProtocol, stuck_s=self._limits.stuck_s),
+        }
         ping_s = min(PING_S, coordinator.state.settings.failure_timeout_s / 4)
         app = AuthMiddleware(Starlette(lifespan=self._running), token, names, self._limits)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=HttpProtocol,
-                ws=WebSocketProtocol,
                 lifespan="on",
                 interface="asgi3",
                 loop="asyncio",
@@ -73,6 +86,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                **protocols,
                 **tls,
             )
         )
@@ -83,7 +97,7 @@ class Server(uvicorn.Server):
 
     @asynccontextmanager
     async def _running(self, app: Starlette) -> AsyncIterator[None]:
-        service = Service(self._coordinator, self._limits, self.end)
+        service = Service(self._coordinator, self._limits, self.end, self._changed)
         app.router.routes.extend(service.routes())
         lonely_s = LONELY_S + 2 * self._coordinator.state.settings.failure_timeout_s
         clocks = [asyncio.create_task(service.keep_time()), asyncio.create_task(service.end_in_time(lonely_s))]
@@ -118,13 +132,14 @@ def _run(options: argparse.Namespace) -> int:
     listening = listen(address, tls=bool(tls))
     if not folder.is_dir():
         raise JobError(f"{folder} is no run folder")
-    coordinator = Coordinator(folder, _settings(options), fresh=options.fresh)
+    changed = asyncio.Event()
+    coordinator = Coordinator(folder, _settings(options), fresh=options.fresh, changed=changed.set)
     _allow_many_connections()
     where = folder / "coordinator.json"
     try:
         token = make_token(folder)
         _say_where(where, url(listening, address, tls=bool(tls)))
-        server = Server(coordinator, token, hosts(listening, address), tls)
+        server = Server(coordinator, changed, token, hosts(listening, address), tls)
         signal.signal(
             signal.SIGTERM, lambda number, frame: sys.exit(FIRST_SIGNAL + number)
         )  # as soon as uvicorn has ended

@@ -28,9 +28,14 @@ MOST_CHARACTERS = 32 * 2**20
 
 
 class SendQueue:
-    """A bounded queue of messages. One that would grow beyond its bounds hangs up instead."""
+    """A bounded queue of messages. One that would grow beyond its bounds hangs up instead.
 
-    def __init__(self) -> None:
+    Args:
+        most: messages that may wait.
+    """
+
+    def __init__(self, most: int = MOST_MESSAGES) -> None:
+        self._most = most
         self._waiting: deque[str] = deque()
         self._characters = 0
         self._ends = False
@@ -42,7 +47,7 @@ class SendQueue:
             return
         self._waiting.append(text)
         self._characters += len(text)
-        if len(self._waiting) > MOST_MESSAGES or self._characters > MOST_CHARACTERS:
+        if len(self._waiting) > self._most or self._characters > MOST_CHARACTERS:
             self._waiting.clear()  # it has to connect again anyway, and learns then what it missed
             self._ends = True
         self._news.set()
@@ -64,9 +69,6 @@ class SendQueue:
             self._news.clear()
             await self._news.wait()
 
-
-HELLO_S = 10.0
-"""Seconds in which a worker or agent that has connected says who it is."""
 
 FAREWELL_S = 5.0
 """Seconds that workers and agents may stay connected after the job is over."""
@@ -101,14 +103,15 @@ class Service:
         coordinator: the coordinator that decides.
         limits: the limits of each connection.
         end: a function that is called when the service is no longer of use.
+        changed: an event that is set whenever the coordinator's next deadline may be another one.
     """
 
-    def __init__(self, coordinator: Coordinator, limits: RequestLimits, end: Callable[[], None]) -> None:
+    def __init__(
+        self, coordinator: Coordinator, limits: RequestLimits, end: Callable[[], None], changed: asyncio.Event
+    ) -> None:
         self._coordinator = coordinator
         self._limits = limits
-        self._end = end
-        self._news = asyncio.Event()
-        coordinator.changed = self._news.set
+        self._end, self._changed = end, changed
 
     def routes(self) -> list[BaseRoute]:
         """All there are."""
@@ -125,12 +128,12 @@ class Service:
     async def keep_time(self) -> None:
         """Tell the coordinator of the passing of time, whenever it wants to know."""
         while True:
-            self._news.clear()
+            self._changed.clear()
             deadline = self._coordinator.next_deadline()
             delay = None if deadline is None else max(SHORTEST_WAIT_S, deadline - self._coordinator.now())
             try:
                 async with asyncio.timeout(delay):
-                    await self._news.wait()
+                    await self._changed.wait()
             except TimeoutError:
                 self._coordinator.tick()
             else:
@@ -179,10 +182,10 @@ class Service:
     async def _read(self, socket: WebSocket, session: Session) -> None:
         rate = Rate(self._limits.messages_per_s)
         try:
-            async with asyncio.timeout(HELLO_S):
+            async with asyncio.timeout(self._limits.hello_s):
                 first = await socket.receive()
         except TimeoutError:
-            session.refuse(f"nobody said hello in {HELLO_S:g} s")
+            session.refuse(f"nobody said hello in {self._limits.hello_s:g} s")
             await asyncio.Event().wait()  # until that is sent
         message = first
         while message["type"] == "websocket.receive":

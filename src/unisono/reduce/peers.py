@@ -143,10 +143,11 @@ class PeerListener:
 
     Args:
         timeout_s: the longest wait for a peer, here and in every exchange, in seconds.
+        hello_s: the longest time that a caller may take to say who it is, in seconds.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float, hello_s: float = HELLO_S) -> None:
+        self._timeout_s, self._hello_s = timeout_s, min(timeout_s, hello_s)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(timeout_s)
         self._socket.bind(f"\0{_common()}{secrets.token_hex(16)}")
@@ -230,7 +231,7 @@ class PeerListener:
     def _heard(self, caller: socket.socket, rank: int, about: bytes) -> int | None:
         """The rank of a caller; None for one that does not belong here."""
         try:
-            limit(caller, min(self._timeout_s, HELLO_S))
+            limit(caller, self._hello_s)
             said = caller.recv(_HELLO.size) if is_same_user(caller) else b""
             limit(caller, self._timeout_s)
         except OSError:  # it says nothing, or has hung up

@@ -1,7 +1,7 @@
 """The transport over a ``torch.distributed`` process group: Gloo, or NCCL on GPUs."""
 
 import platform
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -45,13 +45,20 @@ class ProcessGroupTransport(Transport):
         device: the device of the backend's tensors; tensors on other devices are copied there and back.
         topology: the way of the partial sums, or ``auto``: the fastest one, as measured when buckets are allocated;
             None for backends that are only asked for standard collectives.
+        clock: in seconds, by which they are measured.
     """
 
     def __init__(
-        self, group: Any, rank: int, split: Split, device: torch.device, topology: str | None = "direct"
+        self,
+        group: Any,
+        rank: int,
+        split: Split,
+        device: torch.device,
+        topology: str | None = "direct",
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         super().__init__(rank, split)
-        self._group = group
+        self._group, self._clock = group, clock
         self._device = device
         self._by_collectives = topology is None
         self.tallies = device.type == "cpu"
@@ -122,14 +129,14 @@ class ProcessGroupTransport(Transport):
         return small, large
 
     def _round_trip(self, a: int, b: int, data: Tensor) -> float:
-        begun = perf_counter()
+        begun = self._clock()
         with self._named_errors():
             for sender, receiver in ((a, b), (b, a)):
                 if self.rank == sender:
                     self._group.send([data], receiver, LINKS).wait()
                 else:
                     self._group.recv([data], sender, LINKS).wait()
-        return perf_counter() - begun
+        return self._clock() - begun
 
     def _compare(self, buckets: Sequence[Bucket]) -> None:
         if self._must_be_direct:
@@ -217,10 +224,10 @@ class ProcessGroupTransport(Transport):
 
         def once() -> float:
             self.all_gather(torch.zeros(1))  # all start together
-            begun = perf_counter()
+            begun = self._clock()
             with self._named_errors():
                 exchange.reduce(partials, None)
-            return self.all_gather(torch.tensor([perf_counter() - begun], dtype=torch.float64)).max().item()
+            return self.all_gather(torch.tensor([self._clock() - begun], dtype=torch.float64)).max().item()
 
         return once
 

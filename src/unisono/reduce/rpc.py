@@ -38,10 +38,10 @@ class RpcEndpoint:
         traffic: a counter of what is sent.
         timeout_s: the longest wait for another worker, to listen or to speak, in seconds.
         called: a function that returns the name of a rank's worker, for messages.
+        ends: a function that is called when the connections are closed, from either side; from any thread.
 
     Attributes:
         address: the address at which others call this worker: a name, or host and port.
-        ends: a function that is called when the connections are closed, from either side; from any thread.
     """
 
     def __init__(
@@ -52,8 +52,9 @@ class RpcEndpoint:
         traffic: Traffic,
         timeout_s: float,
         called: Callable[[int], str] = "rank {}".format,
+        ends: Callable[[], None] = lambda: None,
     ) -> None:
-        self.ends: Callable[[], None] = lambda: None
+        self._ends = ends
         self._rank, self._answer, self._traffic, self._timeout_s = rank, answer, traffic, timeout_s
         self._called = called
         self._calls: dict[int, RpcConnection] = {}
@@ -114,7 +115,7 @@ class RpcEndpoint:
             self._is_closed = True
             for line in self._lines:
                 line.hang_up()
-        self.ends()
+        self._ends()
         self._admission.end()
 
     def close(self) -> None:

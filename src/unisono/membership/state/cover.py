@@ -9,7 +9,9 @@ BUDGET = 1_000
 """Branches that the exact search looks at, in each connected part of the graph."""
 
 
-def lightest_cover(pairs: Iterable[tuple[str, str]], weights: Mapping[str, int]) -> frozenset[str]:
+def lightest_cover(
+    pairs: Iterable[tuple[str, str]], weights: Mapping[str, int], budget: int = BUDGET
+) -> frozenset[str]:
     """Vertices of which each pair has one, with the least sum of weights.
 
     Exact where the search ends within its budget, as it does for some tens of vertices and for networks that fall apart
@@ -18,9 +20,10 @@ def lightest_cover(pairs: Iterable[tuple[str, str]], weights: Mapping[str, int])
     Args:
         pairs: edges, each a pair of two different vertices.
         weights: the weight of every vertex, above 0. If no two sets of vertices weigh the same, there is one answer.
+        budget: branches that the exact search looks at, in each connected part of the graph.
     """
     graph = _graph(pairs)
-    return frozenset[str]().union(*(_Search(part, weights).best for part in _parts(graph)))
+    return frozenset[str]().union(*(_Search(part, weights, budget).best for part in _parts(graph)))
 
 
 class _Search:
@@ -30,8 +33,8 @@ class _Search:
         best: the lightest cover found.
     """
 
-    def __init__(self, graph: Graph, weights: Mapping[str, int]) -> None:
-        self._weights, self._left = weights, BUDGET
+    def __init__(self, graph: Graph, weights: Mapping[str, int], budget: int) -> None:
+        self._weights, self._left = weights, budget
         self.best = _greedy(graph, weights)
         self._least = self._weight(self.best)
         self._look(graph, frozenset())

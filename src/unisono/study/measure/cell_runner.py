@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import LaunchError
-from unisono.host.cgroup import usable_cores
 from unisono.launch.ending.result import in_a_line, open_folder
 from unisono.launch.local import launch
 from unisono.launch.settings import LaunchSettings, Script
@@ -24,14 +23,14 @@ TRIAL_GRACE_S = 5.0
 """How long the workers of a run that is interrupted may take to leave: nobody wants their checkpoint."""
 
 
-def plain_workers(workers: Sequence[int], threads: int) -> tuple[int, ...]:
+def plain_workers(workers: Sequence[int], threads: int, cores: int) -> tuple[int, ...]:
     """The numbers of workers whose threads the plain loop is to have: what cores there are for, where there is no GPU.
 
     A loop on one GPU has nothing of the others.
     """
     import torch  # takes a second or two
 
-    most = 1 if torch.cuda.is_available() else usable_cores() // threads
+    most = 1 if torch.cuda.is_available() else cores // threads
     return tuple(sorted({1, *(number for number in workers if number <= most)}))
 
 

@@ -172,13 +172,18 @@ def _over_hosts(everyone: Workers, rendezvous: Rendezvous, config: RunConfig) ->
 
 def _over_process_group(config: RunConfig, rendezvous: Rendezvous, generation: Generation) -> Transport:
     how, backend = config.communication, backend_for(config.device, rendezvous.environment)
-    topology = _topology(config.job, backend, how.topology)
+    topology = topology_over(backend, config.job, how.topology)
     group = form_group(rendezvous.store(), generation, backend, how.timeout_s)
     where = config.device if backend == "nccl" else torch.device("cpu")
     return ProcessGroupTransport(group, generation.rank, generation.split, where, topology)
 
 
-def _topology(job: Job, backend: str, wanted: str) -> str | None:
+def topology_over(backend: str, job: Job, wanted: str) -> str | None:
+    """The topology of partial sums over a backend; None where it is only asked for standard collectives.
+
+    Raises:
+        JobError: the one that is wanted cannot be used.
+    """
     if job.reduction != "exact":
         if wanted != "auto":
             raise JobError(

@@ -27,7 +27,7 @@ from unisono.train.group.forming import ElasticRendezvous, Forming
 from unisono.train.group.liveness import BEAT_S, Heartbeat, Probing, Tell, other_hosts
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.news import Farewell, Known, News
-from unisono.train.group.publisher import Publisher, packed, unpacked
+from unisono.train.group.publisher import Ask, Publisher, packed, unpacked
 from unisono.train.group.workers import Workers
 
 LOOKS = 4
@@ -57,6 +57,7 @@ class Elastic(Membership):
         timeout_s: how long to wait for other workers and for the coordinator.
         probe: finds out which hosts of a generation are not reached; None if nobody needs to know.
         silence_s: after so long without the coordinator the job may soon go on without this worker.
+        publisher: makes values known to those who join later, once it knows how to ask the coordinator.
 
     Raises:
         LaunchError: the coordinator refuses this worker, or cannot be reached.
@@ -72,6 +73,7 @@ class Elastic(Membership):
         timeout_s: float,
         probe: Probe | None = None,
         silence_s: float = math.inf,
+        publisher: Callable[[Ask], Publisher] = Publisher,
     ) -> None:
         self._hello, self._form, self._timeout_s = hello, form, timeout_s
         self._probe, self._silence_s = probe, silence_s
@@ -84,7 +86,7 @@ class Elastic(Membership):
         self._forming = Forming()
         self._listener = PeerListener(timeout_s)
         self._line = call(self._hear)
-        self._publisher = Publisher(self._line.request)
+        self._publisher = publisher(self._line.request)
         self._store = CoordinatorStore(self._line, timedelta(seconds=timeout_s))
         self._heart = Heartbeat(self._line.send, lambda: self._workers)
         threading.Thread(target=self._heart.beat, name="unisono-beat", daemon=True).start()

@@ -25,6 +25,7 @@ class Heartbeat:
     Args:
         send: a function that sends a message to the coordinator, and never waits.
         workers: a function that returns the workers of the present generation.
+        clock: a clock, in seconds.
 
     Attributes:
         progress: the progress of the main thread.
@@ -33,14 +34,19 @@ class Heartbeat:
         shard_s: the seconds that computing one shard takes lately; 0 as long as nobody wants to know.
     """
 
-    def __init__(self, send: Callable[[Progress], None], workers: Callable[[], Workers]) -> None:
-        self._send, self._workers = send, workers
+    def __init__(
+        self,
+        send: Callable[[Progress], None],
+        workers: Callable[[], Workers],
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._send, self._workers, self._clock = send, workers, clock
         self.progress, self.samples_per_s = MemberProgress(0), 0.0
         self.forms = False
         self.shard_s = 0.0
         self._seen: Hashable = None
         self._was_called = False
-        self._since = perf_counter()
+        self._since = clock()
         self._longest_s = 0.0
         self._closed = threading.Event()
 
@@ -50,7 +56,7 @@ class Heartbeat:
 
     def look(self) -> Pulse:
         """How it does now."""
-        now, workers = perf_counter(), self._workers()
+        now, workers = self._clock(), self._workers()
         waits = self.forms or workers.waits
         seen = (workers.generation.number, workers.ticks, workers.is_called)
         if seen != self._seen and self._was_called:

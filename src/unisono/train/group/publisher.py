@@ -87,9 +87,13 @@ class Backlog:
 
     When that one is lost, the next one tells all that is not there yet. Nothing here waits: whoever asks the
     coordinator wants to know the :meth:`next` request, and says what was :meth:`answered`.
+
+    Args:
+        many: how many values are kept before it is asked which of them are there, and asked for at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, many: int = MANY) -> None:
+        self._many = many
         self._kept: dict[str, str] = {}  # by key, in the order in which they were published
         self._replaced: set[str] = set()  # by the reason why the coordinator does not keep the value
         self._tells = self._checks = False
@@ -108,10 +112,10 @@ class Backlog:
 
     def next(self) -> StoreRequest | None:
         """What to ask the coordinator; None while there is nothing to ask."""
-        if not self._kept or not (self._tells or len(self._kept) > MANY):
+        if not self._kept or not (self._tells or len(self._kept) > self._many):
             return None
         if self._checks or not self._tells:
-            return StoreRequest(id=0, operation="check", keys=tuple(islice(self._kept, MANY)))
+            return StoreRequest(id=0, operation="check", keys=tuple(islice(self._kept, self._many)))
         key, text = next(iter(self._kept.items()))
         return StoreRequest(id=0, operation="set", keys=(key,), value=text)
 
@@ -158,11 +162,13 @@ class Publisher:
 
     Args:
         ask: the coordinator's store.
+        again_s: the pause after a question that was not answered, or values that are not yet there.
+        many: as of :class:`Backlog`.
     """
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
-        self._backlog = Backlog()
+    def __init__(self, ask: Ask, again_s: float = AGAIN_S, many: int = MANY) -> None:
+        self._ask, self._again_s = ask, again_s
+        self._backlog = Backlog(many)
         self._is_closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -216,4 +222,4 @@ class Publisher:
 
     def _pause(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed, AGAIN_S)
+            self._changed.wait_for(lambda: self._is_closed, self._again_s)

@@ -138,8 +138,9 @@ class SharedWork(Synchroniser):
         if workers.world_size > 1:
             self._hosts = workers.gather_json(platform.node())
             traffic, timeout_s = workers.transport.traffic, self._context.timeout_s
-            self._endpoint = RpcEndpoint(self.rank, workers.host, self._answer, traffic, timeout_s, self._called)
-            self._endpoint.ends = self._queue.end
+            self._endpoint = RpcEndpoint(
+                self.rank, workers.host, self._answer, traffic, timeout_s, self._called, self._queue.end
+            )
             workers.attach(self._endpoint.abort)
             try:
                 self._endpoint.meet(workers.gather_json)
