@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,28 +12,33 @@ from typing import Any
 
 import pytest
 
+from serial_runs import SerialRuns
+from training import Trained
+
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "elastic_training.py"
 PATIENCE_S = 280.0
 
 
-def chaos(folder: Path, *options: str, **settings: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def chaos(
+    folder: Path, *options: str, script: Path = SCRIPT, **settings: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")} | settings
-    command = [sys.executable, "-m", "unisono", "chaos", str(SCRIPT), "--run-dir", str(folder), *options]
+    command = [sys.executable, "-m", "unisono", "chaos", str(script), "--run-dir", str(folder), *options]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     report = folder / "chaos.json"
     return ended, json.loads(report.read_text()) if report.exists() else {}
 
 
 def test_nobody_can_tell_a_job_that_was_struck_from_one_that_was_left_alone(tmp_path: Path) -> None:
-    ended, report = chaos(tmp_path / "chaos", "--seed", "5", "--faults", "12", "-n", "1:3", EPOCHS="16", PACE_S="0")
+    ended, report = chaos(tmp_path / "chaos", "--seed", "8", "--faults", "9", "-n", "1:3", EPOCHS="12", PACE_S="0")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "passed" in ended.stdout
     assert report["passed"]
     assert report["digest"] == report["serial_digest"]
     planned = tomllib.loads((tmp_path / "chaos" / "faults.toml").read_text())["fault"]
-    assert len(planned) == 12
+    assert len({fault["kind"] for fault in planned}) == len(planned) == 9  # one of each kind
     # Those in a recovery strike only if one comes to their point.
     certain = Counter(fault["kind"] for fault in planned if "during" not in fault)
     assert all(report["struck"].get(kind, 0) >= count for kind, count in certain.items()), report
@@ -40,7 +46,15 @@ def test_nobody_can_tell_a_job_that_was_struck_from_one_that_was_left_alone(tmp_
     assert report["generations"] > 3
 
 
-def test_weights_that_differ_are_found(tmp_path: Path) -> None:
+@pytest.fixture(scope="session")
+def alone(serial_runs: SerialRuns) -> Trained:
+    """A job that is left alone."""
+    return serial_runs(SCRIPT, PACE_S="0", UNISONO_SAMPLES="1")
+
+
+def test_weights_that_differ_are_found(alone: Trained, tmp_path: Path) -> None:
+    shutil.copytree(alone.run_dir, tmp_path / "chaos" / "serial")  # as another try in this folder would have left it
+    (tmp_path / "chaos" / "serial.json").write_text(json.dumps({"argv": [str(SCRIPT)]}))
     script = tmp_path / "flip.toml"
     script.write_text('[[fault]]\nkind = "resize"\nworkers = 1\nat_step = 1\n'
                       '[[fault]]\nkind = "flip_bit"\nrank = 0\nat_step = 20\n')  # fmt: skip
@@ -48,11 +62,15 @@ def test_weights_that_differ_are_found(tmp_path: Path) -> None:
     ended, report = chaos(tmp_path / "chaos", *options, PACE_S="0", UNISONO_VERIFY_EVERY="0")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "FAILED" in ended.stdout
+    assert "the job alone is known from" in ended.stderr
+    assert report["digest"] != report["serial_digest"] == alone.end()
     assert not report["passed"]
 
 
 def test_a_script_that_fails_by_itself_is_no_case_for_faults(tmp_path: Path) -> None:
-    ended, _ = chaos(tmp_path / "chaos", "-n", "1:2", EPOCHS="none")
+    script = tmp_path / "fails.py"
+    script.write_text("int('none')")
+    ended, _ = chaos(tmp_path / "chaos", "-n", "1:2", script=script)
     assert ended.returncode == 2
     assert "even if nothing disturbs it" in ended.stderr
     assert "ValueError" in ended.stderr
