@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.crew import Crew, CrewFailed
 from benchmarks.link import Cable, NoLink, obstacle, slow_link
 from benchmarks.task import Task, Trained
@@ -14,6 +16,13 @@ from benchmarks.task import Task, Trained
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
+
+
+def benchmark(*words: str) -> str:
+    """Run a benchmark to its end. Its own process is this one, which has torch loaded; its jobs and crews are not."""
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 def test_the_step_benchmark_compares_contenders_that_do_the_same_work(tmp_path: Path) -> None:
@@ -59,32 +68,16 @@ def test_two_hosts_reach_each_other_over_the_slow_cable_and_nothing_stays_of_it(
 def test_over_a_switch_with_slow_cables_every_way_of_the_sums_is_measured(tmp_path: Path) -> None:
     if reason := obstacle():
         pytest.skip(reason)
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "topologies", "--quick", "--workers=3", f"--output={tmp_path}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    if "Skipped" in done.stdout:
-        pytest.skip(done.stdout)
+    said = benchmark("topologies", "--quick", "--workers=3", f"--output={tmp_path}")
+    if "Skipped" in said:
+        pytest.skip(said)
     rows = json.loads((tmp_path / "topologies.json").read_text())["rows"]
     assert [row["way"] for row in rows] == 2 * ["direct", "ring", "tree", "1 server"]
     assert all(min(row["seconds"]) > 0 < row["forecast"]["seconds"] for row in rows)
 
 
 def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "recovery", "--quick", "--kills=1", f"--output={tmp_path}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    benchmark("recovery", "--quick", "--kills=1", f"--output={tmp_path}")
     (recovery,) = json.loads((tmp_path / "recovery.json").read_text())["models"]["tiny"]
     assert recovery["replaced"] > 0
     assert set(recovery["parts"]) == {"regroup", "form", "copy"}
@@ -102,15 +95,7 @@ def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(tmp_path: Pa
     ],
 )
 def test_the_benchmarks_of_elastic_jobs_find_something(name: str, options: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", name, *options, f"--output={tmp_path}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    benchmark(name, *options, f"--output={tmp_path}")
     found = json.loads((tmp_path / f"{name}.json").read_text())
     if name == "growth":
         changes = found["models"]["tiny"]["changes"]
