@@ -9,10 +9,10 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from serial_runs import SerialRuns
 from training import SETTINGS
 from two_hosts import Host, NoHosts, two_hosts
 from unisono.launch.elastic.entrance import make_certificate
-from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
@@ -36,35 +35,64 @@ SILENCE_S = 5.0
 LONG = {"EPOCHS": "10", "PACE_S": "0.05"}
 
 
-WARM = f"""
-import os, socket, sys
-from unisono.launch.forkserver.client import SHARED_FORK_SERVER
-from unisono.testing import warm_jobs
-with warm_jobs({[*SETTINGS, *ALLOWED_VARIABLES]}):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nothing:
-        nothing.connect(os.path.join(os.environ[SHARED_FORK_SERVER], 'torch'))
-        nothing.shutdown(socket.SHUT_WR)
-        nothing.recv(1)  # it hangs up on whoever says nothing, once it has loaded torch
-    print(os.environ[SHARED_FORK_SERVER], flush=True)
-    sys.stdin.read()
-"""
+AT_A_HOST = Path(__file__).parent / "scripts" / "at_a_host.py"
 
 
-@dataclass(frozen=True)
 class Place:
-    """One of the hosts, and where workers of jobs there are forked from."""
+    """One of the hosts, and the process there that starts commands.
 
-    host: Host
-    shared_server: str
+    Args:
+        host: one of the two.
+        process: of ``scripts/at_a_host.py``.
+    """
+
+    def __init__(self, host: Host, process: subprocess.Popen[str]) -> None:
+        self.host, self._process = host, process
+
+    def answer(self, **asked: Any) -> dict[str, Any]:
+        """What that process says."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if asked:
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+        found = json.loads(self._process.stdout.readline())
+        assert isinstance(found, dict)
+        return found
+
+
+class Command:
+    """A command that runs at one of the hosts."""
+
+    def __init__(self, place: Place, pid: int) -> None:
+        self._place, self.pid = place, pid
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        code = self._place.answer(pid=self.pid)["code"]
+        return None if code is None else int(code)
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        begun = time.monotonic()
+        while (code := self.poll()) is None:
+            assert time.monotonic() - begun < PATIENCE_S, f"process {self.pid} does not end"
+            time.sleep(0.02)
+        return code
+
+    def kill(self) -> None:
+        """End it."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # it has ended just now
+                os.kill(self.pid, signal.SIGKILL)
 
 
 @contextmanager
 def warm_on(host: Host) -> Iterator[Place]:
     """As long as the context lasts, jobs on this host fork their workers from one process that has torch loaded."""
-    command = [*host.enter, sys.executable, "-c", WARM]
+    command = [*host.enter, sys.executable, str(AT_A_HOST), *SETTINGS, *ALLOWED_VARIABLES]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield Place(host, process.stdout.readline().strip())
+        yield Place(host, process)
 
 
 class Desk:
@@ -72,24 +100,25 @@ class Desk:
 
     def __init__(self, place: Place, folder: Path) -> None:
         self.host, self.folder = place.host, folder
-        self._shared_fork_server = place.shared_server
+        self._place = place
         self.output = folder / "output"
         self.run_dir = folder / "run"
         folder.mkdir()
 
-    def start(self, *words: str, **settings: str) -> subprocess.Popen[bytes]:
-        with self.output.open("ab") as output:
-            return subprocess.Popen(
-                [*self.host.enter, sys.executable, "-m", "unisono", *words],
-                cwd=self.folder,
-                env={**os.environ, SHARED_FORK_SERVER: self._shared_fork_server, **settings},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+    def start(self, *words: str, **settings: str) -> Command:
+        """Start a command."""
+        return self._started(words, self.output, self.output, settings)
 
-    def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [*self.host.enter, sys.executable, "-m", "unisono", *words]
-        return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    def ask(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Run a command to its end."""
+        with tempfile.TemporaryDirectory() as name:
+            out, err = Path(name, "out"), Path(name, "err")
+            code = self._started(words, out, err, {}).wait()
+            return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+
+    def _started(self, words: Sequence[str], out: Path, err: Path, settings: Mapping[str, str]) -> Command:
+        where = {"folder": str(self.folder), "out": str(out), "err": str(err)}
+        return Command(self._place, self._place.answer(words=words, settings=settings, **where)["pid"])
 
     def journal(self, event: str) -> list[dict[str, Any]]:
         path = self.run_dir / "journal.jsonl"
@@ -122,10 +151,10 @@ class Job:
 
     def __init__(self, places: tuple[Place, Place], folder: Path) -> None:
         self.a, self.b = Desk(places[0], folder / "a"), Desk(places[1], folder / "b")
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: list[Command] = []
         self._hurry = folder / "hurry"
 
-    def run(self, *options: str, **settings: str) -> subprocess.Popen[bytes]:
+    def run(self, *options: str, **settings: str) -> Command:
         where = ("--coordinator", f"{self.a.host.address}:0", "--failure-timeout-s", f"{SILENCE_S:g}")
         process = self.a.start("run", *where, *options, "--run-dir", "run", str(SCRIPT), **self._told, **settings)
         self._started.append(process)
@@ -141,7 +170,7 @@ class Job:
         (line,) = re.findall(r"unisono join (https://.*)", self.a.text)
         return ["join", *shlex.split(line)]
 
-    def join(self, *options: str, **settings: str) -> subprocess.Popen[bytes]:
+    def join(self, *options: str, **settings: str) -> Command:
         words = self.invitation()
         for name in ("token", "certificate.pem"):
             shutil.copy2(self.a.run_dir / name, self.b.folder / name)
@@ -187,7 +216,7 @@ class Job:
         status = json.loads(self.a.ask("status", "--run-dir", "run", "--json").stdout)
         return [worker["pid"] for worker in status["members"] if worker["host"] == host.name]
 
-    def family(self, joined: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    def family(self, joined: Command) -> list[psutil.Process]:
         """All that host b's agent has started, and who has forked its workers."""
         workers = [psutil.Process(pid) for pid in self.workers_on(self.b.host)]
         assert workers
@@ -196,7 +225,7 @@ class Job:
 
     def wait(self) -> int:
         """The exit code on host a."""
-        return self._started[0].wait(PATIENCE_S)
+        return self._started[0].wait()
 
     def end(self) -> str:
         """Wait for the end, which nothing delays any more; returns the digest of the weights."""
@@ -212,13 +241,15 @@ class Job:
     def close(self) -> None:
         for process in self._started:
             process.kill()
-            process.wait(PATIENCE_S)
+            process.wait()
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[Place, Place]]:
     try:
         with two_hosts() as (a, b), warm_on(a) as first, warm_on(b) as second:
+            for place in (first, second):
+                place.answer()  # it is ready: both have loaded torch at the same time
             yield first, second
     except NoHosts as why:
         pytest.skip(str(why))
@@ -249,7 +280,7 @@ def test_workers_of_two_hosts_train_to_the_weights_of_one_and_the_token_is_nowhe
     token = (job.a.run_dir / "token").read_bytes().strip()
     assert not [words for words in _told_to_processes() if token in words]
     assert job.end() == serial["weights_sha256"], job.text
-    assert joined.wait(PATIENCE_S) == 0, job.text
+    assert joined.wait() == 0, job.text
     assert job.a.steps == list(range(serial["steps"]))
     assert not job.b.steps
     files = [path for desk in (job.a, job.b) for path in desk.folder.rglob("*") if path.is_file()]
@@ -286,7 +317,7 @@ def test_a_host_that_cannot_be_reached_any_more_is_given_up_and_ends_by_itself(
         job.until(lambda: job.trains_on() == {job.a.host.name}, "a generation without the host")
         assert job.end() == serial["weights_sha256"], job.text
         assert job.a.steps == list(range(serial["steps"]))
-        assert joined.wait(PATIENCE_S) == 1, job.text
+        assert joined.wait() == 1, job.text
         assert f"no coordinator answered at https://{job.a.host.address}:" in job.b.text
         assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
     finally:
@@ -301,7 +332,7 @@ def test_the_main_worker_may_be_on_a_host_that_shares_no_files(job: Job, serial:
     os.kill(dies, signal.SIGKILL)
     job.until(lambda: job.trains_on() == {job.b.host.name}, "a generation of the other host")
     assert job.end() == serial["weights_sha256"], job.text
-    assert joined.wait(PATIENCE_S) == 0, job.text
+    assert joined.wait() == 0, job.text
     assert sorted({*job.a.steps, *job.b.steps}) == list(range(serial["steps"]))
     assert job.b.result["weights_sha256"] == serial["weights_sha256"]
     assert (job.b.run_dir / "job.json").read_text() == (job.a.run_dir / "job.json").read_text()
@@ -318,7 +349,7 @@ def test_a_host_that_reaches_the_coordinator_but_not_the_workers_is_told_so_and_
         job.until(lambda: "takes no part for now" in job.b.text, "a word at the other host")
         shown = job.a.ask("status", "--run-dir", "run").stdout
         assert job.end() == serial["weights_sha256"], job.text
-        assert joined.wait(PATIENCE_S) == 0, job.text
+        assert joined.wait() == 0, job.text
     said = f"{job.b.host.name} does not reach {job.a.host.name} at {job.a.host.address}:"
     assert said in job.b.text
     assert "GLOO_SOCKET_IFNAME" in job.b.text
@@ -341,7 +372,7 @@ def test_hosts_that_lose_each_other_go_on_as_one_of_them_and_together_again_late
     assert job.a.journal("not formed")
     job.until(lambda: len(job.trains_on()) == 2, "both hosts again")
     assert job.end() == serial["weights_sha256"], job.text
-    assert joined.wait(PATIENCE_S) == 0, job.text
+    assert joined.wait() == 0, job.text
     assert job.a.steps == list(range(serial["steps"]))
 
 
