@@ -19,9 +19,9 @@ def open_lines(path: Path, mode: int = 0o666, flags: int = 0) -> int:
     """A descriptor to append to a file with; the file is made if it is not there.
 
     Args:
-        path: of the file.
-        mode: who may read and write it, if it is made, as far as the umask leaves that.
-        flags: further ones, of ``os.open``.
+        path: the path of the file.
+        mode: the permissions of a new file, as far as the umask leaves them.
+        flags: further flags of ``os.open``.
 
     Raises:
         OSError: it cannot be opened, or is no file, or a symbolic link, which could lead anywhere.

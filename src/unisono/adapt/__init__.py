@@ -1,1 +1,1 @@
-"""What is seen of training from inside, and what follows from it."""
+"""Policies that adapt a training while it runs, and the measurements that they see."""

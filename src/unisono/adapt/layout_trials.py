@@ -1,4 +1,4 @@
-"""What was tried, and how long steps took."""
+"""The layouts that a policy has tried, with their step times."""
 
 from __future__ import annotations
 

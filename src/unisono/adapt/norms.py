@@ -1,4 +1,4 @@
-"""What the squared norms of a step's gradients say about their noise."""
+"""The noise of gradients, from the squared norms of a step's gradients."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

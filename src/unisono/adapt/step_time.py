@@ -1,4 +1,4 @@
-"""How long a step takes, in a layout that was never tried."""
+"""A model of a step's time, for layouts that were never tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy sees."""
+"""The view of a run that a policy gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a skeleton and tensors to a tree of state, whoever wrote the two."""
+"""The decoder: makes a tree of state of a skeleton and tensors, whoever wrote the two."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What bytes may become: the dtypes, shapes and strides that a tensor or an array can have."""
+"""The closed lists of what bytes may become: the dtypes, shapes and strides of tensors and arrays."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Who writes into a run folder: a worker of the newest start and the newest generation, and nobody before it."""
+"""The right to write into a run folder: only a worker of the newest start and the newest generation has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``unisono batch-size`` prints and keeps."""
+"""The output of ``unisono batch-size``, and the file that it writes."""
 
 from __future__ import annotations
 

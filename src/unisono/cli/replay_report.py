@@ -1,4 +1,4 @@
-"""What ``unisono replay`` shows. Loaded when it is called: no other command reads records, or needs policies."""
+"""The output of ``unisono replay``. Loaded when it is called: no other command reads records, or needs policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``unisono study`` shows while it measures: a bar in a terminal, plain lines elsewhere."""
+"""The progress of ``unisono study`` while it measures: a bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``unisono study`` prints in the end: what the report says, in short, and where the report is."""
+"""The last output of ``unisono study``: a summary of the report, and where the report is."""
 
 from __future__ import annotations
 

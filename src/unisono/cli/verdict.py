@@ -1,4 +1,4 @@
-"""What ``unisono verify`` shows: what is under way, a table of the runs, and a verdict with its reasons."""
+"""The output of ``unisono verify``: its progress, a table of the runs, and a verdict with its reasons."""
 
 from __future__ import annotations
 

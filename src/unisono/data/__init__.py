@@ -1,1 +1,1 @@
-"""From a data set to this worker's shards."""
+"""The samples of this worker's shards, read from a data set."""

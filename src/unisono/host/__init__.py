@@ -1,1 +1,1 @@
-"""What is asked of the host: its cores, memory, control groups, processes and users."""
+"""Questions to the host: its cores, memory, control groups, processes and users."""

@@ -1,4 +1,4 @@
-"""What a container or a Slurm job allows this process: the limits of its control groups, versions 1 and 2."""
+"""The limits that a container or a Slurm job sets this process by control groups, versions 1 and 2."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""How much memory processes need, seen from inside and outside, and what the host has left.
+"""The memory that processes need, seen from inside and outside, and the memory that the host has left.
 
 A resource limit would not do: RLIMIT_AS counts addresses, of which torch and CUDA reserve many times what they use,
 and RLIMIT_DATA counts no shared memory; both make allocations fail in places that were never tested for it. A control

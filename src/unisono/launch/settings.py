@@ -1,4 +1,4 @@
-"""What the person who starts a job asks of the launcher, as values: the script or module to run, and how."""
+"""The settings of a launch, as values: the script or module to run, and how."""
 
 import os
 import sys

@@ -1,1 +1,1 @@
-"""Who takes part: where this worker stands, and forming a generation."""
+"""Membership: this worker's rank, the coordinator, and the forming of generations."""

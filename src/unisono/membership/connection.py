@@ -1,4 +1,4 @@
-"""How workers and agents call the coordinator again and again, and what a worker repeats on a new connection."""
+"""Connections of workers and agents to the coordinator, opened again after a loss, and what is repeated on new ones."""
 
 import itertools
 import logging

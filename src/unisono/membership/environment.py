@@ -1,4 +1,4 @@
-"""Where this worker stands, as its launcher's variables say it: one small class for each launcher."""
+"""This worker's rank and host, read from its launcher's variables: one small class for each launcher."""
 
 import re
 import socket

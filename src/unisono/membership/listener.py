@@ -1,4 +1,4 @@
-"""Where the coordinator listens: the socket, the names under which clients know it, and the protocols on it."""
+"""The coordinator's listening socket, the names under which clients know it, and the protocols on it."""
 
 import asyncio
 import ipaddress

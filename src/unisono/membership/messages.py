@@ -1,4 +1,4 @@
-"""What workers, agents and the coordinator tell each other: frozen, validated values, as JSON on the wire."""
+"""The messages between workers, agents and the coordinator: frozen, validated values, as JSON on the wire."""
 
 from typing import Annotated, Literal
 
@@ -120,7 +120,7 @@ class Leaving(Message):
 
 
 class Pulse(Message):
-    """How a worker's main thread does, by its own measure.
+    """The state of a worker's main thread, by its own measure.
 
     Attributes:
         doing: the worker's present activity: a collective call (a step, an evaluation …), waiting for other workers,
@@ -256,7 +256,7 @@ class AgentLeaving(Message):
 
 
 class Probed(Message):
-    """What came of a :class:`Probe`.
+    """The result of a :class:`Probe`.
 
     Attributes:
         reached: agents whose hosts and this one reach each other.

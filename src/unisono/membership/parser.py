@@ -1,4 +1,4 @@
-"""From what came over a connection to a message, within limits that hold before anything is parsed."""
+"""The parser: makes messages of received bytes, within limits that hold before anything is parsed."""
 
 import re
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""Whether two hosts reach each other: a short connection from one to the other, and one back.
+"""Probes of whether two hosts reach each other: a short connection from one to the other, and one back.
 
 Agents answer probes at a port that the system chooses, as workers do with theirs, and on the same network. Both ends
 show that they have the job's token, without sending it.

@@ -1,4 +1,4 @@
-"""How the workers of a generation find each other and form a process group."""
+"""The rendezvous of a generation's workers: they find each other, and form a process group."""
 
 import os
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the coordinator knows, on disk: JSON lines that are only ever added to, and from time to time written anew."""
+"""The coordinator's state on disk: JSON lines, only ever appended to, and from time to time written anew."""
 
 import errno
 import fcntl

@@ -1,1 +1,1 @@
-"""What follows from a job by arithmetic alone: no torch, no clock, no socket, no environment."""
+"""The plan that follows from a job by arithmetic alone: no torch, no clock, no socket, no environment."""

@@ -1,4 +1,4 @@
-"""Where the job stands in the data, and what the next step reads."""
+"""The position of a job in the data, and the batch of each step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""How fast the connections between workers are."""
+"""The speed of the connections between workers."""
 
 from __future__ import annotations
 

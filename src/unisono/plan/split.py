@@ -1,4 +1,4 @@
-"""Which worker computes which shards."""
+"""The split of shards among workers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""From gradients to their sum: buckets, partial sums, and the ways they travel."""
+"""The reduction of gradients: buckets, partial sums, and the transports between workers."""

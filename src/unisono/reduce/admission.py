@@ -1,4 +1,4 @@
-"""Who may talk to a worker: both sides prove that they know its secret, on one thread and within limits."""
+"""The admission of callers to a worker: both sides prove that they know its secret, on one thread and within limits."""
 
 from __future__ import annotations
 

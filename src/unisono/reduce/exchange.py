@@ -1,4 +1,4 @@
-"""How one bucket is reduced over a process group: its buffers, allocated once, and what travels between them."""
+"""The reduction of one bucket over a process group: its buffers, allocated once, and the messages between workers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the transports have in common whose partial sums lie in the memory that a host's workers share."""
+"""The common part of transports whose partial sums lie in memory that a host's workers share."""
 
 from abc import ABC
 from collections.abc import Hashable, Sequence

@@ -1,4 +1,4 @@
-"""What two workers say to each other, and how it travels."""
+"""The messages between two workers, and their form on the wire."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What can be learned from runs that are recorded."""
+"""Studies of recorded runs: scaling, the largest batch, and replays of policies."""

@@ -1,4 +1,4 @@
-"""What all synchronisation strategies have in common."""
+"""The common part of all synchronisation strategies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How each kind of fault is done to the worker in which this runs."""
+"""The injection of each kind of fault into the worker in which this runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether every sample was used exactly once, from what the workers wrote down while they trained."""
+"""The check that every sample was used exactly once, from what the workers wrote down while they trained."""
 
 from __future__ import annotations
 

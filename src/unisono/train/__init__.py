@@ -1,1 +1,1 @@
-"""What users touch: the run, its steps, and what is built from them."""
+"""The run inside a worker: the loops over data, their steps, recovery and records."""

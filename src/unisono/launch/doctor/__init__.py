@@ -1,1 +1,1 @@
-"""What is found on a machine, and what in it is a problem."""
+"""The facts about a machine, and the problems among them."""

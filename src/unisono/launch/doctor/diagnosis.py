@@ -1,4 +1,4 @@
-"""What was found on a machine, as values, and what in it is a problem. Nothing here looks at the machine."""
+"""The facts about a machine as values, and the problems among them. Nothing here looks at the machine."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass

@@ -1,4 +1,4 @@
-"""What PyTorch says about itself and its devices, as JSON on stdout. A process of its own: loading torch may crash."""
+"""PyTorch's version and devices, as JSON on stdout. Runs in a process of its own: loading torch may crash."""
 
 import json
 import platform

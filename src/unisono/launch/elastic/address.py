@@ -1,4 +1,4 @@
-"""Where the coordinator of a job is, and which job is meant."""
+"""The address of a job's coordinator, and the choice of the job."""
 
 import http.client
 import json

@@ -1,4 +1,4 @@
-"""Where the coordinator of a job can be reached, as the person says it."""
+"""The address at which a job's coordinator can be reached, as given on the command line."""
 
 import ipaddress
 import os

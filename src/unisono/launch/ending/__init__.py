@@ -1,1 +1,1 @@
-"""How workers and jobs end, and in which words that is told."""
+"""The ends of workers and jobs, and the messages about them."""

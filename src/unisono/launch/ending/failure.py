@@ -1,4 +1,4 @@
-"""What a worker leaves behind when its script ends with an exception."""
+"""The record of an exception that ends a worker's script."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Whether a job ended because memory ran out. Nothing here touches the system."""
+"""The decision whether a job ended because memory ran out. Nothing here touches the system."""
 
 from __future__ import annotations
 

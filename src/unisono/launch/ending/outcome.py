@@ -1,4 +1,4 @@
-"""How a job ended: which worker is to blame, with what exit code, in which words. Nothing here touches the system."""
+"""The outcome of a job: the worker to blame, the exit code, and the message. Nothing here touches the system."""
 
 import signal
 from collections.abc import Sequence

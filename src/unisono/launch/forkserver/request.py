@@ -1,4 +1,4 @@
-"""What is asked of processes that fork: a program of a shared fork server, a worker of a fork server."""
+"""Requests to processes that fork: for a program from a shared fork server, or a worker from a fork server."""
 
 import json
 import os

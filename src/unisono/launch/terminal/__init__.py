@@ -1,1 +1,1 @@
-"""What a launcher shows of its workers: their lines, with each one's name."""
+"""The workers' output in the launcher's terminal: their lines, with each one's name."""

@@ -1,4 +1,4 @@
-"""What one worker writes: into its log as it is, onto the terminal line by line."""
+"""The output of one worker: goes into its log as it is, and onto the terminal line by line."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What the launcher shows: each worker's lines behind its name, and words of its own."""
+"""The launcher's terminal: each worker's lines behind its name, and messages of the launcher."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Where two runs part: from what their workers traced to the first difference. Nothing here touches the system.
+"""The comparison of two runs: finds the first difference in their workers' traces. Nothing here touches the system.
 
 A worker's trace is a sequence of moments. Two runs of one job have equal sequences, whatever their numbers of
 workers; where they do not, the first moment that differs says what began it: the data, the loss, the gradient …

@@ -1,4 +1,4 @@
-"""Who takes part, decided: one state, and one function that takes it from event to event.
+"""The decisions about membership: one state, and one function that takes it from event to event.
 
 Nothing here knows sockets, clocks or chance. Times are arguments, in seconds from any start. What is told to somebody
 who is not connected is lost; whoever connects again is told what follows from the state, so nothing has to be told

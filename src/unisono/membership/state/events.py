@@ -1,4 +1,4 @@
-"""What an event does to the state, before what follows from it."""
+"""The effect of each event on the state, before the transitions that follow from it."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""From one state to the next: what an event does, and what follows from the state that it makes."""
+"""The transitions from one state to the next: the effect of an event, and what follows from it."""
 
 from dataclasses import replace
 

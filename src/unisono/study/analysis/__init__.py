@@ -1,1 +1,1 @@
-"""What follows from the figures of a scaling study."""
+"""The analysis of a scaling study's figures."""

@@ -1,4 +1,4 @@
-"""What the search for the largest batch found: memory and throughput, by batch."""
+"""The results of a search for the largest batch: memory and throughput, by batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many workers to take."""
+"""The recommended number of workers."""
 
 from __future__ import annotations
 

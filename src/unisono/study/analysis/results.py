@@ -1,4 +1,4 @@
-"""What a scaling study measured, and the files it is kept in."""
+"""The measurements of a scaling study, and their files."""
 
 from __future__ import annotations
 

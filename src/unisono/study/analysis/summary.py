@@ -1,4 +1,4 @@
-"""What repeated runs come to: a row for each number of workers, with intervals."""
+"""The summary of repeated runs: a row for each number of workers, with intervals."""
 
 from __future__ import annotations
 

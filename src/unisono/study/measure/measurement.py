@@ -1,4 +1,4 @@
-"""What a scaling study is to measure, as a value."""
+"""The settings of a scaling study's measurements, as a value."""
 
 from __future__ import annotations
 

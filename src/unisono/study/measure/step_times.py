@@ -1,4 +1,4 @@
-"""What the seconds of a step went into, over all of its workers."""
+"""The parts of a step's time, over all of its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run folder tells of its run."""
+"""The record of a run, read from its run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in a run, in the order in which it happened."""
+"""The timeline of a run: its events in their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What speaks against a study's figures, as far as the figures themselves tell."""
+"""The doubts about a study's figures, as far as the figures themselves tell."""
 
 from __future__ import annotations
 

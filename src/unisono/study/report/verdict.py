@@ -1,4 +1,4 @@
-"""What a study comes to, in sentences."""
+"""The verdict of a study, in sentences."""
 
 from __future__ import annotations
 

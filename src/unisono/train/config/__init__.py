@@ -1,1 +1,1 @@
-"""What a run is told before it starts: variables of the launcher, batch scaling, torch's switches."""
+"""The configuration of a run before it starts: variables of the launcher, batch scaling, torch's switches."""

@@ -1,4 +1,4 @@
-"""From arguments and environment to the configuration of a run, with every check and before anything is opened."""
+"""Makes the configuration of a run from arguments and environment, with every check and before anything is opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run is carried out: one frozen value, which is made once and has a part for each subject."""
+"""The configuration of a run: one frozen value, which is made once and has a part for each subject."""
 
 from __future__ import annotations
 

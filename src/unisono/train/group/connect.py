@@ -1,4 +1,4 @@
-"""From an environment to workers that can talk to each other."""
+"""The connection of a generation's workers, from their environment."""
 
 import itertools
 import sys

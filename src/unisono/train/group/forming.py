@@ -1,4 +1,4 @@
-"""How the workers of a new generation of an elastic job come together."""
+"""The forming of a new generation of an elastic job."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from unisono.train.group.workers import Workers
 
 
 class Forming:
-    """Of one generation. Any thread can have the main thread wait no longer.
+    """The forming of one generation. Any thread can have the main thread wait no longer.
 
     Attributes:
         unreached: hosts of the generation to which this worker cannot connect.
@@ -60,7 +60,7 @@ class Forming:
 
 
 class ElasticRendezvous(Rendezvous):
-    """Of the workers of a new generation.
+    """The rendezvous of a new generation's workers.
 
     Args:
         new: the generation.

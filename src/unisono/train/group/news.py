@@ -1,4 +1,4 @@
-"""What the main thread of a worker waits for: the coordinator's messages, and values that others make known."""
+"""The news that a worker's main thread waits for: the coordinator's messages, and values that others publish."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""What happens between two steps of a loop, where all workers have the same state."""
+"""The boundary between two steps of a loop, where all workers have the same state."""
 
 from __future__ import annotations
 

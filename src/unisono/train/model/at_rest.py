@@ -1,4 +1,4 @@
-"""What lies in memory from one update to the next, and must not change by itself meanwhile."""
+"""Memory at rest: tensors that must not change from one update to the next, and the check that they do not."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run writes down and shows about its steps."""
+"""The records and displays of a run's steps."""

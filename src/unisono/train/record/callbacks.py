@@ -1,4 +1,4 @@
-"""What a script or a plugin wants to have called while the run trains, and how plugins are found."""
+"""The callbacks of scripts and plugins, and the search for plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the people at the terminal and the run's journal are told beside losses and metrics."""
+"""The notices in the terminal and in the run's journal, beside losses and metrics."""
 
 from __future__ import annotations
 

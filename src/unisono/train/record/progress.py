@@ -1,4 +1,4 @@
-"""What the main worker shows while it trains: a bar in a terminal, plain lines elsewhere."""
+"""The progress display of the main worker: a bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

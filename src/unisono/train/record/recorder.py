@@ -1,4 +1,4 @@
-"""What the main worker writes down about each step."""
+"""The recorder of each step's line, on the main worker."""
 
 from __future__ import annotations
 

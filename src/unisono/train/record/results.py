@@ -1,4 +1,4 @@
-"""What ``result.json`` says of a run, however it ends, and what is measured for it."""
+"""The content of ``result.json``, written however the run ends, and the measurements in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples each worker used in which step: kept when somebody is going to check it."""
+"""The log of the samples that each worker used in each step: kept when somebody is going to check it."""
 
 from __future__ import annotations
 

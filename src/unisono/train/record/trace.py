@@ -1,4 +1,4 @@
-"""What each worker writes while ``unisono verify`` watches: digests of all that could differ, as it happens."""
+"""The trace of a worker for ``unisono verify``: digests of all that could differ, written as it happens."""
 
 from __future__ import annotations
 

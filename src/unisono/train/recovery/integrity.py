@@ -1,4 +1,4 @@
-"""Whether the state is right, and when the run goes back to an older one since it is not."""
+"""The integrity of the state: comparisons between workers, and the return to an older state if it is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of the states so far: the same on all workers, since it decides which collective calls come next."""
+"""The record of the states so far: the same on all workers, since it decides which collective calls come next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker goes on when others come and go: it hands the state over, writes it down, renews, heals, or departs."""
+"""Recovery when workers come and go: a worker hands its state over, writes it down, renews, heals, or departs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ GIVEN = tuple[list[Any], dict[str, Any], bool]
 
 
 class Recovery(Recovers):
-    """What a run does in its collective calls when workers come, go or differ.
+    """The recovery of a run's collective calls when workers come, go or differ.
 
     Args:
         membership: the members of the job.

@@ -1,4 +1,4 @@
-"""Whether the objects that a script has registered are alike on all workers."""
+"""The comparison of the objects that a script has registered, between workers."""
 
 from __future__ import annotations
 

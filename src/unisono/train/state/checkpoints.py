@@ -1,4 +1,4 @@
-"""When checkpoints are written, and what a run finds when it starts."""
+"""The checkpoints of a run: when they are written, and what a run finds when it starts."""
 
 import sys
 from collections.abc import Callable

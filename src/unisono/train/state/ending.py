@@ -1,4 +1,4 @@
-"""How a run ends on this worker: who asks for it, what all workers have agreed on, and that it happens once."""
+"""The end of a run on this worker: who asks for it, what all workers have agreed on, and that it happens once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured in a run's steps, over all of them."""
+"""The measurements in a run's steps, over all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMS = {
 
 
 class Monitors:
-    """What was measured in the steps so far. All but times is the same on every worker, for every number of workers.
+    """The measurements of the steps so far. All but times are the same on every worker, for every number of workers.
 
     Attributes:
         noise: the noise of the gradients, averaged.

@@ -1,4 +1,4 @@
-"""What a run trains and where it stands, as one thing that is kept, restored and handed on."""
+"""The state of a run, models and position, as one thing that is kept, restored and handed on."""
 
 from __future__ import annotations
 

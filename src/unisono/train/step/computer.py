@@ -1,4 +1,4 @@
-"""Who computes a step: one protocol for exact steps and for those of workers with weights of their own."""
+"""The protocol of step computers, for exact steps and for those of workers with weights of their own."""
 
 from __future__ import annotations
 

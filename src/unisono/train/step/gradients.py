@@ -1,4 +1,4 @@
-"""From each shard's gradients to the step's gradient in ``parameter.grad``."""
+"""The gradients of a step: from each shard's to their mean in ``parameter.grad``."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

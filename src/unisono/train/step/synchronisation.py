@@ -1,4 +1,4 @@
-"""What a worker tells the others, and when workers with weights of their own get the same ones again."""
+"""The report of a worker to the others, and the synchronisation of workers with weights of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strategies have in common whose workers take the next part of the work when they are done with one."""
+"""The common part of strategies whose workers take the next part of the work when they are done with one."""
 
 from __future__ import annotations
 
