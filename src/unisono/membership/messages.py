@@ -30,7 +30,7 @@ class Unreached(Message):
 
     Attributes:
         agent: the agent that runs its workers.
-        why: for people.
+        why: the reason, for people.
     """
 
     agent: Name
@@ -125,8 +125,8 @@ class Pulse(Message):
     Attributes:
         doing: the worker's present activity: a collective call (a step, an evaluation …), waiting for other workers,
             or the script's own work between calls.
-        still_s: for how long it has come no further.
-        longest_s: the longest that it took from one sign of getting on to the next so far.
+        still_s: the seconds since the last sign of progress.
+        longest_s: the longest time between two signs of progress so far, in seconds.
         shard_s: the recent seconds per shard; 0 if shards are not to be split by speed.
     """
 
@@ -140,7 +140,7 @@ class Progress(Message):
     """A sign of life, every second or so.
 
     Attributes:
-        acts: as in :class:`Arrived`.
+        acts: the number of collective calls, as in :class:`Arrived`.
         step: the number of its last committed step.
         samples_per_s: the whole job's recent samples per second.
         loop: the number of the loop that it is in, if it says so. No generation has to end for joiners that wait at an
@@ -197,10 +197,10 @@ class StoreRequest(Message):
         id: a number that the reply repeats.
         operation: ``set``; ``get`` (waits for the key); ``wait`` (for all keys); ``add`` (an integer);
             ``compare_set``; ``delete``; ``check`` (whether all keys are there).
-        keys: one, but for ``wait`` and ``check``.
-        value: bytes, as base64; for ``add`` a decimal number.
-        expected: for ``compare_set``, as base64.
-        timeout_s: for ``get`` and ``wait``.
+        keys: one key; several for ``wait`` and ``check``.
+        value: the value, as base64; for ``add`` a decimal number.
+        expected: the expected value for ``compare_set``, as base64.
+        timeout_s: the longest wait of ``get`` and ``wait``, in seconds.
     """
 
     kind: Literal["store"] = "store"
@@ -350,7 +350,7 @@ class Removed(Message):
     """This worker takes part no more, and ends.
 
     Attributes:
-        reason: for people.
+        reason: the reason, for people.
         preempted: whether the job is to go on later: the last members to leave write a checkpoint.
     """
 
@@ -363,7 +363,7 @@ class Refused(Message):
     """The answer to a message that cannot be served; the connection is closed.
 
     Attributes:
-        reason: for people.
+        reason: the reason, for people.
     """
 
     kind: Literal["refused"] = "refused"
@@ -377,7 +377,7 @@ class JobOver(Message):
         digest: the weights' digest; empty if the job is not done.
         main: the worker of rank 0, if the job is done. The worker may be gone by now.
         finished: the workers that have the complete result, if the job is done.
-        reason: for people.
+        reason: the reason, for people.
         preempted: whether it is to go on later; to an agent that leaves a job that goes on without it, too.
     """
 
@@ -394,7 +394,7 @@ class StoreReply(Message):
 
     Attributes:
         id: the request's number.
-        value: as base64; a decimal number for ``add``; ``1`` or ``0`` for ``check`` and ``delete``.
+        value: the value, as base64; a decimal number for ``add``; ``1`` or ``0`` for ``check`` and ``delete``.
         error: an error message for people; empty if the request succeeded.
     """
 
@@ -463,7 +463,7 @@ class LeftOut(Message):
     """Workers of this host take no part, since they and others could not connect.
 
     Attributes:
-        reason: for people; empty if they can take part again.
+        reason: the reason, for people; empty if they can take part again.
     """
 
     kind: Literal["left_out"] = "left_out"

@@ -44,29 +44,29 @@ class Inside:
     """The parts of a run, for the run itself and for fault injection; scripts leave them alone.
 
     Attributes:
-        job: that is trained.
-        device: where this worker computes.
-        membership: who trains.
-        folder: of the run.
-        ending: of the run on this worker.
-        trained: models, optimizers, position: the state.
-        checkpoints: of the state.
-        integrity: what is known of older states.
-        exact: computes steps after which all workers have the same weights.
-        steps: who computes now.
+        job: the job to train.
+        device: the device on which this worker computes.
+        membership: the members of the job.
+        folder: the run folder.
+        ending: the end of the run on this worker.
+        trained: the state of the run: models, optimizers, position.
+        checkpoints: the checkpoints of the run.
+        integrity: the record of verified states.
+        exact: the step computer after whose steps all workers have the same weights.
+        steps: the present step computer.
         collectives: the collective calls.
-        recovery: goes on when workers come and go.
-        snapshots: takes the state.
-        synchronisation: gets workers the same weights.
-        verification: compares the state.
-        policy_runner: asks policies.
-        loop: carries loops out.
-        first_weights: with which the training begins.
-        evaluator: evaluates beside training.
-        listeners: who is told what happens.
-        metrics: the line of the step that is under way.
-        callbacks: what the script wants to have called.
-        results: what ``result.json`` says.
+        recovery: the recovery when workers come and go.
+        snapshots: the writer of checkpoints.
+        synchronisation: the synchronisation of workers that have weights of their own.
+        verification: the comparison of the state between steps.
+        policy_runner: the runner of policies.
+        loop: the loops over data sets.
+        first_weights: the weights with which the training begins.
+        evaluator: the evaluation between steps.
+        listeners: the run's listeners.
+        metrics: the writer of ``metrics.jsonl``.
+        callbacks: the callbacks of the script and of plugins.
+        results: the writer of ``result.json``.
     """
 
     job: Job

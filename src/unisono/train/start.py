@@ -112,45 +112,46 @@ def init(
     srun. An argument goes before the environment, the environment before the default.
 
     Args:
-        batch_size: samples in one global batch, shared by all workers.
-        seed: of every random stream.
-        shards: slices of the global batch, and the most workers the job can use; by default the largest power of
-            two up to 8 that leaves 16 samples per shard. The bits of the weights depend on it.
-        threads: torch threads per worker; by default 1. The bits depend on it.
+        batch_size: the number of samples in one global batch, shared by all workers.
+        seed: the seed of every random stream.
+        shards: the number of slices of the global batch, and the most workers the job can use; by default the largest
+            power of two up to 8 that leaves 16 samples per shard. The bits of the weights depend on it.
+        threads: the number of torch threads per worker; by default 1. The bits depend on it.
         reduction: ``exact``, or ``native`` for the backend's own all-reduce with its own order of additions.
         precision: ``bf16`` runs forward passes under autocast.
         compression: ``bf16`` sends gradients as bfloat16, rounded at every node of the summation tree, so that the bits
             still do not depend on the number of workers.
-        bucket_mb: gradients are reduced in buckets of about this many MiB.
-        deterministic: refuse operations that have no deterministic version.
-        on_nan: a loss that is NaN or infinite stops the job, or skips the step.
-        device: where to compute; by default the GPU of the worker's local rank if there is one, else the CPU.
-        transport: how workers exchange gradients; decides no bit. By default ``shared_memory`` between workers of one
-            host on CPUs, else ``process_group`` (Gloo or NCCL).
+        bucket_mb: the size of the buckets in which gradients are reduced, in MiB.
+        deterministic: whether to refuse operations that have no deterministic version.
+        on_nan: the reaction to a loss that is NaN or infinite: ``stop`` the job or ``skip`` the step.
+        device: the device; by default the GPU of the worker's local rank if there is one, else the CPU.
+        transport: the transport of gradients between workers; decides no bit. By default ``shared_memory`` between
+            workers of one host on CPUs, else ``process_group`` (Gloo or NCCL).
         topology: the way of the partial sums over a process group: ``direct``, ``ring``, ``tree`` or ``star``; decides
             no bit. By default ``auto``, which measures them when the workers have met.
-        overlap: reduce gradients while the backward pass is still under way. Decides no bit. By default wherever that
-            saves time: not over shared memory when the workers' threads keep all cores busy.
-        shard_optimizer: the workers of one host share their parameters and split the update and the optimizer's state
-            (default: no). Decides no bit.
+        overlap: whether to reduce gradients while the backward pass is still under way. Decides no bit. By default
+            wherever that saves time: not over shared memory when the workers' threads keep all cores busy.
+        shard_optimizer: whether the workers of one host share their parameters and split the update and the optimizer's
+            state (default: no). Decides no bit.
         run_dir: the run folder; one that holds checkpoints of the same job is resumed. By default a new one
             under ``runs/``.
-        checkpoint_every: steps between automatic checkpoints; by default none are written.
-        keep: how many checkpoints stay.
-        allow_job_change: resume although settings differ.
-        failure_timeout_s: how long, in seconds, a worker may be silent, or come no further while others wait for it,
+        checkpoint_every: the number of steps between automatic checkpoints; by default none are written.
+        keep: the number of checkpoints that stay.
+        allow_job_change: whether to resume although settings differ.
+        failure_timeout_s: the seconds for which a worker may be silent, or come no further while others wait for it,
             before it is given up.
-        verify_every: steps between comparisons of all workers' whole state, of which a copy is kept to go back to. In
-            every step they compare their weights and buffers (default: 100; 0: neither).
-        checks: how much of the gradients' memory is checked in each step, from where a gradient is taken to the update:
-            ``all``; ``some``, which is all of up to 8 MiB, and as much of larger ones, each part in turn; or ``none``.
-            Decides no bit (default: ``some``).
-        audit: the share of the work that is computed again by another worker and compared bit for bit; a third one says
-            who is wrong. Decides no bit (default: 0).
+        verify_every: the number of steps between comparisons of all workers' whole state, of which a copy is kept to go
+            back to. In every step they compare their weights and buffers (default: 100; 0: neither).
+        checks: the part of the gradients' memory that is checked in each step, from where a gradient is taken to the
+            update: ``all``; ``some``, which is all of up to 8 MiB, and as much of larger ones, each part in turn; or
+            ``none``. Decides no bit (default: ``some``).
+        audit: the share of the work, 0 to 1, that is computed again by another worker and compared bit for bit; a third
+            one says who is wrong. Decides no bit (default: 0).
         balance: ``speed`` gives slower workers fewer shards, in an elastic job. Decides no bit.
-        monitor: steps from one whose gradients' noise is measured to the next; 0 for none. Decides no bit.
-        policies: watch the training, and change batch, learning rate and workers while it runs.
-        strategy: how workers synchronise (default: :class:`~unisono.AllReduce`), as a value or by its name. Only
+        monitor: the number of steps from one whose gradients' noise is measured to the next; 0 for none. Decides no
+            bit.
+        policies: the policies, which watch the training, and change batch, learning rate and workers while it runs.
+        strategy: the synchronisation strategy (default: :class:`~unisono.AllReduce`), as a value or by its name. Only
             all-reduce and the synchronous parameter server are exact.
 
     Raises:

@@ -54,8 +54,8 @@ class Joined:
     """A coordinator that runs elsewhere, for an agent that comes to a job under way.
 
     Attributes:
-        address: of the coordinator.
-        token_file: where workers find the token.
+        address: the coordinator's address.
+        token_file: the file in which workers find the token.
     """
 
     address: Address
@@ -68,9 +68,9 @@ def run_agent(
     """Run the workers of an elastic job on this host to its end. Main thread only.
 
     Args:
-        settings: what to start; must have been checked.
+        settings: the settings of the job, already checked.
         folder: the run folder, opened with ``open_folder``; closed at the end.
-        terminal: where to show the workers' output.
+        terminal: the terminal that shows the workers' output.
         joined: the coordinator of the job, if it is under way; by default one is started, and how the job ended is
             written into the run folder.
 

@@ -35,14 +35,14 @@ class _Worker:
 
 
 class HostWorkers:
-    """Starts and ends them, and tells of their ends.
+    """The workers of a host: starts and ends them, and tells the coordinator of their ends.
 
     Args:
         group: the workers' processes and their output.
         gone: a function that is called when nothing is left to do for a worker; with an error, if that is a bug.
 
     Attributes:
-        exits: how workers have ended so far.
+        exits: the ends of workers so far.
         ended: the same, as the coordinator is told.
     """
 

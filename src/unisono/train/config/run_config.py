@@ -179,8 +179,8 @@ class StrategyConstraints:
         """Refuse a strategy that cannot be.
 
         Args:
-            strategy: that is to be used.
-            workers: that there are; None where that may change.
+            strategy: the strategy to use.
+            workers: the number of workers; None where that may change.
 
         Raises:
             JobError: says what to change.

@@ -45,13 +45,13 @@ class Integrity:
     Whatever is decided in a collective call is returned as a :data:`Note`, and is set in the call's change.
 
     Args:
-        trained: what is compared and kept.
-        copies: of this worker, to go back to.
-        every: steps from one comparison of the whole state to the next; None for no comparisons at all.
+        trained: the state of the run.
+        copies: this worker's copies of states, to go back to.
+        every: the number of steps between comparisons of the whole state; None for no comparisons at all.
         audits: whether a state counts as right only when every worker was audited after it.
 
     Attributes:
-        known: what is known of the states so far.
+        known: the record of the states so far.
     """
 
     def __init__(self, trained: Trained, copies: StateCopies, every: int | None, *, audits: bool = False) -> None:
@@ -111,10 +111,10 @@ class Integrity:
         """What audits of a call came to.
 
         Args:
-            findings: of the call.
+            findings: the results of the call's audits.
             computing: all ranks that compute.
-            why: for people: a worker computes wrongly, nobody knows since when, so the run goes back to a state that
-                audits have confirmed. Empty if none does.
+            why: the reason, for people, to go back to a state that audits have confirmed: a worker computes wrongly,
+                nobody knows since when. Empty if none does.
 
         Raises:
             MemoryFault: there is no such state.
@@ -192,8 +192,8 @@ class Integrity:
         """This worker alone has the newest state, and hands it to others: what it has decided goes with it.
 
         Args:
-            step: that is under way, or comes next.
-            digests: of the state. Where all have agreed on them, there is nothing to suspect.
+            step: the number of the present step, or of the next one.
+            digests: the digests of the state. Where all have agreed on them, there is nothing to suspect.
         """
         agreed = self.known.agreed(step)
         if self.known.right is not None and (agreed is None or list(agreed.values()) != list(digests)):
@@ -221,7 +221,7 @@ class Integrity:
 
         Args:
             place: the first call whose result is not to be believed; what went before was right.
-            why: for people.
+            why: the reason, for people.
             is_fault: whether anything wrong was seen.
         """
 
@@ -248,9 +248,9 @@ class Integrity:
 
         Args:
             place: the first call whose result is not to be believed.
-            why: for people.
-            found_at: where it was found.
-            said: what was found there. The same there once more is no flipped bit.
+            why: the reason, for people.
+            found_at: the place where it was found.
+            said: the findings there. The same there once more is no flipped bit.
             is_flip: whether a worker has found it in its own memory.
         """
         if self.known.wrong.get(found_at) == said:
