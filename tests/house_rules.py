@@ -6,11 +6,13 @@ through a room above. An import counts wherever it stands: at the top, inside a 
 """
 
 import ast
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 ROWS: tuple[tuple[str, ...], ...] = (
@@ -71,6 +73,10 @@ PICKLING_COLLECTIVES = frozenset(
 LONGEST_FUNCTION = 60
 RUN = "unisono.train.run"
 LONGEST_RUN, MOST_IMPORTS_OF_RUN = 350, 25
+FRAGMENT = re.compile(
+    r"(?:as|by|for|how|likewise|of|over|that|to|told|when|where|which|who|whose|with)\b", re.IGNORECASE
+)
+"""How a description begins that cannot be read without the name before it."""
 NAMELESS = frozenset({"util", "utils", "helper", "helpers", "misc"})
 
 
@@ -387,6 +393,29 @@ def naming(house: House) -> Iterator[Breach]:
             yield Breach(source.path, node.lineno, "names", f"{node.name}: say what it does, not that it manages")
 
 
+def described_by_nouns(house: House) -> Iterator[Breach]:
+    """An argument or an attribute is described by a noun: "the job to train", not "that is trained"."""
+    for source, node in _walk(house):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for line, name, words in _descriptions(node):
+            if FRAGMENT.match(words):
+                yield Breach(source.path, line, "nouns", f"{name}: {words!r} begins in the middle of a sentence")
+
+
+def _descriptions(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[int, str, str]]:
+    """The line, name and text of everything under ``Args:`` and ``Attributes:``."""
+    found = re.split(r"^ *(?:Args|Attributes):$", ast.get_docstring(node, clean=False) or "", flags=re.MULTILINE)
+    line = node.body[0].lineno
+    for before, section in pairwise(found):
+        line += before.count("\n")
+        entries = section.partition("\n\n")[0]
+        margin = re.match(r"\n( *)", entries)
+        if margin is not None:
+            for entry in re.finditer(rf"^{margin[1]}(\w+): (.*)$", entries, re.MULTILINE):
+                yield line + entries[: entry.start()].count("\n"), entry[1], entry[2]
+
+
 def small_run(house: House) -> Iterator[Breach]:
     """A run has the public verbs; those that do the work are made in ``train/assembly.py``."""
     for source in house:
@@ -448,6 +477,7 @@ RULES: tuple[Callable[[House], Iterator[Breach]], ...] = (
     no_code_from_text,
     json_in_one_place,
     naming,
+    described_by_nouns,
     small_run,
     made_whole,
 )

@@ -306,6 +306,26 @@ def test_nothing_is_a_manager(house: Build) -> None:
     assert breach.startswith("job.py:1: names: RunManager")
 
 
+def test_a_description_that_begins_in_the_middle_of_a_sentence_is_found(house: Build) -> None:
+    text = """class Run:
+    \'\'\'A run.
+
+    Args:
+        job: that is trained.
+        device: the device that computes,
+            by default the CPU.
+
+    Attributes:
+        job: The job.
+        folder: of the run.
+    \'\'\'
+"""
+
+    messages = found(house_rules.described_by_nouns, house(job=text.replace("'''", '"""')))
+
+    assert [message.partition(": '")[0] for message in messages] == ["job.py:5: nouns: job", "job.py:11: nouns: folder"]
+
+
 @pytest.mark.parametrize(("lines", "imports", "breaches"), [(350, 25, 0), (351, 25, 1), (350, 26, 1)])
 def test_a_run_is_small(house: Build, lines: int, imports: int, breaches: int) -> None:
     text = "\n".join(["import torch"] * imports + ["x = 1"] * (lines - imports))

@@ -76,7 +76,7 @@ class Writer:
         folder: the run folder.
         turn: this worker's present turn.
         away: why the job may go on without this worker; empty if it cannot.
-        placing_s: how long another process may be in the middle of putting something in place.
+        placing_s: the longest wait for another process that is putting something in place, in seconds.
 
     Attributes:
         is_superseded: whether it has been found that others write there.

@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
         token: the token that clients need.
         names: the ``name:port`` under which they know this address.
         tls: uvicorn's options for it; empty for none.
-        limits: of each connection, and of all together.
+        limits: the limits of each connection, and of all together.
     """
 
     error: BaseException | None = None

@@ -51,12 +51,12 @@ class Elastic(Membership):
     wakes the main thread.
 
     Args:
-        call: opens the connection to the coordinator.
-        hello: who this worker is.
-        form: connects the workers of a generation.
-        timeout_s: how long to wait for other workers and for the coordinator.
-        probe: finds out which hosts of a generation are not reached; None if nobody needs to know.
-        silence_s: after so long without the coordinator the job may soon go on without this worker.
+        call: a function that opens the connection to the coordinator.
+        hello: this worker's first message, which says who it is.
+        form: a function that connects the workers of a generation.
+        timeout_s: the longest wait for other workers and for the coordinator, in seconds.
+        probe: a function that probes the hosts of a generation; None if nobody needs to know.
+        silence_s: the seconds without the coordinator after which the job may soon go on without this worker.
         publisher: makes values known to those who join later, once it knows how to ask the coordinator.
 
     Raises:

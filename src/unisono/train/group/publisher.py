@@ -89,7 +89,8 @@ class Backlog:
     coordinator wants to know the :meth:`next` request, and says what was :meth:`answered`.
 
     Args:
-        many: how many values are kept before it is asked which of them are there, and asked for at once.
+        many: the number of kept values after which the coordinator is asked which of them it has; also the most keys
+            of one request.
     """
 
     def __init__(self, many: int = MANY) -> None:
@@ -163,7 +164,7 @@ class Publisher:
     Args:
         ask: the coordinator's store.
         again_s: the pause after a question that was not answered, or values that are not yet there.
-        many: as of :class:`Backlog`.
+        many: the number of values, as in :class:`Backlog`.
     """
 
     def __init__(self, ask: Ask, again_s: float = AGAIN_S, many: int = MANY) -> None:
