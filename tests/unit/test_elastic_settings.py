@@ -7,10 +7,10 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.launch.command import ElasticSeat, elastic_command, elastic_dry_run, worker_command
 from unisono.launch.elastic.coordinator_process import Listening, server_command
-from unisono.launch.elastic.elastic import ElasticSettings, Range, at_the_end, telling, verdict_of
+from unisono.launch.elastic.elastic import ElasticSettings, Range, at_the_end, conclusion_of, telling
 from unisono.launch.ending.failure import Failure, exit_code, note_end
 from unisono.launch.ending.outcome import Outcome, WorkerExit
-from unisono.launch.ending.result import End, open_folder, report, with_faults
+from unisono.launch.ending.result import JobEnd, open_folder, report, with_faults
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import called, label, number
 from unisono.membership import server
@@ -133,7 +133,7 @@ def raised(worker: str, time: float) -> WorkerExit:
 def test_an_old_loss_does_not_end_a_job_that_has_survived_it() -> None:
     exits = [exited("w1", -9, 10.0), raised("w2", 20.0), raised("w3", 20.1)]
     assert [each.rank for each in telling(exits)] == ["w2", "w3"]
-    outcome = Outcome(telling(exits), 3, "a", 1.0, verdict=verdict_of(JobOver(reason="it failed")))
+    outcome = Outcome(telling(exits), 3, "a", 1.0, conclusion=conclusion_of(JobOver(reason="it failed")))
     assert outcome.cause is not None
     assert (outcome.cause.rank, outcome.exit_code) == ("w2", 1)
 
@@ -153,14 +153,14 @@ def test_whoever_was_told_to_end_has_not_ended_the_job() -> None:
 )
 def test_without_a_failure_on_this_host_the_coordinator_has_the_last_word(over: JobOver, code: int, words: str) -> None:
     for interrupted in (None, signal.SIGTERM):
-        outcome = Outcome((), 3, "a", 1.0, interrupted, verdict_of(over))
+        outcome = Outcome((), 3, "a", 1.0, interrupted, conclusion_of(over))
         assert outcome.exit_code == code
         assert words in outcome.summary()
 
 
 def test_the_digest_is_known_here_though_the_main_worker_wrote_it_elsewhere(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    End.of(Outcome((), 3, "a", 1.0, verdict=verdict_of(JobOver(digest="abc")), digest="abc")).write(folder)
+    JobEnd.of(Outcome((), 3, "a", 1.0, conclusion=conclusion_of(JobOver(digest="abc")), digest="abc")).write(folder)
     assert folder.read_result() == {
         "weights_sha256": "abc",
         "steps": None,
@@ -197,7 +197,7 @@ KILLED = -signal.SIGKILL
     ],
 )
 def test_after_the_end_errors_count_and_so_does_the_loss_of_the_main_worker(exits: list[WorkerExit], code: int) -> None:
-    outcome = Outcome(at_the_end(exits, OVER), 3, "a", 1.0, verdict=verdict_of(OVER), digest=OVER.digest)
+    outcome = Outcome(at_the_end(exits, OVER), 3, "a", 1.0, conclusion=conclusion_of(OVER), digest=OVER.digest)
     assert outcome.exit_code == code
     assert ("training was complete" in outcome.summary()) == (code != 0)
 
@@ -208,9 +208,9 @@ def test_exit_code_result_and_words_say_the_same_of_a_main_worker_that_was_kille
     folder.journal("fault", number=7, kind="kill", step=8, rank=0, pid=4711)
     killed = exited("w1", KILLED, pid=4711)
     exits = with_faults(at_the_end([killed], OVER), folder)
-    outcome = Outcome(exits, 3, "a", 1.0, verdict=verdict_of(OVER), digest=OVER.digest)
+    outcome = Outcome(exits, 3, "a", 1.0, conclusion=conclusion_of(OVER), digest=OVER.digest)
     words = "worker w1 on host a was killed by SIGKILL: injected fault 7 (kill), at step 8; training was complete"
-    End.of(outcome).write(folder)
+    JobEnd.of(outcome).write(folder)
     result = folder.read_result()
     assert result is not None
     assert (result["weights_sha256"], result["steps"], result["exit_code"]) == ("abc", 9, 137)

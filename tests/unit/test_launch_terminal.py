@@ -9,7 +9,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import Outcome, WorkerExit
-from unisono.launch.ending.result import End, in_a_line, open_folder, report
+from unisono.launch.ending.result import JobEnd, in_a_line, open_folder, report
 from unisono.launch.terminal.terminal import SilentTerminal, Terminal
 
 pytestmark = pytest.mark.unit
@@ -118,7 +118,7 @@ def result(folder: Path) -> dict[str, object]:
 
 
 def test_the_launcher_writes_the_result_that_no_worker_wrote(tmp_path: Path) -> None:
-    End(137, {"message": "killed"}, workers=2, seconds=1.5).write(RunFolder(tmp_path))
+    JobEnd(137, {"message": "killed"}, workers=2, seconds=1.5).write(RunFolder(tmp_path))
     assert result(tmp_path) == {
         "weights_sha256": None,
         "steps": None,
@@ -136,20 +136,20 @@ def test_the_launcher_writes_the_result_that_no_worker_wrote(tmp_path: Path) -> 
 
 def test_the_main_workers_result_stands_if_the_job_ended_as_it_says(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text('{"exit_code": 0, "steps": 9}')
-    End(0, None, workers=2, seconds=1.5).write(RunFolder(tmp_path))
+    JobEnd(0, None, workers=2, seconds=1.5).write(RunFolder(tmp_path))
     assert result(tmp_path) == {"exit_code": 0, "steps": 9}
 
 
 def test_a_job_that_failed_after_its_main_worker_was_done_says_both(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text('{"exit_code": 0, "steps": 9, "world_size": 2, "error": null}')
-    End(1, {"message": "boom"}, workers=2, seconds=1.5).write(RunFolder(tmp_path))
+    JobEnd(1, {"message": "boom"}, workers=2, seconds=1.5).write(RunFolder(tmp_path))
     found = result(tmp_path)
     assert (found["steps"], found["exit_code"], found["error"]) == (9, 1, {"message": "boom"})
 
 
 def test_a_result_that_is_no_json_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text("{")
-    End(0, None, workers=1, seconds=0.1).write(RunFolder(tmp_path))
+    JobEnd(0, None, workers=1, seconds=0.1).write(RunFolder(tmp_path))
     assert result(tmp_path)["exit_code"] == 0
 
 

@@ -16,7 +16,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore, Snapshot
 from unisono.checkpoint.writer import Turn, Writer
 from unisono.errors import LaunchError, Superseded, UnisonoWarning
-from unisono.launch.ending.result import End, open_folder, write_end
+from unisono.launch.ending.result import JobEnd, open_folder, write_end
 
 pytestmark = pytest.mark.unit
 
@@ -240,7 +240,7 @@ def test_a_launcher_whose_folder_was_taken_over_leaves_the_result_to_the_later_s
             said.append(words)
 
     terminal: Any = Terminal()
-    write_end(folder, End(1, {"message": "gone"}, 2, 1.0), terminal)
+    write_end(folder, JobEnd(1, {"message": "gone"}, 2, 1.0), terminal)
     assert json.loads((tmp_path / "result.json").read_text()) == {"exit_code": 0, "steps": 5}
     assert "process 1 on host b" in said[0]
     folder.close()

@@ -20,7 +20,7 @@ from unisono.host.guard import kill_group
 from unisono.host.memory import LOOK_S, offer, peak_mib
 from unisono.launch.command import RendezvousSocket, elastic_command, worker_command
 from unisono.launch.ending.outcome import Blame, Outcome, WorkerExit
-from unisono.launch.ending.result import End, conclude, digest_in, with_faults, write_end
+from unisono.launch.ending.result import JobEnd, conclude, digest_in, with_faults, write_end
 from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.output import WorkerOutput
@@ -74,7 +74,9 @@ class Launcher:
         try:
             return conclude(folder, self._runner.run(self._run(settings, folder, terminal)), terminal)
         except LaunchError as error:
-            write_end(folder, End(1, {"message": str(error)}, settings.workers, time.monotonic() - started), terminal)
+            write_end(
+                folder, JobEnd(1, {"message": str(error)}, settings.workers, time.monotonic() - started), terminal
+            )
             raise
         finally:
             folder.close()

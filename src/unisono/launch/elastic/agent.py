@@ -19,11 +19,11 @@ from unisono.errors import LaunchError
 from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.coordinator_line import CoordinatorLine, Probes
 from unisono.launch.elastic.coordinator_process import CoordinatorProcess, invitation
-from unisono.launch.elastic.elastic import ElasticSettings, at_the_end, telling, verdict_of
+from unisono.launch.elastic.elastic import ElasticSettings, at_the_end, conclusion_of, telling
 from unisono.launch.elastic.host_workers import HostWorkers
 from unisono.launch.elastic.starter import JobContext, Starter
 from unisono.launch.ending.outcome import COMPLETE, Outcome, WorkerExit, describe
-from unisono.launch.ending.result import End, conclude, with_faults, write_end
+from unisono.launch.ending.result import JobEnd, conclude, with_faults, write_end
 from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.worker_group import WorkerGroup
 from unisono.membership.messages import (
@@ -84,7 +84,7 @@ def run_agent(
         return conclude(folder, outcome, terminal) if joined is None else outcome
     except LaunchError as error:
         if joined is None:
-            end = End(1, {"message": str(error)}, settings.workers.largest, time.monotonic() - started)
+            end = JobEnd(1, {"message": str(error)}, settings.workers.largest, time.monotonic() - started)
             write_end(folder, end, terminal)
         raise
     finally:
@@ -285,7 +285,7 @@ class Agent:
             host=socket.gethostname(),
             seconds=seconds,
             interrupted=self._interrupted,
-            verdict=None if over is None or is_cut else verdict_of(over),
+            conclusion=None if over is None or is_cut else conclusion_of(over),
             digest="" if over is None else over.digest,
         )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from unisono.errors import PREEMPTED, JobError
 from unisono.launch.elastic.entrance import Entrance
-from unisono.launch.ending.outcome import Blame, Verdict, WorkerExit
+from unisono.launch.ending.outcome import Blame, JobConclusion, WorkerExit
 from unisono.launch.settings import LaunchSettings
 from unisono.received import LONGEST_S
 
@@ -108,11 +108,11 @@ class ElasticSettings:
         self.launch.check()
 
 
-def verdict_of(over: JobOver) -> Verdict:
+def conclusion_of(over: JobOver) -> JobConclusion:
     """How the launcher ends when the coordinator says that the job is over, and no worker of this host is to blame."""
     if over.digest:
-        return Verdict(0, over.reason)
-    return Verdict(PREEMPTED if over.preempted else 1, over.reason)
+        return JobConclusion(0, over.reason)
+    return JobConclusion(PREEMPTED if over.preempted else 1, over.reason)
 
 
 def at_the_end(exits: Sequence[WorkerExit], over: JobOver) -> tuple[WorkerExit, ...]:

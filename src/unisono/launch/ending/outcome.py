@@ -104,7 +104,7 @@ class WorkerExit:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class JobConclusion:
     """The end of a job, where no worker of this host is to blame.
 
     Attributes:
@@ -126,8 +126,8 @@ class Outcome:
         host: the name of the host.
         seconds: the duration of the job, in seconds.
         interrupted: the first signal that the launcher got, if any.
-        verdict: the end of the job as the coordinator of an elastic job decided it; None if nobody but this launcher
-            decides.
+        conclusion: the end of the job where the workers' exits do not decide it, such as the coordinator's word for an
+            elastic job; else None.
         digest: the digest of the weights, if training is complete, whatever came after it.
     """
 
@@ -136,7 +136,7 @@ class Outcome:
     host: str
     seconds: float
     interrupted: int | None = None
-    verdict: Verdict | None = None
+    conclusion: JobConclusion | None = None
     digest: str = ""
 
     @property
@@ -150,8 +150,8 @@ class Outcome:
         cause, codes = self.cause, {each.code for each in self.exits}
         if cause is not None and self._is_to_blame(cause):
             return cause.shell_code
-        if self.verdict is not None:
-            return self.verdict.exit_code
+        if self.conclusion is not None:
+            return self.conclusion.exit_code
         if codes and codes <= {0, PREEMPTED}:
             return max(codes)
         return FIRST_SIGNAL + self.interrupted if self.interrupted is not None else 1
@@ -181,8 +181,8 @@ class Outcome:
             return f"{self.workers} workers done in {self.seconds:.1f} s"
         if code == PREEMPTED:
             return "left with a checkpoint: start it again with the same --run-dir to go on"
-        if self.verdict is not None and (cause is None or not self._is_to_blame(cause)):
-            return self.verdict.reason
+        if self.conclusion is not None and (cause is None or not self._is_to_blame(cause)):
+            return self.conclusion.reason
         if self.interrupted is not None and (cause is None or not self._is_to_blame(cause)):
             return f"ended by {signal.Signals(self.interrupted).name}"
         assert cause is not None, "an exit code other than 0 has a cause"

@@ -9,7 +9,7 @@ from typing import Any
 from unisono.checkpoint.folder import RunFolder, new_run_folder
 from unisono.errors import JobError, Superseded, Unreadable
 from unisono.jsonl import read_lines
-from unisono.launch.ending.outcome import COMPLETE, Blame, Outcome, Verdict, WorkerExit, describe
+from unisono.launch.ending.outcome import COMPLETE, Blame, JobConclusion, Outcome, WorkerExit, describe
 from unisono.launch.terminal.terminal import Terminal, called
 
 # The last words of a launcher: what went wrong, and where to look.
@@ -132,7 +132,7 @@ def open_folder(wanted: Path | None, stem: str) -> RunFolder:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class JobEnd:
     """The end of a job, as its launcher knows it.
 
     Attributes:
@@ -150,7 +150,7 @@ class End:
     digest: str = ""
 
     @classmethod
-    def of(cls, outcome: Outcome) -> "End":
+    def of(cls, outcome: Outcome) -> "JobEnd":
         """The end of a job that was started."""
         return cls(outcome.exit_code, outcome.error, outcome.workers, outcome.seconds, outcome.digest)
 
@@ -182,14 +182,14 @@ def conclude(folder: RunFolder, outcome: Outcome, terminal: Terminal) -> Outcome
     Returns:
         the outcome; a job that ended well and cannot say so has failed, since a reader of ``result.json`` cannot know.
     """
-    unwritten = write_end(folder, End.of(outcome), terminal)
+    unwritten = write_end(folder, JobEnd.of(outcome), terminal)
     if not unwritten or outcome.exit_code != 0:
         return outcome
     weights = f": weights sha256 {outcome.digest}" if outcome.digest else ""
-    return replace(outcome, verdict=Verdict(1, f"{COMPLETE}{weights}; but {unwritten}"))
+    return replace(outcome, conclusion=JobConclusion(1, f"{COMPLETE}{weights}; but {unwritten}"))
 
 
-def write_end(folder: RunFolder, end: End, terminal: Terminal) -> str:
+def write_end(folder: RunFolder, end: JobEnd, terminal: Terminal) -> str:
     """Write a job's end into its run folder; if that cannot be done, say why not.
 
     Returns:

@@ -36,7 +36,7 @@ LOOKS = 4
 Form = Callable[[Generation, Rendezvous], Workers]
 """Connects the workers of a generation."""
 
-Call = Callable[[Callable[[messages.ToWorker], None]], Line]
+OpenLine = Callable[[Callable[[messages.ToWorker], None]], Line]
 """Opens the connection to the coordinator, whose messages go to the argument."""
 
 Probe = Callable[[Sequence[messages.Target], Tell], Probing]
@@ -67,7 +67,7 @@ class Elastic(Membership):
 
     def __init__(
         self,
-        call: Call,
+        call: OpenLine,
         hello: messages.WorkerHello,
         form: Form,
         timeout_s: float,
