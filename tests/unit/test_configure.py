@@ -18,6 +18,7 @@ from unisono.sync.averaging import DiLoCo, LocalSGD
 from unisono.sync.strategy import AllReduce
 from unisono.train.config.configure import configure
 from unisono.train.config.run_config import CoordinatorAccess, RunConfig
+from unisono.train.start import HOST_PROCESS, HostProcess
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 
@@ -105,11 +106,14 @@ def test_the_later_runs_of_a_script_go_inside_of_the_launchers_folder() -> None:
 def test_what_is_refused_does_not_count_as_a_run(
     start: Callable[..., unisono.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.train.start._jobs", [])
     monkeypatch.setenv("UNISONO_RUN_DIR", str(tmp_path / "launched"))
-    with pytest.raises(JobError):
-        start(run_dir=None, batch_size=0)
-    assert [start(run_dir=None).dir for _ in range(2)] == [tmp_path / "launched", tmp_path / "launched/run-2"]
+    before = HOST_PROCESS.set(HostProcess())
+    try:
+        with pytest.raises(JobError):
+            start(run_dir=None, batch_size=0)
+        assert [start(run_dir=None).dir for _ in range(2)] == [tmp_path / "launched", tmp_path / "launched/run-2"]
+    finally:
+        HOST_PROCESS.reset(before)
 
 
 def test_the_launcher_holds_its_folder_and_what_is_in_it() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import house_rules
 from house_rules import ROWS, RULES, SUB_ROWS, Breach, House
+from replaced import REASONS, replaced
 
 pytestmark = pytest.mark.unit
 
@@ -354,6 +355,32 @@ def test_states_change_and_own_parts_are_made_whenever_it_is_time(house: Build, 
     text = f"class Run:\n    progress: int\n    def f(self, state):\n        {line}"
 
     assert found(house_rules.made_whole, house(job=text)) == []
+
+
+def test_tests_replace_nothing_of_ours_but_what_is_listed_with_its_reason() -> None:
+    assert replaced(Path(__file__).parents[1]) == {file: set(names) for file, names in REASONS.items()}
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ('patch.setattr("unisono.job.LARGEST", 1)', ["unisono.job.LARGEST"]),
+        ('patch.setattr(job, "LARGEST", 1)', ["job.LARGEST"]),
+        ('patch.setattr(Job.kind, "of", 1)', ["Job.kind.of"]),
+        ('patch.setattr(mine, "of", 1)', ["mine.of"]),
+        ('patch.setattr(helpers, "of", 1)', ["helpers.of"]),
+        ('patch.setattr(os, "fsync", 1)', []),
+        ('patch.setattr(torch.cuda, "is_available", 1)', []),
+        ('patch.setattr("platform.libc_ver", 1)', []),
+    ],
+)
+def test_what_a_test_replaces_is_found(line: str, names: list[str], tmp_path: Path) -> None:
+    imports = "import os\nimport torch.cuda\nimport helpers\nfrom unisono import job\nfrom unisono.job import Job\n"
+    (tmp_path / "unit").mkdir()
+    (tmp_path / "helpers.py").write_text("")
+    (tmp_path / "unit" / "test_x.py").write_text(f"{imports}def test(patch, mine):\n    {line}\n")
+
+    assert replaced(tmp_path) == ({"unit/test_x.py": set(names)} if names else {})
 
 
 INSIDE = [
