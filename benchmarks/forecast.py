@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
 
-from unisono.plan.topology import Message, Plan
+from unisono.plan.topology import Plan, Transfer
 
 Way = tuple[int, int]
 """From one worker to another."""
@@ -56,8 +56,8 @@ def forecast(graph: Plan, size: float, latency_s: float, bytes_per_s: float) -> 
 
 def _seconds(graph: Plan, piece: float, latency_s: float, bytes_per_s: float) -> float:
     workers = _Workers(graph)
-    left: dict[Message, float] = defaultdict(lambda: 1.0)  # the share that has yet to be sent
-    under_way: deque[tuple[float, Message]] = deque()  # sent, and there at that time
+    left: dict[Transfer, float] = defaultdict(lambda: 1.0)  # the share that has yet to be sent
+    under_way: deque[tuple[float, Transfer]] = deque()  # sent, and there at that time
     now = 0.0
     while workers.ways or under_way:
         rates = _fair_rates(workers.ways, bytes_per_s)
@@ -84,19 +84,19 @@ class _Workers:
 
     def __init__(self, graph: Plan) -> None:
         self._turns = [deque(graph.turns(rank)) for rank in range(graph.split.workers)]
-        self._here: set[Message | None] = {None}
-        self.ways: dict[Way, deque[Message]] = {}
+        self._here: set[Transfer | None] = {None}
+        self.ways: dict[Way, deque[Transfer]] = {}
         for rank in range(graph.split.workers):
             self._take_turns(rank)
 
-    def sent(self, message: Message) -> None:
+    def sent(self, message: Transfer) -> None:
         """The next one on this way comes to its time."""
         way = message.sender, message.receiver
         self.ways[way].popleft()
         if not self.ways[way]:
             del self.ways[way]
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: Transfer) -> None:
         """It is there."""
         self._here.add(message)
         self._take_turns(message.receiver)

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
-from unisono.launch.forkserver.request import Request
+from unisono.launch.forkserver.request import WorkerRequest
 from unisono.launch.forkserver.warm_start import WarmStart
 
 ROUNDS = 9
@@ -40,7 +40,7 @@ async def warm(rounds: int, folder: Path) -> tuple[float, list[float]]:
 async def _warm_one(fork_server: WarmStart, folder: Path) -> float:
     reading, writing = os.pipe()
     began = perf_counter()
-    worker = await fork_server.start(Request(("script.py",), {}, str(folder)), writing, 2)
+    worker = await fork_server.start(WorkerRequest(("script.py",), {}, str(folder)), writing, 2)
     os.close(writing)
     await asyncio.to_thread(os.read, reading, 1)
     took = perf_counter() - began

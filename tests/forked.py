@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from unisono.launch.forkserver.request import Request
+from unisono.launch.forkserver.request import WorkerRequest
 from unisono.launch.forkserver.warm_start import WarmStart, WarmWorker
 
 PATIENCE_S = 60.0
@@ -28,7 +28,7 @@ class Host:
         self._number += 1
         out, err = (self.folder / f"{name}-{self._number}" for name in ("out", "err"))
         with out.open("wb") as writes_out, err.open("wb") as writes_err:
-            request = Request(argv, variables, str(self.folder))
+            request = WorkerRequest(argv, variables, str(self.folder))
             worker = await self.warm.start(request, writes_out.fileno(), writes_err.fileno())
         return Started(worker, out, err)
 
@@ -85,12 +85,12 @@ def cold(folder: Path, *argv: str, **variables: str) -> Ended:
 OPENS = """
 import asyncio, os
 from pathlib import Path
-from unisono.launch.forkserver.request import Request
+from unisono.launch.forkserver.request import WorkerRequest
 from unisono.launch.forkserver.warm_start import WarmStart
 
 async def main():
     warm = await WarmStart.open(os.environ, Path("log"))
-    worker = await warm.start(Request(("wait.py",), {}, os.getcwd()), 1, 2)
+    worker = await warm.start(WorkerRequest(("wait.py",), {}, os.getcwd()), 1, 2)
     print(warm.pid, worker.pid, flush=True)
     await worker.wait()
 

@@ -14,7 +14,7 @@ from side_by_side import side_by_side
 from unisono.data.streams import generators_kept
 from unisono.errors import MemoryFault
 from unisono.job import Job
-from unisono.plan.audits import Finding, audited, auditors, judged
+from unisono.plan.audits import AuditResult, audited, auditors, judged
 from unisono.plan.batches import Batch
 from unisono.testing.flip import flip
 from unisono.train.config.run_config import Execution
@@ -49,19 +49,19 @@ def test_three_different_workers_have_to_do_with_an_audit_where_there_are_three(
 @pytest.mark.parametrize(
     ("results", "expected"),
     [
-        ({0: ["a"], 1: ["a"]}, Finding(4, frozenset((0, 1)), is_clean=True)),
+        ({0: ["a"], 1: ["a"]}, AuditResult(4, frozenset((0, 1)), is_clean=True)),
         ({0: ["a"], 1: ["b"]}, None),
-        ({0: ["b", "b"], 1: ["a", "a"], 2: ["a"]}, Finding(4, frozenset((1, 2)), 0)),
-        ({0: ["a", "a"], 1: ["b", "b"], 2: ["a"]}, Finding(4, frozenset((0, 2)), 1)),
-        ({0: ["b", "a"], 1: ["a", "a"], 2: ["a"]}, Finding(4, frozenset((1, 2)), 0, is_transient=True)),
-        ({0: ["b", "a"], 1: ["a", "a"]}, Finding(4, frozenset((1,)), 0, is_transient=True)),
+        ({0: ["b", "b"], 1: ["a", "a"], 2: ["a"]}, AuditResult(4, frozenset((1, 2)), 0)),
+        ({0: ["a", "a"], 1: ["b", "b"], 2: ["a"]}, AuditResult(4, frozenset((0, 2)), 1)),
+        ({0: ["b", "a"], 1: ["a", "a"], 2: ["a"]}, AuditResult(4, frozenset((1, 2)), 0, is_transient=True)),
+        ({0: ["b", "a"], 1: ["a", "a"]}, AuditResult(4, frozenset((1,)), 0, is_transient=True)),
         ({0: ["a", "a"], 1: ["b", "b"]}, None),
-        ({0: ["a", "b", "b"]}, Finding(4, frozenset(), 0, is_transient=True)),
+        ({0: ["a", "b", "b"]}, AuditResult(4, frozenset(), 0, is_transient=True)),
         ({0: ["a", "b", "c"]}, None),
         ({0: ["b", "b"], 1: ["c", "c"], 2: ["a"]}, None),
     ],
 )
-def test_who_is_wrong_is_said_only_where_most_results_agree(results: Any, expected: Finding | None) -> None:
+def test_who_is_wrong_is_said_only_where_most_results_agree(results: Any, expected: AuditResult | None) -> None:
     assert judged(4, results) == expected
 
 
@@ -95,14 +95,14 @@ def loss_fn(model: Any, batch: Tensor) -> Tensor:
 
 def trained(
     workers: Workers, audit: float, wrong: int | None = None, hook: Callable[[Tensor], Tensor] | None = None
-) -> tuple[str, list[list[Finding]]]:
+) -> tuple[str, list[list[AuditResult]]]:
     """The digest of the weights, and what was found in each step."""
     model = copy.deepcopy(NET)
     prepared = Prepared.of(model, [torch.optim.Adam(model.parameters(), lr=0.1)])
     shards = workers.transport.split.shards
-    found: list[list[Finding]] = []
+    found: list[list[AuditResult]] = []
 
-    def note(finding: Finding) -> None:
+    def note(finding: AuditResult) -> None:
         found[-1].append(finding)
 
     engine = StepEngine(

@@ -31,7 +31,7 @@ from unisono.launch.elastic.address import WHERE, address_of
 from unisono.launch.ending.failure import Failure, exit_code
 from unisono.launch.ending.outcome import WorkerExit
 from unisono.launch.ending.result import with_faults
-from unisono.launch.forkserver.request import ForkRequest, Request
+from unisono.launch.forkserver.request import ForkRequest, WorkerRequest
 from unisono.membership.coordinator import Coordinator
 from unisono.membership.keyvalue import KeyValue
 from unisono.membership.state.elastic_config import ElasticConfig
@@ -143,14 +143,17 @@ def test_a_launcher_waits_for_no_pipe_in_place_of_the_note_how_a_script_ended(tm
 
 
 WISH = ForkRequest({"A": "b"}, {"limits": "c"}, ("unisono", "run"), (0, 1, 2, 7), "/", (1, 2))
-REQUEST = Request(("train.py", "--x"), {"A": "b"}, "/")
+REQUEST = WorkerRequest(("train.py", "--x"), {"A": "b"}, "/")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_hostile_wish_or_request_becomes_one_or_an_error(seed: int) -> None:
     for number in range(CASES["requests"]):
         chance = Random(f"requests {seed} {number}")
-        both: list[tuple[Any, Callable[[bytes], Any]]] = [(WISH, ForkRequest.from_json), (REQUEST, Request.from_json)]
+        both: list[tuple[Any, Callable[[bytes], Any]]] = [
+            (WISH, ForkRequest.from_json),
+            (REQUEST, WorkerRequest.from_json),
+        ]
         good, read = chance.choice(both)
         told = hostile.as_text(hostile.changed(chance, json.loads(good.to_json())))
         try:

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from unisono.errors import JobMismatch, UnisonoWarning
-from unisono.plan.audits import Finding
+from unisono.plan.audits import AuditResult
 from unisono.testing.fault import FlippedPlace
 from unisono.testing.flip import flip_in
 from unisono.train.group.control import Flags
@@ -239,7 +239,7 @@ def test_what_is_decided_in_a_call_is_set_in_its_change_and_not_before(start: St
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     integrity, trained = run.inside.integrity, run.inside.trained
     integrity.know(0, trained.capture().digests())
-    finding = Finding(0, frozenset({0}), 1)
+    finding = AuditResult(0, frozenset({0}), 1)
     decisions: list[Callable[[], Callable[[], None]]] = [
         lambda: integrity.judge((1, 0), [Flags(lost=True)])[1],
         lambda: integrity.judge((1, 0), [Flags(digest=1), Flags(digest=2)])[1],

@@ -9,7 +9,7 @@ import pytest
 from measured import line, write
 from unisono.errors import JobError
 from unisono.study.measure.measured_run import measured_run, plain_run, timed_part
-from unisono.study.measure.step_times import StepTimes, step_times
+from unisono.study.measure.step_times import StepBreakdown, step_times
 
 pytestmark = pytest.mark.unit
 
@@ -125,7 +125,7 @@ def test_several_calls_in_a_step_count_as_the_main_workers_whole_time_tells() ->
 
 def test_where_workers_tell_nothing_the_main_worker_does() -> None:
     (found,) = step_times([line(0)])
-    assert found == StepTimes(1.0, 0.1, 0.5, 0.0, 0.2, 0.1)
+    assert found == StepBreakdown(1.0, 0.1, 0.5, 0.0, 0.2, 0.1)
 
 
 def test_a_plain_loop_tells_its_epochs_in_lines_of_json(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.plan.split import Split
-from unisono.plan.topology import TOPOLOGIES, Message, Plan, distinct, plan
+from unisono.plan.topology import TOPOLOGIES, Plan, Transfer, distinct, plan
 from unisono.plan.tree import Node, SummationTree, children
 
 pytestmark = pytest.mark.unit
@@ -40,7 +40,7 @@ def carried_out(graph: Plan) -> list[dict[tuple[int, Node], str]]:
     """Let all workers take their turns, as far as they get; returns what each holds in the end."""
     split, tree = graph.split, SummationTree(graph.split.shards)
     turns = {rank: list(graph.turns(rank)) for rank in range(split.workers)}
-    under_way: dict[Message, list[str]] = {}
+    under_way: dict[Transfer, list[str]] = {}
     held: list[dict[tuple[int, Node], str]] = []
     for rank in range(split.workers):
         cover = tree.cover(split.of(rank).start, split.of(rank).stop)

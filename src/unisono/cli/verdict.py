@@ -17,7 +17,7 @@ from unisono.launch.ending.result import last_lines
 from unisono.launch.verify.cause import equal_until_then, repeated_text, weights_text, where, workers_text
 from unisono.launch.verify.comparison import Finding, Stage
 from unisono.launch.verify.hints import Hint
-from unisono.launch.verify.verify import Request, TracedRun, Verification
+from unisono.launch.verify.verify import TracedRun, Verification, VerifyRequest
 
 MOST_HINTS = 5
 LOG_LINES = 40
@@ -28,7 +28,7 @@ DIGITS = 16
 class Printer:
     """Prints one verification: progress to stderr, what came of it to stdout."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: VerifyRequest) -> None:
         self._request = request
         self._out = Console(highlight=False, emoji=False)
         self._err = Console(stderr=True, highlight=False, emoji=False)
@@ -193,7 +193,7 @@ def _places(hints: Sequence[Hint]) -> Iterator[tuple[str, Text]]:
         yield "", Text(f"and {len(hints) - len(shown)} more such places")
 
 
-def _identical(request: Request, verification: Verification) -> str:
+def _identical(request: VerifyRequest, verification: Verification) -> str:
     trace = verification.runs[0].trace
     steps = "after the only step" if trace.steps == 1 else f"after each of {trace.steps} steps"
     fewer = "" if trace.steps == request.steps else " (the script takes no more)"

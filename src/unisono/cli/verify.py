@@ -19,7 +19,7 @@ from unisono.launch.settings import Script
 from unisono.launch.tuning import Tuning
 
 if TYPE_CHECKING:
-    from unisono.launch.verify.verify import Request
+    from unisono.launch.verify.verify import VerifyRequest
 
 STEPS = 20
 WORKERS = "1,2,3"
@@ -82,16 +82,16 @@ class Options:
         found, rest = _Parser(self).parse_known_args(list(words[:end]))
         return Options(**vars(found)), rest + list(words[end + 1 :])
 
-    def request(self, script: Script) -> Request:
+    def request(self, script: Script) -> VerifyRequest:
         """What is to be verified.
 
         Raises:
             JobError: a number is out of range, or the script cannot be run.
         """
-        from unisono.launch.verify.verify import Request
+        from unisono.launch.verify.verify import VerifyRequest
 
         tuning = Tuning.of_this_process(wanted=self.tuned)
-        request = Request(script, read_workers(self.workers), self.steps, self.shards, self.threads, tuning)
+        request = VerifyRequest(script, read_workers(self.workers), self.steps, self.shards, self.threads, tuning)
         request.check()
         return request
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from unisono.launch.command import WorkerCommand
-from unisono.launch.forkserver.request import FIRST_KEPT, Request
+from unisono.launch.forkserver.request import FIRST_KEPT, WorkerRequest
 from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
 from unisono.launch.terminal.output import WorkerOutput
 
@@ -114,7 +114,7 @@ class WorkerStart:
     async def _fork(warm: WarmStart, command: WorkerCommand, output: WorkerOutput, socket: int | None) -> Process:
         further = () if socket is None else (socket,)
         own = {} if socket is None else {"UNISONO_STORE_FD": str(FIRST_KEPT)}
-        request = Request(command.script, {**command.variables, **own}, os.getcwd())  # noqa: PTH109 (as text)
+        request = WorkerRequest(command.script, {**command.variables, **own}, os.getcwd())  # noqa: PTH109 (as text)
         return await warm.start(request, output.out.writing, output.err.writing, *further)
 
     def _go_cold(self, why: ColdStart) -> None:

@@ -69,7 +69,7 @@ def auditors(owner: int, workers: int, step: int, shard: int) -> tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class AuditResult:
     """The result of one shard's audit.
 
     Attributes:
@@ -92,7 +92,7 @@ class Finding:
         return self.wrong is not None and not self.is_transient
 
 
-def judged(shard: int, first: Mapping[int, Sequence[str]]) -> Finding | None:
+def judged(shard: int, first: Mapping[int, Sequence[str]]) -> AuditResult | None:
     """What follows from all results of a shard.
 
     Args:
@@ -104,7 +104,7 @@ def judged(shard: int, first: Mapping[int, Sequence[str]]) -> Finding | None:
     """
     votes = Counter(digest for results in first.values() for digest in results)
     if len(votes) == 1:
-        return Finding(shard, frozenset(first), is_clean=True)
+        return AuditResult(shard, frozenset(first), is_clean=True)
     right, most = votes.most_common(1)[0]
     if 2 * most <= votes.total():
         return None
@@ -112,4 +112,4 @@ def judged(shard: int, first: Mapping[int, Sequence[str]]) -> Finding | None:
     if len(odd) != 1:
         return None
     (wrong,) = odd
-    return Finding(shard, frozenset(first) - {wrong}, wrong, is_transient=first[wrong][-1] == right)
+    return AuditResult(shard, frozenset(first) - {wrong}, wrong, is_transient=first[wrong][-1] == right)

@@ -10,7 +10,7 @@ from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 
 
-class Message(NamedTuple):
+class Transfer(NamedTuple):
     """The partial sums that one worker sends to another at once.
 
     A partial sum moves: its sender has no further use for it. Only the root is copied.
@@ -41,9 +41,9 @@ class Turn(NamedTuple):
     A worker's first turn waits for nothing.
     """
 
-    received: Message | None
+    received: Transfer | None
     sums: tuple[Sum, ...]
-    sends: tuple[Message, ...]
+    sends: tuple[Transfer, ...]
 
 
 Parents = tuple[int, ...]
@@ -94,10 +94,10 @@ class Plan:
 
     split: Split
     pieces: int
-    rounds: tuple[tuple[Message, ...], ...]
+    rounds: tuple[tuple[Transfer, ...], ...]
 
     @property
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[Transfer]:
         """All messages, round by round."""
         return chain.from_iterable(self.rounds)
 
@@ -123,10 +123,10 @@ class Plan:
 class _Turn:
     """A turn in the making."""
 
-    def __init__(self, received: Message | None) -> None:
+    def __init__(self, received: Transfer | None) -> None:
         self.received = received
         self.sums: list[Sum] = []
-        self.sends: list[Message] = []
+        self.sends: list[Transfer] = []
 
 
 @cache
@@ -140,7 +140,7 @@ def plan(split: Split, topology: str, pieces: int) -> Plan:
         pieces: any number. They follow each other on the same way; where workers share them out, in turn.
     """
     abreast = finishers(split, topology)
-    rounds: dict[int, list[Message]] = {}
+    rounds: dict[int, list[Transfer]] = {}
     for piece in range(pieces):
         parents = _served(split, piece) if split.servers else _PARENTS[topology](split.workers, piece)
         for number, message in _messages(split, parents, piece):
@@ -166,7 +166,7 @@ def distinct(workers: int) -> tuple[str, ...]:
     return tuple(graphs.values())
 
 
-def _messages(split: Split, parents: Parents, piece: int) -> Iterator[tuple[int, Message]]:
+def _messages(split: Split, parents: Parents, piece: int) -> Iterator[tuple[int, Transfer]]:
     """The messages of one piece, each with its round."""
     tree, ranks = SummationTree(split.shards), range(split.workers)
     held = [_cover(split, rank) for rank in ranks]
@@ -175,11 +175,11 @@ def _messages(split: Split, parents: Parents, piece: int) -> Iterator[tuple[int,
     for rank in sorted(ranks, key=lambda rank: heights[rank])[:-1]:
         if held[rank]:  # a server has nothing of its own
             nodes, _ = _added(tree, held[rank])
-            yield heights[rank], Message(piece, rank, parents[rank], nodes)
+            yield heights[rank], Transfer(piece, rank, parents[rank], nodes)
             held[parents[rank]] += nodes
     # Of those that one worker sends to, the one with the longest way below itself comes first.
     for rank in sorted(ranks, key=lambda rank: (depths[rank], -heights[rank]))[1:]:
-        yield max(heights) + depths[rank] - 1, Message(piece, parents[rank], rank, (tree.root,))
+        yield max(heights) + depths[rank] - 1, Transfer(piece, parents[rank], rank, (tree.root,))
 
 
 def _cover(split: Split, rank: int) -> tuple[Node, ...]:

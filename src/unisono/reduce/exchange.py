@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.plan.split import Split, even_bounds
-from unisono.plan.topology import Message, Sum, finishers, plan
+from unisono.plan.topology import Sum, Transfer, finishers, plan
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import ALIGNMENT
 from unisono.reduce.tally import Tally
@@ -112,11 +112,11 @@ class Messages(Exchange):
             assert tally is not None
             tally.wrote(total[part], part.start, self._workers)
 
-    def _receive(self, message: Message) -> list[Any]:
+    def _receive(self, message: Transfer) -> list[Any]:
         tagged = zip(message.nodes, self._tags[message], strict=True)
         return [self._group.recv([self._slots[message.piece, node]], message.sender, tag) for node, tag in tagged]
 
-    def _send(self, message: Message, values: Mapping[Place, Tensor]) -> list[Any]:
+    def _send(self, message: Transfer, values: Mapping[Place, Tensor]) -> list[Any]:
         tagged = zip(message.nodes, self._tags[message], strict=True)
         return [self._group.send([values[message.piece, node]], message.receiver, tag) for node, tag in tagged]
 

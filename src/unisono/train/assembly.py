@@ -19,7 +19,7 @@ from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.callbacks import Callbacks
 from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.record.notices import Notices
-from unisono.train.record.results import Results
+from unisono.train.record.results import ResultWriter
 from unisono.train.record.sample_log import SampleLog
 from unisono.train.record.trace import Trace
 from unisono.train.recovery.copies import StateCopies
@@ -91,7 +91,7 @@ class Inside:
     listeners: Listeners
     metrics: MetricsLine
     callbacks: Callbacks
-    results: Results
+    results: ResultWriter
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class _Base:
     metrics: MetricsLine
     timer: Timer
     callbacks: Callbacks
-    results: Results
+    results: ResultWriter
     listeners: Listeners
 
 
@@ -183,7 +183,7 @@ def _base(config: RunConfig, opened: Opened) -> _Base:
     folder, membership, ending = opened.folder, opened.membership, Ending(opened.closing)
     about = {"job": config.job.model_dump(mode="json"), "fingerprint": opened.fingerprint}
     trained = Trained(about, opened.policy_state)
-    results = Results(folder, trained, membership, config)
+    results = ResultWriter(folder, trained, membership, config)
     metrics, timer, callbacks = MetricsLine(folder, trained, membership), Timer(), Callbacks()
     notices = Notices(config.job, folder, membership)
     listeners = Listeners([metrics, *_watching(config, opened), notices, results, callbacks, timer])

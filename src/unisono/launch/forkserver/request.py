@@ -158,7 +158,7 @@ FIRST_KEPT = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class WorkerRequest:
     """A worker that is asked for. The descriptors of its output and errors travel beside it, and maybe a third.
 
     Attributes:
@@ -176,11 +176,11 @@ class Request:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> "Request":
+    def from_json(cls, data: bytes) -> "WorkerRequest":
         """The inverse of ``to_json``.
 
         Raises:
             Unreadable: it is none.
         """
-        found: Request = value_of(cls, parse_json(data), "the request")
+        found: WorkerRequest = value_of(cls, parse_json(data), "the request")
         return found

@@ -4,7 +4,7 @@
 what libraries read when they are loaded (``OMP_NUM_THREADS``, the allocator's variables) is what each worker would have
 found. ``FD`` is an end of a socket pair (AF_UNIX, SEQPACKET) on which every message is one JSON object:
 
-* from the launcher: a :class:`~unisono.launch.forkserver.request.Request`, with the descriptors of the worker's output
+* from the launcher: a :class:`~unisono.launch.forkserver.request.WorkerRequest`, with the descriptors of its output
   and errors, and maybe one more;
 * to the launcher: ``{"ready": why}`` once, where ``why`` says why not, or nothing; for each request, in their order,
   ``{"started": pid}`` or ``{"refused": why}``; and ``{"ended": pid, "code": code}``, the code negative for a signal.
@@ -33,7 +33,7 @@ import torch
 
 import unisono.train.start
 import unisono.train.trainer  # noqa: F401  (both are loaded here so that no worker has to)
-from unisono.launch.forkserver.request import FIRST_KEPT, Request
+from unisono.launch.forkserver.request import FIRST_KEPT, WorkerRequest
 
 LARGEST = 2**20
 """Bytes of a request. The system's limit on one message is mostly lower; whoever needs more is not started here."""
@@ -53,7 +53,7 @@ class Fork:
         kept: a further descriptor that it inherits, or None.
     """
 
-    request: Request
+    request: WorkerRequest
     parent: int
     out: int
     err: int
@@ -104,7 +104,7 @@ class ForkServer:
 
     def _answer(self, data: bytes, descriptors: list[int]) -> Fork | None:
         """Fork. In the fork, what it is to become; here None."""
-        fork = Fork(Request.from_json(data), os.getpid(), *descriptors)
+        fork = Fork(WorkerRequest.from_json(data), os.getpid(), *descriptors)
         why, child = self._obstacle(descriptors), None
         if not why:
             try:

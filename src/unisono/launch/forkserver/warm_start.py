@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.launch.forkserver.program import Process, Program
-from unisono.launch.forkserver.request import FORK_SERVER, Request
+from unisono.launch.forkserver.request import FORK_SERVER, WorkerRequest
 from unisono.received import parse_object
 
 LONGEST_ANSWER = 64 * 1024
@@ -83,7 +83,7 @@ class WarmStart:
         if why := await asyncio.shield(self._ready):
             raise ColdStart(why)
 
-    async def start(self, request: Request, out: int, err: int, *kept: int) -> WarmWorker:
+    async def start(self, request: WorkerRequest, out: int, err: int, *kept: int) -> WarmWorker:
         """Have a worker forked.
 
         Args:

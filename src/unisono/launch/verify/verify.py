@@ -24,7 +24,7 @@ from unisono.received import parse_object
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class VerifyRequest:
     """A request to compare a script's runs on several numbers of workers.
 
     Attributes:
@@ -128,7 +128,7 @@ class Watch(Protocol):
         ...
 
 
-def verify(request: Request, folder: Path, watch: Watch) -> Verification:
+def verify(request: VerifyRequest, folder: Path, watch: Watch) -> Verification:
     """Run the script with each number of workers and compare. Main thread only.
 
     A run that fails is the last one.
@@ -189,7 +189,7 @@ def _hints(script: Script, cause: Cause) -> tuple[Hint, ...]:
 class _Runner:
     """Runs the script once for each number of workers that it is asked for."""
 
-    request: Request
+    request: VerifyRequest
     watch: Watch
     launcher: Launcher
 
@@ -217,7 +217,7 @@ def _read(path: Path, *, whole: bool) -> Moments:
     return moments_of(parse_object(line) for line in lines if whole or line.endswith("\n"))
 
 
-def _require_steps(request: Request, runs: Sequence[TracedRun]) -> None:
+def _require_steps(request: VerifyRequest, runs: Sequence[TracedRun]) -> None:
     """Refuse to compare nothing."""
     target, run = request.script.target, runs[-1]
     moments = run.trace.whole

@@ -12,7 +12,7 @@ from typing import Any
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.received import parse_json
-from unisono.study.measure.step_times import StepTimes, step_times
+from unisono.study.measure.step_times import StepBreakdown, step_times
 from unisono.study.replay.record import Record
 
 LAST_SHARE = 0.1
@@ -50,7 +50,7 @@ class MeasuredRun:
     seconds: float
     trained: int
     epoch_s: float | None = None
-    times: StepTimes | None = None
+    times: StepBreakdown | None = None
     peak_memory_mib: float | None = None
     batch_size: int | None = None
     learning_rate: float | None = None
@@ -112,7 +112,7 @@ def measured_run(folder: Path, warmup_steps: int) -> MeasuredRun:
         seconds=seconds,
         trained=lines[-1]["position"] + lines[-1]["batch_size"],
         epoch_s=_epoch_s(timed, epoch_samples),
-        times=StepTimes.medians(step_times(timed)),
+        times=StepBreakdown.medians(step_times(timed)),
         peak_memory_mib=max((peak_mib(one) for one in workers), default=0.0) or None,
         batch_size=record.job.batch_size,
         learning_rate=rate,

@@ -12,7 +12,7 @@ from unisono.plan.split import Split
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepBreakdown:
     """The parts of a step, in seconds; the mean over its workers.
 
     Attributes:
@@ -32,13 +32,13 @@ class StepTimes:
     update_s: float
 
     @classmethod
-    def medians(cls, steps: Sequence[StepTimes]) -> StepTimes:
+    def medians(cls, steps: Sequence[StepBreakdown]) -> StepBreakdown:
         """The median of each part; they add up to about a whole."""
         rows = [asdict(step) for step in steps]
         return cls(**{name: median(row[name] for row in rows) for name in rows[0]})
 
 
-def step_times(lines: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
+def step_times(lines: Sequence[Mapping[str, Any]]) -> list[StepBreakdown]:
     """The times of steps.
 
     Args:
@@ -50,14 +50,14 @@ def step_times(lines: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
     return found or [_of_main(line) for line in lines]
 
 
-def _of_main(line: Mapping[str, Any]) -> StepTimes:
+def _of_main(line: Mapping[str, Any]) -> StepBreakdown:
     seconds = line["seconds"]
     parts = (seconds.get(name, 0.0) for name in ("data", "compute", "exposed_communication", "update"))
     data, compute, exposed, update = parts
-    return StepTimes(seconds["total"], data, compute, 0.0, exposed, update)
+    return StepBreakdown(seconds["total"], data, compute, 0.0, exposed, update)
 
 
-def _of_workers(line: Mapping[str, Any], after: Mapping[str, Any]) -> StepTimes | None:
+def _of_workers(line: Mapping[str, Any], after: Mapping[str, Any]) -> StepBreakdown | None:
     now, then = line.get("workers") or (), after.get("workers") or ()
     if not now or len(now) != len(then) or after["step"] != line["step"] + 1:
         return None
@@ -66,7 +66,7 @@ def _of_workers(line: Mapping[str, Any], after: Mapping[str, Any]) -> StepTimes 
     arrived = [waited + took for waited, took in zip(data, compute, strict=True)]
     exposed = [one["exposed_s"] for one in then]
     waits = [min(max(arrived) - each, most) for each, most in zip(arrived, exposed, strict=True)]
-    return StepTimes(
+    return StepBreakdown(
         step_s=line["seconds"]["total"],
         data_s=fmean(data),
         compute_s=fmean(compute),

@@ -10,7 +10,7 @@ from typing import Any
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import UnisonoWarning
 from unisono.job import SAMPLES_PER_SHARD, Job
-from unisono.plan.audits import Finding
+from unisono.plan.audits import AuditResult
 from unisono.train.group.membership import Membership
 from unisono.train.model.prepared import Prepared, batch_norm_in
 from unisono.train.state.trained import Doubt
@@ -80,7 +80,7 @@ class Notices(Listener):
             f"memory would explain; the step is computed again"
         )
 
-    def wrong_result(self, step: int, finding: Finding, host: str) -> None:
+    def wrong_result(self, step: int, finding: AuditResult, host: str) -> None:
         """A worker computed a shard otherwise than the others."""
         if not self._membership.is_main:
             return

@@ -29,7 +29,7 @@ from unisono.train.state.trained import Trained
 from unisono.train.step.listeners import Listener
 
 
-class Results(Listener):
+class ResultWriter(Listener):
     """Writes ``result.json``, however the run ends on this worker.
 
     Args:
@@ -116,7 +116,7 @@ class Results(Listener):
 class FailureNote:
     """Writes ``result.json`` when the script ends with an error that began on this worker."""
 
-    def __init__(self, results: Results) -> None:
+    def __init__(self, results: ResultWriter) -> None:
         self._results = results
         self._before = sys.excepthook
         # Kept, because every look at a method makes a new object, and close compares.

@@ -9,7 +9,7 @@ from typing import Any
 
 from unisono.checkpoint.snapshot import Digests
 from unisono.errors import JobMismatch, MemoryFault, UnisonoWarning
-from unisono.plan.audits import Finding
+from unisono.plan.audits import AuditResult
 from unisono.train.group.control import Flags
 from unisono.train.group.majority import Verdict, healing, judged
 from unisono.train.group.membership import StateTransfer
@@ -107,7 +107,7 @@ class Integrity:
             return Verdict.RIGHT, nothing
         return self._judge(place, _unflipped(flags) if self.known.script_writes else flags)
 
-    def audited(self, findings: Sequence[Finding], computing: Collection[int], why: str = "") -> Note:
+    def audited(self, findings: Sequence[AuditResult], computing: Collection[int], why: str = "") -> Note:
         """What audits of a call came to.
 
         Args:

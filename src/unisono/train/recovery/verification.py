@@ -9,7 +9,7 @@ from functools import partial
 from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import JobMismatch, MemoryFault
-from unisono.plan.audits import Finding
+from unisono.plan.audits import AuditResult
 from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.majority import Verdict, healing, verdict
 from unisono.train.group.membership import Membership
@@ -47,7 +47,7 @@ class AuditJudge:
         self._membership, self._trained, self._integrity = membership, trained, integrity
         self._checkpoints, self._listeners = checkpoints, listeners
 
-    def found(self, finding: Finding) -> None:
+    def found(self, finding: AuditResult) -> None:
         """Tell what an audit has come to. Collective; what follows from it comes with the call's change."""
         if finding.wrong is None:
             return
@@ -56,7 +56,7 @@ class AuditJudge:
         self._listeners.tell(lambda one: one.wrong_result(step, finding, host))
 
     def judged(
-        self, workers: Workers, findings: Sequence[Finding], discard: Callable[[], None]
+        self, workers: Workers, findings: Sequence[AuditResult], discard: Callable[[], None]
     ) -> tuple[Note, list[int]]:
         """What follows from the audits of a call, and which workers compute wrongly. Collective.
 

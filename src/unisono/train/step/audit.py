@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from unisono.errors import MemoryFault
-from unisono.plan.audits import Finding, audited, auditors, judged
+from unisono.plan.audits import AuditResult, audited, auditors, judged
 from unisono.plan.batches import Batch
 from unisono.train.group.control import ShardReport
 from unisono.train.group.workers import Workers
@@ -76,7 +76,7 @@ class Audit:
 
     def examine(
         self, step: int, shards: Sequence[int], own: Mapping[int, str], compute: Callable[[int], str]
-    ) -> tuple[Finding, ...]:
+    ) -> tuple[AuditResult, ...]:
         """Compute the shards that are this worker's to audit, and compare. Collective.
 
         Args:

@@ -16,7 +16,7 @@ from unisono.adapt.squared_norms import SquaredNorms
 from unisono.data.streams import generators_kept
 from unisono.errors import LossError, MemoryFault, ModelError, NonFiniteLoss
 from unisono.job import Job
-from unisono.plan.audits import Finding
+from unisono.plan.audits import AuditResult
 from unisono.plan.split import Split
 from unisono.reduce.reducer import REDUCTIONS, Reducer
 from unisono.reduce.tally import Witness
@@ -50,7 +50,7 @@ class Attempt:
     seconds: dict[str, float]
     norms: GradientNorms | None = None
     marks: dict[int, str] = field(default_factory=dict)
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[AuditResult, ...] = ()
 
 
 Scaled = Callable[[Any], AbstractContextManager[Any]]
@@ -89,7 +89,7 @@ class StepEngine:
         *,
         rank: int | None = None,
         scaled: Scaled = nullcontext,
-        found: Callable[[Finding], None] = lambda finding: None,
+        found: Callable[[AuditResult], None] = lambda finding: None,
         repeats: Callable[[int], None] = lambda step: None,
         has_lost: bool = False,
     ) -> None:
@@ -261,7 +261,7 @@ class StepEngine:
 
     def _whole_attempt(self, call: Call, flags: Callable[[Seen], Flags]) -> Attempt:
         """The first attempt that counts. All workers repeat the others alike."""
-        findings: tuple[Finding, ...] = ()
+        findings: tuple[AuditResult, ...] = ()
         for _ in range(1 + MOST_REPEATS):
             attempt = self._attempt(call, flags)
             attempt.findings = findings
@@ -318,7 +318,7 @@ class StepEngine:
         }
         return Attempt(gradients, totals, report, told, seconds, marks=marks)
 
-    def _audited(self, call: Call, attempt: Attempt) -> tuple[Finding, ...]:
+    def _audited(self, call: Call, attempt: Attempt) -> tuple[AuditResult, ...]:
         """Have drawn shards computed again, by others. Collective; what the attempt has made stays."""
         drawn = self._audit.drawn(call.step, call.number, call.batch, is_last=call.is_last)
         again = partial(self._again, call, attempt.gradients)

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from unisono.data.shards import ShardSource
-from unisono.plan.audits import Finding
+from unisono.plan.audits import AuditResult
 from unisono.plan.batches import Batches
 from unisono.train.group.control import StepReport
 from unisono.train.model.prepared import Prepared
@@ -105,7 +105,7 @@ class Listener:
     def healed(self, step: int, what: str, ranks: Sequence[int], hosts: Sequence[str]) -> None:
         """Workers that held another state than most are given theirs."""
 
-    def wrong_result(self, step: int, finding: Finding, host: str) -> None:
+    def wrong_result(self, step: int, finding: AuditResult, host: str) -> None:
         """A worker computed a shard otherwise than the others."""
 
     def repeated(self, step: int) -> None:
