@@ -1,4 +1,7 @@
-"""`unisono run` with real processes and real signals. The scripts are plain Python: no torch, no training."""
+"""`unisono run` with real processes and real signals. The scripts are plain Python: no torch, no training.
+
+Where the command itself is tested, its signals and its outputs, it is started as a program; elsewhere it is forked.
+"""
 
 import json
 import os
@@ -19,9 +22,12 @@ import pytest
 
 from unisono.errors import LaunchError
 from unisono.launch.ending.result import open_folder
+from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 from unisono.launch.local import launch
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import SilentTerminal
+from unisono.testing import start
+from unisono.testing.commands import ForkedCommand
 
 pytestmark = pytest.mark.procs
 
@@ -57,7 +63,8 @@ class Run:
         self.folder = folder
         self.run_dir = folder / "run"
         self.lines: list[str] = []
-        self._process: subprocess.Popen[str] | None = None
+        self._process: ForkedCommand | subprocess.Popen[bytes] | None = None
+        self._output: IO[str] | None = None
 
     def script(self, body: str, name: str = "train.py") -> None:
         (self.folder / name).write_text(PREAMBLE + textwrap.dedent(body))
@@ -67,23 +74,24 @@ class Run:
         options = ["-n", str(workers), "--run-dir", str(self.run_dir), "--no-warm-start"]
         before = args[: args.index("--")] if "--" in args else ()
         after = args[args.index("--") + 1 :] if "--" in args else args
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "unisono", "run", *options, *before, script, *after],
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        reading, writing = os.pipe()
+        self._output = os.fdopen(reading)
+        try:
+            self._process = start(
+                *("run", *options, *before, script, *after), cwd=self.folder, stdout=writing, stderr=subprocess.STDOUT
+            )
+        finally:
+            os.close(writing)
 
     @property
-    def process(self) -> subprocess.Popen[str]:
+    def process(self) -> ForkedCommand | subprocess.Popen[bytes]:
         assert self._process is not None
         return self._process
 
     @property
     def output(self) -> IO[str]:
-        assert self.process.stdout is not None
-        return self.process.stdout
+        assert self._output is not None
+        return self._output
 
     def until(self, words: str, times: int = 1) -> list[str]:
         """Read on until as many lines have these words."""
@@ -97,15 +105,16 @@ class Run:
 
     def end(self) -> int:
         """Wait for the launcher's end; its exit code."""
-        rest, _ = self.process.communicate(timeout=PATIENCE_S)
-        self.lines += rest.splitlines(keepends=True)
-        return self.process.returncode
+        self.lines += self.output.readlines()
+        self.output.close()
+        return self.process.wait(PATIENCE_S)
 
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait(PATIENCE_S)
-            self.output.close()
+        if self._output is not None:
+            self._output.close()
 
     def __call__(self, body: str, *args: str, workers: int = 2) -> int:
         self.script(body)
@@ -132,13 +141,21 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def run(warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """A launcher that is forked from a process that has loaded it."""
     for name in list(os.environ):
-        if name.startswith("UNISONO_"):
+        if name.startswith("UNISONO_") and name != SHARED_FORK_SERVER:
             monkeypatch.delenv(name)
     started = Run(tmp_path)
     yield started
     started.close()
+
+
+@pytest.fixture
+def program(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A launcher that is a program of its own."""
+    monkeypatch.delenv(SHARED_FORK_SERVER, raising=False)
+    return run
 
 
 def gone(lines: list[str]) -> bool:
@@ -178,14 +195,14 @@ def test_a_long_line_and_a_lot_of_output_arrive_whole(run: Run) -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="there is no tuning for another C library")
-def test_workers_see_the_tuning_unless_it_is_switched_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_see_the_tuning_unless_it_is_switched_off(program: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
     monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
     shows = "print('mmap', os.environ.get('MALLOC_MMAP_MAX_'), 'arenas', os.environ['MALLOC_ARENA_MAX'], flush=True)"
-    assert run(shows) == 0
-    assert [run.log(rank) for rank in (0, 1)] == [b"mmap 0 arenas 3\n"] * 2
-    assert run(shows, "--no-tuning", "--") == 0
-    assert [run.log(rank) for rank in (0, 1)] == [b"mmap 0 arenas 3\nmmap None arenas 3\n"] * 2
+    assert program(shows) == 0
+    assert [program.log(rank) for rank in (0, 1)] == [b"mmap 0 arenas 3\n"] * 2
+    assert program(shows, "--no-tuning", "--") == 0
+    assert [program.log(rank) for rank in (0, 1)] == [b"mmap 0 arenas 3\nmmap None arenas 3\n"] * 2
 
 
 def test_arguments_reach_the_script_untouched(run: Run) -> None:
@@ -195,47 +212,51 @@ def test_arguments_reach_the_script_untouched(run: Run) -> None:
     assert str(["train.py", "-n", "3", "--help", "a b", "--", "--run-dir", ""]) in run.text
 
 
-def test_output_that_nobody_reads_does_not_stop_the_job(run: Run) -> None:
-    run.script("print('first')\nwhen(run_dir / 'closed')\nfor n in range(1000): print(n)")
-    run.start(workers=1)
-    run.until("first")
-    run.output.close()
-    (run.run_dir / "closed").touch()
-    assert run.process.wait(PATIENCE_S) == 0
-    assert run.log(0).endswith(b"998\n999\n")
+def test_output_that_nobody_reads_does_not_stop_the_job(program: Run) -> None:
+    program.script("print('first')\nwhen(run_dir / 'closed')\nfor n in range(1000): print(n)")
+    program.start(workers=1)
+    program.until("first")
+    program.output.close()
+    (program.run_dir / "closed").touch()
+    assert program.process.wait(PATIENCE_S) == 0
+    assert program.log(0).endswith(b"998\n999\n")
 
 
-def test_a_launcher_without_any_output_runs_the_job(run: Run) -> None:
-    run.script("print('hello')\nprint('there', file=sys.stderr)")
+def test_a_launcher_without_any_output_runs_the_job(program: Run) -> None:
+    program.script("print('hello')\nprint('there', file=sys.stderr)")
     options = ["-n", "2", "--run-dir", "run", "--no-warm-start"]
     command = shlex.join([sys.executable, "-m", "unisono", "run", *options, "train.py"])
     closed = ["sh", "-c", f"{command} <&- >&- 2>&-"]
-    assert subprocess.run(closed, cwd=run.folder, check=False, timeout=PATIENCE_S).returncode == 0
-    assert run.log(1) == b"hello\nthere\n"
+    assert subprocess.run(closed, cwd=program.folder, check=False, timeout=PATIENCE_S).returncode == 0
+    assert program.log(1) == b"hello\nthere\n"
 
 
-def test_a_second_start_in_a_run_folder_is_refused_until_the_first_is_gone_even_if_that_was_killed(run: Run) -> None:
-    run.script("forever()")
-    run.start(workers=1)
-    run.until("waiting")
-    command = [sys.executable, "-m", "unisono", "run", "--run-dir", str(run.run_dir), "train.py"]
+def test_a_second_start_in_a_run_folder_is_refused_until_the_first_is_gone_even_if_that_was_killed(
+    program: Run,
+) -> None:
+    program.script("forever()")
+    program.start(workers=1)
+    program.until("waiting")
+    command = [sys.executable, "-m", "unisono", "run", "--run-dir", str(program.run_dir), "train.py"]
     for options in (["-n", "1"], ["-n", "1:2"]):
         words = [*command[:4], *options, *command[4:]]
-        second = subprocess.run(words, cwd=run.folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        second = subprocess.run(
+            words, cwd=program.folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
         assert second.returncode == 2, second.stderr
-        who = rf"process {run.process.pid} on host {re.escape(platform.node())} has held it since 20"
+        who = rf"process {program.process.pid} on host {re.escape(platform.node())} has held it since 20"
         assert re.search(rf"run folder .* is in use: {who}", second.stderr), second.stderr
-    run.close()
-    run.script("print('again')")
-    run.start(workers=1)
-    assert run.end() == 0, run.text
+    program.close()
+    program.script("print('again')")
+    program.start(workers=1)
+    assert program.end() == 0, program.text
 
 
-def test_without_a_folder_named_a_new_one_is_made_below_runs(run: Run) -> None:
-    run.script("print(run_dir)")
+def test_without_a_folder_named_a_new_one_is_made_below_runs(program: Run) -> None:
+    program.script("print(run_dir)")
     command = [sys.executable, "-m", "unisono", "run", "train.py"]
-    said = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
-    (folder,) = (run.folder / "runs").iterdir()
+    said = subprocess.run(command, cwd=program.folder, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    (folder,) = (program.folder / "runs").iterdir()
     assert said.stdout == f"[rank 0] {folder}\n"
     assert folder.name.endswith("-train")
     assert f"run folder {folder}" in said.stderr
@@ -252,9 +273,9 @@ def test_the_installed_command_is_the_same_as_the_module() -> None:
 # --- how it ends
 
 
-def test_a_good_end_is_0_and_leaves_a_result(run: Run) -> None:
-    assert run("pass", workers=3) == 0
-    assert (run.result["exit_code"], run.result["error"], run.result["world_size"]) == (0, None, 3)
+def test_a_good_end_is_0_and_leaves_a_result(program: Run) -> None:
+    assert program("pass", workers=3) == 0
+    assert (program.result["exit_code"], program.result["error"], program.result["world_size"]) == (0, None, 3)
 
 
 def test_what_the_main_worker_says_about_the_result_stands(run: Run) -> None:
@@ -263,10 +284,10 @@ def test_what_the_main_worker_says_about_the_result_stands(run: Run) -> None:
     assert run.result == {"exit_code": 0, "steps": 7, "error": None}
 
 
-def test_the_scripts_own_exit_code_is_the_jobs(run: Run) -> None:
-    assert run("if rank == 1: sys.exit(3)\nforever()") == 3
-    assert "rank 1 on host" in run.lines[-1]
-    assert "ended with exit code 3" in run.lines[-1]
+def test_the_scripts_own_exit_code_is_the_jobs(program: Run) -> None:
+    assert program("if rank == 1: sys.exit(3)\nforever()") == 3
+    assert "rank 1 on host" in program.lines[-1]
+    assert "ended with exit code 3" in program.lines[-1]
 
 
 def test_an_exit_with_words_shows_them(run: Run) -> None:
@@ -296,7 +317,7 @@ def test_a_failing_worker_ends_the_others_and_its_traceback_comes_last(run: Run)
 
 
 @pytest.mark.alone
-def test_the_others_are_gone_within_two_seconds_even_if_they_will_not_listen(run: Run) -> None:
+def test_the_others_are_gone_within_two_seconds_even_if_they_will_not_listen(program: Run) -> None:
     body = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child()
@@ -306,22 +327,22 @@ def test_the_others_are_gone_within_two_seconds_even_if_they_will_not_listen(run
         for other in (0, 2): when(run_dir / f"ready-{other}")
         raise ValueError("boom")
     """
-    assert run(body, workers=3) == 1
-    took = time.time() - run.began(1)
+    assert program(body, workers=3) == 1
+    took = time.time() - program.began(1)
     assert took < PROMISE_S
-    assert gone(run.lines)
+    assert gone(program.lines)
 
 
 @pytest.mark.alone
-def test_a_failed_worker_that_cannot_end_does_not_keep_the_others(run: Run) -> None:
+def test_a_failed_worker_that_cannot_end_does_not_keep_the_others(program: Run) -> None:
     body = """
         if rank == 0: forever()
         threading.Thread(target=threading.Event().wait).start()
         raise ValueError("boom")
     """
-    assert run(body) == 1
-    assert time.time() - run.began(1) < PROMISE_S
-    assert run.lines[-1] == "ValueError: boom\n"
+    assert program(body) == 1
+    assert time.time() - program.began(1) < PROMISE_S
+    assert program.lines[-1] == "ValueError: boom\n"
 
 
 def test_the_cause_is_found_behind_its_consequences(run: Run) -> None:
@@ -379,34 +400,34 @@ def test_a_program_that_left_its_workers_group_does_not_keep_the_job(run: Run) -
     os.kill(int(pid), signal.SIGKILL)
 
 
-def test_workers_that_cannot_be_started_are_an_error_and_leave_a_result(run: Run) -> None:
-    run.script("pass")
-    too_long = Script(str(run.folder / "train.py"), ("x" * 4_000_000,))
-    folder = open_folder(run.run_dir, "train")
+def test_workers_that_cannot_be_started_are_an_error_and_leave_a_result(program: Run) -> None:
+    program.script("pass")
+    too_long = Script(str(program.folder / "train.py"), ("x" * 4_000_000,))
+    folder = open_folder(program.run_dir, "train")
     with pytest.raises(LaunchError, match="the worker of rank 0 could not be started: .*too long"):
         launch(LaunchSettings(too_long, workers=2, warm_start=False), folder, SilentTerminal())
-    assert run.result["exit_code"] == 1
+    assert program.result["exit_code"] == 1
 
 
 # --- signals
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_is_passed_on_and_ends_the_job_with_its_code(run: Run, number: signal.Signals, code: int) -> None:
-    run.script("forever()")
+def test_a_signal_is_passed_on_and_ends_the_job_with_its_code(program: Run, number: signal.Signals, code: int) -> None:
+    program.script("forever()")
     hung_up = signal.signal(
         signal.SIGHUP, signal.SIG_DFL
     )  # whoever runs the tests under nohup hands on that it is ignored
     try:
-        run.start()
+        program.start()
     finally:
         signal.signal(signal.SIGHUP, hung_up)
-    run.until("waiting", times=2)
-    run.process.send_signal(number)
-    assert run.end() == code
-    assert f"ended by {number.name}" in run.lines[-1]
-    assert "Traceback" not in run.text
-    assert run.result["exit_code"] == code
+    program.until("waiting", times=2)
+    program.process.send_signal(number)
+    assert program.end() == code
+    assert f"ended by {number.name}" in program.lines[-1]
+    assert "Traceback" not in program.text
+    assert program.result["exit_code"] == code
 
 
 def test_ctrl_c_says_where_each_worker_was(run: Run) -> None:
@@ -418,16 +439,16 @@ def test_ctrl_c_says_where_each_worker_was(run: Run) -> None:
     assert re.search(r"\[rank 0\] KeyboardInterrupt at .*train\.py:\d+ in forever", run.text)
 
 
-def test_ctrl_c_works_from_a_shell_script_in_the_background(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.script("forever()")
+def test_ctrl_c_works_from_a_shell_script_in_the_background(program: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    program.script("forever()")
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what such a shell hands on
     try:
-        run.start(workers=1)
+        program.start(workers=1)
     finally:
         signal.signal(signal.SIGINT, before)
-    run.until("waiting")
-    run.process.send_signal(signal.SIGINT)
-    assert run.end() == 130
+    program.until("waiting")
+    program.process.send_signal(signal.SIGINT)
+    assert program.end() == 130
 
 
 def test_workers_may_leave_with_a_checkpoint_when_they_are_asked_to(run: Run) -> None:
@@ -438,16 +459,16 @@ def test_workers_may_leave_with_a_checkpoint_when_they_are_asked_to(run: Run) ->
     assert run.end() == 75
 
 
-def test_the_second_signal_kills(run: Run) -> None:
-    run.script("for n in (2, 15): signal.signal(n, lambda *_: print('heard', flush=True))\nchild()\nforever()")
-    run.start()
-    run.until("waiting", times=2)
-    run.process.send_signal(signal.SIGTERM)
-    run.until("heard", times=2)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.end() == 143
-    assert "killing the workers" in run.text
-    assert gone(run.lines)
+def test_the_second_signal_kills(program: Run) -> None:
+    program.script("for n in (2, 15): signal.signal(n, lambda *_: print('heard', flush=True))\nchild()\nforever()")
+    program.start()
+    program.until("waiting", times=2)
+    program.process.send_signal(signal.SIGTERM)
+    program.until("heard", times=2)
+    program.process.send_signal(signal.SIGTERM)
+    assert program.end() == 143
+    assert "killing the workers" in program.text
+    assert gone(program.lines)
 
 
 def test_workers_that_do_not_leave_are_killed_after_their_grace(run: Run) -> None:
@@ -473,13 +494,13 @@ def test_a_failure_while_leaving_is_told(run: Run) -> None:
     assert run.lines[-1] == "OSError: disk full\n"
 
 
-def test_a_launcher_killed_at_once_takes_everything_with_it(run: Run) -> None:
-    run.script("child()\nprint('child', os.getpid(), flush=True)\nforever()")
-    run.start(workers=3)
-    run.until("waiting", times=3)
-    family = psutil.Process(run.process.pid).children(recursive=True)
+def test_a_launcher_killed_at_once_takes_everything_with_it(program: Run) -> None:
+    program.script("child()\nprint('child', os.getpid(), flush=True)\nforever()")
+    program.start(workers=3)
+    program.until("waiting", times=3)
+    family = psutil.Process(program.process.pid).children(recursive=True)
     assert len(family) == 7  # three workers, what they started, and the guard
-    run.process.kill()
-    run.process.wait(PATIENCE_S)
+    program.process.kill()
+    program.process.wait(PATIENCE_S)
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
-    assert gone(run.lines)
+    assert gone(program.lines)

@@ -1,4 +1,8 @@
-"""`unisono run` whose workers are forked from one process: what is shown, and how it ends, is what it was without."""
+"""`unisono run` whose workers are forked from one process: what is shown, and how it ends, is what it was without.
+
+Where it is enough that they are forked, that process is itself a fork; elsewhere the launcher starts it, and it loads
+torch.
+"""
 
 import json
 import os
@@ -13,6 +17,8 @@ from typing import IO
 
 import psutil
 import pytest
+
+from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 
 pytestmark = [
     pytest.mark.procs,
@@ -32,6 +38,10 @@ def forever():
 """
 
 
+def is_kept(name: str) -> bool:
+    return not name.startswith("UNISONO_") or name == SHARED_FORK_SERVER
+
+
 class Run:
     """A launcher in a folder of its own, that somebody reads."""
 
@@ -46,7 +56,7 @@ class Run:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "unisono", *command],
             cwd=self.folder,
-            env={name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")},
+            env={name: value for name, value in os.environ.items() if is_kept(name)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -89,10 +99,18 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(warm: None, tmp_path: Path) -> Iterator[Run]:
+    """A launcher whose fork server is a fork."""
     started = Run(tmp_path)
     yield started
     started.close()
+
+
+@pytest.fixture
+def cold(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A launcher that starts its fork server."""
+    monkeypatch.delenv(SHARED_FORK_SERVER, raising=False)
+    return run
 
 
 FAILS = """
@@ -108,7 +126,7 @@ FAILS = """
 """
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2])  # a shared fork server has one thread: for two, torch is loaded anew
 def test_workers_have_what_they_need_and_a_failing_one_ends_the_others_and_is_told(run: Run, threads: int) -> None:
     run.start(FAILS, "--threads", str(threads))
     assert run.end() == 1
@@ -134,14 +152,14 @@ def test_a_signal_is_passed_on_and_the_job_ends_with_its_code(run: Run) -> None:
     assert "ended by SIGTERM" in run.lines[-1]
 
 
-def test_a_signal_that_comes_while_torch_is_being_loaded_ends_the_job_at_once(run: Run) -> None:
-    run.start("print('began', flush=True)")
-    while not (loading := psutil.Process(run.process.pid).children()) or not any(map(_is_template, loading)):
-        assert run.process.poll() is None
-    run.process.send_signal(signal.SIGINT)
-    assert run.end() == 130
-    assert "began" not in run.text
-    assert "ended by SIGINT" in run.lines[-1]
+def test_a_signal_that_comes_while_torch_is_being_loaded_ends_the_job_at_once(cold: Run) -> None:
+    cold.start("print('began', flush=True)")
+    while not (loading := psutil.Process(cold.process.pid).children()) or not any(map(_is_template, loading)):
+        assert cold.process.poll() is None
+    cold.process.send_signal(signal.SIGINT)
+    assert cold.end() == 130
+    assert "began" not in cold.text
+    assert "ended by SIGINT" in cold.lines[-1]
 
 
 def _is_template(process: psutil.Process) -> bool:
@@ -151,21 +169,21 @@ def _is_template(process: psutil.Process) -> bool:
         return False
 
 
-def test_a_launcher_that_is_killed_takes_everything_with_it(run: Run) -> None:
-    run.start("subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\nforever()")
-    run.until_waiting(3)
-    family = psutil.Process(run.process.pid).children(recursive=True)
+def test_a_launcher_that_is_killed_takes_everything_with_it(cold: Run) -> None:
+    cold.start("subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\nforever()")
+    cold.until_waiting(3)
+    family = psutil.Process(cold.process.pid).children(recursive=True)
     assert len(family) == 8  # three workers, what they started, the process that they are forked from, and the guard
-    run.process.kill()
-    run.process.wait(PATIENCE_S)
+    cold.process.kill()
+    cold.process.wait(PATIENCE_S)
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
 
 
-def test_workers_whose_fork_server_is_killed_are_lost_and_the_job_says_so(run: Run) -> None:
-    run.start("forever()")
-    os.kill(int(run.until_waiting(3)[0][2]), signal.SIGKILL)
-    assert run.end() == 137
-    assert "was killed by SIGKILL" in run.lines[-1]
+def test_workers_whose_fork_server_is_killed_are_lost_and_the_job_says_so(cold: Run) -> None:
+    cold.start("forever()")
+    os.kill(int(cold.until_waiting(3)[0][2]), signal.SIGKILL)
+    assert cold.end() == 137
+    assert "was killed by SIGKILL" in cold.lines[-1]
 
 
 @pytest.mark.parametrize("options", [(), ("--max-restarts", "0")], ids=["fixed", "elastic"])
