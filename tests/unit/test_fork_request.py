@@ -1,8 +1,11 @@
 """Whether a fork of a process would be the program that somebody asks for."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from unisono.launch.forkserver.request import ForkRequest, process_attributes
+from unisono.launch.forkserver.shared_server import LOADED
 
 pytestmark = pytest.mark.unit
 
@@ -59,3 +62,8 @@ def test_where_nothing_is_set_the_working_folder_is_no_part_of_the_module_path()
     assert paths["one", ""] == paths["other", ""]
     assert paths["one", "/modules"] == paths["other", "/modules"]
     assert paths["one", "modules"] != paths["other", "modules"]
+
+
+@pytest.mark.parametrize("module", [module for modules in LOADED.values() for module in modules])
+def test_what_a_shared_fork_server_loads_is_there(module: str) -> None:
+    assert find_spec(module) is not None  # without it no program is forked: each loads all that it needs itself

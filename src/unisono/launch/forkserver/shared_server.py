@@ -35,10 +35,7 @@ from unisono.received import is_same_user
 LOADED = {
     "torch": (FORK_SERVER,),
     "commands": (
-        *(
-            f"unisono.cli.{name}"
-            for name in ("app", "run", "join", "status", "verify", "study", "batch_size", "replay")
-        ),
+        *(f"unisono.cli.{name}" for name in ("app", "run", "join", "status", "verify", "study", "batch_size")),
         "unisono.launch.elastic.agent",
         "unisono.membership.server",
     ),
