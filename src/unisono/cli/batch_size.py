@@ -13,13 +13,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from unisono.cli.options import Module, ScriptArgs, ScriptName, Shards, Threads, Tuned
+from unisono.cli.options import ScriptArgs, ScriptName, WorkerOptions, grouped
 from unisono.errors import FIRST_SIGNAL, JobError
 from unisono.host.cgroup import read_limits
 from unisono.host.memory import MIB, room_mib
 from unisono.launch.local import Launcher
-from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.tuning import Tuning
 
 if TYPE_CHECKING:
     from unisono.study.measure.batch_search import BatchSearch, Tried
@@ -59,6 +57,7 @@ Json = Annotated[
 ]
 
 
+@grouped
 def batch_size(
     script: ScriptName,
     args: ScriptArgs = None,
@@ -69,10 +68,8 @@ def batch_size(
     steps: Steps = 20,
     margin: Margin = 0.1,
     json: Json = None,
-    module: Module = False,
-    shards: Shards = None,
-    threads: Threads = None,
-    tuned: Tuned = True,
+    *,
+    job: WorkerOptions,
 ) -> None:
     """Find the largest batch per worker that fits, and the one with the best throughput.
 
@@ -87,23 +84,14 @@ def batch_size(
     from unisono.study.measure.batch_searching import BatchRunner
     from unisono.study.measure.cell_runner import TRIAL_GRACE_S
 
-    launched = Script(script, tuple(args or ()), is_module=module)
     search = BatchSearch(workers, first, most, margin)
     search.check()
     if steps < LEAST_STEPS:
         raise JobError(f"--steps {steps}: a trial needs at least {LEAST_STEPS} to show what memory it takes")
     limit = ROOM_SHARE * room_mib(read_limits()) / workers if memory_limit is None else read_mib(memory_limit)
-    settings = LaunchSettings(
-        launched,
-        workers=workers,
-        shards=shards,
-        threads=threads,
-        grace_s=TRIAL_GRACE_S,
-        tuning=Tuning.of_this_process(wanted=tuned),
-        memory_limit_mib=limit,
-    )
+    settings = job.settings(script, args, workers=workers, grace_s=TRIAL_GRACE_S, memory_limit_mib=limit)
     settings.check()
-    path = file_of(json, launched.stem)
+    path = file_of(json, settings.script.stem)
     raise typer.Exit(start(search, BatchRunner(settings, steps, path.parent / FAILED_NAME), path))
 
 

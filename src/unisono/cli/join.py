@@ -6,33 +6,15 @@ from typing import Annotated
 import typer
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.cli.options import (
-    AllowJobChange,
-    AuditShare,
-    CheckpointEvery,
-    FailureTimeout,
-    Grace,
-    Module,
-    PolicyNames,
-    Shards,
-    StrategyName,
-    Threads,
-    TokenFile,
-    Trusted,
-    Tuned,
-    Url,
-    WarmStart,
-    named_folder,
-)
+from unisono.cli.options import FailureTimeout, JobOptions, TokenFile, Trusted, Url, grouped, named_folder
 from unisono.errors import JobError
 from unisono.launch.elastic.address import Control, Whereabouts
 from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, ElasticSettings, Range
 from unisono.launch.ending.result import open_folder, report
-from unisono.launch.settings import GRACE_S, LaunchSettings, Script
 from unisono.launch.terminal.terminal import Terminal
-from unisono.launch.tuning import Tuning
 
 
+@grouped
 def join(
     script: Annotated[str, typer.Argument(help="The script of the job.", metavar="SCRIPT")],
     args: Annotated[
@@ -53,18 +35,9 @@ def join(
     ] = 1,
     token_file: TokenFile = None,
     certificate: Trusted = None,
-    module: Module = False,
-    shards: Shards = None,
-    threads: Threads = None,
-    checkpoint_every: CheckpointEvery = None,
-    policy: PolicyNames = None,
-    strategy: StrategyName = None,
-    audit: AuditShare = None,
-    allow_job_change: AllowJobChange = False,
-    grace_s: Grace = GRACE_S,
+    *,
+    job: JobOptions,
     failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
-    tuned: Tuned = True,
-    warm_start: WarmStart = True,
 ) -> None:
     """Offer room for N more workers to an elastic job.
 
@@ -73,21 +46,7 @@ def join(
     """
     if url is None and run_dir is None:
         raise JobError("which job? unisono join https://HOST:PORT …, or unisono join --run-dir FOLDER …")
-    launch = LaunchSettings(
-        script=Script(script, tuple(args or ()), is_module=module),
-        workers=workers,
-        run_dir=run_dir,
-        shards=shards,
-        threads=threads,
-        checkpoint_every=checkpoint_every,
-        policies=tuple(policy or ()),
-        strategy=strategy,
-        audit=audit,
-        allow_job_change=allow_job_change,
-        grace_s=grace_s,
-        tuning=Tuning.of_this_process(wanted=tuned),
-        warm_start=warm_start,
-    )
+    launch = job.settings(script, args, workers=workers, run_dir=run_dir)
     settings = ElasticSettings(launch, Range(1, workers), failure_timeout_s=failure_timeout_s)
     settings.check()
     raise typer.Exit(start(settings, Whereabouts(url, token_file, certificate, run_dir)))

@@ -1,14 +1,21 @@
 """The options that several commands have in common, each declared once."""
 
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from unisono.errors import JobError
+from unisono.launch.elastic.address import Control, Whereabouts
 from unisono.launch.elastic.elastic import MAX_RESTARTS
+from unisono.launch.settings import GRACE_S, LaunchSettings, Script
+from unisono.launch.tuning import Tuning
 
 # Commands that are given a URL before anything else: those that reach a job on another host.
 
@@ -236,6 +243,79 @@ TlsCert = Annotated[
     Path | None, typer.Option(help="With --coordinator: its TLS certificate, PEM. By default one is made for the job.")
 ]
 TlsKey = Annotated[Path | None, typer.Option(help="With --coordinator: the certificate's private key, PEM.")]
+
+# The options that commands have in common, as one parameter of each.
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that has an option for each field of the data classes among its parameters."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+
+    @wraps(command)
+    def expanded(**given: Any) -> None:
+        for name, group in groups.items():
+            own = [each.name for each in fields(group) if each.name in given]
+            given[name] = group(**{each: given.pop(each) for each in own})
+        command(**given)
+
+    found = list[Parameter]()
+    for name, one in signature(command).parameters.items():
+        own = [one.replace(annotation=hints[name])]
+        found += signature(groups[name]).parameters.values() if name in groups else own
+    in_order = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in found]
+    expanded.__signature__ = Signature(in_order)  # type: ignore[attr-defined]  # typer reads it
+    return expanded
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """The options of commands that start workers of a script."""
+
+    module: Module = False
+    shards: Shards = None
+    threads: Threads = None
+    tuned: Tuned = True
+
+    def settings(self, script: str, args: Sequence[str] | None, **more: Any) -> LaunchSettings:
+        """The settings with which the workers start, with those that are not among these options."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        is_module, tuned, policies = own.pop("module"), own.pop("tuned"), own.pop("policy", None)
+        return LaunchSettings(
+            Script(script, tuple(args or ()), is_module=is_module),
+            tuning=Tuning.of_this_process(wanted=tuned),
+            policies=tuple(policies or ()),
+            **own,
+            **more,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions(WorkerOptions):
+    """The options of commands whose workers train a job."""
+
+    checkpoint_every: CheckpointEvery = None
+    allow_job_change: AllowJobChange = False
+    policy: PolicyNames = None
+    strategy: StrategyName = None
+    audit: AuditShare = None
+    grace_s: Grace = GRACE_S
+    warm_start: WarmStart = True
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlace:
+    """The options of commands that ask something of a job that runs."""
+
+    run_dir: RunningIn = None
+    url: Url = None
+    token_file: TokenFile = None
+    certificate: Trusted = None
+
+    @property
+    def control(self) -> Control:
+        """The connection to the job's coordinator."""
+        return Control(Whereabouts(self.url, self.token_file, self.certificate, self.run_dir).address())
 
 
 def read_workers(text: str) -> tuple[int, ...]:

@@ -6,30 +6,21 @@ from pathlib import Path
 import typer
 
 from unisono.cli.options import (
-    AllowJobChange,
-    AuditShare,
-    CheckpointEvery,
     DryRun,
     FailureTimeout,
     FaultScript,
-    Grace,
     Here,
+    JobOptions,
     ListenAt,
     MaxRestarts,
-    Module,
-    PolicyNames,
     RestartOnError,
     RunDir,
     ScriptArguments,
     ScriptName,
-    Shards,
-    StrategyName,
-    Threads,
     TlsCert,
     TlsKey,
-    Tuned,
-    WarmStart,
     WorkerRange,
+    grouped,
 )
 from unisono.host.cgroup import usable_cores
 from unisono.launch.command import dry_run, elastic_dry_run
@@ -38,35 +29,26 @@ from unisono.launch.elastic.entrance import Entrance
 from unisono.launch.ending.outcome import Outcome
 from unisono.launch.ending.result import RUNS, open_folder, report
 from unisono.launch.local import launch
-from unisono.launch.settings import GRACE_S, LaunchSettings, Script
+from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.terminal import Terminal
-from unisono.launch.tuning import Tuning
 
 
+@grouped
 def run(
     script: ScriptName,
     args: ScriptArguments = None,
     workers: WorkerRange = "1",
-    module: Module = False,
     run_dir: RunDir = None,
-    shards: Shards = None,
-    threads: Threads = None,
-    checkpoint_every: CheckpointEvery = None,
-    grace_s: Grace = GRACE_S,
-    allow_job_change: AllowJobChange = False,
-    tuned: Tuned = True,
+    *,
+    job: JobOptions,
     max_restarts: MaxRestarts = None,
     restart_on_error: RestartOnError = False,
     failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
-    warm_start: WarmStart = True,
     coordinator: ListenAt = None,
     here: Here = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     faults: FaultScript = None,
-    policy: PolicyNames = None,
-    strategy: StrategyName = None,
-    audit: AuditShare = None,
     dry: DryRun = False,
 ) -> None:
     """Start workers that train together: unisono run -n 4 train.py --its-own flags.
@@ -75,22 +57,13 @@ def run(
     --coordinator, from other hosts, too.
     """
     wanted = Range.read(workers)
-    fitting = wanted.within(usable_cores() // (threads or 1))
+    fitting = wanted.within(usable_cores() // (job.threads or 1))
     room = here if here is not None or coordinator is None else fitting
-    settings = LaunchSettings(
-        script=Script(script, tuple(args or ()), is_module=module),
+    settings = job.settings(
+        script,
+        args,
         workers=wanted.largest if room is None else min(room, wanted.largest),
         run_dir=run_dir,
-        shards=shards,
-        threads=threads,
-        checkpoint_every=checkpoint_every,
-        allow_job_change=allow_job_change,
-        grace_s=grace_s,
-        tuning=Tuning.of_this_process(wanted=tuned),
-        warm_start=warm_start,
-        policies=tuple(policy or ()),
-        strategy=strategy,
-        audit=audit,
         extra_environment={} if faults is None else _fault_injection(faults),
     )
     elastic = ElasticSettings(

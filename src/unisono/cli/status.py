@@ -6,19 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.cli.options import RunningIn, TokenFile, Trusted, Url
-from unisono.launch.elastic.address import Control, Whereabouts
+from unisono.cli.options import JobPlace, grouped
 
 
+@grouped
 def status(
-    run_dir: RunningIn = None,
-    url: Url = None,
-    token_file: TokenFile = None,
-    certificate: Trusted = None,
+    job: JobPlace,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show an elastic job: its workers with rank, host, step and speed, and how many there are to be."""
-    found = Control(Whereabouts(url, token_file, certificate, run_dir).address()).status()
+    found = job.control.status()
     typer.echo(json.dumps(found, indent=1) if as_json else table(found))
 
 
@@ -65,39 +62,31 @@ def _agent(agent: Mapping[str, Any]) -> str:
 # ``unisono leave``: one worker, or all of one host, take part no more.
 
 
+@grouped
 def leave(
     who: Annotated[str, typer.Argument(help="A worker's id or rank, or an agent's id, as status shows them.")],
-    run_dir: RunningIn = None,
-    url: Url = None,
-    token_file: TokenFile = None,
-    certificate: Trusted = None,
+    job: JobPlace,
 ) -> None:
     """Have a worker of an elastic job leave after the step that is under way."""
-    typer.echo(line(Control(Whereabouts(url, token_file, certificate, run_dir).address()).leave(who)))
+    typer.echo(line(job.control.leave(who)))
 
 
 # ``unisono resize``: another number of workers, while the job trains.
 
 
+@grouped
 def resize(
     workers: Annotated[int, typer.Argument(help="The new number of workers.", metavar="N", min=1)],
-    run_dir: RunningIn = None,
-    url: Url = None,
-    token_file: TokenFile = None,
-    certificate: Trusted = None,
+    job: JobPlace,
 ) -> None:
     """Change the number of workers of an elastic job to N. The weights stay the same, bit for bit."""
-    typer.echo(line(Control(Whereabouts(url, token_file, certificate, run_dir).address()).resize(workers)))
+    typer.echo(line(job.control.resize(workers)))
 
 
 # ``unisono stop``: the job ends with a checkpoint, from which it can be started again.
 
 
-def stop(
-    run_dir: RunningIn = None,
-    url: Url = None,
-    token_file: TokenFile = None,
-    certificate: Trusted = None,
-) -> None:
+@grouped
+def stop(job: JobPlace) -> None:
     """Have all workers of an elastic job leave with a checkpoint; unisono run then ends with exit code 75."""
-    typer.echo(line(Control(Whereabouts(url, token_file, certificate, run_dir).address()).stop()))
+    typer.echo(line(job.control.stop()))
