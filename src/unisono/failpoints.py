@@ -23,10 +23,10 @@ POINTS = (
 )
 """Their names, each with what has happened when it is passed."""
 
-Listener = Callable[[str], None]
+FailpointListener = Callable[[str], None]
 """Told of each point that is passed, on the thread that passes it."""
 
-_listener: Listener | None = None
+_listener: FailpointListener | None = None
 
 
 def failpoint(name: str) -> None:
@@ -39,7 +39,7 @@ def failpoint(name: str) -> None:
         _listener(name)
 
 
-def listen(listener: Listener | None) -> Listener | None:
+def listen(listener: FailpointListener | None) -> FailpointListener | None:
     """Have this be told of every point from now on; None for nobody.
 
     Returns:

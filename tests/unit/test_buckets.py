@@ -7,7 +7,7 @@ from torch import Tensor
 
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import ALIGNMENT, Bucket, plan_buckets
-from unisono.reduce.partial_sums import PartialSums, Row, views_of
+from unisono.reduce.partial_sums import PartialSumRow, PartialSums, views_of
 
 pytestmark = pytest.mark.unit
 
@@ -20,7 +20,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def partial_sums(buckets: tuple[Bucket, ...], tree: SummationTree) -> PartialSums:
     count = tree.most_kept(0, tree.shards)
-    rows = [Row.of(buckets, [bucket.allocate() for bucket in buckets]) for _ in range(count)]
+    rows = [PartialSumRow.of(buckets, [bucket.allocate() for bucket in buckets]) for _ in range(count)]
     return PartialSums(tree, range(tree.shards), rows)
 
 
@@ -156,7 +156,7 @@ def test_compressed_leaves_and_nodes_are_rounded_on_any_split(shards: int) -> No
     tree = SummationTree(shards)
     leaves = {node: values[node.start].bfloat16() for node in map_leaves(tree)}
     for start, stop in itertools.combinations(range(shards + 1), 2):
-        rows = [Row.of(buckets, [buckets[0].allocate()]) for _ in range(tree.most_kept(start, stop))]
+        rows = [PartialSumRow.of(buckets, [buckets[0].allocate()]) for _ in range(tree.most_kept(start, stop))]
         sums = PartialSums(tree, range(start, stop), rows)
         sums.begin()
         for value in values[start:stop]:

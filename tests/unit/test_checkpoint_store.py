@@ -17,7 +17,7 @@ import torch
 
 from same_trees import same
 from unisono.checkpoint.store import CheckpointStore, Snapshot, load_weights
-from unisono.checkpoint.writer import Turn, Writer, mark_of, origin
+from unisono.checkpoint.writer import Writer, WriterOrder, mark_of, origin
 from unisono.errors import CheckpointError, UnisonoWarning
 
 pytestmark = pytest.mark.unit
@@ -141,7 +141,7 @@ class LateWriter(Writer):
 
 
 def test_updates_after_save_do_not_reach_what_is_written(tmp_path: Path) -> None:
-    writer = LateWriter(tmp_path, lambda: Turn(1, 1))
+    writer = LateWriter(tmp_path, lambda: WriterOrder(1, 1))
     with closing(CheckpointStore(tmp_path / "checkpoints", writer=writer)) as store:
         changes_after_save(store, writer.may.set)
 

@@ -16,7 +16,7 @@ import pytest
 import unisono
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.hold import Hold
-from unisono.checkpoint.writer import Turn, Writer
+from unisono.checkpoint.writer import Writer, WriterOrder
 from unisono.errors import JobError
 from unisono.launch.ending.result import open_folder
 
@@ -130,7 +130,7 @@ def test_a_damaged_lock_is_no_obstacle_and_its_words_are_not_believed(tmp_path: 
 def test_a_folder_whose_lock_was_removed_is_gone_on_in(tmp_path: Path) -> None:
     for generation in (6, 1):
         folder = open_folder(tmp_path, "train")
-        turn = Turn(folder.term, generation)
+        turn = WriterOrder(folder.term, generation)
         folder.written_by(Writer(tmp_path, lambda turn=turn: turn))  # type: ignore[misc]
         folder.metrics.write({"step": generation})
         folder.close()
@@ -143,7 +143,7 @@ def test_a_folder_of_a_group_can_be_gone_on_in_by_all_of_it(tmp_path: Path) -> N
     before = os.umask(0o002)
     try:
         folder = open_folder(tmp_path / "run", "train")
-        folder.written_by(Writer(folder.path, lambda: Turn(folder.term, 1)))
+        folder.written_by(Writer(folder.path, lambda: WriterOrder(folder.term, 1)))
         folder.metrics.write({"step": 0})
         folder.journal("started")
         folder.close()

@@ -25,7 +25,7 @@ from unisono.plan.batches import Batch
 from unisono.plan.split import Split
 from unisono.reduce.buckets import plan_buckets
 from unisono.reduce.host_transport import HierarchicalTransport, host_split
-from unisono.reduce.partial_sums import PIECE, PartialSums, Row
+from unisono.reduce.partial_sums import PIECE, PartialSumRow, PartialSums
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.shared_memory import SharedMemoryTransport
@@ -84,7 +84,9 @@ def test_partial_sums_have_the_same_bits_with_and_without_a_tally_and_leave_a_ba
     buckets = plan_buckets(shards[0], 10**9)
     found: list[list[Tensor]] = []
     for tally in (None, Tally(), Tally(640, PIECE + 128)):  # the last one sees a part of two pieces
-        sums = PartialSums(tree, range(5), [Row.of(buckets, [one.allocate() for one in buckets]) for _ in range(3)])
+        sums = PartialSums(
+            tree, range(5), [PartialSumRow.of(buckets, [one.allocate() for one in buckets]) for _ in range(3)]
+        )
         sums.begin()
         for shard in shards:
             sums.open()

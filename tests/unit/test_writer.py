@@ -14,7 +14,7 @@ import torch
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore, Snapshot
-from unisono.checkpoint.writer import Turn, Writer
+from unisono.checkpoint.writer import Writer, WriterOrder
 from unisono.errors import LaunchError, Superseded, UnisonoWarning
 from unisono.launch.ending.result import JobEnd, open_folder, write_end
 
@@ -41,7 +41,7 @@ class Worker:
     """The main worker of a generation, as it sees itself."""
 
     def __init__(self, path: Path, term: int, generation: int, kind: type[Writer] = Writer, **options: Any) -> None:
-        self.turn, self.away = Turn(term, generation), ""
+        self.turn, self.away = WriterOrder(term, generation), ""
         self.folder = RunFolder(path)
         self.writer = kind(path, lambda: self.turn, lambda: self.away, **options)
         self.folder.written_by(self.writer)
@@ -84,9 +84,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("later", [Turn(1, 6), Turn(2, 1), Turn(2, 6)], ids=str)
+@pytest.mark.parametrize("later", [WriterOrder(1, 6), WriterOrder(2, 1), WriterOrder(2, 6)], ids=str)
 def test_two_halves_of_a_job_that_write_into_one_folder_leave_what_the_later_one_wrote(
-    workers: Any, tmp_path: Path, later: Turn
+    workers: Any, tmp_path: Path, later: WriterOrder
 ) -> None:
     cut_off, goes_on = workers(1, 5), workers(later.term, later.generation)
     cut_off.folder.metrics.write({"step": 0})
@@ -127,7 +127,7 @@ def test_manifests_say_in_whose_turn_they_were_written_and_are_read_as_ever(work
 def test_a_worker_writes_on_when_its_generation_is_another(workers: Any, tmp_path: Path) -> None:
     worker = workers(1, 1)
     for generation in (1, 2, 5):
-        worker.turn = Turn(1, generation)
+        worker.turn = WriterOrder(1, generation)
         worker.folder.metrics.write({"step": generation})
         worker.save(generation, 1.0)
     assert lines(tmp_path) == [1, 2, 5]

@@ -53,7 +53,7 @@ _LONGEST = 4096
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Turn:
+class WriterOrder:
     """A worker's place in the order of writers: a later one replaces an earlier one.
 
     Attributes:
@@ -85,12 +85,13 @@ class Writer:
     def __init__(
         self,
         folder: Path,
-        turn: Callable[[], Turn],
+        turn: Callable[[], WriterOrder],
         away: Callable[[], str] = lambda: "",
         placing_s: float = PLACING_S,
     ) -> None:
         self._path, self._turn, self._away, self._placing_s = folder / WRITER, turn, away, placing_s
-        self._seen: tuple[Turn, tuple[int, int, int]] | None = None  # what is in the file, as this worker wrote it
+        # What is in the file, as this worker wrote it.
+        self._seen: tuple[WriterOrder, tuple[int, int, int]] | None = None
         self._is_away = False
         self.is_superseded = False
 
@@ -147,7 +148,7 @@ class Writer:
                 raise self._superseded(theirs, who)
             yield
 
-    def _claim(self, mine: Turn, *, writes: bool) -> None:
+    def _claim(self, mine: WriterOrder, *, writes: bool) -> None:
         with self._opened() as descriptor:
             _lock(descriptor, self._placing_s)
             theirs, who = _read(descriptor)
@@ -178,7 +179,7 @@ class Writer:
             return 0, 0, 0
         return found.st_ino, found.st_size, found.st_mtime_ns
 
-    def _superseded(self, theirs: Turn, who: str) -> Superseded:
+    def _superseded(self, theirs: WriterOrder, who: str) -> Superseded:
         self.is_superseded, mine = True, self._turn()
         return Superseded(
             f"{self._path.parent} is written by {who} now, in generation {theirs.generation} of start {theirs.term} of "
@@ -201,7 +202,7 @@ def _lock(descriptor: int, patience_s: float) -> None:
             return
 
 
-def _read(descriptor: int) -> tuple[Turn, str]:
+def _read(descriptor: int) -> tuple[WriterOrder, str]:
     """Whose turn it was last, and who it was."""
     try:
         found: Any = parse_json(os.pread(descriptor, _LONGEST, 0))
@@ -209,5 +210,5 @@ def _read(descriptor: int) -> tuple[Turn, str]:
         found = None
     match found:
         case {"term": int(term), "generation": int(generation), "host": host, "pid": pid}:
-            return Turn(term, generation), f"process {str(pid)[:20]} on host {str(host)[:100]}"
-    return Turn(0, 0), "nobody"
+            return WriterOrder(term, generation), f"process {str(pid)[:20]} on host {str(host)[:100]}"
+    return WriterOrder(0, 0), "nobody"

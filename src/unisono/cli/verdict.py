@@ -17,7 +17,7 @@ from unisono.launch.ending.result import last_lines
 from unisono.launch.verify.cause import equal_until_then, repeated_text, weights_text, where, workers_text
 from unisono.launch.verify.comparison import Finding, Stage
 from unisono.launch.verify.hints import Hint
-from unisono.launch.verify.verify import TracedRun, Verification, VerifyRequest
+from unisono.launch.verify.verify import TracedRun, VerifyRequest, VerifyResult
 
 MOST_HINTS = 5
 LOG_LINES = 40
@@ -49,7 +49,7 @@ class Printer:
             self._err.print(Text(label), soft_wrap=True)
             yield
 
-    def show(self, verification: Verification, *, kept: bool) -> None:
+    def show(self, verification: VerifyResult, *, kept: bool) -> None:
         """Print the table, the verdict, and its reasons."""
         self._print(Text())
         show_table(_table(verification), self._out)
@@ -65,7 +65,7 @@ class Printer:
             for note in _notes(verification):
                 self._print(Text(note, "dim"))
 
-    def _show_failure(self, verification: Verification, run: TracedRun, *, kept: bool) -> None:
+    def _show_failure(self, verification: VerifyResult, run: TracedRun, *, kept: bool) -> None:
         outcome, cause = run.outcome, run.outcome.cause
         words = outcome.summary()
         if cause is not None and outcome.interrupted is None and verification.case is None:
@@ -101,7 +101,7 @@ class _Steps:
         return Text(f"{self._label}{steps}")
 
 
-def _table(verification: Verification) -> Table:
+def _table(verification: VerifyResult) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for name in ("workers", "steps"):
         table.add_column(name, justify="right")
@@ -156,7 +156,7 @@ def _headline(finding: Finding) -> str:
     return f"Not identical: {pair} in step {counts.step} (steps count from 0)."
 
 
-def _reasons(verification: Verification) -> Table:
+def _reasons(verification: VerifyResult) -> Table:
     case, cause = verification.case, verification.cause
     assert case is not None, "there are no reasons without a finding"
     assert cause is not None, "every finding is explained"
@@ -193,7 +193,7 @@ def _places(hints: Sequence[Hint]) -> Iterator[tuple[str, Text]]:
         yield "", Text(f"and {len(hints) - len(shown)} more such places")
 
 
-def _identical(request: VerifyRequest, verification: Verification) -> str:
+def _identical(request: VerifyRequest, verification: VerifyResult) -> str:
     trace = verification.runs[0].trace
     steps = "after the only step" if trace.steps == 1 else f"after each of {trace.steps} steps"
     fewer = "" if trace.steps == request.steps else " (the script takes no more)"
@@ -203,7 +203,7 @@ def _identical(request: VerifyRequest, verification: Verification) -> str:
     )
 
 
-def _notes(verification: Verification) -> list[str]:
+def _notes(verification: VerifyResult) -> list[str]:
     notes = []
     job = verification.runs[0].trace.job
     if job.get("reduction") == "native":

@@ -17,7 +17,7 @@ PIECE = 2**17
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PartialSumRow:
     """One partial sum of all tensors: a flat buffer per bucket, and each tensor's view of it.
 
     Attributes:
@@ -31,7 +31,7 @@ class Row:
     pieces: tuple[tuple["Piece", ...], ...]
 
     @classmethod
-    def of(cls, buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> "Row":
+    def of(cls, buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> "PartialSumRow":
         """A row in these buffers, one per bucket."""
         placed = {
             slot.index: _pieces(slot, flat)
@@ -90,10 +90,10 @@ class PartialSums:
             are like.
     """
 
-    def __init__(self, tree: SummationTree, shards: range, rows: Sequence[Row]) -> None:
+    def __init__(self, tree: SummationTree, shards: range, rows: Sequence[PartialSumRow]) -> None:
         self._merge_counts = tree.merges(shards.start, shards.stop)
         self._free = list(rows)
-        self._stack: list[Row] = []
+        self._stack: list[PartialSumRow] = []
         self._merges: list[int] = []
 
     def begin(self) -> None:
@@ -146,11 +146,11 @@ class PartialSums:
         return [row.flats[bucket] for row in self._left()]
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[PartialSumRow, ...]:
         """The rows that :meth:`partials` are part of."""
         return tuple(self._left())
 
-    def _left(self) -> list[Row]:
+    def _left(self) -> list[PartialSumRow]:
         if not self._merge_counts:
             return self._free
         # Asked while the last shard is open, the rows that it makes whole still lie on the stack.

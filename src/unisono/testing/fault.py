@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from unisono.failpoints import Listener, listen
+from unisono.failpoints import FailpointListener, listen
 from unisono.received import LONGEST_S
 
 # Listening at the points at which a fault may be injected; see :mod:`unisono.failpoints`.
@@ -23,7 +23,7 @@ OF_SOME = ("state captured", "state received", "state taken")
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listening(listener: FailpointListener) -> Iterator[None]:
     """Have this be told of every point that is passed meanwhile."""
     before = listen(listener)
     try:

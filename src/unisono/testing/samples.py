@@ -28,7 +28,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedSamples:
     """The samples that one worker set out to compute in one call.
 
     Attributes:
@@ -64,7 +64,7 @@ class Samples:
         committed: the committed calls, each with its generation.
     """
 
-    computed: tuple[Computed, ...]
+    computed: tuple[ComputedSamples, ...]
     committed: frozenset[tuple[Place, int]]
 
     @classmethod
@@ -92,7 +92,7 @@ class Samples:
         return len(tries) - len({place for place, _ in tries})
 
     @property
-    def tries(self) -> dict[tuple[Place, int], list[Computed]]:
+    def tries(self) -> dict[tuple[Place, int], list[ComputedSamples]]:
         """What the workers of a generation computed for a call."""
         found = defaultdict(list)
         for one in self.computed:
@@ -120,7 +120,7 @@ class _Counted:
     """The computations that count: for each call of the lineage, those of its newest generation."""
 
     lineage: Mapping[Place, int]
-    tries: Mapping[Place, Sequence[Computed]]
+    tries: Mapping[Place, Sequence[ComputedSamples]]
 
     @classmethod
     def of(cls, samples: Samples) -> _Counted:
@@ -133,7 +133,7 @@ class _Counted:
     def samples(self, place: Place) -> dict[int, tuple[int, ...]]:
         return {shard: used for one in self.tries[place] for shard, used in one.shards.items()}
 
-    def epochs(self) -> dict[tuple[int, int], list[Computed]]:
+    def epochs(self) -> dict[tuple[int, int], list[ComputedSamples]]:
         """The first calls of each step, by loop and epoch."""
         found = defaultdict(list)
         for place, tries in self.tries.items():
@@ -223,8 +223,8 @@ def _some(numbers: Sequence[int]) -> str:
     return shown if len(numbers) <= LISTED else f"{shown} and {len(numbers) - LISTED} more"
 
 
-def _computed(line: Mapping[str, Any]) -> Computed:
-    return Computed(
+def _computed(line: Mapping[str, Any]) -> ComputedSamples:
+    return ComputedSamples(
         Place(line["computed"], line["call"]),
         line["generation"],
         line["loop"],

@@ -90,7 +90,7 @@ class TracedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class VerifyResult:
     """The result of a verification.
 
     Attributes:
@@ -128,7 +128,7 @@ class Watch(Protocol):
         ...
 
 
-def verify(request: VerifyRequest, folder: Path, watch: Watch) -> Verification:
+def verify(request: VerifyRequest, folder: Path, watch: Watch) -> VerifyResult:
     """Run the script with each number of workers and compare. Main thread only.
 
     A run that fails is the last one.
@@ -155,15 +155,15 @@ def verify(request: VerifyRequest, folder: Path, watch: Watch) -> Verification:
         return _judge(runner, runs, folder)
 
 
-def _judge(runner: _Runner, runs: Sequence[TracedRun], folder: Path) -> Verification:
+def _judge(runner: _Runner, runs: Sequence[TracedRun], folder: Path) -> VerifyResult:
     reference = runs[0].trace
     findings = (compare_ranks(reference), *(compare(reference, run.trace) for run in runs[1:]))
     finding = next((each for each in findings if each is not None), None)
     if finding is None:
-        return Verification(tuple(runs), findings)
+        return VerifyResult(tuple(runs), findings)
     case = Case(finding, _repeats(runner, reference, finding, folder))
     cause = explain(case)
-    return Verification(tuple(runs), findings, case, cause, _hints(runner.request.script, cause))
+    return VerifyResult(tuple(runs), findings, case, cause, _hints(runner.request.script, cause))
 
 
 def _repeats(runner: _Runner, reference: RunTrace, finding: Finding, folder: Path) -> bool | None:

@@ -10,7 +10,7 @@ from typing import Any
 from unisono.checkpoint.folder import RunFolder, new_run_folder
 from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import CheckpointStore, Snapshot
-from unisono.checkpoint.writer import Turn, Writer
+from unisono.checkpoint.writer import Writer, WriterOrder
 from unisono.errors import CheckpointError, JobError, JobMismatch
 from unisono.failpoints import failpoint
 from unisono.job import differences
@@ -158,7 +158,9 @@ def agreed_folder(collectives: CollectiveCalls, membership: Membership, config: 
         opening.close()
         raise
     term = config.recording.term_in(folder.path) or folder.term
-    folder.written_by(Writer(folder.path, lambda: Turn(term, membership.workers.generation.number), membership.away))
+    folder.written_by(
+        Writer(folder.path, lambda: WriterOrder(term, membership.workers.generation.number), membership.away)
+    )
     return folder
 
 

@@ -13,7 +13,7 @@ from unisono.adapt.squared_norms import LARGE, SquaredNorms, squares_of
 from unisono.errors import ModelError
 from unisono.plan.audits import windows
 from unisono.reduce.buckets import Bucket, plan_buckets
-from unisono.reduce.partial_sums import PartialSums, Row, views_of
+from unisono.reduce.partial_sums import PartialSumRow, PartialSums, views_of
 from unisono.reduce.reducer import Reducer, Weigh
 from unisono.reduce.tally import Tally, Witness
 from unisono.train.step.audit import ShardDigest, in_memory_order
@@ -316,4 +316,4 @@ class Gradients:
         mine = transport.split.of(transport.rank)
         count = max(1, transport.tree.most_kept(mine.start, mine.stop))
         flats = [] if self._single else transport.allocate(self._buckets, count)
-        return PartialSums(transport.tree, mine, [Row.of(self._buckets, row) for row in flats])
+        return PartialSums(transport.tree, mine, [PartialSumRow.of(self._buckets, row) for row in flats])
