@@ -431,6 +431,7 @@ def small_run(house: House) -> Iterator[Breach]:
 
 def made_whole(house: House) -> Iterator[Breach]:
     """Whoever is called back is given to a constructor, or to a call; nobody puts it into another object later."""
+    elsewhere = _methods_alone(house)
     for source in house:
         for owner in ast.walk(source.tree):
             if not isinstance(owner, ast.ClassDef):
@@ -441,7 +442,7 @@ def made_whole(house: House) -> Iterator[Breach]:
             for node in ast.walk(owner):
                 if isinstance(node, ast.Assign) and any(map(_is_another_ones, node.targets)):
                     values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
-                    if any(_is_callable(value, methods) for value in values):
+                    if any(_is_callable(value, methods, elsewhere) for value in values):
                         words = f"{ast.unparse(node.targets[0])} is filled later: give it to the constructor"
                         yield Breach(source.path, node.lineno, "made whole", words)
 
@@ -452,9 +453,26 @@ def _is_another_ones(target: ast.expr) -> bool:
     return isinstance(target, ast.Attribute) and not (isinstance(target.value, ast.Name) and target.value.id == "self")
 
 
-def _is_callable(value: ast.expr, methods: set[str]) -> bool:
+def _methods_alone(house: House) -> set[str]:
+    """Names of methods that are no names of fields as well."""
+    methods, fields = set[str](), set[str]()
+    for _, node in _walk(house):
+        if isinstance(node, ast.ClassDef):
+            for each in node.body:
+                if isinstance(each, ast.FunctionDef):
+                    (fields if each.decorator_list else methods).add(each.name)
+                elif isinstance(each, ast.AnnAssign):
+                    fields.add(_last_name(each.target))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            fields.add(node.attr)
+    return methods - fields
+
+
+def _is_callable(value: ast.expr, methods: set[str], elsewhere: set[str]) -> bool:
     if isinstance(value, ast.Call):
         return _last_name(value.func) == "partial"
+    if isinstance(value, ast.Attribute) and value.attr in elsewhere:
+        return True
     own = isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.value.id == "self"
     return isinstance(value, ast.Lambda) or (own and _last_name(value) in methods)
 

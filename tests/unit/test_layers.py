@@ -337,7 +337,9 @@ def test_a_run_is_small(house: Build, lines: int, imports: int, breaches: int) -
     assert all(message.startswith("train/run.py:1: run: ") for message in messages)
 
 
-@pytest.mark.parametrize("value", ["self.told", "lambda: None", "partial(print, 1)", "functools.partial(f)"])
+@pytest.mark.parametrize(
+    "value", ["self.told", "self.other.told", "acts.told", "lambda: None", "partial(print, 1)", "functools.partial(f)"]
+)
 @pytest.mark.parametrize("target", ["self.acts.begins", "acts.begins", "a, acts.begins"])
 def test_nobody_is_given_its_collaborators_later(house: Build, target: str, value: str) -> None:
     values = f"1, {value}" if "," in target else value

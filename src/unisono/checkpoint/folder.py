@@ -28,14 +28,16 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
-        self.metrics = MetricsFile(self.path / "metrics.jsonl")
+        self.metrics = MetricsFile(self.path / "metrics.jsonl", self._obstacle)
         self.writer: Writer | None = None
         self._hold: Hold | None = None
 
     def written_by(self, writer: Writer) -> None:
         """From now on a worker writes here as long as it has the right to."""
         self.writer = writer
-        self.metrics.obstacle = writer.obstacle
+
+    def _obstacle(self) -> str:
+        return "" if self.writer is None else self.writer.obstacle()
 
     def ready(self, timeout_s: float) -> None:
         """Wait until results can be written.
@@ -170,13 +172,13 @@ class RunFolder:
 class MetricsFile:
     """A file of JSON lines, each written at once: a worker that is killed takes none with it.
 
-    Attributes:
-        obstacle: why nothing may be written now. Lines wait until it may.
+    Args:
+        path: the path of the file.
+        obstacle: a function that returns why nothing may be written now, or an empty text. Lines wait until they may.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.obstacle: Callable[[], str] = lambda: ""
-        self._path = path
+    def __init__(self, path: Path, obstacle: Callable[[], str] = lambda: "") -> None:
+        self._path, self._obstacle = path, obstacle
         self._descriptor: int | None = None
         self._waiting: list[dict[str, Any]] = []
 
@@ -187,7 +189,7 @@ class MetricsFile:
             Superseded: the job goes on without this worker.
         """
         self._waiting.append(dict(line))
-        if self.obstacle():
+        if self._obstacle():
             return
         waiting, self._waiting = self._waiting, []
         try:
@@ -209,7 +211,7 @@ class MetricsFile:
             JobError: the file is none that could be read; says what to do.
             Superseded: the job goes on without this worker.
         """
-        self.obstacle()
+        self._obstacle()
         self.close()
         try:
             lines = [line.splitlines()[0] for line in raw_lines(self._path)]
