@@ -159,21 +159,21 @@ def test_other_options_in_the_same_folder_are_refused(resumed: dict[str, Any]) -
 
 
 def test_a_run_that_fails_is_named_with_its_log_and_the_others_are_measured(tmp_path: Path, warm: None) -> None:
-    study = Study(tmp_path, "--workers", "1,2", "--repeats", 1, "--epochs", 3, "--", "--fails-with", 2)
+    study = Study(tmp_path, "--workers", "2,3", "--repeats", 1, "--epochs", 3, "--", "--fails-with", 3)
     try:
         assert study.end() == 1
     finally:
         study.close()
-    assert list(study.kept) == ["strong-1-0"]
-    assert "RuntimeError: there are 2 of us" in study.said
-    log = tmp_path / "study" / "cells" / "strong-2-0.failed" / "run" / "logs"
+    assert list(study.kept) == ["strong-2-0"]
+    assert "RuntimeError: there are 3 of us" in study.said
+    log = tmp_path / "study" / "cells" / "strong-3-0.failed" / "run" / "logs"
     assert f"(log: {log}/rank-" in study.said
     (row,) = (row for row in study.rows() if row["exit_code"] == "0")
     assert row["samples"] == "224"  # three epochs of 4 steps, without the first 5 steps
 
 
-def test_an_interrupted_study_ends_at_once_with_its_processes(tmp_path: Path) -> None:
-    study = Study(tmp_path, "--workers", "1,2", "--repeats", 1)
+def test_an_interrupted_study_ends_at_once_with_its_processes(tmp_path: Path, warm: None) -> None:
+    study = Study(tmp_path, "--workers", "2,3", "--repeats", 1)
     try:
         study.until(study.is_training, "a run")
         study.process.send_signal(signal.SIGINT)
