@@ -3,17 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Self
 
-from unisono.membership.messages import (
-    AgentHello,
-    Arrived,
-    FromAgent,
-    FromWorker,
-    Message,
-    NewGeneration,
-    Ready,
-    WorkerEnded,
-    WorkerHello,
-)
+from unisono.membership.agent_messages import AgentHello, FromAgent, WorkerEnded
+from unisono.membership.messages import Arrived, FromWorker, Message, NewGeneration, Ready, WorkerHello
 from unisono.membership.state import (
     AgentHeard,
     ElasticConfig,

@@ -24,23 +24,20 @@ from unisono.launch.ending.outcome import Outcome
 from unisono.launch.ending.result import open_folder, report
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import Terminal
-from unisono.membership.messages import (
+from unisono.membership.agent_messages import (
     AgentHello,
     AgentLeaving,
     End,
     FromAgent,
-    JobOver,
     LeftOut,
     Probe,
     Probed,
-    Refused,
     Start,
-    Target,
     ToAgent,
-    Welcome,
     WorkerEnded,
     from_agent,
 )
+from unisono.membership.messages import JobOver, Refused, Target, Welcome
 from unisono.membership.probe import Answering, probe
 
 pytestmark = pytest.mark.procs

@@ -19,22 +19,18 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from unisono.errors import LaunchError
+from unisono.membership.agent_messages import AgentHello, AgentLeaving, Start, WorkerEnded, to_agent
 from unisono.membership.client import Line
 from unisono.membership.messages import (
-    AgentHello,
-    AgentLeaving,
     Finished,
     JobOver,
     Message,
     NewGeneration,
     Ready,
-    Start,
     StoreRequest,
     ToWorker,
     Welcome,
-    WorkerEnded,
     WorkerHello,
-    to_agent,
 )
 from unisono.membership.token import read_token, token_file
 

@@ -14,7 +14,7 @@ from unisono.launch.elastic.host_workers import HostWorkers, _Worker
 from unisono.launch.ending.failure import Failure
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.worker_group import Ended, WorkerGroup
-from unisono.membership.messages import WorkerEnded
+from unisono.membership.agent_messages import WorkerEnded
 from unisono.membership.token import make_token
 
 pytestmark = pytest.mark.unit

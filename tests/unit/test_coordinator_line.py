@@ -9,7 +9,7 @@ from websockets.asyncio.server import ServerConnection, serve
 from unisono.errors import LaunchError
 from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.coordinator_line import CoordinatorLine
-from unisono.membership.messages import FromAgent
+from unisono.membership.agent_messages import FromAgent
 
 pytestmark = pytest.mark.unit
 

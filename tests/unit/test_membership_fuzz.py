@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from unisono.errors import Unreadable
+from unisono.membership.agent_messages import AgentHello, AgentLeaving, WorkerEnded, from_agent
 from unisono.membership.coordinator import AgentSession, Coordinator, Session, WorkerSession
 from unisono.membership.messages import (
-    AgentHello,
-    AgentLeaving,
     Arrived,
     Finished,
     Formed,
@@ -27,9 +26,7 @@ from unisono.membership.messages import (
     Ready,
     Resize,
     StoreRequest,
-    WorkerEnded,
     WorkerHello,
-    from_agent,
     from_worker,
 )
 from unisono.membership.parser import DEEPEST, LONGEST_MESSAGE, MOST_PARTS, parse

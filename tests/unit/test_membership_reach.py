@@ -5,22 +5,8 @@ from typing import Any, Self
 import pytest
 
 from membership_job import SHARDS, Job
-from unisono.membership.messages import (
-    AgentHello,
-    Arrived,
-    End,
-    Formed,
-    LeftOut,
-    NewGeneration,
-    Probe,
-    Probed,
-    Progress,
-    Ready,
-    RegroupDue,
-    Removed,
-    Start,
-    Unreached,
-)
+from unisono.membership.agent_messages import AgentHello, End, LeftOut, Probe, Probed, Start
+from unisono.membership.messages import Arrived, Formed, NewGeneration, Progress, Ready, RegroupDue, Removed, Unreached
 from unisono.membership.state import Disconnected, Resized, Restarted, next_deadline, status
 
 pytestmark = pytest.mark.unit

@@ -21,13 +21,12 @@ from websockets.sync.client import ClientConnection, connect
 from unisono.errors import JobError, UnisonoWarning
 from unisono.jsonl import read_lines
 from unisono.membership import parser, service
+from unisono.membership.agent_messages import AgentHello, AgentLeaving, Start, WorkerEnded, to_agent
 from unisono.membership.auth import Rate, RequestLimits
 from unisono.membership.client import Line
 from unisono.membership.coordinator import Coordinator, WorkerSession
 from unisono.membership.listener import ListenAddress, hosts, listen, url
 from unisono.membership.messages import (
-    AgentHello,
-    AgentLeaving,
     Arrived,
     Finished,
     Formed,
@@ -39,14 +38,11 @@ from unisono.membership.messages import (
     Ready,
     Refused,
     Resize,
-    Start,
     StoreReply,
     StoreRequest,
     ToWorker,
     Welcome,
-    WorkerEnded,
     WorkerHello,
-    to_agent,
     to_worker,
 )
 from unisono.membership.server import Server

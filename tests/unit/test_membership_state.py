@@ -7,18 +7,15 @@ from pydantic import TypeAdapter
 
 from membership_job import Job, training, with_joiner
 from unisono.errors import JobError
+from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Probed, Start, WorkerEnded
 from unisono.membership.messages import (
-    AgentHello,
-    AgentLeaving,
     Arrived,
-    End,
     Finished,
     Formed,
     JobOver,
     Leaving,
     Lost,
     NewGeneration,
-    Probed,
     Progress,
     Pulse,
     Ready,
@@ -27,10 +24,8 @@ from unisono.membership.messages import (
     Removed,
     Replace,
     Resize,
-    Start,
     Unreached,
     Welcome,
-    WorkerEnded,
     WorkerHello,
 )
 from unisono.membership.state import (

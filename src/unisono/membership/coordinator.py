@@ -15,13 +15,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from unisono.errors import JobError, Unreadable
 from unisono.membership import state as machine
+from unisono.membership.agent_messages import AgentHello, FromAgent, from_agent
 from unisono.membership.keyvalue import Answer, KeyValue
 from unisono.membership.messages import (
     PROTOCOL,
-    AgentHello,
     Arrived,
     Formed,
-    FromAgent,
     FromWorker,
     Message,
     Progress,
@@ -29,7 +28,6 @@ from unisono.membership.messages import (
     Refused,
     StoreRequest,
     WorkerHello,
-    from_agent,
     from_worker,
 )
 from unisono.membership.parser import parse

@@ -1,4 +1,4 @@
-"""The messages between workers, agents and the coordinator: frozen, validated values, as JSON on the wire."""
+"""The messages between workers and the coordinator: frozen, validated values, as JSON on the wire."""
 
 from typing import Annotated, Literal
 
@@ -35,6 +35,20 @@ class Unreached(Message):
 
     agent: Name
     why: Text
+
+
+class Target(Message):
+    """A host that is to be probed.
+
+    Attributes:
+        agent: the agent that runs its workers.
+        host: its name.
+        address: the address at which the agent answers probes.
+    """
+
+    agent: Name
+    host: Text
+    address: Text
 
 
 # -- from a worker -----------------------------------------------------------------------------------------------------
@@ -212,62 +226,6 @@ class StoreRequest(Message):
     timeout_s: Seconds = 0.0
 
 
-# -- from an agent -----------------------------------------------------------------------------------------------------
-
-
-class AgentHello(Message):
-    """The first message on an agent's connection.
-
-    Attributes:
-        agent: its id, which it made up at random when it started.
-        workers: the number of workers that it can run.
-        running: the ids of those that it was told to start and whose end it has not told yet, on a new connection
-            after the coordinator was gone.
-        probes: the address at which it answers probes of other hosts; empty if it does not.
-    """
-
-    kind: Literal["agent"] = "agent"
-    protocol: Count = PROTOCOL
-    agent: Name
-    host: Name
-    workers: Annotated[int, Field(ge=1, le=4096)]
-    running: tuple[Name, ...] = Field(default=(), max_length=4096)
-    probes: Text = ""
-
-
-class WorkerEnded(Message):
-    """A worker's process has ended.
-
-    Attributes:
-        code: its exit code; negative for a signal.
-        error: the worker's own account of why it ended, if it left one.
-    """
-
-    kind: Literal["ended"] = "ended"
-    worker: Name
-    code: int = Field(ge=-4096, le=4096)
-    error: Text = ""
-
-
-class AgentLeaving(Message):
-    """This agent was asked to leave, and all of its workers with it."""
-
-    kind: Literal["agent_leaving"] = "agent_leaving"
-
-
-class Probed(Message):
-    """The result of a :class:`Probe`.
-
-    Attributes:
-        reached: agents whose hosts and this one reach each other.
-        unreached: the others.
-    """
-
-    kind: Literal["probed"] = "probed"
-    reached: tuple[Name, ...] = Field(default=(), max_length=4096)
-    unreached: tuple[Unreached, ...] = Field(default=(), max_length=4096)
-
-
 # -- to a worker -------------------------------------------------------------------------------------------------------
 
 
@@ -404,83 +362,13 @@ class StoreReply(Message):
     error: Text = ""
 
 
-# -- to an agent -------------------------------------------------------------------------------------------------------
-
-
-class Start(Message):
-    """Start these workers.
-
-    Attributes:
-        workers: new ids, never used before.
-        delay_s: the seconds to wait before the start, after failures.
-    """
-
-    kind: Literal["start"] = "start"
-    workers: tuple[Name, ...] = Field(min_length=1, max_length=4096)
-    delay_s: Seconds = 0.0
-
-
-class End(Message):
-    """End these workers.
-
-    Attributes:
-        workers: their ids.
-        how: ``leave`` sends SIGTERM; ``kill`` lets them write their stacks into their logs, and kills them; ``drop``
-            kills those that nobody needs.
-    """
-
-    kind: Literal["end"] = "end"
-    workers: tuple[Name, ...] = Field(min_length=1, max_length=4096)
-    how: Literal["leave", "kill", "drop"]
-
-
-class Target(Message):
-    """A host that is to be probed.
-
-    Attributes:
-        agent: the agent that runs its workers.
-        host: its name.
-        address: the address at which the agent answers probes.
-    """
-
-    agent: Name
-    host: Text
-    address: Text
-
-
-class Probe(Message):
-    """Find out whether connections can be made to these hosts, and from them to this one.
-
-    Attributes:
-        targets: the hosts.
-    """
-
-    kind: Literal["probe"] = "probe"
-    targets: tuple[Target, ...] = Field(min_length=1, max_length=4096)
-
-
-class LeftOut(Message):
-    """Workers of this host take no part, since they and others could not connect.
-
-    Attributes:
-        reason: the reason, for people; empty if they can take part again.
-    """
-
-    kind: Literal["left_out"] = "left_out"
-    reason: Text = ""
-
-
 FromWorker = Annotated[
     WorkerHello | Ready | Arrived | Formed | Leaving | Progress | Finished | Resize | Replace | StoreRequest,
     Field(discriminator="kind"),
 ]
-FromAgent = Annotated[AgentHello | WorkerEnded | AgentLeaving | Probed, Field(discriminator="kind")]
 ToWorker = Annotated[
     Welcome | RegroupDue | Lost | NewGeneration | Removed | Refused | JobOver | StoreReply, Field(discriminator="kind")
 ]
-ToAgent = Annotated[Welcome | Start | End | Probe | LeftOut | JobOver | Refused, Field(discriminator="kind")]
 
 from_worker: TypeAdapter[FromWorker] = TypeAdapter(FromWorker)
-from_agent: TypeAdapter[FromAgent] = TypeAdapter(FromAgent)
 to_worker: TypeAdapter[ToWorker] = TypeAdapter(ToWorker)
-to_agent: TypeAdapter[ToAgent] = TypeAdapter(ToAgent)

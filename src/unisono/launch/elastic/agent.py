@@ -26,18 +26,9 @@ from unisono.launch.ending.outcome import COMPLETE, Outcome, WorkerExit, describ
 from unisono.launch.ending.result import JobEnd, conclude, with_faults, write_end
 from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.worker_group import WorkerGroup
-from unisono.membership.messages import (
-    AgentHello,
-    AgentLeaving,
-    FromAgent,
-    JobOver,
-    LeftOut,
-    Probe,
-    Start,
-    ToAgent,
-    Welcome,
-)
-from unisono.membership.messages import End as EndWorkers
+from unisono.membership.agent_messages import AgentHello, AgentLeaving, FromAgent, LeftOut, Probe, Start, ToAgent
+from unisono.membership.agent_messages import End as EndWorkers
+from unisono.membership.messages import JobOver, Welcome
 from unisono.membership.token import new_token, token_file
 
 LAST_WORDS_S = 5.0

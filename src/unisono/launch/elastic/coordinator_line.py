@@ -13,9 +13,10 @@ from websockets.exceptions import WebSocketException
 
 from unisono.errors import LaunchError
 from unisono.launch.elastic.address import Address, distrusted
+from unisono.membership.agent_messages import FromAgent, Probed, ToAgent, to_agent
 from unisono.membership.connection import Reconnection, ShutOut, call
 from unisono.membership.data_address import data_address
-from unisono.membership.messages import FromAgent, Probed, Refused, Target, ToAgent, to_agent
+from unisono.membership.messages import Refused, Target
 from unisono.membership.probe import PATIENCE_S, Answering, probe, unreached
 from unisono.membership.token import OUTDATED
 

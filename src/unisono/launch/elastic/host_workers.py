@@ -14,7 +14,7 @@ from unisono.launch.elastic.starter import Process, Starter
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import WorkerExit
 from unisono.launch.worker_group import Ended, WorkerGroup, insist, send
-from unisono.membership.messages import WorkerEnded
+from unisono.membership.agent_messages import WorkerEnded
 
 STACKS_S = 0.5
 """How long a worker that hangs may take to write where it hangs, before it is killed."""
@@ -90,7 +90,7 @@ class HostWorkers:
                 self._begin(name, delay_s)
 
     def end(self, names: Sequence[str], how: str) -> None:
-        """End workers, in one of the ways that :class:`~unisono.membership.messages.End` knows."""
+        """End workers, in one of the ways that :class:`~unisono.membership.agent_messages.End` knows."""
         for name in names:
             if (worker := self._workers.get(name)) is not None:
                 self._end(worker, how)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.membership.messages import FromAgent, FromWorker, ToAgent, ToWorker
+from unisono.membership.agent_messages import FromAgent, ToAgent
+from unisono.membership.messages import FromWorker, ToWorker
 
 # What the coordinator has to do, once the state is where it outlasts the coordinator.
 

@@ -3,24 +3,20 @@
 from dataclasses import replace
 
 from unisono.errors import NOT_STARTED, PREEMPTED
+from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Probed, WorkerEnded
 from unisono.membership.messages import (
-    AgentHello,
-    AgentLeaving,
     Arrived,
-    End,
     Finished,
     Formed,
     FromWorker,
     Leaving,
     Lost,
-    Probed,
     Progress,
     Ready,
     RegroupDue,
     Replace,
     Resize,
     Welcome,
-    WorkerEnded,
     WorkerHello,
 )
 from unisono.membership.state.deadline import agent_deadline, is_past, probes_deadline, worker_deadline

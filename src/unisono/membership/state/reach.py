@@ -6,7 +6,8 @@ member knows of that.
 
 from collections.abc import Iterator, Sequence
 
-from unisono.membership.messages import LeftOut, Probe, Probed, Target, Unreached
+from unisono.membership.agent_messages import LeftOut, Probe, Probed
+from unisono.membership.messages import Target, Unreached
 from unisono.membership.state.cover import lightest_cover
 from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, Link, State
 from unisono.membership.state.state_update import StateUpdate, short

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from unisono.membership.messages import End, JobOver, Lost, Refused, RegroupDue, Removed, ToAgent, ToWorker
+from unisono.membership.agent_messages import End, ToAgent
+from unisono.membership.messages import JobOver, Lost, Refused, RegroupDue, Removed, ToWorker
 from unisono.membership.state.deadline import agent_deadline, is_past
 from unisono.membership.state.event import Action, Hangup, Note, Tell, TellAgent
 from unisono.membership.state.state import MEMBER, Agent, Excluded, State, Worker

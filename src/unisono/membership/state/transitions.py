@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from unisono.membership.messages import JobOver, NewGeneration, Seat, Start
+from unisono.membership.agent_messages import Start
+from unisono.membership.messages import JobOver, NewGeneration, Seat
 from unisono.membership.state.arrival import (
     are_steady,
     arrival,
