@@ -11,7 +11,8 @@ from unisono.cli.batch_size_report import answer, file_of
 from unisono.errors import JobError
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import Outcome, WorkerExit
-from unisono.study.measure.batch_search import BatchSearch, Found, Tried
+from unisono.study.analysis.batch_curve import Tried
+from unisono.study.measure.batch_search import BatchSearch, Found
 from unisono.study.measure.batch_searching import Searched, failure_words
 
 pytestmark = pytest.mark.unit

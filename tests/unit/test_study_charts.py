@@ -7,7 +7,7 @@ from matplotlib.colors import to_hex
 
 from studies import MadeUp
 from unisono.study.analysis.analysis import Wanted, analyzed
-from unisono.study.analysis.batch_curve import BatchCurve, BatchTrial
+from unisono.study.analysis.batch_curve import BatchCurve, Tried
 from unisono.study.analysis.results import Results
 from unisono.study.report.charts import INK, SERIES, charts
 
@@ -41,7 +41,7 @@ def test_plain_loops_have_the_colours_of_what_they_stand_beside() -> None:
 
 
 def test_there_is_room_above_the_topmost_batch() -> None:
-    rows = [BatchTrial(batch=2**n, samples_per_s=1000.0 + n, peak_mib=500.0, fits=True) for n in range(4)]
+    rows = [Tried(batch=2**n, samples_per_s=1000.0 + n, peak_mib=500.0, fits=True) for n in range(4)]
 
     for axis in chart("batch-size", Results(), a=BatchCurve(rows=tuple(rows), largest=8, best=8)):
         low, high = axis.get_ylim()

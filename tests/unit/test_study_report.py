@@ -14,7 +14,7 @@ from studies import MadeUp
 from unisono.cli import app as cli
 from unisono.errors import JobError
 from unisono.study.analysis.analysis import Analysis, Wanted, analyzed
-from unisono.study.analysis.batch_curve import BatchCurve, BatchTrial, read_batch_curve
+from unisono.study.analysis.batch_curve import BatchCurve, Tried, read_batch_curve
 from unisono.study.analysis.estimate import NOTHING, duration, number, percent, shown
 from unisono.study.analysis.recommendation import Prices
 from unisono.study.analysis.results import Cell, Results
@@ -333,8 +333,8 @@ def test_a_hostile_label_is_text_and_nothing_else() -> None:
 
 BATCHES = BatchCurve(
     rows=(
-        *(BatchTrial(batch=2**n, samples_per_s=100.0 + n, peak_mib=50.0 * n, fits=True) for n in range(2, 8)),
-        BatchTrial(batch=256, fits=False),
+        *(Tried(batch=2**n, samples_per_s=100.0 + n, peak_mib=50.0 * n, fits=True) for n in range(2, 8)),
+        Tried(batch=256, fits=False),
     ),
     largest=128,
     best=64,

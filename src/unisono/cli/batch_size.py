@@ -20,7 +20,8 @@ from unisono.host.memory import MIB, room_mib
 from unisono.launch.local import Launcher
 
 if TYPE_CHECKING:
-    from unisono.study.measure.batch_search import BatchSearch, Tried
+    from unisono.study.analysis.batch_curve import Tried
+    from unisono.study.measure.batch_search import BatchSearch
     from unisono.study.measure.batch_searching import BatchRunner
 
 ROOM_SHARE = 0.9

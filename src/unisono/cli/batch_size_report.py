@@ -15,8 +15,8 @@ from unisono.errors import JobError
 from unisono.study.analysis.estimate import number, percent
 
 if TYPE_CHECKING:
-    from unisono.study.analysis.batch_curve import BatchCurve
-    from unisono.study.measure.batch_search import Found, Tried
+    from unisono.study.analysis.batch_curve import BatchCurve, Tried
+    from unisono.study.measure.batch_search import Found
     from unisono.study.measure.batch_searching import Searched
 
 ENDS = {

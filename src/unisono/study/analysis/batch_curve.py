@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -13,22 +15,34 @@ FAILED_NAME = "batch-size.failed"
 """Beside it: the run folder of a trial that failed, and not for its memory."""
 
 
-class BatchTrial(BaseModel):
-    """A batch that was tried.
+Above0 = Annotated[float, Field(gt=0)]
+From0 = Annotated[float, Field(ge=0)]
+
+NotKept = Field(exclude=True)
+"""What the search goes by, and no report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The result of a trial.
 
     Attributes:
         batch: samples per worker.
-        samples_per_s: throughput; None if it was not timed.
-        peak_mib: memory that a worker needed at most; None if it was not measured.
-        fits: whether a step could be computed.
+        fits: whether every worker took all its steps within its memory.
+        samples_per_s: samples per second of all workers together; None if it could not be timed.
+        peak_mib: memory that a worker needed at most; None if it is not known.
+        shards: the job's number of shards; None if it did not come so far.
+        data_samples: the number of samples in the script's data set; None likewise.
+        words: why it does not fit.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    batch: int = Field(ge=1)
-    samples_per_s: float | None = Field(default=None, gt=0)
-    peak_mib: float | None = Field(default=None, ge=0)
+    batch: Annotated[int, Field(ge=1)]
     fits: bool
+    samples_per_s: Above0 | None = None
+    peak_mib: From0 | None = None
+    shards: Annotated[int | None, NotKept] = None
+    data_samples: Annotated[int | None, NotKept] = None
+    words: Annotated[str, NotKept] = ""
 
 
 class BatchCurve(BaseModel):
@@ -47,7 +61,7 @@ class BatchCurve(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    rows: tuple[BatchTrial, ...] = ()
+    rows: tuple[Tried, ...] = ()
     largest: int | None = None
     best: int | None = None
     with_margin: int | None = None
@@ -57,7 +71,7 @@ class BatchCurve(BaseModel):
     command: str = ""
 
     @property
-    def fitting(self) -> list[BatchTrial]:
+    def fitting(self) -> list[Tried]:
         """The batches that fit, smallest first."""
         return sorted((row for row in self.rows if row.fits), key=lambda row: row.batch)
 

@@ -11,6 +11,7 @@ from math import gcd
 from typing import Literal
 
 from unisono.errors import JobError
+from unisono.study.analysis.batch_curve import Tried
 
 FIRST = 16
 MARGIN = 0.1
@@ -18,29 +19,6 @@ RESOLUTION = 0.02
 """Bisection ends when the largest batch that fits is known to this share of itself."""
 
 Bound = Literal["memory", "data", "most"]
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """The result of a trial.
-
-    Attributes:
-        batch: samples per worker.
-        fits: whether every worker took all its steps within its memory.
-        samples_per_s: samples per second of all workers together; None if it could not be timed.
-        peak_mib: memory that a worker needed at most; None if it is not known.
-        shards: the job's number of shards; None if it did not come so far.
-        data_samples: the number of samples in the script's data set; None likewise.
-        words: why it does not fit.
-    """
-
-    batch: int
-    fits: bool
-    samples_per_s: float | None = None
-    peak_mib: float | None = None
-    shards: int | None = None
-    data_samples: int | None = None
-    words: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from unisono.launch.ending.result import in_a_line, last_lines, open_folder
 from unisono.launch.local import Launcher
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.terminal import SilentTerminal
-from unisono.study.analysis.batch_curve import BatchCurve, BatchTrial
-from unisono.study.measure.batch_search import BatchSearch, Found, Tried
+from unisono.study.analysis.batch_curve import BatchCurve, Tried
+from unisono.study.measure.batch_search import BatchSearch, Found
 from unisono.study.measure.measured_run import peak_mib
 from unisono.study.measure.measuring import Interrupted
 from unisono.study.replay.record import Record
@@ -50,17 +50,8 @@ class Searched:
             memory_limit_mib: the memory limit of each worker.
             command: the command of the search.
         """
-        rows = tuple(
-            BatchTrial(
-                batch=one.batch,
-                samples_per_s=one.samples_per_s,
-                peak_mib=one.peak_mib,
-                fits=one.fits,
-            )
-            for one in self.trials.values()
-        )
         return BatchCurve(
-            rows=rows,
+            rows=tuple(self.trials.values()),
             largest=self.found.largest,
             best=self.found.best,
             with_margin=self.found.with_margin,
