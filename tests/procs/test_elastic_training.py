@@ -25,7 +25,7 @@ def test_killing_all_but_one_worker_anywhere_in_a_step_changes_no_bit(
     places = ["first", "between", "second", "after"]
     faults = [{"place": place, "step": 2 + 5 * number, "rank": number % 2} for number, place in enumerate(places)]
     workers = 1 + len(places)
-    started.append(Training(tmp_path / "run", "-n", f"{workers}", "--max-restarts", "9", faults=faults))
+    started.append(Training(tmp_path / "run", "-n", f"{workers}", "--max-restarts", "9", faults=faults, PACE_S="0"))
     training = started[0]
     assert training.end() == serial.end()
     assert len(training.journal("lost")) == len(faults)
@@ -55,7 +55,7 @@ def test_a_job_that_is_stopped_goes_on_later_and_ends_with_the_same_bits(
     started[0].ask("stop")
     assert started[0].process.wait(PATIENCE_S) == 75
     assert started[0].journal("preempted")
-    started.append(Training(tmp_path / "run", "-n", "3", "--max-restarts", "1"))
+    started.append(Training(tmp_path / "run", "-n", "3", "--max-restarts", "1", PACE_S="0"))
     assert started[1].end() == serial.end()
     assert started[1].steps == serial.steps
 

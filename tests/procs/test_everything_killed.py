@@ -1,5 +1,6 @@
 """Everything is killed at once, and started again with other workers: nothing is lost but the newest steps."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 EVERY = 4
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 5)])
+MORE = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((3, 2), (2, 5))]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), *MORE])
 def test_a_job_whose_machine_went_down_goes_on_from_its_newest_checkpoint(
     before: int, after: int, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
@@ -22,7 +26,7 @@ def test_a_job_whose_machine_went_down_goes_on_from_its_newest_checkpoint(
     started[0].kill_everything()
     kept = max(line["step"] for line in started[0].journal("checkpoint"))
     done = len(started[0].steps)
-    started.append(Training(tmp_path / "run", "-n", f"{after}", *options))
+    started.append(Training(tmp_path / "run", "-n", f"{after}", *options, PACE_S="0"))
     assert started[1].end() == serial.end()
     (resumed,) = started[1].journal("resumed")
     assert resumed["world_size"] == after
@@ -38,9 +42,14 @@ def test_everything_killed_before_the_first_checkpoint_begins_anew(
     started.append(Training(tmp_path / "run", "-n", "2", "--max-restarts", "1", PACE_S="0.03"))
     started[0].until_step(3)
     started[0].kill_everything()
-    started.append(Training(tmp_path / "run", "-n", "3", "--max-restarts", "1"))
+    started.append(Training(tmp_path / "run", "-n", "3", "--max-restarts", "1", PACE_S="0"))
     assert started[1].end() == serial.end()
     assert started[1].steps == serial.steps
+
+
+def has_kept(training: Training, step: int) -> bool:
+    """Whether there is a checkpoint of this step, or of a later one."""
+    return any(line["step"] >= step for line in training.journal("checkpoint"))
 
 
 def test_a_job_survives_that_everything_is_killed_again_and_again(
@@ -49,8 +58,10 @@ def test_a_job_survives_that_everything_is_killed_again_and_again(
     for workers, step in ((2, 6), (3, 13), (1, 21)):
         options = ("-n", f"{workers}", "--max-restarts", "1", "--checkpoint-every", "2")
         started.append(Training(tmp_path / "run", *options, PACE_S="0.02"))
+        started[-1].until_so(partial(has_kept, started[-1], step - 2), f"a checkpoint after step {step - 2}")
         started[-1].until_step(step)
         started[-1].kill_everything()
-    started.append(Training(tmp_path / "run", "-n", "2", "--max-restarts", "1"))
+    started.append(Training(tmp_path / "run", "-n", "2", "--max-restarts", "1", PACE_S="0"))
     assert started[-1].end() == serial.end()
+    assert [line["world_size"] for line in started[-1].journal("resumed")] == [3, 1, 2]
     assert started[-1].steps == serial.steps

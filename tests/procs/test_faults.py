@@ -68,10 +68,10 @@ def test_every_fault_that_a_job_survives_strikes_once_and_changes_no_bit(serial:
         .slow(rank=1, factor=3, at_step=14, steps=2)
         .partition(rank=1, at_step=18, for_s=0.5)
         .kill_coordinator(at_step=22, for_s=0.2)
-        .stop(rank=1, at_step=30)
-        .leave(rank=1, at_step=36)  # which there is once the stopped one is replaced: the last one does not leave alone
-        .join(at_step=40)
-        .kill(rank=0, at_step=50)
+        .stop(rank=1, at_step=26)
+        .leave(rank=1, at_step=44)  # which there is once the stopped one is replaced: the last one does not leave alone
+        .join(at_step=48)
+        .kill(rank=0, at_step=62)
     )
     training = Training(tmp_path / "job", "-n", "1:3", "--max-restarts", "9", "--failure-timeout-s", "4", faults=faults)
     assert training.digest == serial
@@ -97,12 +97,11 @@ def test_a_second_worker_may_die_at_each_point_of_the_recovery_from_the_first(se
     assert set(inside) <= set(RECOVERY)
 
 
-def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(
-    serial: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(SHARED_FORK_SERVER, raising=False)  # a worker kills the agent that is above it
+def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(serial: str, tmp_path: Path) -> None:
     faults = Faults().kill_agent(rank=0, at_step=20, after_s=0.01)
-    training = Training(tmp_path / "job", "-n", "1:2", "--checkpoint-every", "4", faults=faults)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(SHARED_FORK_SERVER, raising=False)  # a worker kills the agent that is above it
+        training = Training(tmp_path / "job", "-n", "1:2", "--checkpoint-every", "4", faults=faults)
     assert training.ended.returncode == -9, training.ended.stdout + training.ended.stderr
     training.go_on()
     assert training.digest == serial

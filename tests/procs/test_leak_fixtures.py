@@ -160,14 +160,30 @@ def test_a_failing_test_is_still_told_what_it_left(suite: pytest.Pytester) -> No
     result.stdout.fnmatch_lines_random(["*the reason*", "*environment variable LOST_VARIABLE*"])
 
 
-@pytest.mark.parametrize("markers", ["", "@pytest.mark.unit\n@pytest.mark.procs\n"])
-def test_a_test_of_no_kind_or_of_two_kinds_is_refused(suite: pytest.Pytester, markers: str) -> None:
-    suite.makepyfile(test_kinds=f"import pytest\n\n{markers}def test_of_unclear_kind():\n    pass\n")
+def test_a_test_of_no_kind_or_of_two_kinds_is_refused(suite: pytest.Pytester) -> None:
+    suite.makepyfile(
+        test_kinds="""
+        import pytest
+
+        def test_of_no_kind():
+            pass
+
+        @pytest.mark.unit
+        def test_of_one_kind():
+            pass
+
+        @pytest.mark.unit
+        @pytest.mark.procs
+        def test_of_two_kinds():
+            pass
+        """
+    )
 
     result = run(suite)
 
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*exactly one of the markers*", "*test_kinds.py::test_of_unclear_kind*"])
+    refused = ["test_kinds.py::test_of_no_kind", "test_kinds.py::test_of_two_kinds"]
+    result.stderr.fnmatch_lines(["*exactly one of the markers*", *(f"*{name}" for name in refused)], consecutive=True)
 
 
 def test_the_suites_folder_for_temporary_files_is_removed_in_the_end(suite: pytest.Pytester) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from outcomes import train
+from training import SCRIPT
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
@@ -101,7 +102,7 @@ def serial_weights(folder: Path, tmp_path: Path, first: int, last: int) -> dict[
 
 
 def test_a_job_in_which_nobody_would_compute_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    ended = train(tmp_path / "run", "-n", "2", "--strategy", "parameter-server:servers=2", script=DIGITS)
+    ended = train(tmp_path / "run", "-n", "2", "--strategy", "parameter-server:servers=2", script=SCRIPT)
 
     assert ended.returncode == 2
     assert "nobody to compute" in " ".join((ended.stdout + ended.stderr).split())
@@ -110,7 +111,7 @@ def test_a_job_in_which_nobody_would_compute_is_refused_before_anything_is_train
 
 def test_an_update_split_over_workers_is_refused_where_each_has_its_own(tmp_path: Path) -> None:
     options = ("-n", "2", "--strategy", "local-sgd")
-    ended = train(tmp_path / "run", *options, script=DIGITS, settings={"UNISONO_SHARD_OPTIMIZER": "1"})
+    ended = train(tmp_path / "run", *options, script=SCRIPT, settings={"UNISONO_SHARD_OPTIMIZER": "1"})
 
     assert ended.returncode == 2
     assert "leave one of them out" in " ".join((ended.stdout + ended.stderr).split())

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from commands import completed
+from serial_runs import SerialRuns
 
 pytestmark = [
     pytest.mark.procs,
@@ -169,7 +170,9 @@ def test_a_killed_worker_ends_the_job_within_two_seconds_and_is_named(tmp_path: 
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
 
 
-def test_a_job_that_is_asked_to_leave_writes_a_checkpoint_and_goes_on_later_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_job_that_is_asked_to_leave_writes_a_checkpoint_and_goes_on_later_to_the_same_bits(
+    serial_runs: SerialRuns, tmp_path: Path
+) -> None:
     script = script_with(tmp_path, ENDLESS.replace("EPOCHS", "6"))
     with started(3, script, tmp_path / "run") as process:
         pids_of(process, 3)
@@ -177,11 +180,10 @@ def test_a_job_that_is_asked_to_leave_writes_a_checkpoint_and_goes_on_later_to_t
         assert process.wait(timeout=60) == 75
     interrupted = json.loads((tmp_path / "run" / "result.json").read_text())
     resumed = finished(2, script, tmp_path / "run")
-    serial = by_itself(sys.executable, str(script), UNISONO_RUN_DIR=str(tmp_path / "serial"))
-    assert (resumed.returncode, serial.returncode) == (0, 0), resumed.stderr + serial.stderr
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("run", "serial")]
-    assert 20 < interrupted["steps"] < results[0]["steps"] == 600
-    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    assert resumed.returncode == 0, resumed.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert 20 < interrupted["steps"] < result["steps"] == 600
+    assert result["weights_sha256"] == serial_runs(script).end()
 
 
 def test_the_worker_whose_script_failed_is_the_one_whose_traceback_is_printed_last(tmp_path: Path) -> None:
