@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from launches import Launches, launches
+from serial_runs import SerialRuns
 from unisono.checkpoint.store import load_weights
 
 pytestmark = [
@@ -238,12 +239,13 @@ run.finish()
 """
 
 
+@pytest.mark.usefixtures("serial_launches")
 def test_a_model_with_everything_goes_on_in_the_middle_of_an_epoch_on_another_number_of_workers(
-    launch: Launches, tmp_path: Path
+    launch: Launches, serial_runs: SerialRuns, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(CUT_OFF.format(folder=str(JOBS.parent)))
-    expected = weights_in(python(str(script), folder=tmp_path / "serial"))
+    expected = [serial_runs(script).end()]
     launch(2, str(script), folder=tmp_path / "run", UNISONO_STOP_AFTER="5")
     assert weights_in(launch(3, str(script), folder=tmp_path / "run")) == expected
 
