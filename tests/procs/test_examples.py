@@ -14,18 +14,24 @@ import pytest
 
 from commands import completed
 from examples.cifar10_images import RECORD_BYTES, TEST_FILES, TRAIN_FILES
+from serial_runs import SerialRuns
 
-pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("warm", "serial_launches")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What is left of an example that has run."""
+    """What is left of an example that has run.
+
+    Attributes:
+        output: what it printed.
+        run_dir: its run folder.
+    """
 
     output: str
-    folder: Path
+    run_dir: Path
 
     @property
     def weights(self) -> str:
@@ -35,8 +41,7 @@ class Finished:
 
     @property
     def result(self) -> dict[str, object]:
-        (path,) = self.folder.glob("runs/*/result.json")
-        result = json.loads(path.read_text())
+        result = json.loads((self.run_dir / "result.json").read_text())
         assert isinstance(result, dict)
         return result
 
@@ -62,14 +67,24 @@ def run(folder: Path, command: str, workers: int | None = None, steps: int = 3) 
     """Run an example for a few steps in a folder of its own; without ``workers``, as plain Python."""
     folder.mkdir()
     script, *flags = command.split()
-    done = on(workers, str(EXAMPLES / script), *flags, folder=folder, UNISONO_STOP_AFTER=str(steps))
+    done = on(
+        workers, str(EXAMPLES / script), *flags, folder=folder, UNISONO_STOP_AFTER=str(steps), UNISONO_RUN_DIR="run"
+    )
     assert done.returncode == 0, done.stdout
-    return Finished(done.stdout, folder)
+    return Finished(done.stdout, folder / "run")
+
+
+def run_serially(serial_runs: SerialRuns, command: str, steps: int = 3) -> Finished:
+    """Run an example for a few steps on one worker."""
+    script, *flags = command.split()
+    trained = serial_runs(EXAMPLES / script, *flags, UNISONO_STOP_AFTER=str(steps))
+    return Finished(trained.output.read_text(), trained.run_dir)
 
 
 SHORT = {
     "char_lm.py --layers 1 --width 32 --context 32 --steps 3": 3,
     "gan.py": 2,
+    "digits.py": 2,
     "plain_loop.py --which unisono": 2,
     "goodput.py": 2,
     "scaling.py": 2,
@@ -125,8 +140,10 @@ def test_an_example_ends_in_the_same_weights_on_one_worker_and_on_several(
     assert alone[command]["steps"] == together[command]["steps"] == 3
 
 
-def test_digits_reaches_97_percent_on_held_out_images_whatever_the_number_of_workers(tmp_path: Path) -> None:
-    alone = run(tmp_path / "alone", "digits.py --epochs 6", steps=1000)
+def test_digits_reaches_97_percent_on_held_out_images_whatever_the_number_of_workers(
+    serial_runs: SerialRuns, tmp_path: Path
+) -> None:
+    alone = run_serially(serial_runs, "digits.py --epochs 6", steps=1000)
     together = run(tmp_path / "together", "digits.py --epochs 6", workers=3, steps=1000)
     accuracies = [re.findall(r"accuracy ([\d.]+)%", done.output) for done in (alone, together)]
     assert len(accuracies[0]) == 6
@@ -135,7 +152,9 @@ def test_digits_reaches_97_percent_on_held_out_images_whatever_the_number_of_wor
     assert alone.weights == together.weights
 
 
-def test_real_images_are_augmented_alike_on_any_number_of_workers_and_loader_processes(tmp_path: Path) -> None:
+def test_real_images_are_augmented_alike_on_any_number_of_workers_and_loader_processes(
+    serial_runs: SerialRuns, tmp_path: Path
+) -> None:
     images = tmp_path / "cifar-10-batches-bin"
     images.mkdir()
     random = np.random.default_rng(0)
@@ -144,22 +163,22 @@ def test_real_images_are_augmented_alike_on_any_number_of_workers_and_loader_pro
         records[:, 0] %= 10
         records.tofile(images / name)
     command = f"cifar10.py --data-dir {images} --batch-size 64 --epochs 1 --loader-workers"
-    alone = run(tmp_path / "alone", f"{command} 0")
+    alone = run_serially(serial_runs, f"{command} 0")
     together = run(tmp_path / "together", f"{command} 1", workers=3)
     assert alone.weights == together.weights
     assert "epoch 0" in alone.output
 
 
-def test_another_number_of_workers_synchronises_in_another_way(tmp_path: Path) -> None:
-    alone = run(tmp_path / "alone", "strategies.py --epochs 2", steps=1000)
+def test_another_number_of_workers_synchronises_in_another_way(serial_runs: SerialRuns, tmp_path: Path) -> None:
+    alone = run_serially(serial_runs, "strategies.py --epochs 2", steps=1000)
     together = run(tmp_path / "together", "strategies.py --epochs 2", workers=2, steps=1000)
     assert re.findall(r"epoch \d: (.+), acc", alone.output) == ["all-reduce among 1"] * 2
     assert re.findall(r"epoch \d: (.+), acc", together.output) == ["local-sgd:every=4 among 2"] * 2
     assert alone.weights != together.weights
 
 
-def test_cifar10_can_be_tried_without_the_data(tmp_path: Path) -> None:
-    done = run(tmp_path / "synthetic", "cifar10.py --synthetic --batch-size 32 --max-steps 2")
+def test_cifar10_can_be_tried_without_the_data(serial_runs: SerialRuns) -> None:
+    done = run_serially(serial_runs, "cifar10.py --synthetic --batch-size 32 --max-steps 2")
     assert done.result["steps"] == 2
 
 
