@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.crew import cleaned
 from unisono.errors import JobError, LaunchError
 from unisono.launch.elastic.address import Control, address_of
+from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 
 ROOT = Path(__file__).parents[1]
 LOOK_S = 0.02
@@ -153,6 +154,11 @@ def running(
                 process.send_signal(signal.SIGCONT)  # a job that is stopped would not hear the other one
                 process.terminate()
             process.wait()
+
+
+def shared_fork_server() -> dict[str, str]:
+    """The variable by which a job forks its workers from a process that others share, if there is one: in tests."""
+    return {name: value for name, value in os.environ.items() if name == SHARED_FORK_SERVER}
 
 
 def seconds_of(stamp: str) -> float:
