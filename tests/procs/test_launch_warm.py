@@ -179,11 +179,11 @@ def test_a_launcher_that_is_killed_takes_everything_with_it(cold: Run) -> None:
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
 
 
-def test_workers_whose_fork_server_is_killed_are_lost_and_the_job_says_so(cold: Run) -> None:
-    cold.start("forever()")
-    os.kill(int(cold.until_waiting(3)[0][2]), signal.SIGKILL)
-    assert cold.end() == 137
-    assert "was killed by SIGKILL" in cold.lines[-1]
+def test_workers_whose_fork_server_is_killed_are_lost_and_the_job_says_so(run: Run) -> None:
+    run.start("forever()")
+    os.kill(int(run.until_waiting(3)[0][2]), signal.SIGKILL)
+    assert run.end() == 137
+    assert "was killed by SIGKILL" in run.lines[-1]
 
 
 @pytest.mark.parametrize("options", [(), ("--max-restarts", "0")], ids=["fixed", "elastic"])
