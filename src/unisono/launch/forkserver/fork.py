@@ -2,7 +2,6 @@
 
 import fcntl
 import importlib.util
-import io
 import os
 import random
 import signal
@@ -13,7 +12,7 @@ from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 from unisono.launch.forkserver.request import NEVER_IGNORED, ForkRequest, cold_command
 
@@ -57,8 +56,8 @@ def become(request: ForkRequest) -> None:
     os.chdir(request.cwd)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, _as_python_begins(number, request.ignored))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
+    # The streams of the process that forks may lie on files; here the same descriptors may be pipes, which cannot seek.
+    sys.stdout, sys.stderr = (_as_python_opens(stream) for stream in (sys.stdout, sys.stderr))
     random.seed()
     sys.orig_argv = cold_command(request.command)
     _show(sys.orig_argv)
@@ -79,6 +78,13 @@ def run(command: Sequence[str]) -> None:
     sys.modules["__main__"] = main
     sys.argv = [spec.origin, *arguments]
     SourceFileLoader(main.__name__, spec.origin).exec_module(main)
+
+
+def _as_python_opens(stream: TextIO) -> TextIO:
+    is_by_lines = stream is sys.stderr or stream.isatty()
+    return open(
+        stream.fileno(), "w", 1 if is_by_lines else -1, encoding=stream.encoding, errors=stream.errors, closefd=False
+    )
 
 
 def _as_python_begins(number: int, ignored: Collection[int]) -> signal.Handlers | Callable[[int, Any], Any]:
