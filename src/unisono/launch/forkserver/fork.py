@@ -2,6 +2,7 @@
 
 import fcntl
 import importlib.util
+import io
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any
 
 from unisono.launch.forkserver.request import NEVER_IGNORED, ForkRequest, cold_command
 
@@ -80,10 +81,13 @@ def run(command: Sequence[str]) -> None:
     SourceFileLoader(main.__name__, spec.origin).exec_module(main)
 
 
-def _as_python_opens(stream: TextIO) -> TextIO:
-    is_by_lines = stream is sys.stderr or stream.isatty()
-    return open(
-        stream.fileno(), "w", 1 if is_by_lines else -1, encoding=stream.encoding, errors=stream.errors, closefd=False
+def _as_python_opens(stream: Any) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        open(stream.fileno(), "wb", 0 if stream.write_through else -1, closefd=False),
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream is sys.stderr or stream.isatty(),
+        write_through=stream.write_through,
     )
 
 
