@@ -86,7 +86,7 @@ def _as_python_opens(stream: Any) -> io.TextIOWrapper:
         open(stream.fileno(), "wb", 0 if stream.write_through else -1, closefd=False),
         stream.encoding,
         stream.errors,
-        line_buffering=stream is sys.stderr or stream.isatty(),
+        line_buffering=bool(stream.line_buffering if stream is sys.stderr else stream.isatty()),
         write_through=stream.write_through,
     )
 
