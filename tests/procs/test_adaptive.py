@@ -28,6 +28,7 @@ def serial(serial_runs: SerialRuns) -> tuple[str, list[Any]]:
     return outcome_in(serial_runs(SCRIPT, *SHORT).run_dir)
 
 
+@pytest.mark.slow  # workers that are threads show it in each suite
 def test_decisions_and_weights_are_the_same_while_workers_come_and_die(
     serial: tuple[str, list[Any]], tmp_path: Path
 ) -> None:

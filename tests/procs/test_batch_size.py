@@ -51,7 +51,7 @@ def search(folder: Path, *words: object) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr, folder)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_under_a_memory_limit_the_largest_batch_is_within_5_percent_of_one_that_does_not_fit(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

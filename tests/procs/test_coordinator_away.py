@@ -29,7 +29,7 @@ def keep_away(training: Training, seconds: float) -> int:
     return len(killed)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_no_step_is_lost_while_the_coordinator_is_away(
     workers: int, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

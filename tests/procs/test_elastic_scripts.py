@@ -18,6 +18,7 @@ def at(place: str, step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
     return {"place": place, "step": step, "rank": rank, **more}
 
 
+@pytest.mark.slow  # workers that are threads show it in each suite
 def test_a_loop_that_is_left_early_while_a_joiner_comes_is_left_by_all(
     stopped_early: Trained, started: list[Training], tmp_path: Path
 ) -> None:

@@ -103,7 +103,15 @@ UNEVEN = {
 """Batches that eight shards do not divide."""
 
 
-@pytest.mark.parametrize(("topology", "workers"), [("direct", 3), ("ring", 3), ("tree", 5), ("star", 3)])
+@pytest.mark.parametrize(
+    ("topology", "workers"),
+    [
+        ("direct", 3),
+        pytest.param("ring", 3, marks=pytest.mark.slow),
+        ("tree", 5),
+        pytest.param("star", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_over_a_process_group_the_bits_are_those_of_shared_memory(
     topology: str, workers: int, launch: Launches, results: dict[int, dict[str, list[Any]]], tmp_path: Path
 ) -> None:

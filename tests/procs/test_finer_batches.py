@@ -71,6 +71,7 @@ def test_what_decides_no_bit_decides_none_while_the_number_of_shards_changes(
     assert train(tmp_path / "run", "-n", f"{workers}", **settings) == serial[0]
 
 
+@pytest.mark.slow  # workers that are threads show it in each suite
 def test_weights_metrics_and_decisions_are_the_same_while_workers_come_and_die(
     serial: tuple[Outcome, Samples], tmp_path: Path
 ) -> None:

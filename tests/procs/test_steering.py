@@ -41,6 +41,7 @@ def test_topology_and_batch_change_twenty_times_and_the_bits_stay(
     assert all(each["sent_bytes"] > 0 for line in lines(folder)[1:] for each in line["workers"])
 
 
+@pytest.mark.slow  # workers that are threads show it in each suite
 def test_workers_topology_and_batch_change_twenty_times_with_kills_between_and_the_bits_stay(
     serial: tuple[str, list[Any]], tmp_path: Path
 ) -> None:

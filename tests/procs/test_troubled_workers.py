@@ -61,7 +61,7 @@ def serial(serial_runs: SerialRuns) -> str:
     return serial_runs(SCRIPT, PACE_S="0").end()
 
 
-@pytest.mark.parametrize("where", ["hang in a step", "hang between steps"])
+@pytest.mark.parametrize("where", ["hang in a step", pytest.param("hang between steps", marks=pytest.mark.slow)])
 def test_a_worker_that_hangs_says_where_and_is_replaced(where: str, train: Train, serial: str) -> None:
     trouble = [{"what": where, "rank": 1, "step": 7}]
     options = ("-n", "3", "--max-restarts", "2", "--failure-timeout-s", "3")

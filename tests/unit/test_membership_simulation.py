@@ -12,7 +12,7 @@ import pytest
 from simulation.world import World
 from unisono.membership.messages import JobOver
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.cluster
 
 SCHEDULES = int(os.environ.get("UNISONO_SCHEDULES", "240"))
 

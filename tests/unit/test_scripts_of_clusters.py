@@ -52,7 +52,7 @@ def told(faults: Sequence[dict[str, Any]]) -> str:
 # -- a policy that changes everything that can be changed
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3, 5])
 def test_workers_topology_and_batch_change_twenty_times_and_the_bits_stay(workers: int, jobs: Jobs) -> None:
     serial, done = jobs.serial(STEERED), jobs(STEERED, (workers, 5))
     assert len([verb for _, _, verb, _, _ in serial.decided if verb == "set_topology"]) >= 20
@@ -108,7 +108,14 @@ def test_what_is_measured_of_the_gradients_goes_over_to_those_who_come(jobs: Job
 # -- a script with two updates in a batch, three loops, and calls between
 
 
-@pytest.mark.parametrize("places", [["after"], ["begin", "second"], ["first", "between", "second", "after"]])
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param(["after"], marks=pytest.mark.slow),
+        pytest.param(["begin", "second"], marks=pytest.mark.slow),
+        ["first", "between", "second", "after"],
+    ],
+)
 def test_killing_all_but_one_worker_anywhere_in_a_step_changes_no_bit(places: list[str], jobs: Jobs) -> None:
     faults = [at(place, 2 + 5 * number, number % 2) for number, place in enumerate(places)]
     done = jobs(NEARLY_ALL, 1 + len(places), FAULTS=told(faults))

@@ -21,7 +21,7 @@ from unisono.train.run import Run
 from unisono.train.step.step import Step
 
 pytestmark = [
-    pytest.mark.unit,
+    pytest.mark.cluster,
     pytest.mark.usefixtures("torch_settings_restored"),
     pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning"),
 ]
