@@ -34,12 +34,9 @@ def started(warm: None, tmp_path: Path) -> Iterator[list[Training]]:
 
 
 @pytest.fixture(scope="session")
-def serial_launches(nothing_outlives_the_run: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launches]:
+def serial_launches(nothing_outlives_the_run: None) -> Iterator[Launches]:
     """What forks serial runs. It has torch loaded: a test that has none of its own to make does not ask for it."""
-    folder = tmp_path_factory.mktemp("serial-launches")
-    (folder / "nothing.py").touch()
     with launches(os.environ) as found:
-        found(1, str(folder / "nothing.py"), folder=folder / "run")  # so that all its processes are there
         yield found
 
 
