@@ -592,11 +592,56 @@ def test_a_scheduler_that_is_not_part_of_the_checkpoints_is_warned_of(start: Sta
     optimizer = sgd(model)
     run.prepare(model, optimizer)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    run.register("the best weights", net())  # which is no schedule
     for step in run.steps(data()):
         step.run(cross_entropy)
         break
     with pytest.warns(UnisonoWarning, match="run.register"):
         run.finish()
+
+
+# -- gradients that nobody wants ------------------------------------------------------------------------------------
+
+
+def test_what_is_frozen_between_two_loops_does_not_go_on_with_its_last_gradient(start: Start) -> None:
+    run = start()
+    model = net()
+    optimizer = sgd(model)
+    run.prepare(model, optimizer)
+    for step in run.steps(data()):
+        step.run(cross_entropy)
+    bias = model.get_parameter("2.bias").requires_grad_(False)
+    before = bias.clone()
+    run.prepare(model, optimizer)
+    for step in run.steps(data()):
+        step.run(cross_entropy)
+    assert torch.equal(bias, before)
+
+
+def test_nesterov_momentum_gives_the_same_bits_where_torch_keeps_it_in_the_gradients(
+    start: Start, tmp_path: Path
+) -> None:
+    digests = set()
+    for foreach in (False, True):
+        with start(run_dir=tmp_path / str(foreach)) as run:
+            model = net()
+            run.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, foreach=foreach))
+            for step in run.steps(data()):
+                step.run(cross_entropy)
+            digests.add(run.finish())
+    assert len(digests) == 1
+
+
+def test_a_part_of_the_loss_may_be_logged_as_it_is(start: Start) -> None:
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        loss = cross_entropy(model, batch)
+        start_of.log(
+            "part", loss
+        )  # torch warns of a number made from what needs a gradient, and warnings fail the suite
+        return loss
+
+    start_of = start()
+    train(start_of, loss_of)
 
 
 # -- small print ------------------------------------------------------------------------------------------------------

@@ -60,3 +60,11 @@ def test_what_was_given_is_what_was_sent() -> None:
 def test_a_bit_that_flips_on_the_way_is_found_before_anything_is_used() -> None:
     with pytest.raises(JobMismatch, match="other bits"):
         given(flips=True)
+
+
+def test_a_worker_that_makes_another_call_is_named() -> None:
+    wire = Wire(flips=False)
+    wire.words.append(["what", "another", "call", "tells"])
+    worker = OneAfterTheOther(Generation(1, 1, Split.even(2, 2)), cast("Transport", wire))
+    with pytest.raises(JobMismatch, match="rank 0 makes another call than this worker, which compares its data set"):
+        worker.require_same("data set", {"number of samples": 3})

@@ -153,7 +153,7 @@ Tuned = Annotated[
     typer.Option(
         "--tuning/--no-tuning",
         envvar="UNISONO_TUNING",
-        help="Have the workers' memory allocator keep freed memory, which is faster; --dry-run shows how.",
+        help="Have the workers' memory allocator keep freed memory, which is faster; unisono run --dry-run shows how.",
     ),
 ]
 Grace = Annotated[

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from unisono.data.shards import Collate
 from unisono.errors import JobError, ModelError
@@ -201,7 +201,7 @@ class Run:
         require_free(name)
         if self.inside.evaluator.is_under_way:
             return
-        number = float(value)
+        number = float(value.detach() if isinstance(value, Tensor) else value)
         if not self.inside.steps.log(name, number):
             self.inside.metrics.write(name, number)
 

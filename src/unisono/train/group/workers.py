@@ -120,6 +120,12 @@ class Workers:
         """
         everybody = self.gather_json(dict(fields))
         for rank, theirs in enumerate(everybody):
+            if not isinstance(theirs, dict):
+                raise JobMismatch(
+                    f"rank {rank} makes another call than this worker, which compares its {what}. Every worker has to "
+                    f"make the same calls in the same order (step.run, run.evaluate, run.barrier ...): none inside of "
+                    f"`if run.is_main`"
+                )
             unequal = differences(everybody[0], theirs)
             if unequal:
                 listed = "\n  ".join(unequal)

@@ -38,7 +38,7 @@ class Prepared:
 
     @classmethod
     def of(cls, model: Any, optimizers: Sequence[Optimizer]) -> "Prepared":
-        """Take inventory.
+        """Take inventory. Frozen parameters lose the gradients that they had before they were frozen.
 
         Raises:
             ModelError: nothing to train, or something that is no module or optimizer.
@@ -46,6 +46,9 @@ class Prepared:
         modules = tuple(model) if isinstance(model, list | tuple) else (model,)
         _check_kinds(modules, optimizers)
         parameters = _named_parameters(modules, optimizers)
+        for frozen in _owned(optimizers):
+            if not frozen.requires_grad:  # or the optimizer would go on with the gradient that it had before
+                frozen.grad = None
         if not parameters:
             raise ModelError("the optimizers hold no parameter that requires a gradient: there is nothing to train")
         return cls(

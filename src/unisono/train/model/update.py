@@ -79,7 +79,15 @@ def may_change_gradients(optimizer: Optimizer) -> bool:
         _global_optimizer_pre_hooks,
         _global_optimizer_post_hooks,
     )
-    return type(optimizer) not in READERS or any(hooks)
+    return type(optimizer) not in READERS or any(hooks) or any(map(_adds_momentum_in_place, optimizer.param_groups))
+
+
+def _adds_momentum_in_place(group: Mapping[str, Any]) -> bool:
+    """Whether SGD keeps Nesterov's step in the gradients, as torch does where it updates many tensors at once."""
+    at_once = group.get("foreach")
+    if at_once is None and not group.get("fused"):  # torch chooses, by the device
+        at_once = any(parameter.device.type != "cpu" for parameter in group["params"])
+    return bool(at_once and group.get("nesterov"))
 
 
 def tell_schedulers(optimizers: Sequence[Optimizer]) -> None:

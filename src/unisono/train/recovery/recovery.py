@@ -5,6 +5,8 @@ from __future__ import annotations
 import platform
 from typing import Any, NoReturn
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
@@ -79,7 +81,8 @@ class Snapshots:
         self._checkpoints.close()
 
     def _tell_of_scheduler(self) -> None:
-        if (prepared := self._trained.prepared) is not None and not self._trained.registered:
+        prepared, registered = self._trained.prepared, self._trained.registered.values()
+        if prepared is not None and not any(isinstance(each, LRScheduler) for each in registered):
             self._listeners.tell(lambda one: one.unregistered_scheduler(prepared))
 
 
