@@ -48,11 +48,11 @@ class Job(BaseModel):
     batch_size: int = Field(ge=1)
     shards: int = Field(ge=1)
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=2**16)
     reduction: Reduction = "exact"
     precision: Precision = "float32"
     compression: Compression = "none"
-    bucket_mb: float = Field(default=4.0, gt=0)
+    bucket_mb: float = Field(default=4.0, gt=0, le=2**16)
     deterministic: bool = True
     on_nan: Literal["stop", "skip"] = "stop"
 

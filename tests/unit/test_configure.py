@@ -169,8 +169,13 @@ def test_workers_beyond_the_number_of_gpus_share_them_and_choosing_one_changes_n
 @pytest.mark.parametrize(
     ("environ", "said", "words"),
     [
-        ({}, {"keep": 0}, "keep=0: needs to be positive"),
-        ({}, {"checkpoint_every": -1}, "checkpoint_every=-1: needs to be positive"),
+        ({}, {"keep": 0}, "keep=0: needs to be a positive whole number"),
+        ({}, {"checkpoint_every": -1}, "checkpoint_every=-1: needs to be a positive whole number"),
+        ({}, {"checkpoint_every": 1.5}, "checkpoint_every=1.5: needs to be a positive whole number"),
+        ({}, {"checkpoint_every": "5"}, "checkpoint_every='5': needs to be a positive whole number"),
+        ({}, {"verify_every": math.nan}, "verify_every=nan: use a number of steps, or 0 for never"),
+        ({}, {"bucket_mb": math.inf}, "bucket_mb=inf: "),
+        ({"UNISONO_THREADS": "9" * 18}, {}, "threads=9"),
         ({}, {"failure_timeout_s": 0}, "failure_timeout_s=0: needs to be positive, and at most "),
         ({}, {"failure_timeout_s": math.nan}, "failure_timeout_s=nan: needs to be positive"),
         ({}, {"verify_every": -1}, "verify_every=-1: use a number of steps, or 0 for never"),

@@ -139,8 +139,8 @@ def _job(said: Mapping[str, Any], told: _Told) -> Job:
 def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:
     every = _first(said["checkpoint_every"], told.number("UNISONO_CHECKPOINT_EVERY"))
     for name, value in {"checkpoint_every": every, "keep": said["keep"]}.items():
-        if value is not None and not value > 0:
-            raise JobError(f"{name}={value!r}: needs to be positive")
+        if value is not None and not (isinstance(value, int) and value > 0):
+            raise JobError(f"{name}={value!r}: needs to be a positive whole number")
     return Recording(
         _folder(said["run_dir"], told, number),
         told.path("UNISONO_RUN_DIR"),
@@ -170,7 +170,7 @@ def _fault_tolerance(said: Mapping[str, Any], told: _Told) -> FaultTolerance:
     if not 0 < timeout_s <= LONGEST_S:
         raise JobError(f"failure_timeout_s={timeout_s!r}: needs to be positive, and at most {LONGEST_S:g}")
     every = VERIFY_EVERY if every is None else every
-    if every < 0:
+    if not isinstance(every, int) or every < 0:
         raise JobError(f"verify_every={every!r}: use a number of steps, or 0 for never")
     return FaultTolerance(timeout_s, every or None)
 
