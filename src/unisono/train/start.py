@@ -233,7 +233,8 @@ def _begun(run: Run, config: RunConfig) -> Run:
 def _announce(run: Run, environment: Environment) -> None:
     if not run.is_main:
         return
-    run.inside.folder.journal("started", world_size=run.world_size, launcher=environment.launcher, pid=os.getpid())
+    launcher = "unisono" if run.inside.membership.is_elastic else environment.launcher
+    run.inside.folder.journal("started", world_size=run.world_size, launcher=launcher, pid=os.getpid())
     print(  # noqa: T201  the choice of launcher is something to see
         f"unisono: launched by {_launched(run, environment)}; {run.job.shards} shards, batch {run.job.batch_size}, "
         f"{run.job.threads} thread{'s' if run.job.threads > 1 else ''} per worker, {run.device}, run folder {run.dir}",
