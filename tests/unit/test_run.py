@@ -633,15 +633,14 @@ def test_nesterov_momentum_gives_the_same_bits_where_torch_keeps_it_in_the_gradi
 
 
 def test_a_part_of_the_loss_may_be_logged_as_it_is(start: Start) -> None:
+    run = start()
+
     def loss_of(model: Any, batch: Any) -> Tensor:
         loss = cross_entropy(model, batch)
-        start_of.log(
-            "part", loss
-        )  # torch warns of a number made from what needs a gradient, and warnings fail the suite
+        run.log("part", loss)  # torch warns of a number made from what needs a gradient, and warnings fail the suite
         return loss
 
-    start_of = start()
-    train(start_of, loss_of)
+    train(run, loss_of)
 
 
 # -- small print ------------------------------------------------------------------------------------------------------

@@ -42,8 +42,6 @@ class LinearScaling(Policy):
             self.reached = wanted
 
 
-# A learning rate that is as large as the gradients' noise allows.
-
 FORGETS_ALL = 1000
 """How many times as large as the base a batch is whose noise needs no average any more."""
 

@@ -43,8 +43,6 @@ def daly_s(checkpoint_s: float, between_failures_s: float) -> float:
     return young * (1 + math.sqrt(share) / 3 + share / 9) - checkpoint_s
 
 
-# Workers on machines that are cheap, and may be taken away.
-
 Market = Callable[[], Mapping[str, float | int | None]]
 """Says the ``price`` of one worker, and for how many of them there are ``notices`` now; either may be absent."""
 

@@ -56,9 +56,6 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     raise typer.Exit(1 if diagnosis.stops else 0)
 
 
-# The commands. Nothing here loads torch; a command that needs it loads it when it is called.
-
-
 SCRIPT: Any = {"context_settings": {"allow_interspersed_args": False}, "no_args_is_help": True}
 """What stands after the script is the script's, -n and --help too."""
 

@@ -52,8 +52,6 @@ Trusted = Annotated[
 ]
 
 
-# The options that several commands have in common, each declared once.
-
 # The options of ``unisono study``, each declared once.
 
 STUDIES = Path("studies")
@@ -106,9 +104,6 @@ From = Annotated[
         help="Measure nothing: write a report from this CSV file, results.json or study folder.",
     ),
 ]
-
-
-# The options that several commands have in common, each declared once.
 
 
 def named_folder(text: str) -> Path:

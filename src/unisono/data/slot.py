@@ -48,8 +48,6 @@ def _rebuilt(tree: Any, kind: type[Leaf], replace: Callable[[Leaf], Any]) -> Any
     return tree
 
 
-# Memory that a process shares with those it forks: batches are written there, and read where they lie.
-
 ALIGNMENT = 64
 """Bytes: tensors begin at multiples of it, as torch's own do."""
 

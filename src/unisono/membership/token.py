@@ -56,8 +56,6 @@ def context_for(url: str, certificate: Path | None) -> ssl.SSLContext | None:
     return context
 
 
-# The job's token: who has it may take part, and nobody else.
-
 REFUSED = 401
 """The status of a request without this token."""
 

@@ -37,8 +37,6 @@ def stream_seed(seed: int, stream: Stream, *key: int) -> int:
     return int.from_bytes(hashlib.blake2b(words, digest_size=8, person=b"unisono").digest(), "little")
 
 
-# The order of samples: a keyed permutation with random access and constant memory.
-
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 

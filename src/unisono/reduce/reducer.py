@@ -99,8 +99,6 @@ def native(
 REDUCTIONS: dict[str, Reduction] = {"exact": exact, "native": native}
 
 
-# Reduces buckets in the background, while the backward pass that fills the next ones is still under way.
-
 Weigh = Callable[[], float | None]
 """Asks all workers for the weights of their shards: returns what sums are divided by, or nothing. Collective."""
 

@@ -92,9 +92,6 @@ class StalenessBound:
         return all(staleness <= self._bound for staleness in stalest)
 
 
-# Central weights, or central sums, on servers.
-
-
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
     """Servers hold what is central; workers push gradients and pull what became of them.

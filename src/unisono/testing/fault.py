@@ -32,8 +32,6 @@ def listening(listener: FailpointListener) -> Iterator[None]:
         listen(before)
 
 
-# One fault: what goes wrong, where, and before which step.
-
 Steps = Annotated[int, Field(ge=0)]
 Rank = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]

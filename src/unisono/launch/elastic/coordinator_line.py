@@ -77,8 +77,6 @@ class Probes:
         self._tell(Probed(reached=reached, unreached=unreached(found)))
 
 
-# An agent's connection to the coordinator. It comes back by itself, as the coordinator does.
-
 OPEN_S = 10.0
 CLOSE_S = 1.0
 PING_S = 20.0

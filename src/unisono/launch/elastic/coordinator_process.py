@@ -67,8 +67,6 @@ def _wishes(settings: ElasticSettings) -> list[str]:
     ]
 
 
-# The coordinator as a child of an agent, which starts it again whenever it ends before the job does.
-
 BACKLOG = 1024
 """Connections that the kernel keeps for a coordinator that is just being started again."""
 

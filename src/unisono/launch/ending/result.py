@@ -101,8 +101,6 @@ def _journal(folder: RunFolder) -> list[dict[str, Any]]:
         return []
 
 
-# The launcher's share of the run folder: logs, and a ``result.json`` that tells the job's end, not one worker's.
-
 RUNS = Path("runs")
 """Where run folders are made for those who name none."""
 

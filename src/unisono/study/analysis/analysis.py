@@ -91,8 +91,6 @@ def fitted_step_time(results: Results, curve: Sequence[Row]) -> StepTime | None:
     return fit(seen) if len(seen) > 1 else None
 
 
-# All that follows from a study's figures, before it is put into words and pictures.
-
 LAWS = {"strong": (AMDAHL, USL), "weak": (GUSTAFSON, USL)}
 """Amdahl's keeps the work, Gustafson's lets it grow with the workers."""
 

@@ -119,8 +119,6 @@ def seconds_left(cells: Iterable[PlannedCell], took: Mapping[Kind, Sequence[floa
     return sum(means.get(cell.kind, average) for cell in cells)
 
 
-# The folder of a scaling study: what was measured in it stays, whatever ends the study.
-
 SETTINGS_NAME = "study.json"
 ABOUT_NAME = "cell.json"
 

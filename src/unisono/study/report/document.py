@@ -65,8 +65,6 @@ TERMS: tuple[tuple[str, str], ...] = (
 )
 
 
-# The report of a study as a value: what it says and in which order, whatever it is written into.
-
 BlockKind = Literal["prose", "bullets", "table", "pictures", "code", "terms"]
 
 

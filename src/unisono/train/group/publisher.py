@@ -149,8 +149,6 @@ class Backlog:
         self._checks = self._checks and bool(self._kept)
 
 
-# Making values known to those who join later, until the coordinator has them.
-
 AGAIN_S = 1.0
 """After a question that the coordinator did not answer, or values that are not yet there."""
 

@@ -76,9 +76,6 @@ class ShardLoader:
         self._loaded = self._position = None
 
 
-# A training loop: which steps it has, and what happens around each of them.
-
-
 class LoopSteps(Protocol):
     """The part of a run that a loop calls."""
 

@@ -20,9 +20,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return replaced(batch, Tensor, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-# Batches on their way to the device that computes.
-
-
 def prefetch(
     source: ShardSource, requests: Iterator[ShardsRequest], workers: int, timeout_s: float, device: torch.device
 ) -> Loaded:

@@ -55,8 +55,6 @@ def _like(known: Any, value: Any) -> Any:
     return tuple(value) if isinstance(known, tuple) and isinstance(value, list) else value
 
 
-# The update: what optimizers do with the step's gradient.
-
 READERS: tuple[type[Optimizer], ...] = (
     optim.SGD,
     optim.Adam,

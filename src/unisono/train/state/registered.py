@@ -56,9 +56,6 @@ def kept(snapshot: Snapshot, name: str) -> Any:
     return snapshot.state[name]
 
 
-# Objects of the script that are part of every checkpoint.
-
-
 class Registered(dict[str, Any]):
     """Schedulers, counters, averages of the weights …, by the names they are found again by."""
 

@@ -80,9 +80,6 @@ class Sums:
         return {name: value / self.samples for name, value in self.metrics.items()}
 
 
-# A worker's part in a strategy whose workers have weights of their own in between.
-
-
 @dataclass(frozen=True)
 class SyncContext:
     """The workers of a synchroniser, what they train, and their limits.
