@@ -18,8 +18,8 @@ from unisono.train.recovery.copies import START_AGAIN, StateCopies
 from unisono.train.recovery.integrity import Integrity, Note, flipped_in, warn
 from unisono.train.recovery.known_states import BOUNDARY
 from unisono.train.recovery.recovery import Snapshots
-from unisono.train.recovery.registered_objects import Differing, differing, digests_of_objects
 from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.registered import Differing, differing, digests_of_objects
 from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.listeners import Listeners
