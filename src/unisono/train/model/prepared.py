@@ -71,10 +71,17 @@ class Prepared:
         """All modules' parameters and buffers by name."""
         return tensors_by_name(self.modules)
 
-    def weights(self) -> list[Tensor]:
-        """All parameters, each once: the modules' own, also frozen ones, and what else the optimizers update."""
-        of_modules = (parameter for module in self.modules for parameter in module.parameters())
-        return list({id(each): each for each in [*of_modules, *self.parameters.values()]}.values())
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters by name, each once: the modules' own, also frozen ones, and others that optimizers update."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        of_modules = (
+            (prefix + name, parameter)
+            for prefix, module in prefixed(self.modules)
+            for name, parameter in module.named_parameters()
+        )
+        for name, parameter in chain(of_modules, self.parameters.items()):
+            found.setdefault(id(parameter), (name, parameter))
+        return dict(found.values())
 
     def check_unchanged(self) -> None:
         """Refuse a model whose parameters, buffers or modules were replaced since ``prepare``.

@@ -26,6 +26,7 @@ from unisono.train.group.majority import Verdict, judged
 from unisono.train.group.workers import Workers
 from unisono.train.model.at_rest import AtRest, Seen, kept_by
 from unisono.train.model.buffers import Buffers
+from unisono.train.model.forward_writes import ForwardWrites
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import set_all
 from unisono.train.model.update import Update, may_change_gradients
@@ -100,6 +101,7 @@ class StepEngine:
         self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap)
         self._prepared = prepared
         self._forward = ForwardPass(job, prepared, device)
+        self._writes = ForwardWrites(prepared.weights())
         self._buffers = Buffers(prepared.buffers, workers.transport.split, workers.rank)
         self._gradients: dict[tuple[int, ...], Gradients] = {}
         self._monitoring = execution.monitoring
@@ -243,9 +245,9 @@ class StepEngine:
         prepared, update = self._prepared, self._update
         if not isinstance(update, ShardedUpdate):
             state, is_only = partial(kept_by, prepared.optimizers), self._workers.world_size == 1
-            return AtRest(prepared.weights(), self._buffers, state=state, is_only=is_only)
+            return AtRest(list(prepared.weights().values()), self._buffers, state=state, is_only=is_only)
         shared = set(map(id, prepared.parameters.values()))
-        weights = [weight for weight in prepared.weights() if id(weight) not in shared]
+        weights = [weight for weight in prepared.weights().values() if id(weight) not in shared]
         return AtRest(weights, self._buffers, update.parts, update.kept, is_only=True)
 
     def _resplit(self, split: Split) -> None:
@@ -291,10 +293,13 @@ class StepEngine:
         gradients.begin(call.step)
         drawn = self._audit.drawn(call.step, call.number, call.batch, is_last=call.is_last)
         shards = [Shard.of(call, number, is_audited=number in drawn) for number in self._mine]
+        self._writes.begin()
         with generators_kept():
             for shard in shards:
                 self._compute(call, shard, gradients, shards)
                 self._workers.tick()
+        with self._told(f"step {call.step}"):
+            self._writes.require_none()
         if not shards:
             self._clear_gradients()
             gradients.serve(partial(self._weigh, call, []))
@@ -351,7 +356,7 @@ class StepEngine:
         self._clear_gradients()
         gradients.mark = shard.mark
         gradients.open(last=shard is shards[-1])
-        try:
+        with self._told(f"step {call.step}, shard {call.first + shard.number}"):
             if shard.samples:
                 if shard is not shards[0]:  # the first one finds them as the step began
                     self._buffers.rewind()
@@ -367,9 +372,13 @@ class StepEngine:
             gradients.close()
             if shard.report.weight:
                 shard.report.squared_norm = gradients.squared_norm() / shard.report.weight**2
+
+    @contextmanager
+    def _told(self, where: str) -> Iterator[None]:
+        try:
+            yield
         except (LossError, ModelError) as error:
-            where = f"step {call.step}, shard {call.first + shard.number}, rank {self._rank}"
-            raise type(error)(f"{where}: {error}") from error
+            raise type(error)(f"{where}, rank {self._rank}: {error}") from error
 
     def _weigh(self, call: Call, weights: Sequence[float]) -> float | None:
         # What is compressed is divided only when it is wide again.
