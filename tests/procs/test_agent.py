@@ -18,7 +18,7 @@ from websockets.http11 import Request, Response
 
 from unisono.errors import LaunchError
 from unisono.launch.elastic.address import Address
-from unisono.launch.elastic.agent import Agent, Joined
+from unisono.launch.elastic.agent import ElasticAgent, Joined
 from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.ending.outcome import Outcome
 from unisono.launch.ending.result import open_folder, report
@@ -122,7 +122,7 @@ class Host:
         launch = LaunchSettings(Script(str(path), args), workers=3, grace_s=grace_s, warm_start=False)
         settings = ElasticSettings(launch, Range(1, 3), failure_timeout_s=failure_timeout_s)
         joined = Joined(Address(self.address.url, token), self.folder / "token")
-        agent = Agent(settings, self.run_folder, Terminal(self.out, self.err), joined)
+        agent = ElasticAgent(settings, self.run_folder, Terminal(self.out, self.err), joined)
         self._agent = asyncio.create_task(agent.run())
 
     async def start(self, *workers: str, delay_s: float = 0.0) -> None:

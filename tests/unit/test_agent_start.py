@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.launch.elastic.agent import Agent
+from unisono.launch.elastic.agent import ElasticAgent
 from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.elastic.host_workers import HostWorkers, _Worker
 from unisono.launch.ending.failure import Failure
@@ -41,7 +41,7 @@ async def _starts(tmp_path: Path) -> None:
     nothing: Any = None
     tokens = [make_token(tmp_path)]
     for _ in range(2):
-        agent = Agent(settings, RunFolder(tmp_path), nothing)
+        agent = ElasticAgent(settings, RunFolder(tmp_path), nothing)
         agent._group.guard = nothing
         async with AsyncExitStack() as opened:
             tokens.append(agent._address_of_own(opened).token)

@@ -71,7 +71,7 @@ def run_agent(
     """
     started = time.monotonic()
     try:
-        outcome = asyncio.run(Agent(settings, folder, terminal, joined).run())
+        outcome = asyncio.run(ElasticAgent(settings, folder, terminal, joined).run())
         return conclude(folder, outcome, terminal) if joined is None else outcome
     except LaunchError as error:
         if joined is None:
@@ -82,8 +82,8 @@ def run_agent(
         folder.close()
 
 
-class Agent:
-    """All workers of one job on this host. Arguments as of :func:`run_agent`."""
+class ElasticAgent:
+    """The agent of this host: all workers of one job on it. Arguments as of :func:`run_agent`."""
 
     def __init__(
         self, settings: ElasticSettings, folder: RunFolder, terminal: Terminal, joined: Joined | None = None

@@ -97,7 +97,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent that is there, or was lately.
+    """What the coordinator knows of an agent that is there, or was lately.
 
     Attributes:
         id: the id that it chose for itself.
