@@ -26,7 +26,7 @@ from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.worker_group import WorkerGroup, insist, send
-from unisono.launch.worker_start import Process, Warm, WorkerStart
+from unisono.launch.worker_start import Warm, WorkerProcess, WorkerStart
 
 SETTLE_S = 0.3
 """After an exit that is only a consequence: how long its cause may take to end by itself, with its own words."""
@@ -105,7 +105,7 @@ class _Worker:
     """A running worker. It leads a process group of its own, with its process id for number."""
 
     rank: int
-    process: Process
+    process: WorkerProcess
     output: WorkerOutput
     told_at: float | None = None
     peak_mib: float | None = None

@@ -14,7 +14,7 @@ from unisono.host.guard import Guard, kill_group
 from unisono.launch.ending.failure import Failure, exit_code
 from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.terminal.terminal import Terminal, WorkerName
-from unisono.launch.worker_start import Process
+from unisono.launch.worker_start import WorkerProcess
 
 SECOND_TERM_S = 0.2
 KILL_S = 0.7
@@ -60,8 +60,8 @@ class WorkerGroup:
             yield
 
     async def begin(
-        self, name: WorkerName, start: Callable[[WorkerOutput], Awaitable[Process]]
-    ) -> tuple[Process, WorkerOutput]:
+        self, name: WorkerName, start: Callable[[WorkerOutput], Awaitable[WorkerProcess]]
+    ) -> tuple[WorkerProcess, WorkerOutput]:
         """Start a worker, and show what it writes.
 
         Args:
@@ -81,7 +81,7 @@ class WorkerGroup:
         self.guard.watch(process.pid)
         return process, output
 
-    async def end(self, name: WorkerName, process: Process) -> Ended:
+    async def end(self, name: WorkerName, process: WorkerProcess) -> Ended:
         """Wait for a worker's end, and end what it has started."""
         code, at = exit_code(self._folder, name, await process.wait()), time.time()
         kill_group(process.pid)
@@ -106,7 +106,7 @@ class WorkerGroup:
             return None
 
 
-def send(process: Process, number: int) -> None:
+def send(process: WorkerProcess, number: int) -> None:
     """Send a signal to a worker alone: what it has started is the worker's to end, as long as it lives."""
     with suppress(ProcessLookupError):
         os.kill(process.pid, number)

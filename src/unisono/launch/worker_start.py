@@ -14,8 +14,8 @@ from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
 from unisono.launch.terminal.output import WorkerOutput
 
 
-class Process(Protocol):
-    """A worker that has been started."""
+class WorkerProcess(Protocol):
+    """The process of a worker that has been started."""
 
     @property
     def pid(self) -> int:
@@ -71,7 +71,7 @@ class WorkerStart:
             with suppress(ColdStart):  # said when a worker is started
                 await self._warm.ready()
 
-    async def start(self, command: WorkerCommand, output: WorkerOutput, socket: int | None = None) -> Process:
+    async def start(self, command: WorkerCommand, output: WorkerOutput, socket: int | None = None) -> WorkerProcess:
         """Start a worker, as the leader of a process group of its own.
 
         Args:
@@ -111,7 +111,7 @@ class WorkerStart:
             await self._warm.close()
 
     @staticmethod
-    async def _fork(warm: WarmStart, command: WorkerCommand, output: WorkerOutput, socket: int | None) -> Process:
+    async def _fork(warm: WarmStart, command: WorkerCommand, output: WorkerOutput, socket: int | None) -> WorkerProcess:
         further = () if socket is None else (socket,)
         own = {} if socket is None else {"UNISONO_STORE_FD": str(FIRST_KEPT)}
         request = WorkerRequest(command.script, {**command.variables, **own}, os.getcwd())  # noqa: PTH109 (as text)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from unisono.errors import NOT_STARTED
 from unisono.host.guard import kill_group
-from unisono.launch.elastic.starter import Process, Starter
+from unisono.launch.elastic.starter import Starter, WorkerProcess
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import WorkerExit
 from unisono.launch.worker_group import Ended, WorkerGroup, insist, send
@@ -28,7 +28,7 @@ class _Worker:
 
     name: str
     place: int
-    process: Process | None = None
+    process: WorkerProcess | None = None
     told_at: float | None = None
     how: str = ""
     unwanted: asyncio.Event = field(default_factory=asyncio.Event)

@@ -8,9 +8,9 @@ from pathlib import Path
 from unisono.launch.command import ElasticSeat, WorkerCommand, elastic_command
 from unisono.launch.elastic.elastic import ElasticSettings
 from unisono.launch.terminal.output import WorkerOutput
-from unisono.launch.worker_start import Process, Warm, WorkerStart
+from unisono.launch.worker_start import Warm, WorkerProcess, WorkerStart
 
-__all__ = ["AGENT", "Process", "Starter", "JobContext"]
+__all__ = ["AGENT", "WorkerProcess", "Starter", "JobContext"]
 
 AGENT = "UNISONO_AGENT_PID"
 """The variable that tells a worker which process its agent is."""
@@ -53,7 +53,7 @@ class Starter:
         """Begin to load what warm workers have loaded, while the caller goes on."""
         await self._start.open()
 
-    async def start(self, worker: str, place: int, output: WorkerOutput) -> Process:
+    async def start(self, worker: str, place: int, output: WorkerOutput) -> WorkerProcess:
         """Start a worker, as the leader of a process group of its own.
 
         Args:
