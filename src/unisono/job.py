@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unisono.errors import JobError
+from unisono.received import short
 
 Reduction = Literal["exact", "native"]
 Precision = Literal["float32", "bf16"]
@@ -45,8 +46,8 @@ class Job(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    batch_size: int = Field(ge=1)
-    shards: int = Field(ge=1)
+    batch_size: int = Field(ge=1, lt=2**63)
+    shards: int = Field(ge=1, lt=2**63)
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     threads: int = Field(default=1, ge=1, le=2**16)
     reduction: Reduction = "exact"
@@ -116,5 +117,5 @@ def _explain(error: ValidationError) -> str:
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"{where}={problem['input']!r}: {message}" if where else message)
+        lines.append(f"{where}={short(problem['input'])}: {message}" if where else message)
     return "; ".join(lines)

@@ -10,7 +10,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
-from reprlib import repr as short
+from reprlib import Repr
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -19,8 +19,25 @@ from unisono.errors import Unreadable
 LONGEST_S = 1e9
 """Seconds: some thirty years. Systems cannot wait for much more."""
 
+LONGEST_SHOWN = 160
+"""Characters of a value in a message: a path or a setting whole, and of more its two ends."""
+
 LARGEST_JSON = 2**28
 """Bytes of a JSON text; the values in it take some twenty times as much memory."""
+
+
+class _Short(Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = LONGEST_SHOWN
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write numbers of thousands of digits.
+        return super().repr_int(x, level) if x.bit_length() < 2**12 else f"<a number of {x.bit_length()} bits>"
+
+
+short = _Short().repr
+"""A value as ``repr`` writes it, for a message: cut in its middle if it is long."""
 
 
 def parse_json(data: bytes | bytearray | str, most: int = LARGEST_JSON) -> Any:

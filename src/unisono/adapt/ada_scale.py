@@ -3,14 +3,13 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from reprlib import repr as short
 from typing import Any, ClassVar, Literal
 
 from unisono.adapt.norms import GradientNorms, NoiseAverage
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
 from unisono.errors import JobError, Unreadable
-from unisono.received import value_of
+from unisono.received import short, value_of
 
 # A learning rate that grows to what a large batch allows.
 
@@ -90,7 +89,7 @@ class AdaScale(Policy):
         if (base is not None and base < 1) or (until is not None and not until > 0):
             raise JobError(f"AdaScale(base={base}, until={until}): both need to be above 0")
         if rule not in ("linear", "sqrt"):
-            raise JobError(f"AdaScale(rule={rule!r}): use 'linear' or 'sqrt'")
+            raise JobError(f"AdaScale(rule={short(rule)}): use 'linear' or 'sqrt'")
         self._base, self._power, self._schedule, self._until = base, 0.5 if rule == "sqrt" else 1.0, schedule, until
         self._seen = NoiseAverage.of(0.0)
         self.tau, self.gain, self.factor = 0.0, 1.0, 1.0

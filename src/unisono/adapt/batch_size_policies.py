@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import View, shards_for
 from unisono.errors import JobError
-from unisono.received import value_of
+from unisono.received import short, value_of
 
 # What a worker's memory allows.
 
@@ -145,7 +145,7 @@ class NoiseScalePolicy(Policy):
             given = f"largest={largest}, every={every}, ramp={ramp}, share={share}"
             raise JobError(f"NoiseScalePolicy({given}): all need to be above 0")
         if rule not in ("linear", "sqrt", "none"):
-            raise JobError(f"NoiseScalePolicy(rule={rule!r}): use 'linear', 'sqrt' or 'none'")
+            raise JobError(f"NoiseScalePolicy(rule={short(rule)}): use 'linear', 'sqrt' or 'none'")
         self._largest, self._rule, self._every, self._ramp, self._share = largest, rule, every, ramp, share
         self._limit = ShardLimit(largest_shard)
         self._follows = Ramp()

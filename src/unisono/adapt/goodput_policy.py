@@ -12,7 +12,7 @@ from unisono.adapt.policy import Policy
 from unisono.adapt.step_time import Bounds, StepTime, fit, goodput
 from unisono.adapt.view import Figure, View
 from unisono.errors import JobError
-from unisono.received import value_of
+from unisono.received import short, value_of
 
 RateRule = Literal["gain", "linear", "sqrt", "none"]
 
@@ -74,7 +74,7 @@ class GoodputPolicy(Policy):
         if not 0 <= margin < 1 or not again_s > 0:
             raise JobError(f"GoodputPolicy(margin={margin}, again_s={again_s}): 0 up to 1, and above 0")
         if rule not in ("gain", "linear", "sqrt", "none"):
-            raise JobError(f"GoodputPolicy(rule={rule!r}): use 'gain', 'linear', 'sqrt' or 'none'")
+            raise JobError(f"GoodputPolicy(rule={short(rule)}): use 'gain', 'linear', 'sqrt' or 'none'")
         self._largest, self._fewest, self._most, self._rule = largest, fewest, most, rule
         self._steps, self._patience, self._margin, self._again_s = ramp, patience, margin, again_s
         self._trials, self._ramp, self._decided_at = LayoutTrials(), Ramp(), 0

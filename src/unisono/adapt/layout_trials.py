@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from reprlib import repr as short
 from statistics import median
 from typing import Any
 
 from unisono.adapt.view import View
-from unisono.received import value_of
+from unisono.received import short, value_of
 
 # A number of workers that was asked for.
 

@@ -11,6 +11,7 @@ from unisono.adapt.goodput_policy import GoodputPolicy
 from unisono.adapt.policy import Policy
 from unisono.adapt.scaling_policy import ScalingPolicy
 from unisono.errors import JobError
+from unisono.received import short
 
 NAMED: dict[str, Callable[[int], Policy]] = {
     "noise-scale": lambda batch_size: NoiseScalePolicy(largest=16 * batch_size),
@@ -42,7 +43,7 @@ def _made(name: str, batch_size: int) -> Policy:
         return NAMED[name](batch_size)
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise JobError(f"there is no policy {name!r}: choose of {', '.join(NAMED)}, or write module:Class")
+        raise JobError(f"there is no policy {short(name)}: choose of {', '.join(NAMED)}, or write module:Class")
     try:
         found: Any = getattr(import_module(module), attribute)
         policy = found()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from unisono.errors import JobError
+from unisono.received import short
 
 if TYPE_CHECKING:
     from torch import Tensor  # what policies have decided is shown without torch
@@ -179,12 +180,12 @@ class Monitoring:
 
     def __post_init__(self) -> None:
         if self.every < 0:
-            raise JobError(f"monitor={self.every!r}: use a number of steps, or 0 to watch none")
+            raise JobError(f"monitor={short(self.every)}: use a number of steps, or 0 to watch none")
         if self.links_every < 0:
-            raise JobError(f"Monitoring(links_every={self.links_every!r}): use a number of steps, or 0 for never")
+            raise JobError(f"Monitoring(links_every={short(self.links_every)}): use a number of steps, or 0 for never")
         if self.one_in < 0:
             raise JobError(
-                f"Monitoring(one_in={self.one_in!r}): use 1 to read all of a gradient, or 0 to leave it to us"
+                f"Monitoring(one_in={short(self.one_in)}): use 1 to read all of a gradient, or 0 to leave it to us"
             )
 
     def watches(self, step: int, call: int) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from numbers import Real
-from reprlib import repr as short
 from typing import Any, ClassVar
 
 from unisono.adapt.view import Decision, Figure, Verb, View
 from unisono.errors import Unreadable
-from unisono.received import value_of
+from unisono.received import short, value_of
 
 ReadStrategy = Callable[[object], str]
 """The canonical text of a strategy, or of its text. Raises ``JobError`` where there is none that the run can use."""

@@ -6,7 +6,6 @@ import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from unisono.checkpoint.layout import DTYPES, array_of, bytes_of, numpy_dtype, require_dense, sizes
 from unisono.errors import CheckpointError
+from unisono.received import short
 
 # How values that JSON does not have are written by means of those that it has.
 

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Sequence
-from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CheckpointError
-from unisono.received import memory
+from unisono.received import memory, short
 
 KEPT = {
     torch.float64: "F64",

@@ -7,7 +7,6 @@ owner can read, and in older releases copies everything once more. It is the lib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from reprlib import repr as short
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from unisono.checkpoint.layout import KEPT, require_values
 from unisono.errors import CheckpointError
+from unisono.received import short
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from unisono.launch.elastic.address import Control, Whereabouts
 from unisono.launch.elastic.elastic import MAX_RESTARTS
 from unisono.launch.settings import GRACE_S, LaunchSettings, Script
 from unisono.launch.tuning import Tuning
+from unisono.received import short
 
 # Commands that are given a URL before anything else: those that reach a job on another host.
 
@@ -322,5 +323,7 @@ def read_workers(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     wrong = next((word for word in words if not re.fullmatch(r"[0-9]{1,6}", word)), None)
     if wrong is not None:
-        raise JobError(f"--workers {text!r}: {wrong!r} is no number of workers; write them as in --workers 1,2,4")
+        raise JobError(
+            f"--workers {short(text)}: {short(wrong)} is no number of workers; write them as in --workers 1,2,4"
+        )
     return tuple(map(int, words))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from unisono.errors import JobError
+from unisono.received import short
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm numbers what is no real step (a batch script, an interactive shell) from the top of 32 bits."""
@@ -126,7 +127,7 @@ class Variables:
         """A variable that must be a whole number."""
         value = self.text(name, because)
         if not re.fullmatch(r"[0-9]{1,18}", value) or int(value) < least:
-            raise JobError(f"{name}={value!r} in the environment: needs a whole number of at least {least}")
+            raise JobError(f"{name}={short(value)} in the environment: needs a whole number of at least {least}")
         return int(value)
 
     def port(self, name: str, because: str) -> int:
@@ -167,7 +168,7 @@ class Unisono:
         store = variables.text("UNISONO_STORE", because)
         address, _, port = store.rpartition(":")
         if not address or not re.fullmatch(r"[0-9]{1,5}", port):
-            raise JobError(f"UNISONO_STORE={store!r} in the environment: needs ADDRESS:PORT")
+            raise JobError(f"UNISONO_STORE={short(store)} in the environment: needs ADDRESS:PORT")
         inherited = "UNISONO_STORE_FD" in variables
         descriptor = variables.count("UNISONO_STORE_FD", because) if inherited else None
         return RendezvousAddress(address.strip("[]"), int(port), descriptor)
@@ -253,7 +254,7 @@ class Slurm:
             given = variables.text("SLURM_STEP_TASKS_PER_NODE", "")
             node = variables.count("SLURM_NODEID", "")
             text, counts, note = (
-                f"SLURM_STEP_TASKS_PER_NODE={given!r}, SLURM_NODEID={node}",
+                f"SLURM_STEP_TASKS_PER_NODE={short(given)}, SLURM_NODEID={node}",
                 tasks_per_node(given),
                 "",
             )
@@ -285,7 +286,7 @@ def first_host(nodelist: str) -> str:
     """
     found = re.match(r"(?:[^\s,\[\]]|\[[0-9][-0-9,]*\])+(?=,|$)", nodelist)
     if found is None:
-        raise JobError(f"SLURM_STEP_NODELIST={nodelist!r} in the environment: no list of hosts")
+        raise JobError(f"SLURM_STEP_NODELIST={short(nodelist)} in the environment: no list of hosts")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found.group())
 
 
@@ -299,7 +300,7 @@ def tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
         if found is None:
-            raise JobError(f"SLURM_STEP_TASKS_PER_NODE={text!r} in the environment: no list of counts")
+            raise JobError(f"SLURM_STEP_TASKS_PER_NODE={short(text)} in the environment: no list of counts")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 

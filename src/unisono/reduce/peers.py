@@ -10,12 +10,11 @@ from contextlib import ExitStack, closing, suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from reprlib import repr as short
 from time import monotonic
 from typing import Protocol
 
 from unisono.errors import NoProgress, WorkerLost
-from unisono.received import is_same_user
+from unisono.received import is_same_user, short
 
 LARGEST_MESSAGE = 32 * 1024
 """Bytes that always fit into a socket's buffer, so that everybody may send before anybody receives."""

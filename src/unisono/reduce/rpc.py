@@ -7,11 +7,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from reprlib import repr as short
 from time import monotonic, sleep
 from typing import Any
 
 from unisono.errors import NoProgress, UnisonoError, Unreadable, WorkerLost
+from unisono.received import short
 from unisono.reduce.admission import RETRY_S, Admission, present
 from unisono.reduce.peers import limit
 from unisono.reduce.rpc_message import RpcConnection, RpcMessage, address_of, family_of, is_host, is_name, listen

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from unisono.errors import JobError
+from unisono.received import short
 from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import AllReduce, Strategy
@@ -23,10 +24,10 @@ def strategy_of(given: Strategy | str) -> Strategy:
     if isinstance(given, Strategy):
         return given
     if not isinstance(given, str):
-        raise JobError(f"strategy={given!r}: give a unisono.Strategy, or the name of one: {', '.join(STRATEGIES)}")
+        raise JobError(f"strategy={short(given)}: give a unisono.Strategy, or the name of one: {', '.join(STRATEGIES)}")
     name, _, settings = given.partition(":")
     if name not in STRATEGIES:
-        raise JobError(f"strategy={given!r}: there is no such strategy; choose of {', '.join(STRATEGIES)}")
+        raise JobError(f"strategy={short(given)}: there is no such strategy; choose of {', '.join(STRATEGIES)}")
     kind = STRATEGIES[name]
     return kind(**dict(_setting(kind, given, word) for word in settings.split(",") if word))
 
@@ -36,7 +37,9 @@ def _setting(kind: type[Strategy], given: str, word: str) -> tuple[str, object]:
     known = [field.name for field in fields(kind)]
     if not equals or name not in known:
         listed = f"its settings are {', '.join(known)}" if known else "it has no settings"
-        raise JobError(f"strategy={given!r}: {word!r} is no setting of {kind.name}; {listed}, as in NAME=VALUE")
+        raise JobError(
+            f"strategy={short(given)}: {short(word)} is no setting of {kind.name}; {listed}, as in NAME=VALUE"
+        )
     return name, _value(value)
 
 

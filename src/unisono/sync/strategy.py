@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from unisono.errors import JobError
+from unisono.received import short
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,18 @@ class Strategy:
 
     def _require_count(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        if type(value) is not int or value < least:
-            raise JobError(f"{type(self).__name__}({name}={value!r}): needs a whole number of at least {least}")
+        if type(value) is not int or not least <= value < 2**63:
+            raise JobError(f"{type(self).__name__}({name}={short(value)}): needs a whole number of at least {least}")
 
     def _require_rate(self, name: str, below: float = float("inf")) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
             limit = "" if below == float("inf") else f" and below {below:g}"
-            raise JobError(f"{type(self).__name__}({name}={value!r}): needs a number of at least 0{limit}")
+            raise JobError(f"{type(self).__name__}({name}={short(value)}): needs a number of at least 0{limit}")
 
     def _require_switch(self, name: str) -> None:
         if not isinstance(getattr(self, name), bool):
-            raise JobError(f"{type(self).__name__}({name}={getattr(self, name)!r}): use True or False")
+            raise JobError(f"{type(self).__name__}({name}={short(getattr(self, name))}): use True or False")
 
 
 def _word(value: object) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from unisono.errors import JobError
+from unisono.received import short
 from unisono.testing.fault import (
     KINDS,
     Fault,
@@ -117,7 +118,7 @@ class Faults:
         tables = found.pop("fault", [])
         if found or not isinstance(tables, list):
             wrong = next(iter(found), "fault")
-            raise JobError(f"{where}: {wrong!r} is unknown there: write a table [[fault]] for each fault")
+            raise JobError(f"{where}: {short(wrong)} is unknown there: write a table [[fault]] for each fault")
         try:
             return cls(tuple(_read(number, table) for number, table in enumerate(tables, 1)))
         except JobError as error:
@@ -160,7 +161,7 @@ def _read(number: int, table: Any) -> Fault:
         raise JobError(f"fault {number} is no table: write [[fault]], and its fields below")
     kind = table.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise JobError(f"fault {number}: kind {kind!r} is unknown: choose of {', '.join(KINDS)}")
+        raise JobError(f"fault {number}: kind {short(kind)} is unknown: choose of {', '.join(KINDS)}")
     try:
         return KINDS[kind].model_validate(dict(table))
     except ValidationError as error:
@@ -178,7 +179,7 @@ def _trouble(kind: str, field: str, error: Mapping[str, Any]) -> str:
         case "value_error":
             return str(error["ctx"]["error"])
     words = error["msg"].removeprefix("Input ").removeprefix("should be ")
-    return f"{field} = {error['input']!r}: needs to be {words}"
+    return f"{field} = {short(error['input'])}: needs to be {words}"
 
 
 def _table(fault: Fault) -> str:

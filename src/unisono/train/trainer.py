@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unisono.errors import JobError
 from unisono.plan.batches import Batches
+from unisono.received import short
 from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.record.progress import Display, EpochRecord, History, choose_display
 from unisono.train.run import Run
@@ -149,7 +150,7 @@ class Trainer:
         **settings: Any,
     ) -> None:
         if scheduler_every not in SCHEDULER_STEPS:
-            raise JobError(f"scheduler_every={scheduler_every!r}: use 'epoch' or 'step'")
+            raise JobError(f"scheduler_every={short(scheduler_every)}: use 'epoch' or 'step'")
         self.run = run or _started(batch_size, settings)
         self.model, self.optimizer = self.run.prepare(model, optimizer)
         self.callbacks = list(callbacks)

@@ -9,6 +9,7 @@ from unisono.errors import JobError
 from unisono.launch.ending.result import RUNS
 from unisono.launch.settings import Script
 from unisono.launch.slurm.words import CONTROL, NOTICE_S, directive, require_line, seconds_of
+from unisono.received import short
 
 NAME = re.compile(r"\w[\w.,:@/+=~-]*")
 """Of an account, a partition or a module: no blank, and no dash at its beginning."""
@@ -139,7 +140,7 @@ class BatchJob:
         for module in self.modules:
             require_name("--module", module)
         if not self.python or self.python.startswith("-") or CONTROL.search(self.python):
-            raise JobError(f"--python {self.python!r}: no name or path of an interpreter")
+            raise JobError(f"--python {short(self.python)}: no name or path of an interpreter")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
             raise JobError(f"--checkpoint-every {self.checkpoint_every}: at least 1")
         if self.requeues < 0:
@@ -227,7 +228,7 @@ def require_name(option: str, text: str) -> None:
         JobError: it has blanks, quotes or other characters that no name has, or begins with a dash.
     """
     if not NAME.fullmatch(text):
-        raise JobError(f"{option} {text!r}: no name; it takes letters, digits and any of . , : @ / + = ~ _ -")
+        raise JobError(f"{option} {short(text)}: no name; it takes letters, digits and any of . , : @ / + = ~ _ -")
 
 
 def split_words(words: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
@@ -243,7 +244,7 @@ def split_words(words: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
 def _require_option(option: str) -> None:
     name, equals, value = option.partition("=")
     if not equals or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-        raise JobError(f"--sbatch {option!r}: write name=value, as in --sbatch constraint=v100")
+        raise JobError(f"--sbatch {short(option)}: write name=value, as in --sbatch constraint=v100")
     if name in OURS:
-        raise JobError(f"--sbatch {option!r}: Unisono writes or needs --{name} itself")
+        raise JobError(f"--sbatch {short(option)}: Unisono writes or needs --{name} itself")
     require_line(f"--sbatch {name}=", value)

@@ -4,6 +4,7 @@ import re
 import shlex
 
 from unisono.errors import JobError
+from unisono.received import short
 
 # Words that stay one word: in a bash script, and in the lines of it that Slurm reads.
 
@@ -57,11 +58,13 @@ def require_line(what: str, value: str) -> None:
         raise JobError(f"{what} is empty")
     found = CONTROL.search(value)
     if found:
-        raise JobError(f"{what} {value!r}: a {found.group()!r} in it cannot be told to Slurm, which reads line by line")
+        raise JobError(
+            f"{what} {short(value)}: a {found.group()!r} in it cannot be told to Slurm, which reads line by line"
+        )
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise JobError(f"{what} {value!r}: not all of it is text in UTF-8") from None
+        raise JobError(f"{what} {short(value)}: not all of it is text in UTF-8") from None
 
 
 # How long a Slurm job may take, in the words of Slurm.
@@ -93,7 +96,7 @@ def seconds_of(text: str) -> int:
         if found := re.fullmatch(form, text, re.ASCII):
             parts = {name: int(value) for name, value in found.groupdict().items() if value is not None}
             return _long_enough(text, sum(SECONDS_OF[name] * count for name, count in parts.items()))
-    raise JobError(f"--time {text!r}: write hours:minutes:seconds, as in 00:30:00, or days-hours:minutes:seconds")
+    raise JobError(f"--time {short(text)}: write hours:minutes:seconds, as in 00:30:00, or days-hours:minutes:seconds")
 
 
 def _long_enough(text: str, seconds: int) -> int:

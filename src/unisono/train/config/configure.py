@@ -15,7 +15,7 @@ from unisono.adapt.policy import Policy
 from unisono.errors import JobError
 from unisono.job import Job, default_shards
 from unisono.membership.environment import Variables, recognise
-from unisono.received import LONGEST_S
+from unisono.received import LONGEST_S, short
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce
 from unisono.train.config.numerics import choose_device
@@ -102,7 +102,7 @@ class _Told(Variables):
         try:
             return float(text)
         except ValueError:
-            raise JobError(f"{name}={text!r} in the environment: needs a share between 0 and 1") from None
+            raise JobError(f"{name}={short(text)} in the environment: needs a share between 0 and 1") from None
 
     def seconds(self, name: str) -> float | None:
         if (text := self.get(name)) is None:
@@ -110,13 +110,13 @@ class _Told(Variables):
         with suppress(ValueError):
             if 0 < (found := float(text)) < math.inf:
                 return found
-        raise JobError(f"{name}={text!r} in the environment: needs a number of seconds above 0")
+        raise JobError(f"{name}={short(text)} in the environment: needs a number of seconds above 0")
 
     def switch(self, name: str) -> bool | None:
         if (text := self.get(name)) is None:
             return None
         if text not in ("0", "1"):
-            raise JobError(f"{name}={text!r} in the environment: use 0 or 1")
+            raise JobError(f"{name}={short(text)} in the environment: use 0 or 1")
         return text == "1"
 
 
@@ -140,7 +140,7 @@ def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:
     every = _first(said["checkpoint_every"], told.number("UNISONO_CHECKPOINT_EVERY"))
     for name, value in {"checkpoint_every": every, "keep": said["keep"]}.items():
         if value is not None and not (isinstance(value, int) and value > 0):
-            raise JobError(f"{name}={value!r}: needs to be a positive whole number")
+            raise JobError(f"{name}={short(value)}: needs to be a positive whole number")
     return Recording(
         _folder(said["run_dir"], told, number),
         told.path("UNISONO_RUN_DIR"),
@@ -168,10 +168,10 @@ def _folder(argument: str | Path | None, told: _Told, number: int) -> Path | Non
 def _fault_tolerance(said: Mapping[str, Any], told: _Told) -> FaultTolerance:
     timeout_s, every = said["failure_timeout_s"], _first(said["verify_every"], told.number("UNISONO_VERIFY_EVERY", 0))
     if not 0 < timeout_s <= LONGEST_S:
-        raise JobError(f"failure_timeout_s={timeout_s!r}: needs to be positive, and at most {LONGEST_S:g}")
+        raise JobError(f"failure_timeout_s={short(timeout_s)}: needs to be positive, and at most {LONGEST_S:g}")
     every = VERIFY_EVERY if every is None else every
     if not isinstance(every, int) or every < 0:
-        raise JobError(f"verify_every={every!r}: use a number of steps, or 0 for never")
+        raise JobError(f"verify_every={short(every)}: use a number of steps, or 0 for never")
     return FaultTolerance(timeout_s, every or None)
 
 
@@ -198,7 +198,7 @@ def _adaptation(
     said: Mapping[str, Any], told: _Told, job: Job, recording: Recording, *, is_elastic: bool
 ) -> Adaptation:
     if said["balance"] not in ("even", "speed"):
-        raise JobError(f"balance={said['balance']!r}: use 'even' or 'speed'")
+        raise JobError(f"balance={short(said['balance'])}: use 'even' or 'speed'")
     # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
     splits = _first(said["shard_optimizer"], told.switch("UNISONO_SHARD_OPTIMIZER")) is True and recording.trace is None
     if splits and is_elastic:
@@ -240,9 +240,9 @@ def _execution(said: Mapping[str, Any], told: _Told, tolerance: FaultTolerance, 
     checks = said["checks"] or told.get("UNISONO_CHECKS") or "some"
     audit: Any = _first(said["audit"], told.share("UNISONO_AUDIT"), 0.0)
     if checks not in CHECKS:
-        raise JobError(f"checks={checks!r}: use {', '.join(map(repr, CHECKS))}")
+        raise JobError(f"checks={short(checks)}: use {', '.join(map(repr, CHECKS))}")
     if not 0 <= audit <= 1:
-        raise JobError(f"audit={audit!r}: use a share between 0 and 1, such as 0.01")
+        raise JobError(f"audit={short(audit)}: use a share between 0 and 1, such as 0.01")
     return Execution(
         _first(said["overlap"], overlap),
         adaptation.constraints.splits_update,

@@ -12,6 +12,7 @@ import torch
 
 from unisono.errors import JobError
 from unisono.job import Job
+from unisono.received import LONGEST_SHOWN, short
 
 _determinism: Any = torch.utils.deterministic  # a module that answers attributes by itself
 
@@ -68,11 +69,11 @@ def choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.d
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
-        raise JobError(f"device={wanted!r}: {str(error).splitlines()[0]}") from None
+        raise JobError(f"device={short(wanted)}: {str(error).splitlines()[0][:LONGEST_SHOWN]}") from None
     if device.type != "cuda":
         return device
     if not has_cuda:
-        raise JobError(f"device={wanted!r}: torch {torch.__version__} sees no CUDA device here; use device='cpu'")
+        raise JobError(f"device={short(wanted)}: torch {torch.__version__} sees no CUDA device here; use device='cpu'")
     index: int | None = device.index
     return torch.device("cuda", local_rank % torch.cuda.device_count() if index is None else index)
 

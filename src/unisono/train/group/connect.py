@@ -22,6 +22,7 @@ from unisono.membership.rendezvous import (
     own_address,
 )
 from unisono.plan.topology import TOPOLOGIES
+from unisono.received import short
 from unisono.reduce.host_transport import HierarchicalTransport, host_split
 from unisono.reduce.peers import Peers, meet
 from unisono.reduce.process_group import ProcessGroupTransport
@@ -113,7 +114,7 @@ def connect(config: RunConfig, generation: Generation, rendezvous: Rendezvous) -
 
 def _require_known(setting: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise JobError(f"{setting}={value!r}: use one of {', '.join(map(repr, known))}")
+        raise JobError(f"{setting}={short(value)}: use one of {', '.join(map(repr, known))}")
 
 
 def _chosen(config: RunConfig, environment: Environment) -> str:

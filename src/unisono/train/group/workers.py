@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from reprlib import repr as short
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +16,7 @@ from unisono.job import differences
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
-from unisono.received import LARGEST_JSON, parse_json
+from unisono.received import LARGEST_JSON, parse_json, short
 from unisono.reduce.transport import Transport
 from unisono.train.model.tensors import checksum
 
@@ -164,7 +163,7 @@ class Workers:
             ValueError: an unknown operation, or a bool tensor.
         """
         if operation not in ("mean", "sum", "max", "min"):
-            raise ValueError(f"all_reduce({operation!r}): use 'mean', 'sum', 'max' or 'min'")
+            raise ValueError(f"all_reduce({short(operation)}): use 'mean', 'sum', 'max' or 'min'")
         if not isinstance(value, Tensor):
             is_whole = isinstance(value, int | np.integer) and operation != "mean"
             dtype = torch.int64 if is_whole else torch.float64

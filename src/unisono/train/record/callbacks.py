@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any, Literal, get_args
 
 from unisono.errors import JobError
+from unisono.received import short
 from unisono.train.step.listeners import Listener
 from unisono.train.step.step import Step
 
@@ -32,7 +33,7 @@ class Callbacks(Listener):
             JobError: there is no such event; lists those that there are.
         """
         if event not in self._callbacks:
-            raise JobError(f"run.on({event!r}): there is no such event; choose of {', '.join(self._callbacks)}")
+            raise JobError(f"run.on({short(event)}): there is no such event; choose of {', '.join(self._callbacks)}")
         self._callbacks[event].append(callback)
 
     def step_begins(self, step: Step) -> None:
@@ -73,7 +74,7 @@ def load_plugins(names: Sequence[str]) -> list[Plugin]:
 def _load(name: str) -> Plugin:
     module, colon, function = name.partition(":")
     if not (module and colon and function):
-        raise JobError(f"the plugin {name!r} in UNISONO_PLUGINS: write module:function")
+        raise JobError(f"the plugin {short(name)} in UNISONO_PLUGINS: write module:function")
     try:
         found = getattr(import_module(module), function)
     except (ImportError, TypeError, ValueError) as error:  # the latter two of names such as ".a"

@@ -12,6 +12,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.data.shards import ShardSource
 from unisono.errors import JobError
 from unisono.plan.batches import Batches
+from unisono.received import short
 from unisono.train.group.membership import Membership
 from unisono.train.record.recorder import Recorder, StepLine, round_figures
 from unisono.train.state.monitors import NAMES
@@ -127,4 +128,4 @@ def require_free(name: str) -> None:
         JobError: lines have it already.
     """
     if name in RESERVED:
-        raise JobError(f"run.log({name!r}): metrics.jsonl uses this name for itself; choose another")
+        raise JobError(f"run.log({short(name)}): metrics.jsonl uses this name for itself; choose another")

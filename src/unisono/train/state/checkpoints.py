@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any
 
 from unisono.checkpoint.folder import RunFolder, new_run_folder
@@ -14,6 +13,7 @@ from unisono.checkpoint.writer import Writer, WriterOrder
 from unisono.errors import CheckpointError, JobError, JobMismatch
 from unisono.failpoints import failpoint
 from unisono.job import differences
+from unisono.received import short
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from reprlib import repr as short
 from typing import Any, Literal, NoReturn
 
 from torch.optim import Optimizer
@@ -15,7 +14,7 @@ from unisono.adapt.policy import Policy
 from unisono.adapt.view import BatchShape, Decision, Figure, Verb, View, decisions_digest
 from unisono.errors import JobError, PolicyError, Unreadable
 from unisono.plan.topology import TOPOLOGIES
-from unisono.received import value_of
+from unisono.received import short, value_of
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce, Strategy
 from unisono.train.config.run_config import RunConfig, StrategyConstraints
@@ -284,13 +283,13 @@ class PolicyState:
         }
         if wrong.get(decision.verb):
             raise PolicyError(
-                f"the policy {decision.policy} wants {decision.verb}({value!r}): there is at least 1 worker, ranks "
-                f"count from 0, and a rate is above 0"
+                f"the policy {decision.policy} wants {decision.verb}({short(value)}): there is at least 1 worker, "
+                f"ranks count from 0, and a rate is above 0"
             )
         known = NAMES.get(decision.verb)
         if known is not None and value not in known:
             raise PolicyError(
-                f"the policy {decision.policy} wants {decision.verb}({value!r}): use one of {', '.join(known)}"
+                f"the policy {decision.policy} wants {decision.verb}({short(value)}): use one of {', '.join(known)}"
             )
         if decision.verb == "set_strategy":
             self._check_strategy(decision)
@@ -301,7 +300,9 @@ class PolicyState:
         try:
             self._read(str(decision.value))
         except JobError as error:
-            raise PolicyError(f"the policy {decision.policy} wants set_strategy({decision.value!r}): {error}") from None
+            raise PolicyError(
+                f"the policy {decision.policy} wants set_strategy({short(decision.value)}): {error}"
+            ) from None
 
     def _read_strategies(self, policy: Policy) -> None:
         try:
@@ -317,8 +318,8 @@ class PolicyState:
     def _check_batch(self, decision: Decision) -> None:
         samples, base = decision.value, self._base.shards
         shards: Any = decision.shards  # whatever the policy gave
-        cut = "" if shards is None else f", shards={shards!r}"
-        wants = f"the policy {decision.policy} wants set_batch_size({samples!r}{cut})"
+        cut = "" if shards is None else f", shards={short(shards)}"
+        wants = f"the policy {decision.policy} wants set_batch_size({short(samples)}{cut})"
         if shards is not None and (not isinstance(shards, int) or shards < 1 or shards % base):
             raise PolicyError(
                 f"{wants}: shards can only be cut finer, into a multiple of the job's {base} shards, such as {2 * base}"
@@ -343,5 +344,5 @@ def observed(policy: Policy, view: View) -> dict[str, Figure]:
         raise PolicyError(f"the policy {policy.name} failed in observe: {type(error).__name__}: {error}") from error
     wrong = [name for name, value in found.items() if not isinstance(value, Figure | None)]
     if wrong or not all(isinstance(name, str) for name in found):
-        raise PolicyError(f"the policy {policy.name} observed {found!r}: return numbers, text or None, by name")
+        raise PolicyError(f"the policy {policy.name} observed {short(found)}: return numbers, text or None, by name")
     return found

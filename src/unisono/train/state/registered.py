@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from unisono.checkpoint.codec import flatten
 from unisono.checkpoint.quick_digest import combined
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import CheckpointError, JobError, UnisonoError, Unreadable
+from unisono.received import short
 from unisono.words import sum_of_words
 
 # What a checkpoint holds is set part by part, and whatever cannot be set is named.
@@ -72,9 +72,9 @@ class Registered(dict[str, Any]):
             JobError: the name is taken, or the object lacks ``state_dict`` or ``load_state_dict``.
         """
         if name in self:
-            raise JobError(f"run.register({name!r}): the name is taken by a {type(self[name]).__name__}")
+            raise JobError(f"run.register({short(name)}): the name is taken by a {type(self[name]).__name__}")
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise JobError(f"run.register({name!r}): {type(thing).__name__} has no state_dict and load_state_dict")
+            raise JobError(f"run.register({short(name)}): {type(thing).__name__} has no state_dict and load_state_dict")
         self[name] = thing
 
     def restore(self, snapshot: Snapshot) -> None:

@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, field
-from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from unisono.checkpoint.quick_digest import tree_digest
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import CheckpointError, Unreadable
 from unisono.plan.batches import Position
-from unisono.received import value_of
+from unisono.received import short, value_of
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.state.registered import kept
 
