@@ -24,7 +24,7 @@ from unisono.membership.messages import (
     Message,
     Progress,
     Ready,
-    Resize,
+    ResizeRequest,
     StoreRequest,
     WorkerHello,
     from_worker,
@@ -101,7 +101,7 @@ EXAMPLES: list[Message] = [
     Leaving(),
     Progress(acts=3, step=3, samples_per_s=1.5, loop=0),
     Finished(digest="ab"),
-    Resize(workers=2),
+    ResizeRequest(workers=2),
     StoreRequest(id=1, operation="set", keys=("g1/a",), value="eA=="),
     StoreRequest(id=2, operation="add", keys=("run/n",), value="2"),
     StoreRequest(id=3, operation="wait", keys=("g1/a", "g1/b"), timeout_s=1.0),
@@ -264,7 +264,7 @@ said_by_workers = st.one_of(
     st.just(Leaving()),
     st.builds(Progress, acts=small, step=small, samples_per_s=seconds, loop=st.none() | small),
     st.builds(Finished, digest=names),
-    st.builds(Resize, workers=st.integers(1, 9)),
+    st.builds(ResizeRequest, workers=st.integers(1, 9)),
     requests,
 )
 said_by_agents = st.one_of(

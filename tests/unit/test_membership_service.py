@@ -37,7 +37,7 @@ from unisono.membership.messages import (
     Progress,
     Ready,
     Refused,
-    Resize,
+    ResizeRequest,
     StoreReply,
     StoreRequest,
     ToWorker,
@@ -300,7 +300,7 @@ WORKER_MESSAGES: list[Message] = [
     Leaving(),
     Progress(acts=1, step=1),
     Finished(digest="00"),
-    Resize(workers=1),
+    ResizeRequest(workers=1),
     StoreRequest(id=1, operation="set", keys=("run/a",)),
 ]
 AGENT_MESSAGES: list[Message] = [WorkerEnded(worker="w1", code=0), AgentLeaving()]

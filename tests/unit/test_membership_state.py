@@ -23,7 +23,7 @@ from unisono.membership.messages import (
     RegroupDue,
     Removed,
     Replace,
-    Resize,
+    ResizeRequest,
     Unreached,
     Welcome,
     WorkerHello,
@@ -382,7 +382,7 @@ def test_a_newcomer_is_taken_to_be_as_fast_as_the_others() -> None:
 def test_what_a_script_asks_for_on_every_worker_is_noted_once() -> None:
     job = training(3, largest=4)
     for worker in ("w1", "w2", "w3"):
-        job.hear(worker, Resize(workers=2))
+        job.hear(worker, ResizeRequest(workers=2))
     assert [note.fields["workers"] for note in job.notes if note.event == "resized"] == [2]
 
 
@@ -710,7 +710,7 @@ def test_shrinking_first_sends_away_who_is_not_in_yet_and_then_the_end_of_the_ro
 def test_a_size_out_of_range_is_brought_into_it() -> None:
     job = training(3, smallest=2, largest=4)
     assert job.happen(Resized(9)).state.size == 4
-    assert job.hear("w1", Resize(workers=1)).state.size == 2
+    assert job.hear("w1", ResizeRequest(workers=1)).state.size == 2
     assert job.notes[-1].fields == {"workers": 2, "before": 4, "asked_for": 1, "by": "w1"}
 
 
@@ -908,7 +908,7 @@ FROM_WORKER = st.one_of(
     st.builds(Leaving),
     st.builds(Progress, acts=SMALL, step=SMALL, loop=st.none() | SMALL),
     st.builds(Finished, digest=st.sampled_from("xy")),
-    st.builds(Resize, workers=st.integers(1, 5)),
+    st.builds(ResizeRequest, workers=st.integers(1, 5)),
 )
 EVENTS = st.one_of(
     st.builds(Heard, WORKERS, FROM_WORKER),

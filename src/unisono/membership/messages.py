@@ -181,7 +181,7 @@ class Finished(Message):
     digest: Name
 
 
-class Resize(Message):
+class ResizeRequest(Message):
     """The script or a policy asks for another number of workers."""
 
     kind: Literal["resize"] = "resize"
@@ -363,7 +363,7 @@ class StoreReply(Message):
 
 
 FromWorker = Annotated[
-    WorkerHello | Ready | Arrived | Formed | Leaving | Progress | Finished | Resize | Replace | StoreRequest,
+    WorkerHello | Ready | Arrived | Formed | Leaving | Progress | Finished | ResizeRequest | Replace | StoreRequest,
     Field(discriminator="kind"),
 ]
 ToWorker = Annotated[

@@ -15,7 +15,7 @@ from unisono.membership.messages import (
     Ready,
     RegroupDue,
     Replace,
-    Resize,
+    ResizeRequest,
     Welcome,
     WorkerHello,
 )
@@ -151,7 +151,7 @@ def _hear(update: StateUpdate, name: str, message: FromWorker) -> None:
             update.put(worker, phase="finished", digest=digest)
         case Replace() if worker.phase in MEMBER:
             _replace(update, message)
-        case Resize(workers=workers) if worker.phase in MEMBER:
+        case ResizeRequest(workers=workers) if worker.phase in MEMBER:
             _resize(update, workers, worker.id)
 
 

@@ -171,7 +171,7 @@ class Elastic(Membership):
 
     def resize(self, workers: int) -> None:
         """Ask the coordinator."""
-        self._line.send(messages.Resize(workers=workers))
+        self._line.send(messages.ResizeRequest(workers=workers))
 
     def replace(self, generation: int, rank: int) -> None:
         """Ask the coordinator."""
