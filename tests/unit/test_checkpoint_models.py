@@ -13,7 +13,7 @@ from same_trees import same
 from unisono.checkpoint.store import CheckpointStore, Snapshot
 from unisono.errors import CheckpointError
 from unisono.train.model.prepared import Prepared
-from unisono.train.state.state import Progress, capture, restore_models
+from unisono.train.state.state import RunProgress, capture, restore_models
 
 pytestmark = pytest.mark.unit
 
@@ -31,7 +31,7 @@ def prepared(model: Any) -> Prepared:
 
 
 def kept(store: CheckpointStore, model: Any) -> Snapshot:
-    store.save(capture(prepared(model), Progress(), {}, {}))
+    store.save(capture(prepared(model), RunProgress(), {}, {}))
     found = store.newest()
     assert found is not None
     return found

@@ -12,7 +12,7 @@ from torch.optim import Optimizer, lr_scheduler, swa_utils
 from same_trees import same
 from unisono.checkpoint.store import CheckpointStore
 from unisono.train.model.prepared import Prepared
-from unisono.train.state.state import Progress, capture, restore_models, restore_optimizers
+from unisono.train.state.state import RunProgress, capture, restore_models, restore_optimizers
 
 pytestmark = pytest.mark.unit
 
@@ -103,7 +103,7 @@ def test_an_optimizer_goes_on_to_the_same_bits(store: CheckpointStore, name: str
     model, again = net(dtype, layout), net(dtype, layout)
     optimizer, later = make(list(model.parameters())), make(list(again.parameters()))
     train(model, optimizer, batches[:3])
-    store.save(capture(Prepared.of(model, [optimizer]), Progress(), {}, {}))
+    store.save(capture(Prepared.of(model, [optimizer]), RunProgress(), {}, {}))
     train(model, optimizer, batches[3:])
 
     found, prepared = store.newest(), Prepared.of(again, [later])
@@ -181,7 +181,7 @@ def scheduled(make: Callable[[Optimizer], Any]) -> tuple[Prepared, Optimizer, An
 def test_a_schedule_goes_on_to_the_same_rates(store: CheckpointStore, make: Callable[[Optimizer], Any]) -> None:
     prepared, optimizer, schedule = scheduled(make)
     advance(schedule, optimizer, 3)
-    store.save(capture(prepared, Progress(), {"schedule": schedule}, {}))
+    store.save(capture(prepared, RunProgress(), {"schedule": schedule}, {}))
     undisturbed = advance(schedule, optimizer, 8)
 
     again, later, resumed = scheduled(make)
@@ -210,7 +210,7 @@ def test_an_average_of_the_weights_goes_on_to_the_same_bits(store: CheckpointSto
     average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
     for _ in range(3):
         average.update_parameters(model)
-    store.save(capture(prepared, Progress(), {"average": average}, {}))
+    store.save(capture(prepared, RunProgress(), {"average": average}, {}))
     found = store.newest()
     assert found is not None
     assert same(found.state["registered"]["average"], average.state_dict())

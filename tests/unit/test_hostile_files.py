@@ -43,7 +43,7 @@ from unisono.train.model.tensors import set_like
 from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.state.policy_state import PolicyState
-from unisono.train.state.state import Progress
+from unisono.train.state.state import RunProgress
 from unisono.train.state.trained import Doubt, Trained
 
 pytestmark = pytest.mark.unit
@@ -163,7 +163,7 @@ def test_a_hostile_wish_or_request_becomes_one_or_an_error(seed: int) -> None:
         assert read(found.to_json()) == found
 
 
-PLACE = Progress().as_tree()
+PLACE = RunProgress().as_tree()
 
 
 @pytest.mark.parametrize("seed", SEEDS[:10])
@@ -171,7 +171,7 @@ def test_where_a_run_stands_is_numbers_or_an_error(seed: int) -> None:
     for number in range(CASES["requests"]):
         chance = Random(f"progress {seed} {number}")
         try:
-            found = Progress.from_tree(hostile.changed(chance, PLACE))
+            found = RunProgress.from_tree(hostile.changed(chance, PLACE))
         except UnisonoError:
             continue
         assert found.position.step >= 0
@@ -214,7 +214,7 @@ def test_a_part_of_a_snapshot_that_cannot_be_restored_is_named(part: str, seed: 
         chance = Random(f"restored {part} {seed} {number}")
         other = {**parts, part: hostile.changed(chance, parts[part])}
         try:
-            trained.progress = Progress()
+            trained.progress = RunProgress()
             trained.resume_from(Snapshot(3, other["model"], other["optimizer"], other["state"]))
             trained.settle()
         except CheckpointError as error:
@@ -384,7 +384,7 @@ def a_policy_at_work(make: Callable[[], Policy]) -> Trained:
     trained = Trained({"fingerprint": {}}, PolicyState((make(),), 8, 8))
     trained.prepared = a_run().prepared
     for step in range(30):
-        trained.progress = Progress(Position(step=step + 1, samples=8 * step + 8))
+        trained.progress = RunProgress(Position(step=step + 1, samples=8 * step + 8))
         norms = GradientNorms((2.0, 3.0), (1, 1), 1.5)
         trained.monitors.see(step, norms, [0.5, 0.25])
         setting = Setting(1, 2, 8, 8, "ring")

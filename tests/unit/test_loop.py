@@ -12,7 +12,7 @@ from unisono.data.shards import ShardsRequest
 from unisono.errors import JobMismatch
 from unisono.plan.batches import Batches, Position
 from unisono.train.loop.loop import Loop
-from unisono.train.state.state import Progress, Reading
+from unisono.train.state.state import Reading, RunProgress
 from unisono.train.step.step import Step
 
 pytestmark = pytest.mark.unit
@@ -46,14 +46,14 @@ class Requested:
 class Run:
     """Notes what a loop tells it."""
 
-    progress: Progress = field(default_factory=Progress)
+    progress: RunProgress = field(default_factory=RunProgress)
     events: list[str] = field(default_factory=list)
     whole: bool = True
     batch_size: int = 32
     shard_count: int = 2
     stopped: bool = False
     loaded: Requested | None = None
-    goes_back: tuple[int, Progress] | None = None
+    goes_back: tuple[int, RunProgress] | None = None
 
     def steps(self, loop: Loop) -> Generator[Step, None, None]:
         return loop.steps(self.progress, self._load, self)
@@ -68,20 +68,20 @@ class Run:
     def compute(self, *arguments: Any) -> float:
         return 0.0
 
-    def move(self, progress: Progress) -> None:
+    def move(self, progress: RunProgress) -> None:
         self.progress = progress
 
     def begin(self, step: Step) -> None:
         self.events.append(f"begin {step.number}")
 
-    def end(self, after: Progress | None) -> None:
+    def end(self, after: RunProgress | None) -> None:
         self.events.append("ended" if after else "dropped")
         self.progress = after or self.progress
 
     def enter(self) -> None:
         pass
 
-    def boundary(self, *, is_end: bool) -> Progress:
+    def boundary(self, *, is_end: bool) -> RunProgress:
         if not is_end:
             self.events.append("boundary")
         if self.goes_back is not None and self.progress.position.step == self.goes_back[0]:
@@ -116,7 +116,7 @@ def test_a_loop_through_all_epochs_ends_before_the_next_loop() -> None:
     assert requests[:3] == [(0, (range(16, 32),)), (0, (range(48, 64),)), (0, (range(67, 70),))]
     assert [request.epoch for request in requests] == [0, 0, 0, 1, 1, 1]
     assert run.events[:4] == ["begin 0", "ended", "boundary", "begin 1"]
-    assert run.progress == Progress(Position(step=6, samples=140), loop=1)
+    assert run.progress == RunProgress(Position(step=6, samples=140), loop=1)
     assert run.loaded is not None
     assert run.loaded.closed
 
@@ -124,7 +124,7 @@ def test_a_loop_through_all_epochs_ends_before_the_next_loop() -> None:
 @pytest.mark.parametrize("reached", [4, 6])
 def test_a_loop_yields_steps_again_after_the_run_has_gone_back(reached: int) -> None:
     run = Run()
-    run.goes_back = reached, Progress(Position(step=2, samples=64, offset=64), 0, Reading(70, True, False))
+    run.goes_back = reached, RunProgress(Position(step=2, samples=64, offset=64), 0, Reading(70, True, False))
     seen = [(step.number, step.shards[0]) for step in run.steps(loop(epochs=2))]
     numbers = [number for number, _ in seen]
     assert numbers == [*range(reached), *range(2, 6)]
@@ -132,24 +132,24 @@ def test_a_loop_yields_steps_again_after_the_run_has_gone_back(reached: int) -> 
 
 
 def test_a_loop_that_the_run_has_behind_it_yields_nothing() -> None:
-    run = Run(Progress(Position(step=6, samples=140), loop=1))
+    run = Run(RunProgress(Position(step=6, samples=140), loop=1))
     assert list(run.steps(loop(number=0))) == []
     assert (run.events, run.loaded) == ([], None)
 
 
 def test_a_loop_that_resumes_goes_on_where_the_run_stands() -> None:
-    run = Run(Progress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False)))
+    run = Run(RunProgress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False)))
     assert [step.number for step in run.steps(loop())] == [4, 5]
 
 
 def test_a_loop_that_resumes_with_other_data_is_refused() -> None:
-    run = Run(Progress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False)))
+    run = Run(RunProgress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False)))
     with pytest.raises(JobMismatch, match="samples: 50 here, 70 there"):
         next(run.steps(loop(samples=50)))
 
 
 def test_a_loop_after_one_that_was_given_up_begins_at_its_own_start() -> None:
-    run = Run(Progress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False)))
+    run = Run(RunProgress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False)))
     first = next(run.steps(loop(number=1, samples=50)))
     assert (first.number, first.position, first.epoch) == (4, 102, 0)
 
@@ -158,7 +158,7 @@ def test_a_loop_that_is_cut_short_stays_where_it_is_and_reads_no_further() -> No
     run = Run()
     cut = loop(stop_after=4)
     assert [step.number for step in run.steps(cut)] == [0, 1, 2, 3]
-    assert run.progress == Progress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False))
+    assert run.progress == RunProgress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False))
     assert len(list(cut.requests(Position(), (range(2), BatchShape(32, 2))))) == 4
     assert [step.number for step in run.steps(loop())] == [4, 5]
 
@@ -183,7 +183,7 @@ def test_a_break_counts_the_step_that_was_run_and_ends_the_loop() -> None:
             break
     steps.close()
     assert run.events[-2:] == ["begin 1", "ended"]
-    assert run.progress == Progress(Position(step=2, samples=64), loop=1)
+    assert run.progress == RunProgress(Position(step=2, samples=64), loop=1)
 
 
 def test_a_break_before_the_step_was_run_does_not_count_it() -> None:
@@ -191,7 +191,7 @@ def test_a_break_before_the_step_was_run_does_not_count_it() -> None:
     with left_in_the_body_of(run, loop(), 1):
         pass
     assert run.events[-2:] == ["begin 1", "dropped"]
-    assert run.progress == Progress(Position(step=1, samples=32), loop=1)
+    assert run.progress == RunProgress(Position(step=1, samples=32), loop=1)
 
 
 def test_a_step_that_failed_leaves_the_run_before_it_in_the_same_loop() -> None:
@@ -231,7 +231,7 @@ def test_a_loop_that_is_stopped_ends_at_the_boundary() -> None:
     run = Run()
     for step in run.steps(loop()):
         run.stopped = step.number == 1
-    assert run.progress == Progress(Position(step=2, samples=64), loop=1)
+    assert run.progress == RunProgress(Position(step=2, samples=64), loop=1)
 
 
 def test_a_batch_that_is_cut_finer_between_steps_is_loaded_in_the_shards_that_there_are_then() -> None:

@@ -29,7 +29,7 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.state.ending import Ending
-from unisono.train.state.state import Progress, Reading
+from unisono.train.state.state import Reading, RunProgress
 from unisono.train.state.trained import Trained
 from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.computer import StepCall
@@ -128,7 +128,7 @@ class StepLoop:
         """Whether what the step computed counts."""
         return not (self.steps.is_computing or self.ending.is_closed or self.trained.is_doubted)
 
-    def move(self, progress: Progress) -> None:
+    def move(self, progress: RunProgress) -> None:
         """The run stands here now."""
         self.trained.progress = progress
 
@@ -165,7 +165,7 @@ class StepLoop:
             StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, self._source), self.collectives
         )
 
-    def end(self, after: Progress | None) -> None:
+    def end(self, after: RunProgress | None) -> None:
         """The body of a step is done; or it was left, and nothing of the step counts (None)."""
         step, self.steps.under_way = self.steps.under_way, None
         if after is None or step is None or self.trained.is_doubted:
@@ -186,7 +186,7 @@ class StepLoop:
             self.policy_runner.step_ends(step)
             self.steps.follow(self.collectives)
 
-    def boundary(self, *, is_end: bool) -> Progress:
+    def boundary(self, *, is_end: bool) -> RunProgress:
         """The body is done, or the loop."""
         return self.between.reached(is_end=is_end)
 

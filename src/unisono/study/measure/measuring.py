@@ -73,7 +73,7 @@ class Interrupted(Exception):
         self.signal = signal
 
 
-class Progress(Protocol):
+class ProgressReporter(Protocol):
     """Shows how far a study has come."""
 
     def running(self, cell: PlannedCell, left_s: float | None) -> AbstractContextManager[object]:
@@ -114,7 +114,7 @@ def measure(
     measurement: Measurement,
     folder: StudyFolder,
     run_cell: RunCell,
-    progress: Progress,
+    progress: ProgressReporter,
     *,
     keeps_going: bool = False,
 ) -> Measured:

@@ -10,7 +10,7 @@ from unisono.train.recovery.recovery import Recovery, Snapshots
 from unisono.train.recovery.verification import Verification
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.ending import Requests
-from unisono.train.state.state import Progress
+from unisono.train.state.state import RunProgress
 from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
 
@@ -53,7 +53,7 @@ class Boundary:
         """The script has made all that a checkpoint may hold."""
         self.snapshots.settle()
 
-    def reached(self, *, is_end: bool) -> Progress:
+    def reached(self, *, is_end: bool) -> RunProgress:
         """Every worker stands here, and has the same state unless a round is open.
 
         Args:

@@ -17,7 +17,7 @@ from unisono.data.streams import generators_kept
 from unisono.errors import JobMismatch
 from unisono.job import differences
 from unisono.plan.batches import Batch, Batches, Position
-from unisono.train.state.state import Progress, Reading
+from unisono.train.state.state import Reading, RunProgress
 from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.step import Step
 
@@ -87,19 +87,19 @@ class LoopSteps(Protocol):
     ) -> float:
         """What a step's ``run`` calls."""
 
-    def move(self, progress: Progress) -> None:
+    def move(self, progress: RunProgress) -> None:
         """The run stands here now."""
 
     def begin(self, step: Step) -> None:
         """A step's samples are loaded, and the loop's body comes next."""
 
-    def end(self, after: Progress | None) -> None:
+    def end(self, after: RunProgress | None) -> None:
         """The body is done, and the run stands here; or it was left, and nothing of the step counts (None)."""
 
     def enter(self) -> None:
         """The loop begins, before its first step."""
 
-    def boundary(self, *, is_end: bool) -> Progress:
+    def boundary(self, *, is_end: bool) -> RunProgress:
         """Between two steps, where every worker stands with the same state, or at the loop's end.
 
         Returns:
@@ -137,7 +137,7 @@ class Loop:
     stop_after: int | None
     stop_after_epochs: int | None = None
 
-    def steps(self, progress: Progress, load: Load, run: LoopSteps) -> Generator[Step, None, None]:
+    def steps(self, progress: RunProgress, load: Load, run: LoopSteps) -> Generator[Step, None, None]:
         """The steps that are left, each with its samples.
 
         Args:
@@ -180,7 +180,7 @@ class Loop:
         if not self._is_cut(progress.position):
             run.move(self.left(progress))
 
-    def entered(self, progress: Progress) -> Progress:
+    def entered(self, progress: RunProgress) -> RunProgress:
         """Where the run stands when the loop begins: where a checkpoint left it in this loop, or at its start.
 
         Raises:
@@ -188,7 +188,7 @@ class Loop:
         """
         position = progress.position
         if self.number > progress.loop:  # the one before was given up
-            progress = Progress(Position(step=position.step, samples=position.samples), self.number)
+            progress = RunProgress(Position(step=position.step, samples=position.samples), self.number)
         elif progress.reading is not None and progress.reading != self.reading:
             unequal = "; ".join(differences(asdict(self.reading), asdict(progress.reading)))
             raise JobMismatch(
@@ -197,10 +197,10 @@ class Loop:
             )
         return replace(progress, reading=self.reading)
 
-    def left(self, progress: Progress) -> Progress:
+    def left(self, progress: RunProgress) -> RunProgress:
         """Where the run stands once the loop is over: before the next one."""
         position = progress.position
-        return Progress(Position(step=position.step, samples=position.samples), self.number + 1)
+        return RunProgress(Position(step=position.step, samples=position.samples), self.number + 1)
 
     def requests(self, start: Position, part: Part) -> Iterator[ShardsRequest]:
         """What a worker with these shards of batches of this shape reads in each step from ``start`` on."""
@@ -225,7 +225,7 @@ class Loop:
         has_passes = passes is not None and position.samples >= passes * self.batches.epoch_samples
         return has_passes or (self.stop_after is not None and position.step >= self.stop_after)
 
-    def _left(self, step: Step, progress: Progress, after: Progress, run: LoopSteps) -> None:
+    def _left(self, step: Step, progress: RunProgress, after: RunProgress, run: LoopSteps) -> None:
         """The loop was left in its body, by a break or an error: only what was committed counts."""
         is_whole = run.is_whole()
         counts = is_whole and step.calls > 0

@@ -38,7 +38,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """The place that a run has reached.
 
     Attributes:
@@ -56,7 +56,7 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> "Progress":
+    def from_tree(cls, tree: Mapping[str, Any]) -> "RunProgress":
         """The inverse of :meth:`as_tree`.
 
         Raises:
@@ -68,7 +68,9 @@ class Progress:
         return cls(**found)
 
 
-def capture(prepared: Prepared, progress: Progress, registered: Mapping[str, Any], own: Mapping[str, Any]) -> Snapshot:
+def capture(
+    prepared: Prepared, progress: RunProgress, registered: Mapping[str, Any], own: Mapping[str, Any]
+) -> Snapshot:
     """The state of a run at a step boundary.
 
     Args:

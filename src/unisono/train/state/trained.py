@@ -18,7 +18,7 @@ from unisono.train.state.monitors import Monitors
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.registered import Registered, all_or_nothing, kept, restoring
 from unisono.train.state.state import (
-    Progress,
+    RunProgress,
     capture,
     holds_models,
     require_same_trained,
@@ -72,7 +72,7 @@ class Trained:
         self.prepared: Prepared | None = None
         self.has_weights = False
         self.loops = 0
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.registered = Registered()
         self.monitors = Monitors()
         self.strategy: tuple[str, dict[str, Any]] = "", {}
@@ -126,7 +126,7 @@ class Trained:
         with all_or_nothing(self, self.monitors, self.policy_state, *self.policy_state.policies):
             self.restored, self.original = snapshot, None
             with restoring(snapshot, "progress"):
-                self.progress = Progress.from_tree(kept(snapshot, "progress"))
+                self.progress = RunProgress.from_tree(kept(snapshot, "progress"))
             self._recall(snapshot)
             with restoring(snapshot, "adaptation"):
                 self.policy_state.load_state_dict(kept(snapshot, "adaptation"))
