@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import stat
 import struct
@@ -38,6 +39,19 @@ class _Short(Repr):
 
 short = _Short().repr
 """A value as ``repr`` writes it, for a message: cut in its middle if it is long."""
+
+
+# Numbers as people write them. Python's own readers take the digits of every script, underscores, spaces and nan, too.
+
+
+def whole_number(text: str) -> int | None:
+    """A whole number of at most 18 digits from its text; None if it is none."""
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None
+
+
+def decimal_number(text: str) -> float | None:
+    """A decimal number from its text, with a point and an exponent or without; None if it is none."""
+    return float(text) if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?", text) else None
 
 
 def parse_json(data: bytes | bytearray | str, most: int = LARGEST_JSON) -> Any:

@@ -14,6 +14,7 @@ import torch
 import unisono
 from unisono.adapt.norms import Monitoring
 from unisono.errors import JobError
+from unisono.received import short
 from unisono.sync.averaging import DiLoCo, LocalSGD
 from unisono.sync.strategy import AllReduce
 from unisono.train.config.configure import configure
@@ -192,8 +193,8 @@ def test_workers_beyond_the_number_of_gpus_share_them_and_choosing_one_changes_n
         ({"UNISONO_STOP_AFTER": "-1"}, {}, "UNISONO_STOP_AFTER='-1' in the environment: needs a whole number of at "),
         ({"UNISONO_OVERLAP": "yes"}, {"overlap": True}, "UNISONO_OVERLAP='yes' in the environment: use 0 or 1"),
         ({"UNISONO_STUDY": "yes"}, {"run_dir": "own"}, "UNISONO_STUDY='yes' in the environment: use 0 or 1"),
-        ({"UNISONO_AUDIT": "half"}, {}, "UNISONO_AUDIT='half' in the environment: needs a share between 0 and 1"),
-        ({"UNISONO_AUDIT": "2"}, {}, "audit=2.0: use a share between 0 and 1"),
+        ({"UNISONO_AUDIT": "half"}, {}, "UNISONO_AUDIT='half' in the environment: needs a number of at least 0 and"),
+        ({"UNISONO_AUDIT": "2"}, {}, "UNISONO_AUDIT='2' in the environment: needs a number of at least 0 and at most"),
         ({"UNISONO_CHECKS": "few"}, {}, "checks='few': use 'some', 'all', 'none'"),
         (
             {"UNISONO_FAILURE_TIMEOUT_S": "nan"},
@@ -210,6 +211,36 @@ def test_what_cannot_be_is_refused_before_anything_is_opened(
     with pytest.raises(JobError) as refused:
         configured(environ, **said)
     assert str(refused.value).startswith(words)
+
+
+@pytest.mark.parametrize("name", ["UNISONO_FAILURE_TIMEOUT_S", "UNISONO_AUDIT", "UNISONO_STOP_AFTER", "UNISONO_TERM"])
+@pytest.mark.parametrize("text", ["\u0663", "0.\u0663", "1_0", " 1", "1e300", "inf", "nan", "9" * 5000, "-1", "0x1"])
+def test_a_number_in_a_variable_has_plain_digits_and_a_range(name: str, text: str) -> None:
+    with pytest.raises(JobError) as refused:
+        configured({name: text})
+    assert str(refused.value).startswith(f"{name}={short(text)} in the environment: needs a ")
+
+
+def test_numbers_in_variables_may_have_points_and_exponents() -> None:
+    for text in ("4", "4.0", "4.", "+4e0", "40E-1"):
+        told = configured({**ELASTIC, "UNISONO_FAILURE_TIMEOUT_S": text})
+        assert told.communication.silence_s == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["ALLOW_JOB_CHANGE", "OVERLAP", "SHARD_OPTIMIZER", "SAMPLES", "STUDY"], ids=lambda name: f"UNISONO_{name}"
+)
+def test_every_switch_in_a_variable_is_on_or_off(name: str) -> None:
+    for text in ("0", "1", ""):
+        configured({f"UNISONO_{name}": text})
+    for text in ("yes", "true", "2", "\u0661", " 1"):
+        with pytest.raises(JobError, match=f"UNISONO_{name}={text!r} in the environment: use 0 or 1"):
+            configured({f"UNISONO_{name}": text})
+
+
+def test_a_variable_allows_that_the_job_changes() -> None:
+    for text, allows in {"0": False, "1": True}.items():
+        assert configured({"UNISONO_ALLOW_JOB_CHANGE": text}).recording.allow_job_change == allows
 
 
 def test_a_script_whose_workers_may_change_has_one_run() -> None:

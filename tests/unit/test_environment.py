@@ -183,7 +183,7 @@ def test_a_step_without_counts_per_host_says_what_it_assumes() -> None:
         (PLAIN | {"RANK": "9" * 5000}, "RANK='999"),
         (PLAIN | {"WORLD_SIZE": "0"}, "WORLD_SIZE='0' .*at least 1"),
         (PLAIN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
-        (PLAIN | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536"),
+        (PLAIN | {"MASTER_PORT": "65536"}, "MASTER_PORT='65536' .*at most 65535"),
         (
             without(PLAIN, "MASTER_ADDR"),
             "MASTER_ADDR is not set .*RANK=2 and WORLD_SIZE=4 are.* address of rank 0",
@@ -195,6 +195,7 @@ def test_a_step_without_counts_per_host_says_what_it_assumes() -> None:
         (without(TORCHRUN, "LOCAL_WORLD_SIZE"), "LOCAL_WORLD_SIZE is not set .*started by torchrun"),
         (without(UNISONO, "UNISONO_STORE"), "UNISONO_STORE is not set .*unisono run"),
         (UNISONO | {"UNISONO_STORE": "4711"}, "UNISONO_STORE='4711'.*ADDRESS:PORT"),
+        (UNISONO | {"UNISONO_STORE": "a:65536"}, "UNISONO_STORE='a:65536'.*ADDRESS:PORT"),
         (UNISONO | {"UNISONO_STORE_FD": "x"}, "UNISONO_STORE_FD='x'"),
         (UNISONO | {"UNISONO_RANK": "4"}, "UNISONO_RANK=4 and UNISONO_WORLD_SIZE=4"),
         (SRUN | {"SLURM_PROCID": "5"}, "SLURM_PROCID=5 and SLURM_STEP_NUM_TASKS=5"),

@@ -34,6 +34,13 @@ def test_the_refusal_of_a_long_value_is_short_and_names_the_setting(value: objec
     assert len(str(refused.value)) < 3 * LONGEST_SHOWN
 
 
+def test_the_numbers_of_a_strategy_have_plain_digits() -> None:
+    assert strategy_of("local-sgd:every=4") == LocalSGD(every=4)
+    for text in ("\u0664", "4_0", "nan"):
+        with pytest.raises(JobError, match="every="):
+            strategy_of(f"local-sgd:every={text}")
+
+
 def test_the_refusal_of_a_long_strategy_is_short() -> None:
     for text in ("x" * 5000, "local-sgd:" + "x" * 5000, "local-sgd:every=" + "x" * 5000):
         with pytest.raises(JobError) as refused:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from unisono.errors import JobError
+from unisono.membership.variables import LAST_PORT, Variables
 from unisono.received import short
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -70,10 +71,10 @@ class Environment:
 class LauncherVariables(Protocol):
     """The environment variables by which one launcher tells its workers their ranks."""
 
-    def recognises(self, variables: "Variables") -> bool:
+    def recognises(self, variables: Variables) -> bool:
         """Whether these variables are of this launcher."""
 
-    def read(self, variables: "Variables", host: str) -> Environment:
+    def read(self, variables: Variables, host: str) -> Environment:
         """Where the worker stands.
 
         Raises:
@@ -99,56 +100,6 @@ def recognise(environ: Mapping[str, str], host: str | None = None) -> Environmen
     return Environment("single", 0, 1, 0, 1, host)
 
 
-class Variables:
-    """Variables of the environment, with the errors that a person needs. An empty one counts as not set."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._set = {name: value for name, value in environ.items() if value}
-
-    def get(self, name: str) -> str | None:
-        """A variable; None if it is not set."""
-        return self._set.get(name)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._set
-
-    def said(self, *names: str) -> str:
-        """Those of these variables that are set, with their values, for a message."""
-        found = [f"{name}={self._set[name]}" for name in names if name in self._set]
-        return f"{' and '.join(found)} {'are' if len(found) > 1 else 'is'}"
-
-    def text(self, name: str, because: str) -> str:
-        """A variable that must be set, ``because`` another one is."""
-        if name not in self._set:
-            raise JobError(f"{name} is not set in the environment, but {because}")
-        return self._set[name]
-
-    def count(self, name: str, because: str, least: int = 0) -> int:
-        """A variable that must be a whole number."""
-        value = self.text(name, because)
-        if not re.fullmatch(r"[0-9]{1,18}", value) or int(value) < least:
-            raise JobError(f"{name}={short(value)} in the environment: needs a whole number of at least {least}")
-        return int(value)
-
-    def port(self, name: str, because: str) -> int:
-        """A variable that must be a TCP port."""
-        value = self.count(name, because, least=1)
-        if value > 65535:
-            raise JobError(f"{name}={value} in the environment: a port is at most 65535")
-        return value
-
-    def rank(self, name: str, size_name: str, because: str) -> tuple[int, int]:
-        """A rank and the number of workers that it is one of."""
-        size = self.count(size_name, because, least=1)
-        rank = self.count(name, because)
-        if rank >= size:
-            raise JobError(
-                f"{name}={rank} and {size_name}={size} in the environment contradict each other: "
-                f"the ranks of {size} workers are 0 to {size - 1}"
-            )
-        return rank, size
-
-
 class Unisono:
     """``unisono run``: the socket where the workers meet is open before they start."""
 
@@ -167,8 +118,8 @@ class Unisono:
     def _rendezvous(self, variables: Variables, because: str) -> RendezvousAddress:
         store = variables.text("UNISONO_STORE", because)
         address, _, port = store.rpartition(":")
-        if not address or not re.fullmatch(r"[0-9]{1,5}", port):
-            raise JobError(f"UNISONO_STORE={short(store)} in the environment: needs ADDRESS:PORT")
+        if not address or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > LAST_PORT:
+            raise variables.refusal("UNISONO_STORE", "needs ADDRESS:PORT")
         inherited = "UNISONO_STORE_FD" in variables
         descriptor = variables.count("UNISONO_STORE_FD", because) if inherited else None
         return RendezvousAddress(address.strip("[]"), int(port), descriptor)
@@ -287,7 +238,7 @@ def first_host(nodelist: str) -> str:
     found = re.match(r"(?:[^\s,\[\]]|\[[0-9][-0-9,]*\])+(?=,|$)", nodelist)
     if found is None:
         raise JobError(f"SLURM_STEP_NODELIST={short(nodelist)} in the environment: no list of hosts")
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found.group())
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", found.group())
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from unisono.errors import JobError
-from unisono.received import short
+from unisono.received import decimal_number, short, whole_number
 from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import AllReduce, Strategy
@@ -46,9 +46,6 @@ def _setting(kind: type[Strategy], given: str, word: str) -> tuple[str, object]:
 def _value(text: str) -> object:
     if text in ("true", "false", "none"):
         return {"true": True, "false": False, "none": None}[text]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text  # which the strategy refuses in its own words
+    whole = whole_number(text)
+    found = decimal_number(text) if whole is None else whole
+    return text if found is None else found  # the strategy refuses text in its own words

@@ -17,6 +17,7 @@ import psutil
 from unisono.errors import JobError, LaunchError, UnisonoError
 from unisono.launch.elastic.address import WHERE, Address, Control
 from unisono.membership.token import read_token
+from unisono.membership.variables import Variables
 from unisono.testing import fault_helper as fault_helper
 from unisono.testing.fault import (
     Fault,
@@ -123,11 +124,12 @@ def _agent() -> int:
     Raises:
         JobError: it is not above this process.
     """
-    named = os.environ.get("UNISONO_AGENT_PID") or os.environ.get("UNISONO_LAUNCHER_PID") or "0"
-    above = {process.pid for process in psutil.Process().parents()}
-    if int(named) not in above:
+    variables = Variables(os.environ)
+    name = "UNISONO_AGENT_PID" if "UNISONO_AGENT_PID" in variables else "UNISONO_LAUNCHER_PID"
+    named = variables.count(name, "faults are injected into workers of unisono run")
+    if named not in {process.pid for process in psutil.Process().parents()}:
         raise JobError(f"the agent {named} is not above this worker: start it with unisono run")
-    return int(named)
+    return named
 
 
 def _ask(more: int = 0, exactly: int = 0) -> None:

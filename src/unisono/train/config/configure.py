@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +13,8 @@ from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
 from unisono.errors import JobError
 from unisono.job import Job, default_shards
-from unisono.membership.environment import Variables, recognise
+from unisono.membership.environment import recognise
+from unisono.membership.variables import Variables
 from unisono.received import LONGEST_S, short
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce
@@ -30,6 +30,9 @@ from unisono.train.config.run_config import (
     RunConfig,
     StrategyConstraints,
 )
+
+SHORTEST_S = 1e-6
+"""Seconds that a launcher may give a silent worker: a microsecond."""
 
 BACKSTOP = 3.0
 """How many times ``failure_timeout_s`` workers of an elastic job wait for each other."""
@@ -72,10 +75,10 @@ def configure(said: Mapping[str, Any], environ: Mapping[str, str], number: int =
         _execution(said, told, tolerance, adaptation),
         recording,
         adaptation,
-        stop_after=told.number("UNISONO_STOP_AFTER"),
-        stop_after_epochs=told.number("UNISONO_STOP_AFTER_EPOCHS"),
+        stop_after=told.whole("UNISONO_STOP_AFTER"),
+        stop_after_epochs=told.whole("UNISONO_STOP_AFTER_EPOCHS"),
         plugins=told.names("UNISONO_PLUGINS"),
-        script_batch_size=None if told.number("UNISONO_BATCH_SIZE") is None else said["batch_size"],
+        script_batch_size=None if told.whole("UNISONO_BATCH_SIZE") is None else said["batch_size"],
     )
 
 
@@ -93,31 +96,8 @@ class _Told(Variables):
     def names(self, name: str) -> tuple[str, ...]:
         return tuple(word.strip() for word in (self.get(name) or "").split(",") if word.strip())
 
-    def number(self, name: str, least: int = 1) -> int | None:
+    def whole(self, name: str, least: int = 1) -> int | None:
         return self.count(name, "", least) if name in self else None
-
-    def share(self, name: str) -> float | None:
-        if (text := self.get(name)) is None:
-            return None
-        try:
-            return float(text)
-        except ValueError:
-            raise JobError(f"{name}={short(text)} in the environment: needs a share between 0 and 1") from None
-
-    def seconds(self, name: str) -> float | None:
-        if (text := self.get(name)) is None:
-            return None
-        with suppress(ValueError):
-            if 0 < (found := float(text)) < math.inf:
-                return found
-        raise JobError(f"{name}={short(text)} in the environment: needs a number of seconds above 0")
-
-    def switch(self, name: str) -> bool | None:
-        if (text := self.get(name)) is None:
-            return None
-        if text not in ("0", "1"):
-            raise JobError(f"{name}={short(text)} in the environment: use 0 or 1")
-        return text == "1"
 
 
 def _first(*given: G | None) -> G | None:
@@ -125,29 +105,29 @@ def _first(*given: G | None) -> G | None:
 
 
 def _job(said: Mapping[str, Any], told: _Told) -> Job:
-    batch_size: Any = _first(told.number("UNISONO_BATCH_SIZE"), said["batch_size"])
-    shards: Any = _first(said["shards"], told.number("UNISONO_SHARDS"))
-    factor = told.number("UNISONO_BATCH_SCALE") or 1
+    batch_size: Any = _first(told.whole("UNISONO_BATCH_SIZE"), said["batch_size"])
+    shards: Any = _first(said["shards"], told.whole("UNISONO_SHARDS"))
+    factor = told.whole("UNISONO_BATCH_SCALE") or 1
     if factor > 1 and isinstance(batch_size, int) and batch_size >= 1:  # a shard has as many samples as before
         shards = default_shards(batch_size) if shards is None else shards
         batch_size, shards = batch_size * factor, shards * factor
-    threads: Any = _first(said["threads"], told.number("UNISONO_THREADS"), 1)
+    threads: Any = _first(said["threads"], told.whole("UNISONO_THREADS"), 1)
     unchanged = {name: said[name] for name in IN_JOB}
     return Job.create(batch_size=batch_size, shards=shards, threads=threads, **unchanged)
 
 
 def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:
-    every = _first(said["checkpoint_every"], told.number("UNISONO_CHECKPOINT_EVERY"))
+    every = _first(said["checkpoint_every"], told.whole("UNISONO_CHECKPOINT_EVERY"))
     for name, value in {"checkpoint_every": every, "keep": said["keep"]}.items():
         if value is not None and not (isinstance(value, int) and value > 0):
             raise JobError(f"{name}={short(value)}: needs to be a positive whole number")
     return Recording(
         _folder(said["run_dir"], told, number),
         told.path("UNISONO_RUN_DIR"),
-        told.number("UNISONO_TERM"),
+        told.whole("UNISONO_TERM"),
         every,
         said["keep"],
-        allow_job_change=said["allow_job_change"] or told.get("UNISONO_ALLOW_JOB_CHANGE") == "1",
+        allow_job_change=said["allow_job_change"] or told.switch("UNISONO_ALLOW_JOB_CHANGE") is True,
         trace=told.path("UNISONO_TRACE"),
         samples=told.switch("UNISONO_SAMPLES") is True,
         measures=told.switch("UNISONO_STUDY") is True,
@@ -166,7 +146,7 @@ def _folder(argument: str | Path | None, told: _Told, number: int) -> Path | Non
 
 
 def _fault_tolerance(said: Mapping[str, Any], told: _Told) -> FaultTolerance:
-    timeout_s, every = said["failure_timeout_s"], _first(said["verify_every"], told.number("UNISONO_VERIFY_EVERY", 0))
+    timeout_s, every = said["failure_timeout_s"], _first(said["verify_every"], told.whole("UNISONO_VERIFY_EVERY", 0))
     if not 0 < timeout_s <= LONGEST_S:
         raise JobError(f"failure_timeout_s={short(timeout_s)}: needs to be positive, and at most {LONGEST_S:g}")
     every = VERIFY_EVERY if every is None else every
@@ -182,7 +162,7 @@ def _communication(said: Mapping[str, Any], told: _Told, tolerance: FaultToleran
             "a script whose workers may change has one run: this is its second unisono.init. Start the second run in a "
             "script of its own, or both with unisono run -n N, without a range and without --max-restarts"
         )
-    timeout_s, told_s = tolerance.failure_timeout_s, told.seconds("UNISONO_FAILURE_TIMEOUT_S")
+    timeout_s, told_s = tolerance.failure_timeout_s, told.number("UNISONO_FAILURE_TIMEOUT_S", SHORTEST_S, LONGEST_S)
     return Communication(
         said["transport"] or told.get("UNISONO_TRANSPORT") or "auto",
         said["topology"] or told.get("UNISONO_TOPOLOGY") or "auto",
@@ -220,7 +200,7 @@ def _policies_from_outside(said: Mapping[str, Any], told: _Told, job: Job) -> li
     It grows from the script's to so many times that: Goyal et al., arXiv 1706.02677.
     """
     named = policies_named(told.names("UNISONO_POLICIES"), job.batch_size)
-    factor, warmup = told.number("UNISONO_BATCH_SCALE") or 1, told.number("UNISONO_BATCH_SCALE_WARMUP") or WARMUP_STEPS
+    factor, warmup = told.whole("UNISONO_BATCH_SCALE") or 1, told.whole("UNISONO_BATCH_SCALE_WARMUP") or WARMUP_STEPS
     if factor == 1:
         return named
     if any(isinstance(one, LinearScaling) for one in (*said["policies"], *named)):
@@ -232,13 +212,13 @@ def _policies_from_outside(said: Mapping[str, Any], told: _Told, job: Job) -> li
 
 
 def _execution(said: Mapping[str, Any], told: _Told, tolerance: FaultTolerance, adaptation: Adaptation) -> Execution:
-    overlap, every = told.switch("UNISONO_OVERLAP"), told.number("UNISONO_MONITOR_EVERY")
+    overlap, every = told.switch("UNISONO_OVERLAP"), told.whole("UNISONO_MONITOR_EVERY")
     monitoring = said["monitor"]
     if not isinstance(monitoring, Monitoring):
         needed = any(policy.needs_monitor for policy in adaptation.policies)
         monitoring = Monitoring(monitoring or every or int(needed))
     checks = said["checks"] or told.get("UNISONO_CHECKS") or "some"
-    audit: Any = _first(said["audit"], told.share("UNISONO_AUDIT"), 0.0)
+    audit: Any = _first(said["audit"], told.number("UNISONO_AUDIT", 0, 1), 0.0)
     if checks not in CHECKS:
         raise JobError(f"checks={short(checks)}: use {', '.join(map(repr, CHECKS))}")
     if not 0 <= audit <= 1:
