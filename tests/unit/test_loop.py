@@ -97,6 +97,9 @@ class Run:
     def is_stopped(self) -> bool:
         return self.stopped
 
+    def cut_short(self) -> None:
+        self.events.append("cut short")
+
 
 @contextmanager
 def left_in_the_body_of(run: Run, loop: Loop, step: int) -> Iterator[None]:
@@ -159,7 +162,10 @@ def test_a_loop_that_is_cut_short_stays_where_it_is_and_reads_no_further() -> No
     cut = loop(stop_after=4)
     assert [step.number for step in run.steps(cut)] == [0, 1, 2, 3]
     assert run.progress == RunProgress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False))
+    assert run.events[-1] == "cut short"
     assert len(list(cut.requests(Position(), (range(2), BatchShape(32, 2))))) == 4
+    assert list(run.steps(loop(number=1, stop_after=4))) == []
+    assert (run.progress.loop, run.events.count("cut short")) == (0, 1)
     assert [step.number for step in run.steps(loop())] == [4, 5]
 
 

@@ -180,3 +180,15 @@ def test_state_of_the_scripts_own_goes_over_to_those_who_come_when_all_others_go
     assert done.outcome == jobs.serial(NEARLY_ALL).outcome
     assert not set(done.world.formed[-1]) & set(done.world.formed[0])
     assert done.said == jobs.serial(NEARLY_ALL).said
+
+
+@pytest.mark.parametrize(
+    ("workers", "again", "step"), [(1, 3, 32), pytest.param(3, 5, 30, marks=pytest.mark.slow), (5, 2, 17)]
+)
+def test_a_job_that_is_cut_short_in_a_loop_goes_on_to_the_same_bits_on_other_workers(
+    workers: int, again: int, step: int, jobs: Jobs
+) -> None:
+    cut = jobs(NEARLY_ALL, workers, UNISONO_STOP_AFTER=f"{step}", UNISONO_CHECKPOINT_EVERY="7")
+    assert [line["step"] for line in cut.journal("checkpoint")][-1] == step
+    done = jobs(NEARLY_ALL, again, folder=cut.folder)
+    assert done.outcome == jobs.serial(NEARLY_ALL).outcome

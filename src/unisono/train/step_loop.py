@@ -124,6 +124,10 @@ class StepLoop:
         """Whether a policy has stopped the loop."""
         return self.trained.policy_state.stopped == self._number
 
+    def cut_short(self) -> None:
+        """The loop is over before its end."""
+        self.between.cut_short()
+
     def is_whole(self) -> bool:
         """Whether what the step computed counts."""
         return not (self.steps.is_computing or self.ending.is_closed or self.trained.is_doubted)

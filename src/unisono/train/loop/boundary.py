@@ -70,6 +70,11 @@ class Boundary:
             self.collectives.regroup(None, at_boundary=True)
         return self.trained.progress
 
+    def cut_short(self) -> None:
+        """The loop is over before its end. Called after :meth:`reached`."""
+        if not self.steps.is_open:
+            self.snapshots.save_cut(self.integrity.known.agreed(self.trained.progress.position.step))
+
     def _keep_state(self, *, is_end: bool) -> None:
         step = self.trained.progress.position.step
         wants = self.requests.leave or self.requests.regroup

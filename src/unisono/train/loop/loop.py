@@ -115,6 +115,9 @@ class LoopSteps(Protocol):
     def is_stopped(self) -> bool:
         """Whether the loop is to end at this boundary."""
 
+    def cut_short(self) -> None:
+        """The loop is over before its end, and the run stays where it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loop:
@@ -148,8 +151,8 @@ class Loop:
         Raises:
             JobMismatch: the run stands in the middle of a loop over other data.
         """
-        if self.number < progress.loop:
-            return
+        if self.number < progress.loop or (self.number > progress.loop and self._is_cut(progress.position)):
+            return  # the run has this loop behind it, or was cut short in one before
         progress = self.entered(progress)
         run.move(progress)
         run.enter()
@@ -176,8 +179,9 @@ class Loop:
                 progress = run.boundary(is_end=False)
                 if progress != after:
                     loader.close()
-        # A run that is cut short stays where it is, so that another one can go on.
-        if not self._is_cut(progress.position):
+        if self._is_cut(progress.position):
+            run.cut_short()
+        else:
             run.move(self.left(progress))
 
     def entered(self, progress: RunProgress) -> RunProgress:

@@ -19,6 +19,7 @@ from unisono.train.group.workers import Workers
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.ending import Ending, Requests
+from unisono.train.state.state import RunProgress
 from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.listeners import Listeners
@@ -36,6 +37,7 @@ class Snapshots:
 
     def __init__(self, trained: Trained, checkpoints: Checkpoints, steps: CurrentSteps, listeners: Listeners) -> None:
         self._trained, self._checkpoints, self._steps, self._listeners = trained, checkpoints, steps, listeners
+        self._cut: RunProgress | None = None
 
     def settle(self, *, is_end: bool = False) -> None:
         """Restore the rest of a checkpoint, once the script has come to where it was written."""
@@ -61,7 +63,8 @@ class Snapshots:
         Args:
             verified: digests on which all workers have agreed, if they have compared the state.
         """
-        if self._trained.restored is not None:  # the script has not come to where the newest one was written
+        # The script has not come to where the newest one was written; or it has, and goes on behind that.
+        if self._trained.restored is not None or self._is_cut():
             self._checkpoints.requested = False
         elif self._checkpoints.due(self._trained.progress.position.step) and not self._trained.is_doubted:
             self._checkpoints.save(self.take(), verified)
@@ -74,11 +77,29 @@ class Snapshots:
         """
         return self._checkpoints.save(self.take(), verified, wait=True)
 
+    def save_cut(self, verified: Digests | None) -> None:
+        """The loop is over before its end: what the script does from now on follows on steps that are left out.
+
+        So this is the state to go on from, and none of a later moment is written.
+
+        Args:
+            verified: digests on which all workers have agreed, if they have compared the state.
+        """
+        self.settle()
+        if self._checkpoints.in_use:
+            self._checkpoints.save(self.take(), verified, wait=True)
+            self._cut = self._trained.progress
+
     def save_last(self, verified: Digests | None) -> None:
         """The run ends: write one if this run writes any, and finish what is being written."""
-        if self._checkpoints.in_use:
+        if self._checkpoints.in_use and not self._is_cut():
             self._checkpoints.save(self.take(), verified)
         self._checkpoints.close()
+
+    def _is_cut(self) -> bool:
+        """Whether the run was cut short where it stands, and that state is on disk."""
+        at = self._trained.progress
+        return self._cut == at and self._checkpoints.holds(at.position.step)
 
     def _tell_of_scheduler(self) -> None:
         prepared, registered = self._trained.prepared, self._trained.registered.values()

@@ -70,7 +70,11 @@ class Checkpoints:
         failpoint("checkpoint kept")
         if wait:
             self.store.wait()
-        return not wait or snapshot.step in self.store.steps()
+        return not wait or self.holds(snapshot.step)
+
+    def holds(self, step: int) -> bool:
+        """Whether the one after so many steps is on disk, as far as this worker knows."""
+        return self.store is None or step in self.store.steps()
 
     def newest(self, workers: Workers) -> Snapshot | None:
         """The newest whole checkpoint, read by the main worker and handed to all."""
