@@ -33,7 +33,7 @@ def add(sums: PartialSums, shard: Sequence[Tensor | None]) -> None:
 
 
 def placed(buckets: tuple[Bucket, ...]) -> list[int]:
-    return [slot.index for bucket in buckets for slot in bucket.slots]
+    return [entry.index for bucket in buckets for entry in bucket.entries]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 1000, 10**9])
@@ -75,7 +75,7 @@ def test_dtypes_never_share_a_bucket() -> None:
 
 def test_every_tensor_starts_at_a_multiple_of_sixty_four_elements() -> None:
     (bucket,) = plan_buckets(tensors(), 10**9)
-    assert all(slot.offset % ALIGNMENT == 0 for slot in bucket.slots)
+    assert all(entry.offset % ALIGNMENT == 0 for entry in bucket.entries)
     assert bucket.numel % ALIGNMENT == 0
 
 
@@ -140,7 +140,7 @@ def test_a_worker_with_all_eight_shards_keeps_three_partial_sums() -> None:
 
 def test_the_first_bucket_of_a_kind_is_small_so_that_its_reduction_starts_early() -> None:
     many = [torch.empty(2**16) for _ in range(40)]  # of a quarter of a MiB
-    assert [len(bucket.slots) for bucket in plan_buckets(many, 4 * 2**20)] == [4, 16, 16, 4]
+    assert [len(bucket.entries) for bucket in plan_buckets(many, 4 * 2**20)] == [4, 16, 16, 4]
 
 
 def test_compressed_buckets_hold_narrow_numbers_and_never_mix_what_was_wide() -> None:

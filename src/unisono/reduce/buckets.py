@@ -15,8 +15,8 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """One tensor's place in a bucket."""
+class BucketEntry:
+    """One tensor in a bucket: where it lies, and in which shape."""
 
     index: int  # in the list of tensors that the buckets were planned for
     offset: int  # in elements
@@ -32,7 +32,7 @@ class Slot:
 class Bucket:
     """The layout of one flat buffer."""
 
-    slots: tuple[Slot, ...]
+    entries: tuple[BucketEntry, ...]
     numel: int
     dtype: torch.dtype
     device: torch.device
@@ -42,8 +42,8 @@ class Bucket:
         return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors that live in ``flat``, in the order of the slots."""
-        return [slot.view(flat) for slot in self.slots]
+        """The tensors that live in ``flat``, in the order of the entries."""
+        return [entry.view(flat) for entry in self.entries]
 
 
 def plan_buckets(
@@ -65,18 +65,18 @@ def plan_buckets(
     buckets: list[Bucket] = []
     for kind, device in kinds:
         dtype = _narrowed(kind, compressed)
-        slots: list[Slot] = []
+        entries: list[BucketEntry] = []
         offset, limit = 0, min(FIRST_BUCKET_BYTES, bucket_bytes)
         for index in reversed(range(len(tensors))):
             tensor = tensors[index]
             if (tensor.dtype, tensor.device) != (kind, device):
                 continue
-            if slots and (offset + tensor.numel()) * dtype.itemsize > limit:
-                buckets.append(Bucket(tuple(slots), offset, dtype, device))
-                slots, offset, limit = [], 0, bucket_bytes
-            slots.append(Slot(index, offset, tuple(tensor.shape), _layout(tensor)))
+            if entries and (offset + tensor.numel()) * dtype.itemsize > limit:
+                buckets.append(Bucket(tuple(entries), offset, dtype, device))
+                entries, offset, limit = [], 0, bucket_bytes
+            entries.append(BucketEntry(index, offset, tuple(tensor.shape), _layout(tensor)))
             offset += max(1, -(-tensor.numel() // ALIGNMENT)) * ALIGNMENT
-        buckets.append(Bucket(tuple(slots), offset, dtype, device))
+        buckets.append(Bucket(tuple(entries), offset, dtype, device))
     return tuple(buckets)
 
 

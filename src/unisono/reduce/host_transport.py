@@ -150,7 +150,7 @@ class HierarchicalTransport(HostTransport):
 
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Rows in this host's shared memory."""
-        parts = [replace(bucket, slots=(), numel=len(self.part(bucket.numel))) for bucket in buckets]
+        parts = [replace(bucket, entries=(), numel=len(self.part(bucket.numel))) for bucket in buckets]
         self._across.allocate([part for part in parts if part.numel], 0)  # measured there on what will travel
         return super().allocate(buckets, rows)
 

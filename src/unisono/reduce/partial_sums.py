@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from unisono.plan.tree import SummationTree
-from unisono.reduce.buckets import ALIGNMENT, Bucket, Slot
+from unisono.reduce.buckets import ALIGNMENT, Bucket, BucketEntry
 from unisono.reduce.tally import Tally
 from unisono.words import Words
 
@@ -34,9 +34,9 @@ class PartialSumRow:
     def of(cls, buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> "PartialSumRow":
         """A row in these buffers, one per bucket."""
         placed = {
-            slot.index: _pieces(slot, flat)
+            entry.index: _pieces(entry, flat)
             for bucket, flat in zip(buckets, flats, strict=True)
-            for slot in bucket.slots
+            for entry in bucket.entries
         }
         return cls(tuple(flats), views_of(buckets, flats), tuple(placed[index] for index in range(len(placed))))
 
@@ -56,23 +56,25 @@ class Piece:
     used: Tensor
 
 
-def _pieces(slot: Slot, flat: Tensor) -> tuple[Piece, ...]:
-    numel = math.prod(slot.shape)
-    stop = slot.offset + max(1, -(-numel // ALIGNMENT)) * ALIGNMENT
+def _pieces(entry: BucketEntry, flat: Tensor) -> tuple[Piece, ...]:
+    numel = math.prod(entry.shape)
+    stop = entry.offset + max(1, -(-numel // ALIGNMENT)) * ALIGNMENT
     return tuple(
         Piece(
             start,
             Words(values) if flat.device.type == "cpu" else values,
-            flat[start : min(start + PIECE, slot.offset + numel)],
+            flat[start : min(start + PIECE, entry.offset + numel)],
         )
-        for start in range(slot.offset, stop, PIECE)
+        for start in range(entry.offset, stop, PIECE)
         for values in (flat[start : min(start + PIECE, stop)],)
     )
 
 
 def views_of(buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Every tensor's view of the buckets' buffers, in the order of the tensors' list."""
-    placed = {slot.index: slot.view(flat) for bucket, flat in zip(buckets, flats, strict=True) for slot in bucket.slots}
+    placed = {
+        entry.index: entry.view(flat) for bucket, flat in zip(buckets, flats, strict=True) for entry in bucket.entries
+    }
     return tuple(placed[index] for index in range(len(placed)))
 
 

@@ -71,7 +71,7 @@ class Gradients:
         size = sum(parameter.numel() for parameter in self.parameters)
         self._shares_reading = norms.one_in == 1 and size > LARGE and not self._single
         self._names_of_buckets = [(next(_numbers), bucket) for bucket in range(len(self._buckets))]
-        self._places = {slot.index: bucket for bucket, one in enumerate(self._buckets) for slot in one.slots}
+        self._places = {entry.index: bucket for bucket, one in enumerate(self._buckets) for entry in one.entries}
         self._sums = self._allocated_sums()
         self._used = [False] * len(self.parameters)
         self._arrived: list[bool] = []
@@ -110,7 +110,7 @@ class Gradients:
             self._norms.begin()
         self._sends = last
         self._arrived = [False] * len(self.parameters)
-        self._missing = [len(bucket.slots) for bucket in self._buckets]
+        self._missing = [len(bucket.entries) for bucket in self._buckets]
         self._sums.open()
 
     def send(self, weigh: Weigh) -> None:
@@ -300,7 +300,7 @@ class Gradients:
         return total
 
     def _dtype(self, bucket: int) -> torch.dtype:
-        return self.parameters[self._buckets[bucket].slots[0].index].dtype
+        return self.parameters[self._buckets[bucket].entries[0].index].dtype
 
     def _set(self, used: Sequence[bool]) -> None:
         if self._single:

@@ -175,12 +175,12 @@ class ShardedUpdate:
         cuts = [(0, 0)] * len(self._parameters)
         for bucket in self._buckets:
             mine = self._transport.part(bucket.numel)
-            for slot in bucket.slots:
+            for entry in bucket.entries:
                 start, stop = (
-                    min(max(edge - slot.offset, 0), self._parameters[slot.index].numel())
+                    min(max(edge - entry.offset, 0), self._parameters[entry.index].numel())
                     for edge in (mine.start, mine.stop)
                 )
-                cuts[slot.index] = (start, stop)
+                cuts[entry.index] = (start, stop)
         return cuts
 
     def _part(self, number: int, tensor: Tensor) -> Tensor:
