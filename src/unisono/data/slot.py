@@ -52,7 +52,7 @@ ALIGNMENT = 64
 """Bytes: tensors begin at multiples of it, as torch's own do."""
 
 
-class Place(NamedTuple):
+class TensorDescriptor(NamedTuple):
     """The offset and the layout of a tensor in a slot's memory."""
 
     offset: int
@@ -66,7 +66,7 @@ class Packed(NamedTuple):
     """A batch whose tensors lie in a slot.
 
     Attributes:
-        tree: the batch, with a :class:`Place` for each tensor.
+        tree: the batch, with a :class:`TensorDescriptor` for each tensor.
         size: bytes of the slot's memory that it takes.
     """
 
@@ -86,23 +86,23 @@ class Slot:
 
     def write(self, batch: Any) -> Packed:
         """Copy a batch's tensors here. What cannot lie here as it is stays in the tree."""
-        places: list[tuple[Place, Tensor]] = []
+        described: list[tuple[TensorDescriptor, Tensor]] = []
         end = 0
 
-        def place(tensor: Tensor) -> Any:
+        def describe(tensor: Tensor) -> Any:
             nonlocal end
             if not _is_plain(tensor):
                 return tensor
             offset = -(-end // ALIGNMENT) * ALIGNMENT
             end = offset + tensor.numel() * tensor.itemsize
-            found = Place(offset, tensor.numel(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-            places.append((found, tensor))
-            return found
+            descriptor = TensorDescriptor(offset, tensor.numel(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            described.append((descriptor, tensor))
+            return descriptor
 
-        tree = replaced(batch, Tensor, place)
+        tree = replaced(batch, Tensor, describe)
         memory = self._memory(end)
-        for where, tensor in places:
-            _at(memory, where).copy_(tensor)
+        for descriptor, tensor in described:
+            _at(memory, descriptor).copy_(tensor)
         return Packed(tree, end)
 
     def lend(self, packed: Packed, when_unused: Callable[[], None]) -> Any:
@@ -115,12 +115,12 @@ class Slot:
         """
         lease = memoryview(self._memory(packed.size))
         weakref.finalize(lease, when_unused).atexit = False
-        return replaced(packed.tree, Place, lambda place: _at(lease, place))
+        return replaced(packed.tree, TensorDescriptor, lambda each: _at(lease, each))
 
     def copied(self, packed: Packed) -> Any:
         """The same with tensors of their own."""
         memory = self._memory(packed.size)
-        return replaced(packed.tree, Place, lambda place: _at(memory, place).clone())
+        return replaced(packed.tree, TensorDescriptor, lambda each: _at(memory, each).clone())
 
     def close(self) -> None:
         """Let go of the memory. Tensors that are still in use keep theirs."""
@@ -154,8 +154,8 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _at(memory: Any, place: Place) -> Tensor:
-    if not place.elements:
-        return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
-    flat = torch.frombuffer(memory, dtype=place.dtype, count=place.elements, offset=place.offset)
-    return flat.as_strided(place.shape, place.stride)
+def _at(memory: Any, descriptor: TensorDescriptor) -> Tensor:
+    if not descriptor.elements:
+        return torch.empty_strided(descriptor.shape, descriptor.stride, dtype=descriptor.dtype)
+    flat = torch.frombuffer(memory, dtype=descriptor.dtype, count=descriptor.elements, offset=descriptor.offset)
+    return flat.as_strided(descriptor.shape, descriptor.stride)

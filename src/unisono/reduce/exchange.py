@@ -20,7 +20,7 @@ PIECE = 2**19
 MOST_PIECES = 4
 """For each worker that finishes some, where the number of pieces is free."""
 
-Place = tuple[int, Node]
+PieceNode = tuple[int, Node]
 """Which partial sum: the piece of the bucket, and the node of the summation tree."""
 
 
@@ -71,11 +71,11 @@ class Messages(Exchange):
         numbers = count()
         self._tags = {message: [next(numbers) for _ in message.nodes] for message in graph.messages}
         self._total = like.new_empty(like.numel())
-        self._slots: dict[Place, Tensor] = {}
+        self._buffers: dict[PieceNode, Tensor] = {}
         for message in (turn.received for turn in self._turns if turn.received):
             for node in message.nodes:
-                self._slots[message.piece, node] = torch.empty_like(self._total[self._parts[message.piece]])
-        self._slots |= {(piece, self._root): self._total[part] for piece, part in enumerate(self._parts)}
+                self._buffers[message.piece, node] = torch.empty_like(self._total[self._parts[message.piece]])
+        self._buffers |= {(piece, self._root): self._total[part] for piece, part in enumerate(self._parts)}
         sent = [message for turn in self._turns for message in turn.sends for _ in message.nodes]
         self.sent_messages = len(sent)
         self.sent_bytes = sum(self._total[self._parts[message.piece]].nbytes for message in sent)
@@ -84,7 +84,7 @@ class Messages(Exchange):
         """Take this worker's turns, one after the other."""
         arriving = [self._receive(turn.received) if turn.received else [] for turn in self._turns]
         leaving: list[Any] = []
-        values = dict(self._slots)
+        values = dict(self._buffers)
         if self._cover == (self._root,):  # the only worker that computes: nobody adds anything
             self._divide(partials[0], divisor, tally)
         for piece, part in enumerate(self._parts):
@@ -114,13 +114,13 @@ class Messages(Exchange):
 
     def _receive(self, message: Transfer) -> list[Any]:
         tagged = zip(message.nodes, self._tags[message], strict=True)
-        return [self._group.recv([self._slots[message.piece, node]], message.sender, tag) for node, tag in tagged]
+        return [self._group.recv([self._buffers[message.piece, node]], message.sender, tag) for node, tag in tagged]
 
-    def _send(self, message: Transfer, values: Mapping[Place, Tensor]) -> list[Any]:
+    def _send(self, message: Transfer, values: Mapping[PieceNode, Tensor]) -> list[Any]:
         tagged = zip(message.nodes, self._tags[message], strict=True)
         return [self._group.send([values[message.piece, node]], message.receiver, tag) for node, tag in tagged]
 
-    def _add(self, siblings: Sum, values: dict[Place, Tensor], divisor: float | None, tally: Tally | None) -> None:
+    def _add(self, siblings: Sum, values: dict[PieceNode, Tensor], divisor: float | None, tally: Tally | None) -> None:
         piece, node = siblings.piece, siblings.node
         left, right = values[piece, siblings.left], values[piece, siblings.right]
         start = self._parts[piece].start

@@ -18,7 +18,7 @@ LISTED = 5
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """A call of ``step.run``: the step's number, and the call's in it."""
+    """A step, and a call of ``step.run`` in it: both by number, the call from 0."""
 
     step: int
     call: int
