@@ -393,6 +393,17 @@ def naming(house: House) -> Iterator[Breach]:
             yield Breach(source.path, node.lineno, "names", f"{node.name}: say what it does, not that it manages")
 
 
+def one_meaning(house: House) -> Iterator[Breach]:
+    """A public class name has one meaning: it is defined in one file."""
+    first: dict[str, Source] = {}
+    for source, node in _walk(house):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            other = first.setdefault(node.name, source)
+            if other is not source:
+                words = f"{node.name} is a class of {other.module}, too: a name has one meaning"
+                yield Breach(source.path, node.lineno, "one meaning", words)
+
+
 def described_by_nouns(house: House) -> Iterator[Breach]:
     """An argument or an attribute is described by a noun: "the job to train", not "that is trained"."""
     for source, node in _walk(house):
@@ -495,6 +506,7 @@ RULES: tuple[Callable[[House], Iterator[Breach]], ...] = (
     no_code_from_text,
     json_in_one_place,
     naming,
+    one_meaning,
     described_by_nouns,
     small_run,
     made_whole,

@@ -307,6 +307,23 @@ def test_nothing_is_a_manager(house: Build) -> None:
     assert breach.startswith("job.py:1: names: RunManager")
 
 
+def test_a_class_name_of_two_files_is_found_wherever_the_class_stands(house: Build) -> None:
+    inside = "def f():\n    class Slot: ..."
+
+    assert found(house_rules.one_meaning, house(**{"data.slot": "class Slot: ...", "reduce.bucket": inside})) == [
+        "reduce/bucket.py:2: one meaning: Slot is a class of unisono.data.slot, too: a name has one meaning"
+    ]
+
+
+def test_private_class_names_and_names_of_one_file_may_come_twice(house: Build) -> None:
+    twice = "if x:\n    class Slot: ...\nelse:\n    class Slot: ..."
+
+    assert (
+        found(house_rules.one_meaning, house(**{"job": twice, "plan.a": "class _A: ...", "plan.b": "class _A: ..."}))
+        == []
+    )
+
+
 def test_a_description_that_begins_in_the_middle_of_a_sentence_is_found(house: Build) -> None:
     text = """class Run:
     \'\'\'A run.
