@@ -107,8 +107,8 @@ class Job:
         """Who was told a message of this kind by the last event."""
         return [name for name, message in self.told if isinstance(message, kind)]
 
-    def minted(self) -> NewGeneration:
-        """The generation that the last event has minted."""
+    def new_generation(self) -> NewGeneration:
+        """The generation that the last event has formed."""
         found = {message for _, message in self.told if isinstance(message, NewGeneration)}
         assert len(found) == 1
         return found.pop()

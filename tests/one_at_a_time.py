@@ -238,7 +238,7 @@ class World:
         """Whether anybody runs after it."""
         # Whoever was taken in and has lost the others before it had their state waits to be taken in again.
         self._members = [one for one in self._members if one.phase != "joins"]
-        for rule in (self._answer, self._complete, self._mint):
+        for rule in (self._answer, self._complete, self._form_next):
             if rule():
                 return True
         if any(one.is_alive for one in self._members):
@@ -280,7 +280,7 @@ class World:
                 found = True
         return found
 
-    def _mint(self) -> bool:
+    def _form_next(self) -> bool:
         """The rules of the coordinator, see ``membership/state/transitions.py``."""
         members = [one for one in self._members if one.is_alive]
         if not members or any(one.phase != "arrived" for one in members):

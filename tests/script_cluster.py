@@ -182,9 +182,9 @@ class ScriptWorld(World):
         for _ in range(self.wanted - len(alive)):
             self._begin(self._pool, joins=self.group is not None)
 
-    def _mint(self) -> bool:
+    def _form_next(self) -> bool:
         before = self.group
-        found = super()._mint()
+        found = super()._form_next()
         if self.group is not None and self.group is not before:
             self.formed.append(self.group.names)
         return found

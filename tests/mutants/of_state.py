@@ -64,17 +64,17 @@ MUTANTS = (
     Mutant(
         "a joiner that has not yet received the state counts as one that has it",
         ARRIVAL,
-        "return not seat.joins or max(1, minted.roster[minted.source].acts) <= arrival(member).acts",
+        "return not seat.joins or max(1, current.roster[current.source].acts) <= arrival(member).acts",
         "return True",
     ),
     Mutant(
-        "the next generation is minted before all members have arrived",
+        "the next generation is formed before all members have arrived",
         TRANSITIONS,
-        'if minted is None or any(member.phase != "arrived" or not member.signs.connected for member in members):',
-        'if minted is None or all(member.phase != "arrived" or not member.signs.connected for member in members):',
+        'if current is None or any(member.phase != "arrived" or not member.signs.connected for member in members):',
+        'if current is None or all(member.phase != "arrived" or not member.signs.connected for member in members):',
     ),
     Mutant(
-        "a generation is minted with a member that has no connection",
+        "a generation is formed with a member that has no connection",
         TRANSITIONS,
         'any(member.phase != "arrived" or not member.signs.connected for member in members)',
         'any(member.phase != "arrived" for member in members)',
@@ -92,7 +92,7 @@ MUTANTS = (
         "if len(ready) >= needed:",
     ),
     Mutant(
-        "the first generation is minted with fewer workers than are needed",
+        "the first generation is formed with fewer workers than are needed",
         TRANSITIONS,
         "if len(ready) >= needed and len(ready) == len(state.candidates):",
         "if ready and len(ready) == len(state.candidates):",
@@ -131,8 +131,8 @@ MUTANTS = (
     Mutant(
         "a member that missed its generation over a broken connection is not told of it",
         EVENTS,
-        "    if generation < minted.generation:\n",
-        "    if generation + 1 < minted.generation:\n",
+        "    if generation < current.generation:\n",
+        "    if generation + 1 < current.generation:\n",
     ),
     Mutant(
         "a member that missed a loss over a broken connection is not told of it",
@@ -286,8 +286,8 @@ MUTANTS = (
     Mutant(
         "members stop again for a better split before they know how fast they are with this one",
         BALANCE,
-        "if minted is None or state.now < state.minted_at + SETTLED_S or len(members) < len(minted.roster):",
-        "if minted is None or len(members) < len(minted.roster):",
+        "if current is None or state.now < state.minted_at + SETTLED_S or len(members) < len(current.roster):",
+        "if current is None or len(members) < len(current.roster):",
     ),
     Mutant(
         "the longest ready candidate is dismissed instead of the newest",
@@ -324,7 +324,7 @@ MUTANTS = (
     Mutant(
         "the same workers fail to form a generation again and again",
         EXCLUSION,
-        "        out += [] if out else _suspects(update, minted)\n",
+        "        out += [] if out else _suspects(update, current)\n",
         "        pass\n",
     ),
     # -- the end

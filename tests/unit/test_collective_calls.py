@@ -193,7 +193,7 @@ def test_a_joiner_publishes_nothing_of_what_it_skips() -> None:
     assert membership.known == {}
 
 
-def test_a_minted_generation_says_who_gives_what_to_whom() -> None:
+def test_a_new_generation_says_who_gives_what_to_whom() -> None:
     seats = (
         Seat(worker="w1", host="h", acts=4),
         Seat(worker="w2", host="h", acts=5),

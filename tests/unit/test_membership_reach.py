@@ -344,7 +344,7 @@ def test_a_restart_of_the_coordinator_explains_why_a_generation_did_not_form() -
 def test_the_shards_of_those_who_go_are_computed_by_those_who_stay() -> None:
     job = at_work(("a", 2), ("b", 1))
     job.stop("w1").stop("w2", "b").stop("w3")
-    minted = job.state.minted
-    assert isinstance(minted, NewGeneration)
-    assert minted.bounds == (0, SHARDS // 2, SHARDS)
+    new = job.state.minted
+    assert isinstance(new, NewGeneration)
+    assert new.bounds == (0, SHARDS // 2, SHARDS)
     assert job.heard(End) == []

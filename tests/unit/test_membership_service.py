@@ -453,9 +453,9 @@ def test_a_job_of_two_workers_forms_trains_and_ends(running: Running, tmp_path: 
             for worker in (one, other):
                 assert not hear(worker, Welcome).joins
                 say(worker, Ready())
-            minted = [hear(worker, NewGeneration) for worker in (one, other)]
-            assert minted[0] == minted[1]
-            assert [seat.worker for seat in minted[0].roster] == list(names)
+            new = [hear(worker, NewGeneration) for worker in (one, other)]
+            assert new[0] == new[1]
+            assert [seat.worker for seat in new[0].roster] == list(names)
             assert running.ask("GET", "/status")[1]["generation"] == 1
             for worker in (one, other):
                 say(worker, Formed(generation=1))
@@ -565,8 +565,8 @@ def test_a_coordinator_takes_up_what_an_earlier_one_left(serve: Serve) -> None:
     with closing(line):
         assert told.get(timeout=PATIENCE_S) == Welcome(joins=False)
         line.send(Ready())
-        minted = told.get(timeout=PATIENCE_S)
-        assert isinstance(minted, NewGeneration)
+        new = told.get(timeout=PATIENCE_S)
+        assert isinstance(new, NewGeneration)
         line.generation = 1
         line.request(StoreRequest(id=0, operation="add", keys=("run/n",), value="2"))
         first.close()

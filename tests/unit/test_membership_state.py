@@ -61,17 +61,17 @@ def test_an_agent_is_asked_for_as_many_workers_as_it_has_room_for() -> None:
     assert job.enlist(9, "b").told[-1] == ("b", Start(workers=("w4", "w5", "w6", "w7", "w8")))
 
 
-def test_the_first_generation_is_minted_when_all_that_were_asked_for_are_ready() -> None:
+def test_the_first_generation_is_formed_when_all_that_were_asked_for_are_ready() -> None:
     job = Job(smallest=2, largest=3).enlist(3).ready("w2", "w3")
     assert job.heard(NewGeneration) == []
-    minted = job.ready("w1").minted()
+    new = job.ready("w1").new_generation()
     assert job.heard(NewGeneration) == ["w1", "w2", "w3"]
-    assert [seat.worker for seat in minted.roster] == ["w1", "w2", "w3"]
-    assert (minted.generation, minted.bounds, minted.loop) == (1, (0, 3, 6, 8), None)
-    assert not any(seat.joins for seat in minted.roster)
+    assert [seat.worker for seat in new.roster] == ["w1", "w2", "w3"]
+    assert (new.generation, new.bounds, new.loop) == (1, (0, 3, 6, 8), None)
+    assert not any(seat.joins for seat in new.roster)
 
 
-def test_it_is_minted_without_those_that_have_ended_and_are_not_replaced() -> None:
+def test_it_is_formed_without_those_that_have_ended_and_are_not_replaced() -> None:
     job = Job(smallest=2, largest=3).enlist(3).ready("w1", "w2")
     assert job.end("w3").heard(NewGeneration) == ["w1", "w2"]
 
@@ -123,7 +123,7 @@ def test_there_are_never_more_workers_than_shards() -> None:
     assert job.roster == ["w1", "w2", "w3"]
 
 
-def test_a_worker_of_a_generation_that_nobody_has_minted_is_refused() -> None:
+def test_a_worker_of_a_generation_that_nobody_has_formed_is_refused() -> None:
     job = training(2).connect("w1", generation=2)
     assert job.heard(Refused) == job.hung_up == ["w1"]
     assert training(2).connect("w1", generation=1).heard(Refused) == []
@@ -161,14 +161,14 @@ def test_a_new_generation_is_due_once_a_joiner_is_ready() -> None:
     job = with_joiner()
     assert job.heard(RegroupDue) == ["w1", "w2"]
     job.arrive("w1", "w2", acts=7)
-    minted = job.minted()
-    assert [(seat.worker, seat.acts, seat.joins) for seat in minted.roster] == [
+    new = job.new_generation()
+    assert [(seat.worker, seat.acts, seat.joins) for seat in new.roster] == [
         ("w1", 7, False),
         ("w2", 7, False),
         ("w3", 0, True),
     ]
-    assert (minted.generation, minted.source, minted.bounds) == (2, 0, (0, 3, 6, 8))
-    assert minted.roster[1].address == "w2:1"
+    assert (new.generation, new.source, new.bounds) == (2, 0, (0, 3, 6, 8))
+    assert new.roster[1].address == "w2:1"
     assert job.forgotten[-1] == 2
 
 
@@ -180,7 +180,7 @@ def test_joiners_come_in_the_order_in_which_they_became_ready() -> None:
 def test_nobody_joins_while_one_member_is_a_call_ahead() -> None:
     job = with_joiner().arrive("w1", acts=5).arrive("w2", acts=6)
     assert job.roster == ["w1", "w2"]
-    assert job.minted().source == 1
+    assert job.new_generation().source == 1
 
 
 def test_nobody_joins_away_from_a_boundary_and_the_next_boundary_is_due_at_once() -> None:
@@ -214,9 +214,9 @@ def test_members_stop_once_for_a_joiner_that_is_further_and_then_when_they_are_t
 
 def test_the_roster_says_where_newcomers_can_be_reached() -> None:
     job = Job().enlist(1).connect("w1").hear("w1", Ready(address="x:1"))
-    assert job.minted().roster[0].address == "x:1"
+    assert job.new_generation().roster[0].address == "x:1"
     job.enlist(2).connect("w2").hear("w2", Ready(loop=0, address="y:2")).arrive("w1")
-    assert [seat.address for seat in job.minted().roster] == ["w1:1", "y:2"]
+    assert [seat.address for seat in job.new_generation().roster] == ["w1:1", "y:2"]
 
 
 def test_a_joiner_that_fails_does_not_end_what_works() -> None:
@@ -240,15 +240,15 @@ def test_the_others_are_told_of_a_loss_and_go_on_and_somebody_new_is_asked_for()
     assert ("a", Start(workers=("w4",))) in job.told
     job.arrive("w1", acts=5, at_boundary=False)
     assert job.heard(NewGeneration) == []
-    minted = job.arrive("w3", acts=6, at_boundary=False).minted()
-    assert [seat.worker for seat in minted.roster] == ["w1", "w3"]
-    assert minted.source == 1
+    new = job.arrive("w3", acts=6, at_boundary=False).new_generation()
+    assert [seat.worker for seat in new.roster] == ["w1", "w3"]
+    assert new.source == 1
     assert [note.fields["lost"] for note in job.notes if note.event == "minted"][-1] == ["w2"]
 
 
 def test_the_first_of_the_newest_is_the_source() -> None:
     job = training(4).end("w4").arrive("w1", acts=5).arrive("w2", "w3", acts=6)
-    assert job.minted().source == 1
+    assert job.new_generation().source == 1
 
 
 def test_a_member_that_arrives_unasked_makes_a_new_generation_due() -> None:
@@ -366,7 +366,7 @@ def test_slower_workers_get_fewer_shards_once_that_pays() -> None:
 def test_workers_that_are_about_as_fast_are_split_evenly() -> None:
     job = paces(training(3), 0.1, 0.11, 0.12).wait(6.0)
     assert job.heard(RegroupDue) == []
-    assert job.end("w3").arrive("w1", "w2").minted().bounds == (0, 4, 8)
+    assert job.end("w3").arrive("w1", "w2").new_generation().bounds == (0, 4, 8)
 
 
 def test_without_figures_shards_are_split_evenly() -> None:
@@ -483,14 +483,14 @@ def test_what_is_said_twice_counts_once() -> None:
 
 def test_a_joiner_that_came_before_the_first_call_and_has_worked_since_has_the_weights() -> None:
     job = with_joiner().arrive("w1", "w2", acts=0).arrive("w1", "w2", "w3", acts=3)
-    assert not any(seat.joins for seat in job.minted().roster)
+    assert not any(seat.joins for seat in job.new_generation().roster)
 
 
 def test_a_joiner_that_has_not_received_the_weights_is_no_source_and_stays() -> None:
     job = with_joiner().arrive("w1", "w2", acts=7).end("w1")
-    minted = job.arrive("w3", acts=0, at_boundary=False).arrive("w2", acts=7, at_boundary=False).minted()
-    assert [(seat.worker, seat.acts, seat.joins) for seat in minted.roster] == [("w2", 7, False), ("w3", 0, True)]
-    assert minted.source == 0
+    new = job.arrive("w3", acts=0, at_boundary=False).arrive("w2", acts=7, at_boundary=False).new_generation()
+    assert [(seat.worker, seat.acts, seat.joins) for seat in new.roster] == [("w2", 7, False), ("w3", 0, True)]
+    assert new.source == 0
 
 
 def test_a_joiner_that_lost_the_others_before_it_had_the_weights_may_wait_to_be_taken_in_once_more() -> None:
@@ -504,8 +504,8 @@ def test_a_joiner_that_lost_the_others_before_it_had_the_weights_may_wait_to_be_
 
 def test_a_joiner_that_has_received_the_weights_is_a_member_like_any_other() -> None:
     job = with_joiner().arrive("w1", "w2", acts=7).end("w1").end("w2")
-    minted = job.arrive("w3", acts=7, at_boundary=False).minted()
-    assert [(seat.worker, seat.acts, seat.joins) for seat in minted.roster] == [("w3", 7, False)]
+    new = job.arrive("w3", acts=7, at_boundary=False).new_generation()
+    assert [(seat.worker, seat.acts, seat.joins) for seat in new.roster] == [("w3", 7, False)]
 
 
 def test_the_job_starts_over_when_nobody_is_left_who_has_the_weights() -> None:
@@ -524,7 +524,7 @@ def test_the_job_starts_over_when_all_are_lost_and_no_number_is_used_again() -> 
     started = [worker for worker in job.state.workers.values() if worker.phase == "asked"]
     assert [worker.id for worker in started] == ["w3", "w4"]
     job.ready("w3", "w4")
-    assert (job.minted().generation, job.roster, job.minted().loop) == (2, ["w3", "w4"], None)
+    assert (job.new_generation().generation, job.roster, job.new_generation().loop) == (2, ["w3", "w4"], None)
 
 
 def test_joiners_cannot_start_a_job_over_and_are_replaced_at_no_cost() -> None:
@@ -554,8 +554,8 @@ def test_a_worker_that_has_become_ready_ends_the_waiting() -> None:
 def test_whoever_leaves_on_notice_and_is_lost_on_the_way_has_departed_once() -> None:
     job = training(3).hear("w3", Leaving())
     assert job.state.departures == 1
-    assert job.end("w3").arrive("w1", "w2").minted().departures == 1
-    assert job.end("w2").arrive("w1").minted().departures == 2
+    assert job.end("w3").arrive("w1", "w2").new_generation().departures == 1
+    assert job.end("w2").arrive("w1").new_generation().departures == 2
 
 
 def test_without_restarts_the_survivors_go_on_and_the_last_loss_ends_the_job() -> None:

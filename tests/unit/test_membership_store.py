@@ -465,11 +465,11 @@ def test_messages_to_a_line_may_be_large(coordinator: FakeCoordinator, connect: 
     _, told = connect()
     coordinator.expect(WorkerHello)
     roster = tuple(Seat(worker=f"w{number}", host="h" * 100) for number in range(20_000))
-    minted = NewGeneration(generation=1, roster=roster, bounds=(), source=0)
+    new = NewGeneration(generation=1, roster=roster, bounds=(), source=0)
 
-    coordinator.say("w1", minted)
+    coordinator.say("w1", new)
 
-    assert told.get(timeout=PATIENCE_S) == minted
+    assert told.get(timeout=PATIENCE_S) == new
 
 
 # -- torch's side of it

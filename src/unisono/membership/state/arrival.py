@@ -15,10 +15,10 @@ def arrival(member: Worker) -> Arrived:
     return member.arrived
 
 
-def holds_state(member: Worker, minted: NewGeneration) -> bool:
+def holds_state(member: Worker, current: NewGeneration) -> bool:
     """Whether it has a state to go on from: it is no joiner that was still to receive it."""
-    seat = next(seat for seat in minted.roster if seat.worker == member.id)
-    return not seat.joins or max(1, minted.roster[minted.source].acts) <= arrival(member).acts
+    seat = next(seat for seat in current.roster if seat.worker == member.id)
+    return not seat.joins or max(1, current.roster[current.source].acts) <= arrival(member).acts
 
 
 def are_steady(holders: Sequence[Worker]) -> bool:
@@ -84,14 +84,14 @@ def split_for(shards: int, workers: Sequence[Worker]) -> Split:
 
 def is_unbalanced(state: State) -> bool:
     """Whether the members should stop for a better split of the shards."""
-    minted, members = state.minted, state.members
-    if minted is None or state.now < state.minted_at + SETTLED_S or len(members) < len(minted.roster):
+    current, members = state.minted, state.members
+    if current is None or state.now < state.minted_at + SETTLED_S or len(members) < len(current.roster):
         return False
     seconds = [member.signs.pulse.shard_s for member in members]
     if not all(seconds):
         return False
     better = split_for(state.shards, members)
-    return Split(minted.bounds).seconds(seconds) > WORTH * better.seconds(seconds)
+    return Split(current.bounds).seconds(seconds) > WORTH * better.seconds(seconds)
 
 
 # Who goes when members could not connect, so that the next generation is another one.
@@ -100,57 +100,57 @@ MOST_UNFORMED = 2
 """Generations that may fail to form because of a worker, as it seems, before it is excluded."""
 
 
-def exclude_unconnected(update: StateUpdate, minted: NewGeneration, holders: Sequence[Worker]) -> frozenset[str]:
+def exclude_unconnected(update: StateUpdate, current: NewGeneration, holders: Sequence[Worker]) -> frozenset[str]:
     """Exclude members whose hosts are left out, and those because of whom, it seems, no generation forms.
 
     Args:
         update: all members have arrived.
-        minted: the generation that ends.
+        current: the generation that ends.
         holders: its members that hold the weights. At least one of them stays.
 
     Returns:
         who is excluded.
     """
     out = [member for member in update.state.members if update.state.agents[member.agent].left_out]
-    if _has_formed(update.state, minted, holders):
+    if _has_formed(update.state, current, holders):
         update.set(unformed=0)
-    elif _is_whole(update.state, minted):
-        update.note("not formed", generation=minted.generation, workers=[seat.worker for seat in minted.roster])
-        out += [] if out else _suspects(update, minted)
+    elif _is_whole(update.state, current):
+        update.note("not formed", generation=current.generation, workers=[seat.worker for seat in current.roster])
+        out += [] if out else _suspects(update, current)
     for worker in out:
         agent = update.state.agents[worker.agent]
         if not agent.left_out:
             update.put_agent(agent, given_up=agent.given_up + 1)
-        update.exclude(worker, agent.left_out or _why(minted))
+        update.exclude(worker, agent.left_out or _why(current))
     return frozenset(worker.id for worker in out)
 
 
-def _has_formed(state: State, minted: NewGeneration, holders: Sequence[Worker]) -> bool:
-    base = minted.roster[minted.source].acts
-    all_formed = {seat.worker for seat in minted.roster} <= set(state.formed)
+def _has_formed(state: State, current: NewGeneration, holders: Sequence[Worker]) -> bool:
+    base = current.roster[current.source].acts
+    all_formed = {seat.worker for seat in current.roster} <= set(state.formed)
     return all_formed or any(arrival(holder).acts > base for holder in holders)
 
 
-def _is_whole(state: State, minted: NewGeneration) -> bool:
+def _is_whole(state: State, current: NewGeneration) -> bool:
     """Whether nobody was lost, which would explain it, and there was somebody to connect with."""
-    found = [state.workers.get(seat.worker) for seat in minted.roster]
+    found = [state.workers.get(seat.worker) for seat in current.roster]
     return len(found) > 1 and all(worker is not None and worker.phase in (*CANDIDATE, *MEMBER) for worker in found)
 
 
-def _suspects(update: StateUpdate, minted: NewGeneration) -> list[Worker]:
+def _suspects(update: StateUpdate, current: NewGeneration) -> list[Worker]:
     """The joiners, or if there are none the member that came last; nobody the first time."""
-    workers = [update.state.workers[seat.worker] for seat in minted.roster]
-    joiners = [worker for worker, seat in zip(workers, minted.roster, strict=True) if seat.joins]
+    workers = [update.state.workers[seat.worker] for seat in current.roster]
+    joiners = [worker for worker, seat in zip(workers, current.roster, strict=True) if seat.joins]
     if joiners:
         counted = [update.put(joiner, unformed=joiner.unformed + 1) for joiner in joiners]
         return [joiner for joiner in counted if joiner.unformed >= MOST_UNFORMED]
     update.set(unformed=(update.state.unformed + 1) % MOST_UNFORMED)
-    del workers[minted.source]
+    del workers[current.source]
     return [] if update.state.unformed else [max(workers, key=lambda worker: int(worker.id.removeprefix("w")))]
 
 
-def _why(minted: NewGeneration) -> str:
+def _why(current: NewGeneration) -> str:
     return (
-        f"generation {minted.generation} did not form with it, nor did one before, and nobody was lost: see the "
+        f"generation {current.generation} did not form with it, nor did one before, and nobody was lost: see the "
         f"workers' logs. Its place stays empty until somebody resizes the job"
     )

@@ -112,14 +112,14 @@ def _refusal(state: State, worker: Worker, hello: WorkerHello) -> str:
 
 def _remind(update: StateUpdate, worker: Worker, generation: int) -> None:
     """Tell a member what it may have missed while it had no connection."""
-    minted = update.state.minted
-    assert minted is not None
-    if generation < minted.generation:
-        update.tell(worker, minted)
+    current = update.state.minted
+    assert current is not None
+    if generation < current.generation:
+        update.tell(worker, current)
     if update.state.broken:
-        update.tell(worker, Lost(generation=minted.generation, workers=update.state.lost))
+        update.tell(worker, Lost(generation=current.generation, workers=update.state.lost))
     elif update.state.due_since is not None:
-        update.tell(worker, RegroupDue(generation=minted.generation))
+        update.tell(worker, RegroupDue(generation=current.generation))
 
 
 def _hear(update: StateUpdate, name: str, message: FromWorker) -> None:

@@ -46,7 +46,7 @@ LONGEST_DELAY_S = 30.0
 
 def settle(update: StateUpdate) -> None:
     """Do what the state calls for."""
-    for rule in (_give_up, keep_in_reach, _finish, _regroup, _dismiss, _start, _form, _announce, _close):
+    for rule in (_give_up, keep_in_reach, _finish, _regroup, _dismiss, _start, _form_first, _announce, _close):
         if update.state.over is None:
             rule(update)
 
@@ -77,17 +77,17 @@ def _finish(update: StateUpdate) -> None:
 
 
 def _regroup(update: StateUpdate) -> None:
-    """Mint the next generation when all members that are left have arrived.
+    """Form the next generation when all members that are left have arrived.
 
     Somebody comes or goes only where all stand at one boundary; elsewhere the survivors go on as they are, to the
     next boundary. Who computes wrong results goes wherever the others stand.
     """
-    minted, members = update.state.minted, update.state.members
-    if minted is None or any(member.phase != "arrived" or not member.signs.connected for member in members):
+    current, members = update.state.minted, update.state.members
+    if current is None or any(member.phase != "arrived" or not member.signs.connected for member in members):
         return
     faulty = [member for member in members if member.is_faulty]
     members = tuple(member for member in members if not member.is_faulty)
-    holders = [member for member in members if holds_state(member, minted)]
+    holders = [member for member in members if holds_state(member, current)]
     if not holders:
         _start_over(update)
         return
@@ -95,7 +95,7 @@ def _regroup(update: StateUpdate) -> None:
     if steady and all(member.leaving for member in members):
         _preempt(update, holders)
         return
-    excluded = exclude_unconnected(update, minted, holders)
+    excluded = exclude_unconnected(update, current, holders)
     members = tuple(member for member in members if member.id not in excluded)
     size = update.state.size
     staying = [member for member in members if not member.leaving][:size] if steady else []
@@ -108,7 +108,7 @@ def _regroup(update: StateUpdate) -> None:
     agents = update.state.agents
     seats = [survivor(member, agents[member.agent], member in holders) for member in staying]
     seats += [newcomer(joiner, agents[joiner.agent], joins=True) for joiner in joiners]
-    _mint(update, seats, source, loop)
+    _form(update, seats, source, loop)
     for member in faulty:
         update.remove(member, "it computes wrong results")
     for member in members:
@@ -180,8 +180,8 @@ def _reopen(update: StateUpdate) -> None:
             update.put_agent(agent, given_up=0)
 
 
-def _form(update: StateUpdate) -> None:
-    """Mint a first generation, when enough are ready and nobody is awaited."""
+def _form_first(update: StateUpdate) -> None:
+    """Form the first generation, when enough are ready and nobody is awaited."""
     state, needed = update.state, update.state.settings.smallest
     if state.minted is not None or state.preempting or state.stopping:
         return
@@ -191,15 +191,15 @@ def _form(update: StateUpdate) -> None:
     ready = [worker for worker in state.candidates if worker in _ready(state)]
     if len(ready) >= needed and len(ready) == len(state.candidates):
         seats = [newcomer(worker, state.agents[worker.agent], joins=False) for worker in ready]
-        _mint(update, seats, source=0, loop=None)
+        _form(update, seats, source=0, loop=None)
     elif len(state.candidates) < needed and state.size - state.unreplaced < needed:
         update.fail(f"no restarts are left, and fewer than the {needed} workers needed; lost last: {state.blame}")
 
 
-def _mint(update: StateUpdate, seats: list[Seat], source: int, loop: int | None) -> None:
+def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None) -> None:
     before, number = update.state, update.state.generation + 1
     split = split_for(before.shards, [before.workers[seat.worker] for seat in seats])
-    minted = NewGeneration(
+    new = NewGeneration(
         generation=number,
         roster=tuple(seats),
         bounds=split.bounds,
@@ -211,8 +211,8 @@ def _mint(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
     for seat in seats:
         worker = before.workers[seat.worker]
         signs = replace(worker.signs, at=update.now, pulse=worker.signs.pulse.model_copy(update={"still_s": 0.0}))
-        update.tell(update.put(worker, phase="working", arrived=None, signs=signs), minted)
-    update.set(generation=number, minted=minted, minted_at=update.now, loop=loop, due_since=None, arrival=None)
+        update.tell(update.put(worker, phase="working", arrived=None, signs=signs), new)
+    update.set(generation=number, minted=new, minted_at=update.now, loop=loop, due_since=None, arrival=None)
     update.set(lost=(), broken=False, formed=(), seconds={}, turns_seen=before.last_turn)
     update.note(
         "minted",

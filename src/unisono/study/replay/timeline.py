@@ -181,7 +181,7 @@ def _time(line: Mapping[str, Any]) -> datetime | None:
         return None
 
 
-def _minted(about: Mapping[str, Any]) -> str:
+def _new_generation(about: Mapping[str, Any]) -> str:
     changes = [f"{name}: {figure(about[name])}" for name in ("joined", "lost") if about.get(name)]
     return "; ".join([f"generation {about['generation']}: {figure(about['workers'])} train", *changes])
 
@@ -199,7 +199,7 @@ def _resized(about: Mapping[str, Any]) -> str:
 WORDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "started": lambda about: f"{about['world_size']} workers",
     "resumed": lambda about: f"goes on with {about['world_size']} workers",
-    "minted": _minted,
+    "minted": _new_generation,
     "lost": _lost,
     "left": lambda about: f"{about['worker']} on host {about['host']}: {about['reason']}",
     "resized": _resized,
