@@ -17,6 +17,7 @@ from unisono.train.loop.boundary import Boundary
 from unisono.train.loop.evaluation import Evaluator
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.callbacks import Callbacks
+from unisono.train.record.lone_updates import LoneUpdates
 from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.record.notices import Notices
 from unisono.train.record.results import ResultWriter
@@ -186,7 +187,8 @@ def _base(config: RunConfig, opened: Opened) -> _Base:
     results = ResultWriter(folder, trained, membership, config)
     metrics, timer, callbacks = MetricsLine(folder, trained, membership), Timer(), Callbacks()
     notices = Notices(config.job, folder, membership)
-    listeners = Listeners([metrics, *_watching(config, opened), notices, results, callbacks, timer])
+    told = [metrics, *_watching(config, opened), notices, results, callbacks, timer, LoneUpdates(membership)]
+    listeners = Listeners(told)
     ending.also(lambda: listeners.tell(lambda one: one.close()))
     return _Base(config, opened, trained, ending, Requests(), metrics, timer, callbacks, results, listeners)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -69,6 +69,21 @@ READERS: tuple[type[Optimizer], ...] = (
 """Optimizers that go element by element, and read gradients without changing them."""
 
 
+class UpdateWatch:
+    """A hook on the steps of optimizers that is told of each, and leaves the gradients alone.
+
+    Args:
+        told: a function that gets the optimizer.
+    """
+
+    def __init__(self, told: Callable[[Optimizer], None]) -> None:
+        self._told = told
+
+    def __call__(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        """What torch calls before the step."""
+        self._told(optimizer)
+
+
 def may_change_gradients(optimizer: Optimizer) -> bool:
     """Whether a step of this optimizer, or a hook of it, might change gradients in place."""
     hooks = (
@@ -77,7 +92,8 @@ def may_change_gradients(optimizer: Optimizer) -> bool:
         _global_optimizer_pre_hooks,
         _global_optimizer_post_hooks,
     )
-    return type(optimizer) not in READERS or any(hooks) or any(map(_adds_momentum_in_place, optimizer.param_groups))
+    is_hooked = any(not isinstance(hook, UpdateWatch) for each in hooks for hook in each.values())
+    return type(optimizer) not in READERS or is_hooked or any(map(_adds_momentum_in_place, optimizer.param_groups))
 
 
 def _adds_momentum_in_place(group: Mapping[str, Any]) -> bool:

@@ -1,0 +1,114 @@
+"""A script that updates weights by itself, where other workers do so, too."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+from unisono.errors import UnisonoWarning
+from unisono.train.model.prepared import Prepared
+from unisono.train.model.update import may_change_gradients
+from unisono.train.record.lone_updates import LoneUpdates
+
+pytestmark = pytest.mark.unit
+
+Watch = Callable[..., LoneUpdates]
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    """What watches the updates of one of some workers."""
+    opened: list[LoneUpdates] = []
+
+    def watching(world_size: int = 2, *, is_main: bool = True, joins: bool = False) -> LoneUpdates:
+        workers: Any = SimpleNamespace(world_size=world_size)
+        membership: Any = SimpleNamespace(is_main=is_main, joins=joins, workers=workers)
+        opened.append(LoneUpdates(membership))
+        return opened[-1]
+
+    yield watching
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnisonoWarning)
+        for one in opened:
+            one.close()
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def begin_a_loop(watch: LoneUpdates) -> None:
+    nothing: Any = None
+    watch.loop_begins(0, nothing, nothing)
+
+
+def test_the_first_update_of_a_prepared_optimizer_by_the_script_is_told_once(watch: Watch) -> None:
+    watched, (model, optimizer) = watch(3), model_and_optimizer()
+    watched.prepared(Prepared.of(model, [optimizer]), 0)
+    with pytest.warns(UnisonoWarning, match=r"SGD.step\(\) .* 3 workers .* train apart.* step.run\(loss_fn\)"):
+        update(model, optimizer)
+    update(model, optimizer)
+    watched.close()
+
+
+def test_a_run_that_ends_without_prepare_says_that_its_workers_have_trained_apart(watch: Watch) -> None:
+    watched, pair = watch(), model_and_optimizer()
+    update(*pair)
+    with pytest.warns(UnisonoWarning, match=r"ends without run.prepare, and SGD.step\(\) .* 2 workers .* train apart"):
+        watched.close()
+
+
+@pytest.mark.parametrize("where", [{"world_size": 1}, {"is_main": False}, {"world_size": 0, "joins": True}])
+def test_one_worker_and_others_than_the_main_one_say_nothing(where: Any, watch: Watch) -> None:
+    for is_prepared in (True, False):
+        watched, (model, optimizer) = watch(**where), model_and_optimizer()
+        if is_prepared:
+            watched.prepared(Prepared.of(model, [optimizer]), 0)
+        update(model, optimizer)
+        watched.close()
+
+
+def test_optimizers_that_the_run_does_not_train_are_the_scripts_own(watch: Watch) -> None:
+    watched, (model, optimizer) = watch(), model_and_optimizer()
+    update(*model_and_optimizer())
+    watched.prepared(Prepared.of(model, [optimizer]), 0)
+    update(*model_and_optimizer())
+    watched.close()
+
+
+def test_an_update_without_gradients_is_none(watch: Watch) -> None:
+    watched, (model, optimizer) = watch(), model_and_optimizer()
+    watched.prepared(Prepared.of(model, [optimizer]), 0)
+    optimizer.step()
+    watched.close()
+
+
+def test_nothing_is_watched_once_a_loop_has_begun(watch: Watch) -> None:
+    before = len(hooks)
+    watched, (model, optimizer) = watch(), model_and_optimizer()
+    watched.prepared(Prepared.of(model, [optimizer]), 0)
+    assert len(hooks) == before + 1
+    begin_a_loop(watched)
+    assert len(hooks) == before
+    update(model, optimizer)
+    watched.close()
+
+
+def test_whoever_watches_changes_no_gradient(watch: Watch) -> None:
+    _, optimizer = model_and_optimizer()
+    watch()
+    assert not may_change_gradients(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    assert may_change_gradients(optimizer)
+    handle.remove()
