@@ -7,17 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from unisono.data.shards import Collate
 from unisono.errors import JobError, ModelError
+from unisono.received import short
 from unisono.train.assembly import Inside
 from unisono.train.group.workers import Operation
 from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.model.prepared import Prepared, refuse_unset_memory, tensors_by_name
 from unisono.train.model.tensors import digest_tensors
 from unisono.train.record.callbacks import Callback, Event
-from unisono.train.record.metrics_line import require_free
+from unisono.train.record.metrics_line import metric
 from unisono.train.step.step import Step
 
 M = TypeVar("M")
@@ -95,7 +96,7 @@ class Run:
         Raises:
             JobError: there is no such event; lists those that there are.
         """
-        self.inside.callbacks.add(event, partial(callback, self))
+        self.inside.callbacks.add(event, callback, self)
 
     # -- what is trained -------------------------------------------------------------------------------------
 
@@ -196,12 +197,11 @@ class Run:
             value: a number, or a tensor with one element.
 
         Raises:
-            JobError: the name is taken.
+            JobError: the name is taken, or the value is no number.
         """
-        require_free(name)
+        number = metric(name, value)
         if self.inside.evaluator.is_under_way:
             return
-        number = float(value.detach() if isinstance(value, Tensor) else value)
         if not self.inside.steps.log(name, number):
             self.inside.metrics.write(name, number)
 
@@ -297,8 +297,8 @@ class Run:
             JobError: the workers of this job stay the same, or the number is below 1; says what to do.
         """
         self.inside.ending.require_open()
-        if workers < 1:
-            raise JobError(f"run.resize({workers}): at least 1 worker is needed")
+        if not isinstance(workers, int) or workers < 1:  # type: ignore[redundant-expr]  # scripts may be unchecked
+            raise JobError(f"run.resize({short(workers)}): needs a whole number of workers, at least 1")
         if not self.inside.membership.joins:  # the others have asked already
             self.inside.membership.resize(workers)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,6 +25,7 @@ from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
 from unisono.sync.strategy import Strategy
 from unisono.train.assembly import Opened, assemble
+from unisono.train.config.arguments import require_kinds
 from unisono.train.config.configure import configure
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
 from unisono.train.config.run_config import Recording, RunConfig
@@ -87,12 +87,12 @@ def init(
     bucket_mb: float = 4.0,
     deterministic: bool = True,
     on_nan: Literal["stop", "skip"] = "stop",
-    device: str | torch.device | None = None,
+    device: str | int | torch.device | None = None,
     transport: TransportName | None = None,
     topology: TopologyName | None = None,
     overlap: bool | None = None,
     shard_optimizer: bool | None = None,
-    run_dir: str | Path | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     keep: int = 3,
     allow_job_change: bool = False,
@@ -155,11 +155,12 @@ def init(
             all-reduce and the synchronous parameter server are exact.
 
     Raises:
-        JobError: a setting is out of range, or there are more workers than shards; says which to change.
+        JobError: a setting is of another type or out of range, or there are more workers than shards: says which.
         JobMismatch: the workers, or the run folder, hold another job; lists the differences.
         LaunchError: the other workers cannot be reached.
     """
     arguments, process = locals(), HOST_PROCESS.get()
+    require_kinds(init, arguments)
     config = configure(arguments, os.environ, len(process.jobs) + 1)
     process.jobs.append(config.job)
     job, device, about = config.job, config.device, config.adaptation

@@ -18,6 +18,8 @@ from unisono.errors import DataError, JobError, ModelError
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
+from unisono.received import short
+from unisono.train.config.arguments import require_kinds
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
@@ -82,13 +84,16 @@ class StepLoop:
         shuffle: bool,
         drop_last: bool,
         loader_workers: int,
-        collate: Collate | None,
+        collate_fn: Collate | None,
     ) -> Generator[Step, None, None]:
         """The steps of a loop over a data set; see :meth:`Run.steps`."""
+        require_kinds(StepLoop.over, locals())
         if self.steps.under_way is not None:
             raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
         if loader_workers < 0:
-            raise JobError(f"loader_workers={loader_workers}: use 0 to load in this process, or a number of processes")
+            raise JobError(
+                f"loader_workers={short(loader_workers)}: use 0 to load in this process, or a number of processes"
+            )
         samples = check_dataset(dataset)
         self.synchronisation.before_call()
         self.collectives.agree("data set", {"number of samples": samples})
@@ -99,7 +104,7 @@ class StepLoop:
                 f"keep the last, smaller batch, or lower batch_size"
             )
         reading = Reading(samples, shuffle, drop_last)
-        source = ShardSource(dataset, self.config.job.seed, collate, shuffle)
+        source = ShardSource(dataset, self.config.job.seed, collate_fn, shuffle)
         timeout_s, device = self.config.fault_tolerance.failure_timeout_s, self.config.device
         load = partial(prefetch, source, workers=loader_workers, timeout_s=timeout_s, device=device)
         live = self._loop(batches, reading, epochs, load, source)

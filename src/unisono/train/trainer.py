@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,15 +14,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unisono.errors import JobError
 from unisono.plan.batches import Batches
-from unisono.received import short
+from unisono.train.config.arguments import require_kinds, require_known
 from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.record.progress import Display, EpochRecord, History, choose_display
 from unisono.train.run import Run
 from unisono.train.start import init
 from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.step import Step
-
-SCHEDULER_STEPS = ("epoch", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,7 @@ class Trainer:
         settings: the settings of :func:`unisono.init`.
 
     Raises:
-        JobError: neither a batch size nor a run, or an unknown ``scheduler_every``.
+        JobError: neither a batch size nor a run, or an argument that is unknown or of another type; names it.
     """
 
     def __init__(
@@ -140,7 +138,7 @@ class Trainer:
         batch_size: int | None = None,
         metrics: Metrics | None = None,
         scheduler: Any = None,
-        scheduler_every: str = "epoch",
+        scheduler_every: Literal["epoch", "step"] = "epoch",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         loader_workers: int = 0,
@@ -149,8 +147,9 @@ class Trainer:
         run: Run | None = None,
         **settings: Any,
     ) -> None:
-        if scheduler_every not in SCHEDULER_STEPS:
-            raise JobError(f"scheduler_every={short(scheduler_every)}: use 'epoch' or 'step'")
+        require_kinds(Trainer.__init__, {**locals(), "model": (), "optimizer": ()})  # the run refuses these itself
+        require_known(init, settings)
+        clip = Clip(clip_norm, clip_value)
         self.run = run or _started(batch_size, settings)
         self.model, self.optimizer = self.run.prepare(model, optimizer)
         self.callbacks = list(callbacks)
@@ -158,7 +157,7 @@ class Trainer:
         self._loss_fn = loss_fn
         self._metrics = metrics or {"loss": loss_fn}
         self._scheduling = Scheduling(scheduler, scheduler_every)
-        self._clip = Clip(clip_norm, clip_value)
+        self._clip = clip
         self._loader_workers = loader_workers
         self._progress = progress
         self._stopping = False
@@ -177,6 +176,7 @@ class Trainer:
         Returns:
             a record per epoch that was trained here; a run that resumes has only what was left.
         """
+        require_known(Run.steps, loading)
         self._stopping = False
         display = choose_display(is_main=self.run.is_main, progress=self._progress)
         self._tell("on_fit_begin")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,7 +55,7 @@ def configure(said: Mapping[str, Any], environ: Mapping[str, str], number: int =
     Except ``UNISONO_BATCH_SIZE`` and ``UNISONO_BATCH_SCALE``, which are there to change what every script says.
 
     Args:
-        said: all arguments of :func:`unisono.init`, by name.
+        said: all arguments of :func:`unisono.init`, by name, of the types that it says.
         environ: the variables of the environment.
         number: the number of the run in its process, from 1.
 
@@ -119,7 +120,7 @@ def _job(said: Mapping[str, Any], told: _Told) -> Job:
 def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:
     every = _first(said["checkpoint_every"], told.whole("UNISONO_CHECKPOINT_EVERY"))
     for name, value in {"checkpoint_every": every, "keep": said["keep"]}.items():
-        if value is not None and not (isinstance(value, int) and value > 0):
+        if value is not None and value < 1:
             raise JobError(f"{name}={short(value)}: needs to be a positive whole number")
     return Recording(
         _folder(said["run_dir"], told, number),
@@ -134,7 +135,7 @@ def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:
     )
 
 
-def _folder(argument: str | Path | None, told: _Told, number: int) -> Path | None:
+def _folder(argument: str | os.PathLike[str] | None, told: _Told, number: int) -> Path | None:
     # Under `unisono verify` and `unisono study` even a script that names its folder must leave that one alone.
     if argument == "":
         raise JobError('run_dir="" names no folder: name one (the working folder is "."), or leave it out')
@@ -150,7 +151,7 @@ def _fault_tolerance(said: Mapping[str, Any], told: _Told) -> FaultTolerance:
     if not 0 < timeout_s <= LONGEST_S:
         raise JobError(f"failure_timeout_s={short(timeout_s)}: needs to be positive, and at most {LONGEST_S:g}")
     every = VERIFY_EVERY if every is None else every
-    if not isinstance(every, int) or every < 0:
+    if every < 0:
         raise JobError(f"verify_every={short(every)}: use a number of steps, or 0 for never")
     return FaultTolerance(timeout_s, every or None)
 
@@ -177,8 +178,6 @@ def _communication(said: Mapping[str, Any], told: _Told, tolerance: FaultToleran
 def _adaptation(
     said: Mapping[str, Any], told: _Told, job: Job, recording: Recording, *, is_elastic: bool
 ) -> Adaptation:
-    if said["balance"] not in ("even", "speed"):
-        raise JobError(f"balance={short(said['balance'])}: use 'even' or 'speed'")
     # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
     splits = _first(said["shard_optimizer"], told.switch("UNISONO_SHARD_OPTIMIZER")) is True and recording.trace is None
     if splits and is_elastic:

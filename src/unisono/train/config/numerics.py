@@ -55,7 +55,7 @@ class Numerics:
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
 
 
-def choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
+def choose_device(wanted: str | int | torch.device | None, local_rank: int) -> torch.device:
     """The device of a worker: the wanted one, else a GPU by local rank if there is one, else the CPU.
 
     Workers beyond the number of GPUs share them.
@@ -68,7 +68,7 @@ def choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.d
         wanted = "cuda" if has_cuda else "cpu"
     try:
         device = torch.device(wanted)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise JobError(f"device={short(wanted)}: {str(error).splitlines()[0][:LONGEST_SHOWN]}") from None
     if device.type != "cuda":
         return device

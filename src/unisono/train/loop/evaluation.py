@@ -18,6 +18,7 @@ from unisono.job import Job
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import even_bounds
 from unisono.plan.tree import Node, SummationTree
+from unisono.train.config.arguments import require_kinds
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
@@ -154,6 +155,7 @@ class Evaluator:
         Raises:
             JobMismatch: the data sets differ.
         """
+        require_kinds(Evaluator.carry_out, {"batch_size": batch_size})
         prepared, job = self._trained.require_prepared(), self._job
         self._collectives.agree("data set", {"number of samples": check_dataset(dataset)})
         step, size = self._trained.progress.position.step, batch_size or -(-job.batch_size // job.shards)

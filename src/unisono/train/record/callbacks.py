@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal, get_args
 
 from unisono.errors import JobError
 from unisono.received import short
+from unisono.train.config.arguments import require_kinds
 from unisono.train.step.listeners import Listener
 from unisono.train.step.step import Step
 
@@ -26,15 +28,16 @@ class Callbacks(Listener):
     def __init__(self) -> None:
         self._callbacks: dict[Event, list[Callable[[Step], Any]]] = {event: [] for event in get_args(Event)}
 
-    def add(self, event: Event, callback: Callable[[Step], Any]) -> None:
-        """Have a callback called whenever the event happens.
+    def add(self, event: Event, callback: Callback, run: Any) -> None:
+        """Have a callback called with the run whenever the event happens.
 
         Raises:
-            JobError: there is no such event; lists those that there are.
+            JobError: there is no such event, or the callback is no function; says what there is.
         """
+        require_kinds(Callbacks.add, {"callback": callback})
         if event not in self._callbacks:
             raise JobError(f"run.on({short(event)}): there is no such event; choose of {', '.join(self._callbacks)}")
-        self._callbacks[event].append(callback)
+        self._callbacks[event].append(partial(callback, run))
 
     def step_begins(self, step: Step) -> None:
         """Call those for ``step_begins``."""

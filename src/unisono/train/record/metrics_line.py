@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.checkpoint.folder import RunFolder
@@ -121,11 +122,19 @@ class MetricsLine(Listener):
         self._line.computed(loss, rate, self._seconds, about)
 
 
-def require_free(name: str) -> None:
-    """Refuse a metric with the name of another one.
+def metric(name: Any, value: Any) -> float:
+    """The value of a metric that a script logs.
 
     Raises:
-        JobError: lines have it already.
+        JobError: lines have something else by this name, or it is no number.
     """
+    if not isinstance(name, str):
+        raise JobError(f"run.log({short(name)}, …): needs a name, as text")
     if name in RESERVED:
         raise JobError(f"run.log({short(name)}): metrics.jsonl uses this name for itself; choose another")
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise JobError(
+            f"run.log({short(name)}, {short(value)}): needs a number, or a tensor with one element"
+        ) from None

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.errors import JobError
 from unisono.plan.batches import Batch
+from unisono.received import short
 
 LossFunction = Callable[[Any, Any], Any]
 """``loss_fn(model, batch) -> loss`` or ``-> (loss, weight)``."""
@@ -16,10 +19,19 @@ LossFunction = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """The limits on the step's gradient before the update: on its global norm, on each value, or none."""
+    """The limits on the step's gradient before the update: on its global norm, on each value, or none.
+
+    Raises:
+        JobError: a limit is no number, or below 0.
+    """
 
     norm: float | None = None
     value: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in (("clip_norm", self.norm), ("clip_value", self.value)):
+            if limit is not None and not (isinstance(limit, Real) and limit >= 0):
+                raise JobError(f"{name}={short(limit)}: needs a number from 0 on, or None")
 
     @property
     def limits(self) -> bool:

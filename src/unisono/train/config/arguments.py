@@ -1,0 +1,87 @@
+"""The types of the arguments with which a script calls us: what their annotations say holds when it runs, too."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from inspect import signature
+from numbers import Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from unisono.errors import JobError
+from unisono.received import short
+
+PLAIN: Mapping[Any, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "None",
+    os.PathLike: "a path",
+}
+"""The types that have a plain name."""
+
+
+def require_kinds(function: Callable[..., Any], said: Mapping[str, Any]) -> None:
+    """Refuse arguments of other types than a function says.
+
+    Args:
+        function: the function, with its annotations.
+        said: arguments by name; what the function has no annotation for is left alone.
+
+    Raises:
+        JobError: one is of another type; names it, its value and what is expected.
+    """
+    for name, kind in _kinds(function).items():
+        if name in said and not _is_one(kind, said[name]):
+            raise JobError(f"{name}={short(said[name])}: needs {' or '.join(_names(kind))}")
+
+
+def require_known(function: Callable[..., Any], said: Mapping[str, Any]) -> None:
+    """Refuse arguments that a function does not have.
+
+    Raises:
+        JobError: there is one; names it and those that are nearest to it.
+    """
+    known = signature(function).parameters
+    for name in said:
+        if name not in known:
+            near = get_close_matches(name, known, 3)
+            meant = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+            raise JobError(f"{name}={short(said[name])}: there is no such argument; {meant}")
+
+
+@cache
+def _kinds(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: kind for name, kind in get_type_hints(function).items() if name != "return"}
+
+
+def _is_one(kind: Any, value: Any) -> bool:
+    origin = get_origin(kind)
+    if kind is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(_is_one(each, value) for each in get_args(kind))
+    if origin is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if origin is Sequence:
+        (item,) = get_args(kind)
+        return isinstance(value, Sequence) and not isinstance(value, str) and all(_is_one(item, one) for one in value)
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else Real) and not isinstance(value, bool)
+    return isinstance(value, kind if origin is None else origin)
+
+
+def _names(kind: Any) -> list[str]:
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        return [name for each in get_args(kind) for name in _names(each)]
+    if origin is Literal:
+        return [repr(each) for each in get_args(kind)]
+    if origin is Sequence:
+        return [f"a list, each {' or '.join(_names(get_args(kind)[0]))}"]
+    if origin is Callable:
+        return ["a function"]
+    plain = kind if origin is None else origin
+    return [PLAIN.get(plain, f"a {plain.__module__.partition('.')[0]}.{plain.__name__}")]

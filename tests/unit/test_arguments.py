@@ -1,0 +1,140 @@
+"""An argument of another type than its annotation says is refused by name, before anything is opened."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unisono
+from unisono.errors import JobError
+from unisono.received import short
+from unisono.train.config.arguments import require_kinds, require_known
+from unisono.train.step.call import Clip
+
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker", "torch_settings_restored")]
+
+WRONG = {
+    "batch_size": ("many", 1.5, True, None),
+    "seed": (1.5, "1"),
+    "shards": ("four", 1.5),
+    "threads": ("two",),
+    "reduction": ("loose", 1),
+    "precision": ("bf8",),
+    "compression": (True,),
+    "bucket_mb": ("x", None, True),
+    "deterministic": ("yes", 1),
+    "on_nan": ("go on",),
+    "device": (1.5, True, [], b"cpu"),
+    "transport": ("pigeon", 5),
+    "topology": ("mesh", ["ring"]),
+    "overlap": ("yes", 1),
+    "shard_optimizer": ("no",),
+    "run_dir": (5, b"a", True),
+    "checkpoint_every": ("often", 1.5, True),
+    "keep": ("all", None),
+    "allow_job_change": ("yes", 1, None),
+    "failure_timeout_s": ("long", None, True),
+    "verify_every": ("often", 1.5),
+    "checks": ("few", 1),
+    "audit": ("half", []),
+    "balance": ("fair", None),
+    "monitor": ("all", None, 1.5),
+    "policies": (5, None, "ada-scale", ["ada-scale"], unisono.ScalingPolicy),
+    "strategy": (5, unisono.AllReduce),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_argument_of_another_type_is_refused_with_its_name_and_value_and_what_is_expected(name: str) -> None:
+    for value in WRONG[name]:
+        said: dict[str, Any] = {"batch_size": 32, "device": "cpu", name: value}
+        with pytest.raises(JobError) as refused:
+            unisono.init(**said)
+        assert str(refused.value).startswith(f"{name}={short(value)}: needs ")
+
+
+def test_every_argument_of_init_is_tried() -> None:
+    assert WRONG.keys() == unisono.init.__annotations__.keys() - {"return"}
+
+
+def test_what_is_expected_is_said_in_plain_words() -> None:
+    def called(
+        size: int | None = None,
+        rate: float = 1.0,
+        way: "str | os.PathLike[str]" = "",
+        policies: "Sequence[int] | None" = None,
+        done: "Callable[[int], int] | None" = None,
+    ) -> None:
+        """Nothing."""
+
+    wrong = {"size": "a", "rate": "a", "way": 1, "policies": 1, "done": 1}
+    said = {}
+    for name, value in wrong.items():
+        with pytest.raises(JobError) as refused:
+            require_kinds(called, {name: value})
+        said[name] = str(refused.value).partition(" needs ")[2]
+    assert said == {
+        "size": "a whole number or None",
+        "rate": "a number",
+        "way": "text or a path",
+        "policies": "a list, each a whole number or None",
+        "done": "a function or None",
+    }
+    require_kinds(called, {"size": 1, "rate": 1, "way": Path("a"), "policies": [], "done": len})
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(JobError, match="checkpoint_evry=5: there is no such argument; did you mean checkpoint_every"):
+        require_known(unisono.init, {"checkpoint_evry": 5})
+    with pytest.raises(JobError, match="zzzz=5: there is no such argument; there are batch_size, seed"):
+        require_known(unisono.init, {"zzzz": 5})
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"checkpoint_evry": 5}, "checkpoint_evry=5: .*checkpoint_every"),
+        ({"scheduler_every": "day"}, "scheduler_every='day': needs 'epoch' or 'step'"),
+        ({"loader_workers": "two"}, "loader_workers='two': needs a whole number"),
+        ({"callbacks": 5}, "callbacks=5: needs a list, each a unisono.Callback"),
+        ({"clip_norm": "x"}, "clip_norm='x': needs a number"),
+        ({"progress": "no"}, "progress='no': needs True or False"),
+        ({"run": 5}, "run=5: needs a unisono.Run"),
+    ],
+)
+def test_a_trainer_refuses_arguments_before_it_starts_a_run(said: dict[str, Any], words: str) -> None:
+    model, said = nn.Linear(1, 1), {"batch_size": 32, **said}
+    with pytest.raises(JobError, match=words):
+        unisono.Trainer(model, torch.optim.SGD(model.parameters()), nn.MSELoss(), **said)
+
+
+@pytest.mark.parametrize("limit", ["x", -1, float("nan"), []])
+def test_a_limit_of_the_gradient_is_a_number_from_0_on(limit: Any) -> None:
+    for name in ("norm", "value"):
+        with pytest.raises(JobError, match=f"clip_{name}=.*: needs a number from 0 on"):
+            Clip(**{name: limit})
+
+
+def test_the_verbs_of_a_run_refuse_other_types_by_name(start: Callable[..., unisono.Run]) -> None:
+    run, model = start(), nn.Linear(1, 1)
+    run.prepare(model, torch.optim.SGD(model.parameters()))
+    data = [(torch.ones(1), torch.ones(1))] * 64
+    wrong: dict[str, Callable[[], Any]] = {
+        r"epochs='two': needs a whole number": lambda: run.steps(data, epochs="two"),  # type: ignore[arg-type]
+        r"shuffle=1: needs True or False": lambda: run.steps(data, shuffle=1),  # type: ignore[arg-type]
+        r"loader_workers=1.5: needs": lambda: run.steps(data, loader_workers=1.5),  # type: ignore[arg-type]
+        r"collate_fn=5: needs a function or None": lambda: run.steps(data, collate_fn=5),  # type: ignore[arg-type]
+        r"batch_size='x': needs a whole number": lambda: run.predict(data, batch_size="x"),  # type: ignore[arg-type]
+        r"callback=5: needs a function": lambda: run.on("step_ends", 5),  # type: ignore[arg-type]
+        r"run.resize\('x'\): needs a whole number": lambda: run.resize("x"),  # type: ignore[arg-type]
+        r"run.log\('a', 'x'\): needs a number": lambda: run.log("a", "x"),
+        r"run.log\('a', None\): needs a number": lambda: run.log("a", None),
+        r"run.log\(5, …\): needs a name": lambda: run.log(5, 1.0),  # type: ignore[arg-type]
+    }
+    for words, call in wrong.items():
+        with pytest.raises(JobError, match=words):
+            call()
