@@ -179,8 +179,20 @@ MUTANTS = (
     Mutant(
         "a joiner that cannot join ends the job",
         EVENTS,
-        "if is_error and not is_joiner and not update",
-        "if is_error and not update",
+        "        update.fail_to_join(worker, why)\n",
+        "        update.fail(update.blame(worker, why))\n",
+    ),
+    Mutant(
+        "a joiner that was taken in, and fails before it has the weights, ends the job",
+        EVENTS,
+        "    return seat.joins and worker.id not in state.formed\n",
+        "    return False\n",
+    ),
+    Mutant(
+        "joiners that fail are replaced for ever",
+        STATE_UPDATE,
+        "if agent.failed < self.state.settings.max_restarts:",
+        "if True:",
     ),
     Mutant(
         "a worker of an agent that was told to start it, and did not, is awaited for ever",

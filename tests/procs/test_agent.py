@@ -34,6 +34,7 @@ from unisono.membership.agent_messages import (
     Probed,
     Start,
     ToAgent,
+    TurnedAway,
     WorkerEnded,
     from_agent,
 )
@@ -205,6 +206,44 @@ async def test_an_agent_answers_probes_and_probes_others_and_its_terminal_says_t
     await host.office.say(LeftOut(reason="here does not reach there"))
     await host.end(DONE)
     assert "this host takes no part for now: here does not reach there" in host.err.getvalue()
+
+
+@with_host
+async def test_a_host_whose_workers_never_take_part_leaves_with_their_error(host: Host) -> None:
+    await host.begin("raise ValueError('boom')")
+    await host.start("w5")
+    assert (await host.office.hears(WorkerEnded)).error == "ValueError: boom"
+    await host.office.say(TurnedAway(reason="w5 on host here: ValueError: boom"))
+    await host.office.hears(AgentLeaving)
+    outcome = await host.end(PREEMPTED)
+    assert outcome.exit_code == 1
+    assert "w5" in outcome.summary()
+    assert report(outcome, host.run_folder).rstrip().endswith("ValueError: boom")
+    assert "the job goes on without w5 on host here: ValueError: boom" in host.err.getvalue()
+
+
+@with_host
+async def test_a_host_of_which_one_worker_never_takes_part_trains_on_and_says_so_in_the_end(host: Host) -> None:
+    await host.begin("")
+    await host.start("w1", "w2")
+    for _ in range(2):
+        await host.office.hears(WorkerEnded)
+    await host.office.say(TurnedAway(reason="w2 on host here: its script ended before the others'", places=2))
+    outcome = await host.end(DONE)
+    assert (outcome.exit_code, outcome.digest) == (1, "")
+    assert "goes on without w2 on host here: its script ended before" in outcome.summary()
+
+
+@with_host
+async def test_a_host_that_was_turned_away_and_takes_part_in_the_end_has_done_well(host: Host) -> None:
+    await host.begin("exit(1 if me == 'w1' else 0)")
+    await host.start("w1")
+    await host.office.hears(WorkerEnded)
+    await host.office.say(TurnedAway(reason="w1 on host here: it ended with code 1", places=2))
+    await host.office.say(TurnedAway(places=3))
+    await host.start("w2")
+    await host.office.hears(WorkerEnded)
+    assert (await host.end(JobOver(digest="abc", main="w0", finished=("w0", "w2")))).exit_code == 0
 
 
 @with_host

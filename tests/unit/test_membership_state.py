@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from membership_job import Job, training, with_joiner
+from membership_job import SHARDS, Job, training, with_joiner
 from unisono.errors import JobError
-from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Probed, Start, WorkerEnded
+from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Probed, Start, TurnedAway, WorkerEnded
 from unisono.membership.messages import (
     Arrived,
     Finished,
@@ -219,10 +219,80 @@ def test_the_roster_says_where_newcomers_can_be_reached() -> None:
     assert [seat.address for seat in job.new_generation().roster] == ["w1:1", "y:2"]
 
 
-def test_a_joiner_that_fails_does_not_end_what_works() -> None:
-    job = training(2).enlist(3).connect("w3").end("w3", 1, "ImportError: no such module")
+def test_a_joiner_that_fails_does_not_end_what_works_wherever_its_script_stands() -> None:
+    asked = training(2).enlist(3)
+    refused = training(2).enlist(3).connect("w3", shards=SHARDS + 1)
+    preparing = training(2).enlist(3).connect("w3")
+    ready = with_joiner()
+    for job in (asked, refused, preparing, ready):
+        job.end("w3", 1, "ImportError: no such module")
+        assert job.state.over is None
+        assert job.notes[-1].event == "excluded"
+        assert "code 1: ImportError: no such module" in job.notes[-1].fields["why"]
+        assert job.state.departures == 0
+
+
+def test_a_joiner_whose_script_never_takes_part_does_not_end_what_works() -> None:
+    job = training(2).enlist(3).end("w3", 0)
     assert job.state.over is None
-    assert job.notes[-1].event == "lost"
+    assert "ended before the others'" in job.state.blame
+
+
+def test_a_joiner_that_fails_over_what_it_is_given_does_not_end_what_works() -> None:
+    job = with_joiner().arrive("w1", "w2").hear("w1", Formed(generation=2)).end("w3", 1, "ModelError: other shapes")
+    assert job.state.over is None
+    assert job.heard(Lost) == ["w1", "w2"]
+    assert job.arrive("w1", "w2").roster == ["w1", "w2"]
+
+
+@pytest.mark.parametrize("regrouped", [False, True])
+def test_a_joiner_that_has_taken_part_ends_the_job_with_its_error_like_any_other(regrouped: bool) -> None:
+    job = with_joiner().arrive("w1", "w2").hear("w3", Formed(generation=2))
+    if regrouped:
+        job.end("w2").arrive("w1", "w3", acts=7)
+    over = job.end("w3", 1, "ValueError: wrong").state.over
+    assert over is not None
+    assert "ValueError: wrong" in over.reason
+
+
+@pytest.mark.parametrize("phase", ["asked", "ready", "working"])
+def test_whoever_fails_before_the_first_generation_has_formed_ends_the_job(phase: str) -> None:
+    job = Job().enlist(2)
+    if phase != "asked":
+        job.ready(*(["w1"] if phase == "ready" else ["w1", "w2"]))
+    assert job.end("w1", 1, "ValueError: wrong").state.over is not None
+
+
+def test_joiners_that_fail_again_and_again_leave_their_places_empty_and_cost_the_job_no_restart() -> None:
+    job = training(2, max_restarts=3).enlist(3, "b")
+    told = []
+    for number in range(3, 100):
+        if f"w{number}" in job.state.workers:
+            job.end(f"w{number}", 1, "ImportError: no such module", agent="b")
+            told += job.told
+    events = [note.event for note in job.notes if note.event in ("lost", "excluded")]
+    assert events == ["lost"] * 3 + ["excluded"] * 3
+    assert (job.state.restarts, job.state.unreplaced, list(job.state.workers)) == (0, 0, ["w1", "w2"])
+    assert [(name, message.places) for name, message in told if isinstance(message, TurnedAway)] == [
+        ("b", 2), ("b", 1), ("b", 0)
+    ]  # fmt: skip
+    assert "no such module" in status(job.state)["excluded"][-1]["why"]
+    assert job.end("w2").heard(Start) == ["a"], "restarts are left for those that took part"
+
+
+def test_an_agent_whose_workers_were_turned_away_hears_so_again_and_when_that_is_over() -> None:
+    job = training(2).enlist(1, "b").end("w3", 1, "ImportError: no such module", agent="b")
+    (told,) = [message for _, message in job.enlist(1, "b").told if isinstance(message, TurnedAway)]
+    assert "ImportError: no such module" in told.reason
+    job.happen(Resized(3))
+    assert ("b", TurnedAway(places=1)) in job.told
+    assert job.heard(Start) == ["b"]
+
+
+def test_who_takes_part_in_the_end_may_have_failed_before() -> None:
+    job = training(2, max_restarts=1).enlist(3).end("w3", 1, "OSError: busy").ready("w4", loop=0).arrive("w1", "w2")
+    job.hear("w4", Formed(generation=2)).end("w4").end("w5", 1, "OSError: busy")
+    assert job.state.excluded == ()
 
 
 def test_a_joiner_without_a_connection_is_not_taken_in() -> None:

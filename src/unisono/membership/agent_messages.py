@@ -121,8 +121,23 @@ class LeftOut(Message):
     reason: Text = ""
 
 
+class TurnedAway(Message):
+    """Workers of this host have failed before they took part, and no others are started in their places.
+
+    Attributes:
+        reason: the end of the last of them, for people; empty if places are filled again.
+        places: the number of workers that may still run there.
+    """
+
+    kind: Literal["turned_away"] = "turned_away"
+    reason: Text = ""
+    places: Count = 0
+
+
 FromAgent = Annotated[AgentHello | WorkerEnded | AgentLeaving | Probed, Field(discriminator="kind")]
-ToAgent = Annotated[Welcome | Start | End | Probe | LeftOut | JobOver | Refused, Field(discriminator="kind")]
+ToAgent = Annotated[
+    Welcome | Start | End | Probe | LeftOut | TurnedAway | JobOver | Refused, Field(discriminator="kind")
+]
 
 from_agent: TypeAdapter[FromAgent] = TypeAdapter(FromAgent)
 to_agent: TypeAdapter[ToAgent] = TypeAdapter(ToAgent)

@@ -22,11 +22,20 @@ from unisono.launch.elastic.coordinator_process import CoordinatorProcess, invit
 from unisono.launch.elastic.elastic import ElasticSettings, at_the_end, conclusion_of, telling
 from unisono.launch.elastic.host_workers import HostWorkers
 from unisono.launch.elastic.starter import JobContext, Starter
-from unisono.launch.ending.outcome import COMPLETE, Outcome, WorkerExit, describe
+from unisono.launch.ending.outcome import COMPLETE, JobConclusion, Outcome, WorkerExit, describe
 from unisono.launch.ending.result import JobEnd, conclude, with_faults, write_end
 from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.worker_group import WorkerGroup
-from unisono.membership.agent_messages import AgentHello, AgentLeaving, FromAgent, LeftOut, Probe, Start, ToAgent
+from unisono.membership.agent_messages import (
+    AgentHello,
+    AgentLeaving,
+    FromAgent,
+    LeftOut,
+    Probe,
+    Start,
+    ToAgent,
+    TurnedAway,
+)
 from unisono.membership.agent_messages import End as EndWorkers
 from unisono.membership.messages import JobOver, Welcome
 from unisono.membership.token import new_token, token_file
@@ -100,6 +109,7 @@ class ElasticAgent:
         self._over: JobOver | None = None
         self._exits_before_the_end = 0
         self._interrupted: int | None = None
+        self._turned_away = ""
         self._finished = asyncio.Event()
         self._gives_up = asyncio.Event()
         self._broken_off = False
@@ -211,8 +221,17 @@ class ElasticAgent:
                 self._group.say(
                     f"this host takes no part for now: {reason}" if reason else "this host can take part again"
                 )
+            case TurnedAway():
+                self._hear_turned_away(message)
             case JobOver():
                 self._job_over(message)
+
+    def _hear_turned_away(self, told: TurnedAway) -> None:
+        self._turned_away = told.reason
+        if told.reason:
+            self._group.say(f"the job goes on without {told.reason}")
+        if told.reason and not told.places and self._joined is not None:  # the coordinator's own host stays
+            self._tell(AgentLeaving())
 
     def _job_over(self, over: JobOver) -> None:
         if self._over is not None:
@@ -261,8 +280,12 @@ class ElasticAgent:
     # -- telling
 
     def _outcome(self, seconds: float) -> Outcome:
-        over = self._over
-        if over is not None and over.digest:
+        over, conclusion = self._over, None if self._over is None else conclusion_of(self._over)
+        has_failed = over is not None and not over.digest and not over.preempted
+        if self._turned_away and self._joined is not None and not has_failed:  # those that failed here, it goes without
+            exits = telling(self._workers.exits, self._interrupted)
+            over, conclusion = None, JobConclusion(1, f"the job goes on without {self._turned_away}")
+        elif over is not None and over.digest:
             exits = at_the_end(self._workers.exits, over)
             self._tell_of_those_not_missed([each for each in self._workers.exits if each not in exits], over)
         elif over is not None and over.preempted and not self._broken_off:
@@ -276,7 +299,7 @@ class ElasticAgent:
             host=socket.gethostname(),
             seconds=seconds,
             interrupted=self._interrupted,
-            conclusion=None if over is None or is_cut else conclusion_of(over),
+            conclusion=None if is_cut else conclusion,
             digest="" if over is None else over.digest,
         )
 

@@ -181,6 +181,7 @@ def _formed(update: StateUpdate, worker: Worker, message: Formed) -> None:
     for part, length in message.seconds.items():
         seconds[part] = max(length, seconds.get(part, 0.0))
     update.set(formed=(*update.state.formed, worker.id), seconds=seconds)
+    update.put_agent(update.state.agents[worker.agent], failed=0)
     if {member.id for member in update.state.members} <= set(update.state.formed):
         update.note("formed", generation=update.state.generation, seconds=seconds)
 
@@ -230,6 +231,8 @@ def _enlist(update: StateUpdate, hello: AgentHello) -> None:
     signs = Signs(connected=True, at=update.now)
     update.put_agent(agent, workers=hello.workers, left=False, probes=hello.probes, probing=(), signs=signs)
     update.tell_agent(agent.id, Welcome(joins=update.state.minted is not None))
+    if agent.turned_away:
+        update.tell_turned_away(agent.id)
     theirs = update.workers_of(agent.id)
     for worker in theirs:
         if worker.id not in hello.running:
@@ -255,12 +258,21 @@ def _ended(update: StateUpdate, agent: str, ended: WorkerEnded) -> None:
         update.drop(worker)
         return
     why, is_error = _why_ended(update.state, worker, ended)
-    # A joiner that cannot join, for something that its host lacks, is no reason to end what works.
-    is_joiner = worker.joins and worker.phase in CANDIDATE
-    if is_error and not is_joiner and not update.state.settings.restart_on_error:
+    if is_error and not worker.leaving and _has_yet_to_join(update.state, worker):
+        update.fail_to_join(worker, why)
+    elif is_error and not update.state.settings.restart_on_error:
         update.fail(update.blame(worker, why))
     elif worker.phase != "finished":
         update.lose(worker, why, ended=True)
+
+
+def _has_yet_to_join(state: State, worker: Worker) -> bool:
+    """Whether others train, and this worker has never been a member of a generation of theirs that formed."""
+    seats = () if state.minted is None else state.minted.roster
+    seat = next((seat for seat in seats if seat.worker == worker.id), None)
+    if seat is None:
+        return state.minted is not None and worker.phase in CANDIDATE
+    return seat.joins and worker.id not in state.formed
 
 
 def _why_ended(state: State, worker: Worker, ended: WorkerEnded) -> tuple[str, bool]:
@@ -293,8 +305,7 @@ def _resize(update: StateUpdate, workers: int, by: str) -> None:
     if by in update.state.workers and update.state.wanted == update.state.within(workers):
         return  # all members say so, that it may outlive any of them
     update.set(wanted=update.state.within(workers), unreplaced=0)
-    for agent in update.state.agents.values():
-        update.put_agent(agent, given_up=0)
+    update.fill_again()
     update.note("resized", workers=update.state.size, before=before, asked_for=workers, by=by)
 
 

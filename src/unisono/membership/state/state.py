@@ -103,8 +103,10 @@ class Agent:
         id: the id that it chose for itself.
         host: its host's name.
         workers: the number of workers that it can run.
-        given_up: places of workers that were asked to leave, or with which no generation formed: they are not filled
-            again until somebody resizes.
+        given_up: places of workers that were asked to leave, with which no generation formed, or that failed again and
+            again before they took part: they are not filled again until somebody resizes.
+        failed: the number of its workers in a row that failed before they took part.
+        turned_away: the end of the last of them, if no other is started in its place; else empty.
         probes: the address at which it answers probes; empty if it does not.
         probing: the agents that it was asked to probe, and has said nothing about.
         probing_since: the time at which it was last asked to probe.
@@ -119,6 +121,8 @@ class Agent:
     host: str
     workers: int
     given_up: int = 0
+    failed: int = 0
+    turned_away: str = ""
     leaving: bool = False
     left: bool = False
     probes: str = ""

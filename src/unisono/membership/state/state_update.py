@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from unisono.membership.agent_messages import End, ToAgent
+from unisono.membership.agent_messages import End, ToAgent, TurnedAway
 from unisono.membership.messages import JobOver, Lost, Refused, RegroupDue, Removed, ToWorker
 from unisono.membership.state.deadline import agent_deadline, is_past
 from unisono.membership.state.event import Action, Hangup, Note, Tell, TellAgent
@@ -120,10 +120,31 @@ class StateUpdate:
             why: the reason, for people.
             ended: whether its process is known to be gone.
         """
-        rank = self.state.ranks.get(worker.id)
-        self.note("lost", worker=worker.id, host=worker.host, rank=rank, why=short(why))
-        self.set(blame=self.blame(worker, why))
+        self._note("lost", worker, why)
         self._count(worker)
+        self._part_with(worker, why, ended)
+
+    def fail_to_join(self, worker: Worker, why: str) -> None:
+        """A worker's script has ended before it took part, which is no reason to end what works.
+
+        Another one tries, as often as any worker is replaced. What strangers do costs the job none of its restarts.
+        """
+        agent = self.state.agents[worker.agent]
+        self._pace(worker)
+        if agent.failed < self.state.settings.max_restarts:
+            self.put_agent(agent, failed=agent.failed + 1)
+            self._note("lost", worker, why)
+        else:
+            self._exclude(
+                worker, f"it never took part, and its place stays empty until somebody resizes the job: {why}"
+            )
+            why = self.state.excluded[-1].why
+            self.put_agent(agent, given_up=agent.given_up + 1, turned_away=self.blame(worker, why))
+            self.tell_turned_away(agent.id)
+        self._part_with(worker, why, ended=True)
+
+    def _part_with(self, worker: Worker, why: str, ended: bool) -> None:
+        self.set(blame=self.blame(worker, why))
         if ended:
             self.drop(worker)
         else:
@@ -137,12 +158,27 @@ class StateUpdate:
     def exclude(self, worker: Worker, why: str) -> None:
         """A worker cannot take part, since it and others could not connect."""
         why = short(why)
-        self.note("excluded", worker=worker.id, host=worker.host, rank=self.state.ranks.get(worker.id), why=why)
+        self._exclude(worker, why)
         self.set(blame=self.blame(worker, why))
-        self.set(excluded=(*self.state.excluded, Excluded(worker.id, worker.host, why))[-MOST_EXCLUDED:])
         if worker.phase in MEMBER:
             self.depart(worker)
         self.remove(self.state.workers[worker.id], why)
+
+    def _exclude(self, worker: Worker, why: str) -> None:
+        self._note("excluded", worker, why)
+        self.set(excluded=(*self.state.excluded, Excluded(worker.id, worker.host, short(why)))[-MOST_EXCLUDED:])
+
+    def tell_turned_away(self, agent: str) -> None:
+        """Have an agent told whether places of it stay empty, since its workers fail before they take part."""
+        host = self.state.agents[agent]
+        self.tell_agent(agent, TurnedAway(reason=host.turned_away, places=host.room))
+
+    def fill_again(self) -> None:
+        """Places that were given up are filled again."""
+        for agent in self.state.agents.values():
+            self.put_agent(agent, given_up=0, failed=0, turned_away="")
+            if agent.turned_away:
+                self.tell_turned_away(agent.id)
 
     def depart(self, worker: Worker) -> None:
         """A member is lost, or is about to leave on notice."""
@@ -181,6 +217,9 @@ class StateUpdate:
             self.set(restarts=self.state.restarts + 1)
         else:
             self.set(unreplaced=self.state.unreplaced + 1)
+        self._pace(worker)
+
+    def _pace(self, worker: Worker) -> None:
         was_quick = self.now - worker.signs.started < QUICK_S
         self.set(quick=self.state.quick + 1 if was_quick else 0)
 
@@ -206,6 +245,9 @@ class StateUpdate:
             self.tell_agent(agent, over)
 
     # -- words
+
+    def _note(self, event: str, worker: Worker, why: str) -> None:
+        self.note(event, worker=worker.id, host=worker.host, rank=self.state.ranks.get(worker.id), why=short(why))
 
     def blame(self, worker: Worker, why: str) -> str:
         """Who it was, and why, for people."""

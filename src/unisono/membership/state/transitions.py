@@ -176,8 +176,7 @@ def _reopen(update: StateUpdate) -> None:
     """Places of workers that were asked to leave are filled again when training could not even begin without."""
     state = update.state
     if state.minted is None and sum(agent.places for agent in state.agents.values()) < state.settings.smallest:
-        for agent in state.agents.values():
-            update.put_agent(agent, given_up=0)
+        update.fill_again()
 
 
 def _form_first(update: StateUpdate) -> None:
