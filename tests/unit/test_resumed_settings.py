@@ -1,13 +1,12 @@
-"""What a run that resumes takes from its script, and what from its checkpoint: docs/guide/checkpoints.md says so."""
+"""What a run that resumes says of the script's settings that its checkpoint replaces."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import unisono
@@ -15,75 +14,89 @@ import unisono
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 
 Start = Callable[..., unisono.Run]
-
-UNDER_WAY = 4
-"""Steps of a job's newest checkpoint; an epoch has three."""
+Make = Callable[[Any], torch.optim.Optimizer]
 
 
-def trained(run: unisono.Run, *, epochs: int = 2, lr: float = 0.1, stop_at: int | None = None) -> tuple[int, str]:
-    """Train a small model.
+def data() -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(96, 4, generator=draw), torch.arange(96) % 3)
 
-    Args:
-        run: the run.
-        epochs: passes over its 70 samples.
-        lr: the learning rate with which the script makes its optimizer.
-        stop_at: the number of steps with whose checkpoint the run is left; None to go on to the end.
 
-    Returns:
-        how many steps were made, and the digest of the weights.
-    """
-    generator = torch.Generator().manual_seed(0)
-    samples = TensorDataset(torch.randn(70, 6, generator=generator), torch.randint(0, 3, (70,), generator=generator))
-    model = nn.Linear(6, 3)
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9))
-    made = 0
-    for step in run.steps(samples, epochs=epochs):
-        if step.number == stop_at:
+def cross_entropy(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def train(run: unisono.Run, optimizer_of: Make, schedule_of: Any = None, *, epochs: int = 2, until: int = 9) -> int:
+    """Some steps; returns how many."""
+    model = nn.Linear(4, 3)
+    optimizer = optimizer_of(model.parameters())
+    run.prepare(model, optimizer)
+    schedule = None if schedule_of is None else run.register("schedule", schedule_of(optimizer))
+    steps = 0
+    for step in run.steps(data(), epochs):
+        if step.number == until:
             run.close()
-            return made, unisono.digest(model)
-        step.run(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
-        made += 1
-    return made, run.finish()
+            return steps
+        step.run(cross_entropy)
+        steps += 1
+        if schedule is not None:
+            schedule.step()
+    run.finish()
+    return steps
 
 
-@pytest.fixture
-def begin(start: Start, tmp_path: Path) -> Start:
-    """Begin, or go on with, a run in a folder of a name."""
-
-    def begun(name: str = "resumed", **settings: Any) -> unisono.Run:
-        return start(run_dir=tmp_path / name, checkpoint_every=1, **settings)
-
-    return begun
+def sgd(lr: float, **settings: Any) -> Make:
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr, **settings)
 
 
-def test_another_learning_rate_has_no_effect_on_a_run_that_resumes(begin: Start) -> None:
-    _, undisturbed = trained(begin("undisturbed"))
-    trained(begin(), stop_at=UNDER_WAY)
-    assert trained(begin(), lr=0.7)[1] == undisturbed
-
-
-def test_a_run_that_resumes_in_its_loop_goes_on_to_the_new_number_of_epochs(begin: Start) -> None:
-    _, undisturbed = trained(begin("undisturbed"), epochs=3)
-    trained(begin(), epochs=2, stop_at=UNDER_WAY)
-    assert trained(begin(), epochs=3) == (9 - UNDER_WAY, undisturbed)
-
-
-def test_a_run_that_resumes_behind_its_last_epoch_ends_its_loop_at_once(begin: Start) -> None:
-    _, weights = trained(begin(), stop_at=UNDER_WAY)
-    assert trained(begin(), epochs=1) == (0, weights)
-
-
-@pytest.mark.parametrize("epochs", [2, 5])
-def test_a_run_that_has_finished_trains_nothing_more_whatever_its_epochs_are(begin: Start, epochs: int) -> None:
-    _, weights = trained(begin())
-    assert trained(begin(), epochs=epochs) == (0, weights)
-
-
-def test_a_run_that_was_cut_short_from_outside_goes_on_with_its_loop(
-    begin: Start, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("optimizer_of", "told"),
+    [
+        (sgd(0.2, momentum=0.9), "SGD lr 0.1 (not 0.2)"),
+        (sgd(0.2), "SGD lr 0.1 (not 0.2), momentum 0.9 (not 0)"),
+        (
+            lambda parameters: torch.optim.SGD([{"params": list(parameters), "lr": 0.3}], lr=0.1, momentum=0.9),
+            "SGD lr 0.1 (not 0.3)",
+        ),
+    ],
+)
+def test_settings_of_an_optimizer_that_the_checkpoint_replaces_are_told_in_a_line(
+    optimizer_of: Make, told: str, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, undisturbed = trained(begin("undisturbed"), epochs=3)
-    with monkeypatch.context() as outside:
-        outside.setenv("UNISONO_STOP_AFTER_EPOCHS", "2")
-        assert trained(begin(), epochs=3)[0] == 6
-    assert trained(begin(), epochs=3) == (3, undisturbed)
+    train(start(checkpoint_every=1), sgd(0.1, momentum=0.9), until=4)
+    capsys.readouterr()
+    train(start(), optimizer_of)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "not as in the script" in line]
+    assert line == (
+        f"unisono: the optimizers go on as in the checkpoint, not as in the script: {told}. Set in the loop's body "
+        f"what is to change"
+    )
+
+
+@pytest.mark.parametrize(
+    "schedule_of",
+    [
+        None,
+        lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=10),
+        lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.5),
+    ],
+)
+def test_what_a_schedule_has_changed_is_no_other_setting(
+    schedule_of: Any, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(start(checkpoint_every=1), sgd(0.1, momentum=0.9), schedule_of, until=4)
+    train(start(), sgd(0.1, momentum=0.9), schedule_of)
+    assert "not as in the script" not in capsys.readouterr().out
+
+
+def test_a_loop_that_is_over_says_so_where_a_finished_run_is_given_more_epochs(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(start(checkpoint_every=1), sgd(0.1))
+    run = start()
+    assert train(run, sgd(0.1), epochs=5) == 0
+    assert (
+        f"unisono: resumes after step 6 from {run.dir}, behind the script's first loop: it trains nothing more, also "
+        f"with more epochs" in capsys.readouterr().out.splitlines()
+    )

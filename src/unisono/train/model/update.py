@@ -29,6 +29,30 @@ def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]
         group.update({name: _like(group.get(name), value) for name, value in values.items()})
 
 
+SCHEDULED = {"initial_lr": ("lr",), "base_momentum": ("momentum", "betas")}
+"""What a schedule changes from step to step, by what it then notes in the group."""
+
+
+def replaced_hyperparameters(
+    optimizer: Optimizer, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Those that are other ones now, each with what it was; without those that a schedule changes anyway.
+
+    Args:
+        optimizer: the optimizer.
+        before: its hyperparameters, group by group.
+        after: the same, later.
+    """
+    told = []
+    for number, (old, new) in enumerate(zip(before, after, strict=False)):
+        scheduled = {name for mark, names in SCHEDULED.items() if mark in old for name in names}
+        differ = [name for name in old if name in new and name not in scheduled and old[name] != new[name]]
+        if differ:
+            where = f"{type(optimizer).__name__}{f' group {number}' if len(before) > 1 else ''}"
+            told.append(f"{where} {', '.join(f'{name} {new[name]} (not {old[name]})' for name in differ)}")
+    return told
+
+
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return optimizer.param_groups
 

@@ -42,6 +42,19 @@ class Notices(Listener):
                 f"(shards={max(1, self._job.batch_size // SAMPLES_PER_SHARD)}), or GroupNorm or LayerNorm"
             )
 
+    def resumed(self, replaced: Sequence[str]) -> None:
+        """Settings of optimizers that are others in the checkpoint.
+
+        Args:
+            replaced: each with what the script had set.
+        """
+        if replaced and self._membership.is_main:
+            print(  # noqa: T201
+                f"unisono: the optimizers go on as in the checkpoint, not as in the script: {'; '.join(replaced)}. Set "
+                f"in the loop's body what is to change",
+                flush=True,
+            )
+
     def unregistered_scheduler(self, prepared: Prepared) -> None:
         """A schedule that checkpoints do not have; once."""
         scheduled = any("initial_lr" in group for one in prepared.optimizers for group in one.param_groups)

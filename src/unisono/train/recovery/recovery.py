@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from itertools import chain
 from typing import Any, NoReturn
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,6 +17,7 @@ from unisono.received import value_of
 from unisono.train.group.collectives import Recovers
 from unisono.train.group.membership import Membership, StateTransfer
 from unisono.train.group.workers import Workers
+from unisono.train.model.update import hyperparameters_of, replaced_hyperparameters
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.ending import Ending, Requests
@@ -43,8 +45,15 @@ class Snapshots:
         """Restore the rest of a checkpoint, once the script has come to where it was written."""
         at, loops = self._trained.progress, self._trained.loops
         is_there = loops > at.loop or (loops == at.loop and at.reading is None)
-        if (is_there or is_end) and self._trained.settle():
-            self._tell_of_scheduler()
+        prepared = self._trained.prepared
+        if self._trained.restored is None or prepared is None or not (is_there or is_end):
+            return
+        before = [hyperparameters_of(one) for one in prepared.optimizers]
+        self._trained.settle()
+        after = [hyperparameters_of(one) for one in prepared.optimizers]
+        replaced = list(chain.from_iterable(map(replaced_hyperparameters, prepared.optimizers, before, after)))
+        self._listeners.tell(lambda one: one.resumed(replaced))
+        self._tell_of_scheduler()
 
     def take(self) -> Snapshot:
         """The state.

@@ -80,7 +80,17 @@ class FirstWeights:
         step = self._trained.progress.position.step
         self._folder.metrics.truncate_after(step - 1)
         self._folder.journal("resumed", step=step, world_size=workers.world_size)
-        print(f"unisono: resumes after step {step} from {self._folder.path}", flush=True)  # noqa: T201
+        behind = _behind(self._trained.progress.loop)
+        print(f"unisono: resumes after step {step} from {self._folder.path}{behind}", flush=True)  # noqa: T201
+
+
+def _behind(loops: int) -> str:
+    match loops:
+        case 0:
+            return ""
+        case 1:
+            return ", behind the script's first loop: it trains nothing more, also with more epochs"
+    return f", behind the script's first {loops} loops: they train nothing more, also with more epochs"
 
 
 def shared_weights(workers: Workers, prepared: Prepared) -> Values:

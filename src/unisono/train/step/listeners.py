@@ -111,6 +111,9 @@ class Listener:
     def repeated(self, step: int) -> None:
         """A step is computed again, since memory did not keep what was written to it."""
 
+    def resumed(self, replaced: Sequence[str]) -> None:
+        """All of a checkpoint's state is restored, and these settings of the script are replaced."""
+
     def unregistered_scheduler(self, prepared: Prepared) -> None:
         """A schedule may be in use that checkpoints do not have."""
 
