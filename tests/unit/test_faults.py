@@ -85,6 +85,7 @@ def test_a_script_does_not_change() -> None:
         ('kind = "kill"\nrank = 1.5\nat_step = 2', r"fault 2 \(kill\): rank = 1.5: needs to be a valid integer"),
         ('kind = "kill"\nat_step = 2', r"fault 2 \(kill\): rank is missing: write rank = …"),
         ('kind = "kill"\nrank = 1\nat_step = 2\nfor_s = 1', r"fault 2 \(kill\): for_s is unknown: kill has "),
+        ('kind = "kill"\nrnk = 1\nat_step = 2', r"fault 2 \(kill\): rnk is unknown: kill has .*rank"),
         ('kind = "bite"\nrank = 1', r"fault 2: kind 'bite' is unknown: choose of kill, stop, "),
         ("rank = 1", r"fault 2: kind None is unknown"),
         ('kind = ["kill"]', r"fault 2: kind \['kill'\] is unknown"),

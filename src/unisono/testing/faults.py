@@ -165,7 +165,8 @@ def _read(number: int, table: Any) -> Fault:
     try:
         return KINDS[kind].model_validate(dict(table))
     except ValidationError as error:
-        first = error.errors()[0]
+        # A name that nobody knows is why another one is missing.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         field = ".".join(str(part) for part in first["loc"] if part != "constrained-float")
         raise JobError(f"fault {number} ({kind}): {_trouble(kind, field, first)}") from error
 
