@@ -1,5 +1,6 @@
 """Bytes that came from a file, a socket or a store, on their way to becoming values; and who has sent them."""
 
+import importlib
 import json
 import os
 import re
@@ -12,10 +13,11 @@ from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from reprlib import Repr
+from traceback import extract_tb
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from unisono.errors import Unreadable
+from unisono.errors import JobError, Unreadable
 
 LONGEST_S = 1e9
 """Seconds: some thirty years. Systems cannot wait for much more."""
@@ -197,6 +199,45 @@ def _hints(kind: type) -> dict[str, Any]:
 def memory() -> int:
     """Bytes of memory that this host has: nobody is given more, whatever was announced."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# What is named by text, as in ``module:name``.
+
+
+PYTHONS_OWN = os.path.dirname(importlib.__file__)  # noqa: PTH120 (as frames have it)
+"""Where modules are imported from within."""
+
+
+def imported(text: str, where: str) -> Any:
+    """What a text such as ``module:name`` stands for.
+
+    Args:
+        text: the text.
+        where: the variable or option that it stands in, for errors.
+
+    Raises:
+        JobError: it has another form, or cannot be imported; names it and says why, and where in the module.
+    """
+    said = f"{where}={short(text)}"
+    module, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise JobError(f"{said}: write module:name, as in package.module:name")
+    try:
+        found = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever a module of the user does)
+        raise JobError(f"{said} cannot be imported: {why_of(error)}") from None
+    if not hasattr(found, name):
+        raise JobError(f"{said}: {module} has no {name}")
+    return getattr(found, name)
+
+
+def why_of(error: BaseException) -> str:
+    """An error of somebody else's code in a line: its type, its words, and the line that raised it."""
+    frames = [
+        frame for frame in extract_tb(error.__traceback__)[1:] if not frame.filename.startswith(("<", PYTHONS_OWN))
+    ]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:LONGEST_SHOWN]}{place}"
 
 
 # Who is at the other end of a Unix socket, by the word of the kernel.

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -450,7 +451,44 @@ def test_policies_have_the_names_of_the_command_line() -> None:
     assert any(policy_state(policy).needs_monitor for policy in found)
 
 
-@pytest.mark.parametrize("name", ["greedy", "unisono.nowhere:Policy", "unisono.adapt.policy:None_", "math:sqrt"])
-def test_a_policy_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(JobError, match="polic"):
-        policies_named([name], batch_size=64)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("greedy", "UNISONO_POLICIES: there is no policy 'greedy': choose of noise-scale"),
+        (":", "UNISONO_POLICIES=':': write module:name"),
+        ("a:", "UNISONO_POLICIES='a:': write module:name"),
+        (":b", "UNISONO_POLICIES=':b': write module:name"),
+        (".a:b", "UNISONO_POLICIES='.a:b': write module:name"),
+        ("a:b:c", "UNISONO_POLICIES='a:b:c': write module:name"),
+        ("nosuch.module:x", "UNISONO_POLICIES='nosuch.module:x' cannot be imported: ModuleNotFoundError: No module"),
+        ("unisono.adapt.policy:None_", "UNISONO_POLICIES='unisono.adapt.policy:None_': unisono.adapt.policy has no "),
+        ("math:pi", "UNISONO_POLICIES='math:pi': the policy cannot be made: TypeError: 'float' object is not callable"),
+        ("math:sqrt", "UNISONO_POLICIES='math:sqrt': the policy cannot be made: TypeError: "),
+        ("builtins:dict", "UNISONO_POLICIES='builtins:dict': it makes a dict, and no unisono.Policy"),
+        ("x" * 5000, "UNISONO_POLICIES: there is no policy 'xxx"),
+    ],
+)
+def test_a_policy_that_is_none_is_refused_with_the_variable_and_what_is_expected(name: str, words: str) -> None:
+    with pytest.raises(JobError) as refused:
+        policies_named([name], 64, "UNISONO_POLICIES")
+    assert str(refused.value).startswith(words)
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("x = 1\nraise RuntimeError('boom')", "RuntimeError: boom ({}:2)"),
+        ("exit(0)", "SystemExit: 0 ({}:1)"),
+        ("x = (", "SyntaxError: '(' was never closed"),
+    ],
+)
+def test_a_module_that_raises_at_import_is_named_with_its_error_and_line(
+    text: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_somebody.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(JobError) as refused:
+        policies_named(["of_somebody:Own"], 64, "UNISONO_POLICIES")
+    said = why.format(tmp_path / "of_somebody.py")
+    assert str(refused.value).startswith(f"UNISONO_POLICIES='of_somebody:Own' cannot be imported: {said}")

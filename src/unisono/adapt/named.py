@@ -1,8 +1,6 @@
 """Policies by name, as the command line and the environment give them."""
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any
 
 from unisono.adapt.ada_scale import AdaScale
 from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
@@ -11,7 +9,7 @@ from unisono.adapt.goodput_policy import GoodputPolicy
 from unisono.adapt.policy import Policy
 from unisono.adapt.scaling_policy import ScalingPolicy
 from unisono.errors import JobError
-from unisono.received import short
+from unisono.received import imported, short, why_of
 
 NAMED: dict[str, Callable[[int], Policy]] = {
     "noise-scale": lambda batch_size: NoiseScalePolicy(largest=16 * batch_size),
@@ -25,30 +23,31 @@ NAMED: dict[str, Callable[[int], Policy]] = {
 """What needs no further words, made for a job's batch size."""
 
 
-def policies_named(names: Sequence[str], batch_size: int) -> list[Policy]:
+def policies_named(names: Sequence[str], batch_size: int, where: str = "--policy") -> list[Policy]:
     """Make policies.
 
     Args:
         names: names of our own policies, or ``module:Class`` of others, which are called without arguments.
         batch_size: the job's global batch size.
+        where: the variable or option that they stand in, for errors.
 
     Raises:
         JobError: there is no such policy; says which there are, or what failed.
     """
-    return [_made(name, batch_size) for name in names]
+    return [_made(name, batch_size, where) for name in names]
 
 
-def _made(name: str, batch_size: int) -> Policy:
+def _made(name: str, batch_size: int, where: str) -> Policy:
     if name in NAMED:
         return NAMED[name](batch_size)
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise JobError(f"there is no policy {short(name)}: choose of {', '.join(NAMED)}, or write module:Class")
+    if ":" not in name:
+        listed = ", ".join(NAMED)
+        raise JobError(f"{where}: there is no policy {short(name)}: choose of {listed}, or write module:Class")
+    found = imported(name, where)
     try:
-        found: Any = getattr(import_module(module), attribute)
         policy = found()
-    except (ImportError, AttributeError, TypeError) as error:
-        raise JobError(f"the policy {name} cannot be made: {error}") from error
+    except Exception as error:  # noqa: BLE001 (whatever a class of the user does)
+        raise JobError(f"{where}={short(name)}: the policy cannot be made: {why_of(error)}") from None
     if not isinstance(policy, Policy):
-        raise JobError(f"the policy {name} is a {type(policy).__name__}, and no unisono.Policy")
+        raise JobError(f"{where}={short(name)}: it makes a {type(policy).__name__}, and no unisono.Policy")
     return policy

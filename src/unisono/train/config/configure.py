@@ -198,7 +198,7 @@ def _policies_from_outside(said: Mapping[str, Any], told: _Told, job: Job) -> li
 
     It grows from the script's to so many times that: Goyal et al., arXiv 1706.02677.
     """
-    named = policies_named(told.names("UNISONO_POLICIES"), job.batch_size)
+    named = policies_named(told.names("UNISONO_POLICIES"), job.batch_size, "UNISONO_POLICIES")
     factor, warmup = told.whole("UNISONO_BATCH_SCALE") or 1, told.whole("UNISONO_BATCH_SCALE_WARMUP") or WARMUP_STEPS
     if factor == 1:
         return named

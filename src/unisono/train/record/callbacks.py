@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any, Literal, get_args
 
 from unisono.errors import JobError
-from unisono.received import short
+from unisono.received import imported, short
 from unisono.train.config.arguments import require_kinds
 from unisono.train.step.listeners import Listener
 from unisono.train.step.step import Step
@@ -75,16 +74,8 @@ def load_plugins(names: Sequence[str]) -> list[Plugin]:
 
 
 def _load(name: str) -> Plugin:
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
-        raise JobError(f"the plugin {short(name)} in UNISONO_PLUGINS: write module:function")
-    try:
-        found = getattr(import_module(module), function)
-    except (ImportError, TypeError, ValueError) as error:  # the latter two of names such as ".a"
-        raise JobError(f"the plugin {name} in UNISONO_PLUGINS cannot be imported: {error}") from error
-    except AttributeError as error:
-        raise JobError(f"the plugin {name} in UNISONO_PLUGINS: {module} has no {function}") from error
+    found = imported(name, "UNISONO_PLUGINS")
     if not callable(found):
-        raise JobError(f"the plugin {name} in UNISONO_PLUGINS is no function")
+        raise JobError(f"UNISONO_PLUGINS={short(name)} is no function")
     plugin: Plugin = found
     return plugin
