@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -106,7 +106,6 @@ trees = st.recursive(plain | tensors() | arrays(), containers, max_leaves=8)
 
 
 @given(tree=st.dictionaries(words, trees, max_size=6) | trees)
-@settings(max_examples=200)
 def test_any_tree_comes_back_with_its_types_its_order_and_every_bit(tree: Any) -> None:
     assert same(there_and_back(tree), tree)
 

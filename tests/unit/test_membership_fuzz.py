@@ -291,7 +291,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(script=st.lists(events, max_size=40))
 def test_valid_messages_in_any_order_do_no_harm(folder: Path, script: list[tuple[str, Any, Any]]) -> None:
     with bench(folder) as made:

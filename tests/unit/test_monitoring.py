@@ -133,6 +133,7 @@ def test_a_signal_that_drowns_is_told_and_a_scale_that_follows_from_it_is_not() 
     assert "noise_scale" not in found
 
 
+@pytest.mark.slow
 def test_the_noise_scale_of_a_problem_where_it_is_known_is_found(tmp_path: Path) -> None:
     dimensions, signal, variance = 50, 0.5, 50.0  # the gradient of a sample is the sample
     draw = torch.Generator().manual_seed(4)

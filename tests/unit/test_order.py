@@ -49,7 +49,7 @@ def test_the_order_is_part_of_the_promise_and_never_changes() -> None:
     assert sample_order(0, 0, 10)(np.arange(10)).tolist() == FIRST_ORDER
 
 
-@pytest.mark.parametrize("size", [2, 3, 10, 64])
+@pytest.mark.parametrize("size", [2, 3, 10, pytest.param(64, marks=pytest.mark.slow)])
 def test_every_sample_comes_to_every_place_about_equally_often(size: int) -> None:
     trials = 1500
     counts = np.zeros((size, size))

@@ -61,6 +61,7 @@ def test_fits_find_the_parameters_and_their_intervals_cover_them(law: Law, truth
     assert (covered / TRIALS <= 0.99).all()  # an interval that holds everything says nothing
 
 
+@pytest.mark.slow
 def test_predictions_cover_what_comes_true() -> None:
     truth, covered = 1000 / (0.05 + 0.95 / 16), 0
     for seed in range(TRIALS):

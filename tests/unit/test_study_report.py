@@ -320,7 +320,7 @@ def test_predictions_are_marked_as_predictions() -> None:
 
 def test_a_hostile_label_is_text_and_nothing_else() -> None:
     results = MadeUp(labels=(HOSTILE, "_hidden"), modes=("strong",)).results()
-    evil = results.model_copy(update={"commands": (HOSTILE,), "settings": {HOSTILE: HOSTILE * 50}, "notes": (HOSTILE,)})
+    evil = results.model_copy(update={"commands": (HOSTILE,), "settings": {HOSTILE: HOSTILE * 5}, "notes": (HOSTILE,)})
 
     _, text, file = in_memory(analyzed(evil, Wanted(title=HOSTILE), {HOSTILE: BATCHES}))
 
