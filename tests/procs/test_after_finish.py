@@ -66,3 +66,17 @@ def test_a_job_whose_result_cannot_be_written_does_not_end_as_if_it_were(
     assert "unisono: training was complete by then" in said
     assert f"{tmp_path / 'run' / 'result.json'} could not be written: [Errno 21] Is a directory" in said
     assert (tmp_path / "run" / "exported-0").exists()
+
+
+@pytest.mark.parametrize("options", [ELASTIC, FIXED])
+def test_a_result_for_which_there_is_room_in_the_end_is_whole(options: tuple[str, ...], tmp_path: Path) -> None:
+    code, said, result = ended(tmp_path / "run", options, 0, "room at last")
+    assert (code, result["exit_code"], result["error"]) == (0, 0, None), said
+    assert (result["steps"], result["samples"], result["world_size"]) == (4, 32, 2)
+    assert f"weights sha256 {result['weights_sha256']}" in said
+
+
+def test_a_result_that_lacks_what_the_main_worker_knows_is_that_of_no_job_that_ended_well(tmp_path: Path) -> None:
+    code, said, result = ended(tmp_path / "run", ("-n", "1:2"), 0, "room too late")
+    assert (code, result["exit_code"], result["steps"], result["world_size"]) == (1, 1, None, 2), said
+    assert f"weights sha256 {result['weights_sha256']}; but the main worker could not write" in said

@@ -1,8 +1,10 @@
 """A short training, and lines after its end in which the worker of a rank does not get to the last.
 
-Arguments: the rank, and ``kill`` or ``raise``; or ``obstruct``: it leaves no place for the job's result.
+Arguments: the rank, and ``kill`` or ``raise``; or ``obstruct``: it leaves no place for the job's result;
+with ``room at last``, only until its last line; with ``room too late``, until nothing of its script is left.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -22,11 +24,16 @@ for step in run.steps(data, epochs=2):
     step.run(lambda model, batch: model(batch[0]).square().mean())
 rank, folder = run.rank, run.dir
 is_victim, how = rank == int(sys.argv[1]), sys.argv[2]
-if is_victim and how == "obstruct":
-    Path(folder, "result.json").mkdir()
+result = Path(folder, "result.json")
+if is_victim and how in ("obstruct", "room at last", "room too late"):
+    result.mkdir()
+if is_victim and how == "room too late":
+    atexit.register(result.rmdir)
 run.finish()
 
-if is_victim and how != "obstruct":
+if is_victim and how == "room at last":
+    result.rmdir()
+elif is_victim and how in ("raise", "kill"):
     if how == "raise":
         raise ValueError("no such bucket")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -295,12 +295,13 @@ class ElasticAgent:
         is_cut = self._broken_off and (over is None or over.preempted or any(each.code < 0 for each in exits))
         return Outcome(
             exits=with_faults(exits, self._folder),
-            workers=self._settings.workers.largest,
+            workers=len(over.finished) if over is not None and over.finished else self._settings.workers.largest,
             host=socket.gethostname(),
             seconds=seconds,
             interrupted=self._interrupted,
             conclusion=None if is_cut else conclusion,
             digest="" if over is None else over.digest,
+            has_main=over is not None and any(each.rank == over.main for each in exits),
         )
 
     def _tell_of_those_not_missed(self, exits: Sequence[WorkerExit], over: JobOver) -> None:

@@ -129,6 +129,7 @@ class Outcome:
         conclusion: the end of the job where the workers' exits do not decide it, such as the coordinator's word for an
             elastic job; else None.
         digest: the digest of the weights, if training is complete, whatever came after it.
+        has_main: whether the main worker of the end was one of these, so that it writes ``result.json`` here.
     """
 
     exits: tuple[WorkerExit, ...]
@@ -138,6 +139,7 @@ class Outcome:
     interrupted: int | None = None
     conclusion: JobConclusion | None = None
     digest: str = ""
+    has_main: bool = False
 
     @property
     def cause(self) -> WorkerExit | None:

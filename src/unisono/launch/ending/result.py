@@ -180,11 +180,23 @@ def conclude(folder: RunFolder, outcome: Outcome, terminal: Terminal) -> Outcome
     Returns:
         the outcome; a job that ended well and cannot say so has failed, since a reader of ``result.json`` cannot know.
     """
+    if outcome.exit_code == 0 and outcome.has_main and _lacks_steps(folder):
+        path = folder.path / "result.json"
+        outcome = _unable_to_say(outcome, f"the main worker could not write {path}, which lacks what it alone knows")
     unwritten = write_end(folder, JobEnd.of(outcome), terminal)
-    if not unwritten or outcome.exit_code != 0:
-        return outcome
+    return _unable_to_say(outcome, unwritten) if unwritten and outcome.exit_code == 0 else outcome
+
+
+def _unable_to_say(outcome: Outcome, why: str) -> Outcome:
     weights = f": weights sha256 {outcome.digest}" if outcome.digest else ""
-    return replace(outcome, conclusion=JobConclusion(1, f"{COMPLETE}{weights}; but {unwritten}"))
+    return replace(outcome, conclusion=JobConclusion(1, f"{COMPLETE}{weights}; but {why}"))
+
+
+def _lacks_steps(folder: RunFolder) -> bool:
+    try:
+        return _read(folder).get("steps") is None
+    except OSError:  # nor can it be written, as is found out next
+        return False
 
 
 def write_end(folder: RunFolder, end: JobEnd, terminal: Terminal) -> str:

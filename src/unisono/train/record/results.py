@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import sys
@@ -43,6 +44,7 @@ class ResultWriter(Listener):
         self._folder, self._trained, self._membership, self._config = folder, trained, membership, config
         self._batches: Batches | None = None  # of the newest loop
         self._started = perf_counter()
+        self._unwritten: dict[str, Any] | None = None
 
     def loop_begins(self, number: int, batches: Batches, source: ShardSource) -> None:
         """The file tells of the newest loop's data set."""
@@ -88,10 +90,21 @@ class ResultWriter(Listener):
             self._write(exit_code=1, error={"rank": rank, **error})
 
     def _write(self, **fields: Any) -> None:
+        result, before = self._fields(**fields), self._unwritten
         try:
-            self._folder.write_result(self._fields(**fields))
-        except OSError as error:  # the weights are there, for the script's last lines: the launcher tries again
+            self._folder.write_result(result)
+            self._unwritten = None
+        except OSError as error:  # the weights are there, for the script's last lines
             warn_unwritten(self._folder.path / "result.json", error)
+            self._unwritten = result
+            if before is None:
+                atexit.register(self._write_again)
+
+    def _write_again(self) -> None:
+        """The disk may have room again when the script has come to its end."""
+        with suppress(OSError, Superseded):
+            if self._unwritten is not None:
+                self._folder.write_result(self._unwritten)
 
     def _fields(self, **fields: Any) -> dict[str, Any]:
         position, batches, joins = self._trained.progress.position, self._batches, self._membership.joins
