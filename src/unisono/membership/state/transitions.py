@@ -180,7 +180,7 @@ def _reopen(update: StateUpdate) -> None:
 
 
 def _form_first(update: StateUpdate) -> None:
-    """Form the first generation, when enough are ready and nobody is awaited."""
+    """Form a first generation, when enough are ready and nobody is awaited."""
     state, needed = update.state, update.state.settings.smallest
     if state.minted is not None or state.preempting or state.stopping:
         return
