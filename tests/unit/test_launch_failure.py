@@ -1,10 +1,12 @@
 import json
 from pathlib import Path
+from traceback import format_exception
 
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.errors import JobError, LaunchError, WorkerLost
+from unisono.errors import JobError, JobMismatch, LaunchError, WorkerLost
+from unisono.job import Job
 from unisono.launch.ending.failure import Failure
 
 pytestmark = pytest.mark.unit
@@ -76,6 +78,25 @@ def test_an_error_that_cannot_say_its_message_is_recorded() -> None:
             raise RuntimeError
 
     assert "Mute" in Failure.of(caught(Mute()), rank=0).traceback
+
+
+def test_a_setting_that_cannot_work_is_told_with_the_line_of_the_script_and_without_a_traceback() -> None:
+    with pytest.raises(JobError) as refused:
+        Job.create(batch_size=0)
+    failure = Failure.of(refused.value, rank=0)
+    place, words = failure.traceback.splitlines()
+    assert place.startswith(f"  at {__file__}:")
+    assert place.endswith(": Job.create(batch_size=0)")
+    assert words == f"unisono.errors.JobError: {failure.message}"
+    assert "Traceback" in Failure.of(caught(JobMismatch("no")), rank=0).traceback
+
+
+def test_a_damaged_job_file_is_told_without_what_the_reader_of_json_said(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{")
+    with pytest.raises(JobError) as refused:
+        RunFolder(tmp_path).read_job()
+    assert "Traceback" not in Failure.of(refused.value, rank=0).traceback
+    assert "JSONDecodeError" not in "".join(format_exception(refused.value))
 
 
 def test_only_our_own_errors_choose_the_exit_code() -> None:

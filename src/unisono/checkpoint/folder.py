@@ -275,7 +275,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, Unreadable) as error:
-        raise JobError(f"{path} cannot be read: {error}; restore it, or use another run folder") from error
+        raise JobError(f"{path} cannot be read: {error}; restore it, or use another run folder") from None
 
 
 def _replace(path: Path, data: bytes) -> None:

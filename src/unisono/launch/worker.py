@@ -124,6 +124,8 @@ def fail(error: BaseException) -> None:
     failure = Failure.of(error, _name())
     if failure.consequence:
         print(f"{failure.type}: {failure.message}", file=sys.stderr)  # noqa: T201
+    elif failure.is_usage:
+        print(failure.traceback, end="", file=sys.stderr)  # noqa: T201
     else:
         sys.excepthook(type(error), error, error.__traceback__)
     run_dir = os.environ.get("UNISONO_RUN_DIR")

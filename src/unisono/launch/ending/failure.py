@@ -7,9 +7,11 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import takewhile
+from pathlib import Path
 
 from unisono.checkpoint.folder import RunFolder, write_json
-from unisono.errors import Dismissed, LaunchError, UnisonoError, WorkerLost
+from unisono.errors import USAGE, Dismissed, LaunchError, UnisonoError, WorkerLost
 from unisono.launch.terminal.terminal import WorkerName, called
 from unisono.received import open_file, read_object, value_of
 
@@ -48,7 +50,8 @@ class Failure:
         pid: its process id.
         type: the exception's type, as a traceback names it.
         message: the exception's message.
-        traceback: the whole traceback, frames of the user's script first.
+        traceback: the whole traceback, frames of the user's script first; if a setting cannot work, the script's line
+            and the message.
         consequence: whether it only follows from the loss of another worker.
         time: the time of the exception, in seconds since 1970.
         exit_code: the exit code of the worker's process.
@@ -64,6 +67,11 @@ class Failure:
     time: float
     exit_code: int = 1
 
+    @property
+    def is_usage(self) -> bool:
+        """Whether a setting cannot work, which whoever wrote the script can mend."""
+        return self.exit_code == USAGE
+
     @classmethod
     def of(cls, error: BaseException, rank: WorkerName) -> "Failure":
         """The failure of this process, now."""
@@ -74,7 +82,7 @@ class Failure:
             pid=os.getpid(),
             type=_type_name(type(error)),
             message=str(described),
-            traceback="".join(described.format()),
+            traceback=_report(error, described),
             consequence=any(isinstance(link, WorkerLost) for link in _chain(error)),
             time=time.time(),
             # What others mean by that name may be 0, 75 or no number.
@@ -112,6 +120,18 @@ class Failure:
 def dismissal_in(error: BaseException) -> Dismissed | None:
     """The dismissal that ended a script, if this exception only follows from it; None if there was none."""
     return next((link for link in _chain(error) if isinstance(link, Dismissed)), None)
+
+
+OURS = str(Path(__file__).parents[2])
+"""Where Unisono's own code is, in which whoever wrote a wrong setting has nothing to look for."""
+
+
+def _report(error: BaseException, described: traceback.TracebackException) -> str:
+    if not isinstance(error, UnisonoError) or error.exit_code != USAGE:
+        return "".join(described.format())
+    frames = list(takewhile(lambda frame: not frame.filename.startswith(OURS), described.stack))
+    place = f"  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}\n" if frames else ""
+    return f"{place}{_type_name(type(error))}: {described}\n"
 
 
 def _type_name(kind: type[BaseException]) -> str:
