@@ -11,6 +11,7 @@ from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 from same_trees import same
 from unisono.checkpoint.store import CheckpointStore
+from unisono.errors import CheckpointError
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.state import RunProgress, capture, restore_models, restore_optimizers
 
@@ -113,6 +114,20 @@ def test_an_optimizer_goes_on_to_the_same_bits(store: CheckpointStore, name: str
     train(again, later, batches[3:])
     assert same(dict(again.state_dict()), dict(model.state_dict()))
     assert same(later.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(optim.Adam, optim.AdamW), (optim.Adam, optim.SGD), (optim.SGD, optim.Adam)]
+)
+def test_the_state_of_an_optimizer_of_another_class_is_refused(theirs: type[Any], ours: type[Any]) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, other = theirs(model.parameters(), lr=0.1), ours(model.parameters(), lr=0.1)
+    train(model, optimizer, [torch.ones(1, 2)])
+    found = capture(Prepared.of(model, [optimizer]), RunProgress(), {}, {})
+
+    with pytest.raises(CheckpointError, match=rf"the state of {theirs.__name__}, the script has {ours.__name__}:"):
+        restore_optimizers(Prepared.of(model, [other]), found)
+    assert not other.state
 
 
 def test_no_optimizer_of_torch_is_left_out() -> None:

@@ -1,7 +1,7 @@
 """The state of a run as a checkpoint holds it, and how it comes back."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
@@ -88,6 +88,7 @@ def capture(
             "registered": {name: thing.state_dict() for name, thing in registered.items()},
             "transient": _transient(prepared),
             "order": prepared.order(),
+            "optimizers": kinds_of(prepared.optimizers),
             "trained": list(prepared.parameters),
             "evaluating": [name for name, module in _named_modules(prepared) if not module.training],
             **own,
@@ -158,6 +159,12 @@ def restore_optimizers(prepared: Prepared, snapshot: Snapshot) -> None:
             f"the checkpoint of step {snapshot.step} holds {len(snapshot.optimizer)} optimizers, the script has "
             f"{len(prepared.optimizers)}"
         )
+    theirs = value_of(list[str], kept(snapshot, "optimizers"), "optimizers")
+    if (ours := kinds_of(prepared.optimizers)) != theirs:
+        raise CheckpointError(
+            f"the checkpoint of step {snapshot.step} holds the state of {' and '.join(theirs)}, the script has "
+            f"{' and '.join(ours)}: go on with the optimizers of the checkpoint, or begin in another run folder"
+        )
     _require_same_order(prepared, snapshot)
     for optimizer, state in zip(prepared.optimizers, snapshot.optimizer, strict=True):
         try:
@@ -168,6 +175,11 @@ def restore_optimizers(prepared: Prepared, snapshot: Snapshot) -> None:
                 f"{type(optimizer).__name__}: {error}"
             ) from error
         _undo_casts(optimizer, state)
+
+
+def kinds_of(optimizers: Sequence[Optimizer]) -> list[str]:
+    """The names of the optimizers' classes."""
+    return [type(optimizer).__name__ for optimizer in optimizers]
 
 
 def _require_same_order(prepared: Prepared, snapshot: Snapshot) -> None:
