@@ -83,6 +83,9 @@ def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(warm: None, 
     assert set(recovery["parts"]) == {"regroup", "form", "copy"}
 
 
+STRATEGIES = ["--quick", "--models=digits", "--workers=2"]
+
+
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -90,7 +93,9 @@ def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(warm: None, 
         ("growth", ["--quick"]),
         pytest.param("accuracy", ["--quick"], marks=pytest.mark.slow),
         pytest.param("adaptive", ["--quick", "--workers=2"], marks=pytest.mark.slow),
-        ("strategies", ["--quick", "--models=digits", "--workers=2", "--strategy=all-reduce", "--strategy=local-sgd"]),
+        pytest.param(
+            "strategies", [*STRATEGIES, "--strategy=all-reduce", "--strategy=local-sgd"], marks=pytest.mark.slow
+        ),
         pytest.param("monitor", ["--quick", "--model=tiny", "--step-ms=20"], marks=pytest.mark.slow),
         pytest.param("soak", ["--minutes=0.12", "--pause=1", "--rare=2", "--workers=3"], marks=pytest.mark.slow),
     ],

@@ -140,6 +140,7 @@ def test_an_example_ends_in_the_same_weights_on_one_worker_and_on_several(
     assert alone[command]["steps"] == together[command]["steps"] == 3
 
 
+@pytest.mark.slow
 def test_digits_reaches_97_percent_on_held_out_images_whatever_the_number_of_workers(
     serial_runs: SerialRuns, tmp_path: Path
 ) -> None:

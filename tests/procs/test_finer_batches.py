@@ -87,6 +87,7 @@ def test_weights_metrics_and_decisions_are_the_same_while_workers_come_and_die(
     assert problems(Samples.read(folder), len(serial[0][1]), SHARDS, serial[1]) == []
 
 
+@pytest.mark.slow
 def test_verify_finds_the_same_bits(tmp_path: Path) -> None:
     words = ("verify", "--workers", "1,3", "--steps", "10", SCRIPT)
     ended = completed(*words, timeout=outcomes.PATIENCE_S, cwd=tmp_path)

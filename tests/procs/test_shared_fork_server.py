@@ -262,6 +262,7 @@ async def test_who_hangs_up_or_comes_from_a_folder_that_is_gone_does_not_keep_it
         assert (await host.run("print('here')")).out == "here\n"
 
 
+@pytest.mark.slow
 def test_a_job_with_other_threads_loads_torch_itself_and_says_why(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])")
     command = ["run", "-n", "2", "--threads", "2", "--run-dir", "run", "train.py"]

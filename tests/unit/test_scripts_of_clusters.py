@@ -132,7 +132,7 @@ def test_killing_workers_between_the_steps_changes_no_bit(jobs: Jobs) -> None:
     assert done.said == jobs.serial(NEARLY_ALL).said
 
 
-@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("workers", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_main_worker_is_lost_while_it_captures_a_checkpoint(workers: int, jobs: Jobs) -> None:
     faults = [at("capture", 8), at("capture", 16), at("capture", STEPS)]
     done = jobs(NEARLY_ALL, workers, FAULTS=told(faults), UNISONO_CHECKPOINT_EVERY="8")
