@@ -15,14 +15,14 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(300), pytest.mark.usefixtur
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
-LOOSE = (
-    "local-sgd:every=4",
-    pytest.param("diloco:every=8", marks=pytest.mark.slow),
-    pytest.param("model-averaging", marks=pytest.mark.slow),
+AT_NIGHT = (
+    "diloco:every=8",
+    "model-averaging",
     "pair-averaging",
-    pytest.param("parameter-server:synchronous=false", marks=pytest.mark.slow),
+    "parameter-server:synchronous=false",
     "parameter-server:synchronous=false,servers=1,max_staleness=3",
 )
+LOOSE = ("local-sgd:every=4", *(pytest.param(strategy, marks=pytest.mark.slow) for strategy in AT_NIGHT))
 
 
 def lines(file: Path) -> list[Any]:
@@ -43,7 +43,7 @@ def accuracy(output: str) -> float:
     return float(output.rpartition("accuracy ")[2].partition("%")[0])
 
 
-@pytest.mark.parametrize("strategy", [LOOSE[0], *(pytest.param(one, marks=pytest.mark.slow) for one in LOOSE[1:])])
+@pytest.mark.parametrize("strategy", LOOSE)
 def test_a_strategy_learns_the_digits_while_workers_are_killed_and_replaced(strategy: str, tmp_path: Path) -> None:
     faults = kills(tmp_path, (10, 1), (30, 0))
     options = ("-n", "2:3", "--max-restarts", "9", "--faults", str(faults), "--strategy", strategy)
