@@ -162,7 +162,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """A worker with which the others could not connect.
+    """A worker without which the job goes on: it and others could not connect, or it failed before it took part.
 
     Attributes:
         worker: its id.
