@@ -13,6 +13,8 @@ from benchmarks import (
     accuracy,
     adaptive,
     allreduce,
+    coordinator,
+    coordinator_sockets,
     disturbed,
     flips,
     growth,
@@ -30,9 +32,12 @@ from benchmarks import (
 from benchmarks.contenders import everybody
 from benchmarks.crew import Allocator, CrewFailed
 from benchmarks.link import Cable, NoLink
+from benchmarks.open_files import TooFewFiles
 from benchmarks.report import RESULTS, Report
+from benchmarks.stage import StageFailed
 from benchmarks.task import Update
 from benchmarks.workloads import WORKLOADS
+from unisono.errors import LaunchError
 from unisono.sync.named import strategy_of
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
@@ -231,6 +236,32 @@ def growth_command(
     _publish(growth.run(choice), output)
 
 
+@app.command("coordinator-sockets")
+def coordinator_sockets_command(
+    workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="connected at first")] = 1024,
+    processes: Annotated[int, typer.Option(min=1, help="in which all of them live")] = 4,
+    seconds: Annotated[float, typer.Option(min=0.0, help="of heartbeats alone")] = 20.0,
+    losses: Annotated[int, typer.Option(min=0, help="of a worker, one after the other")] = 10,
+    joins: Annotated[int, typer.Option(min=0, help="of a worker, one after the other")] = 10,
+    probes: Annotated[bool, typer.Option("--probes", help="agents answer probes")] = False,
+    seed: Annotated[int, typer.Option(help="of who is lost")] = 0,
+    output: Output = RESULTS,
+) -> None:
+    """A coordinator with many connections over TLS: memory, processor, delays, losses and joins."""
+    if losses >= workers:
+        raise typer.BadParameter(f"{losses}: of {workers} workers, one stays", param_hint="--losses")
+    choice = coordinator_sockets.Choice(
+        workers=workers, processes=processes, seconds=seconds, losses=losses, joins=joins, probes=probes, seed=seed
+    )
+    try:
+        _publish(coordinator_sockets.run(choice), output)
+    except TooFewFiles as error:
+        raise typer.BadParameter(str(error), param_hint="--workers") from error
+    except (StageFailed, LaunchError) as failure:
+        print(f"Not measured: {failure}")
+        raise typer.Exit(1) from failure
+
+
 @app.command("disturbed")
 def disturbed_command(
     rounds: Rounds = None,
@@ -311,6 +342,21 @@ def flips_command(
 ) -> None:
     """Bits that flip at drawn places and moments of small trainings: none may end in other weights."""
     _publish(flips.run(flips.Choice(40 if quick else number, seed)), output)
+
+
+@app.command("coordinator")
+def coordinator_command(
+    workers: Annotated[list[int] | None, typer.Option("--workers", "-n", min=1, help="repeat for more")] = None,
+    per_host: Annotated[int, typer.Option(min=1, help="workers of each host")] = 8,
+    probes: Annotated[bool, typer.Option("--probes", help="hosts probe each other, too")] = False,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """What the coordinator costs, by the number of workers: all of it but the sockets."""
+    sizes = tuple(workers or ((4, 16) if quick else coordinator.SIZES))
+    few = {"beats": 20, "losses": 1} if quick else {}
+    _publish(coordinator.run(coordinator.Choice(sizes, per_host, probes=probes, seed=seed, **few)), output)
 
 
 @app.command("sampling")

@@ -98,7 +98,7 @@ def _drawn(draw: random.Random) -> Flip:
         model=model,
         workers=workers,
         splits_update=splits,
-        is_elastic=not splits and draw.random() < 1 / 2,
+        is_elastic=draw.random() < 1 / 2,
         place=place,
         rank=draw.randrange(workers),
         step=draw.randrange(STEPS),
@@ -127,7 +127,7 @@ def counts(results: Sequence[Result]) -> Mapping[tuple[str, str], int]:
 def struck(one: Flip, serial: str, folder: Path) -> Result:
     """Strike a training, and say what came of it."""
     base = _trade(one.model, folder)
-    execution = replace(base.execution, shard_optimizer=one.splits_update)
+    execution = replace(base.execution, shard_optimizer=one.splits_update, is_elastic=one.is_elastic)
     trade = replace(
         base,
         workers=one.workers,

@@ -194,7 +194,7 @@ def train(trade: Trade, script: Callable[[Run], Any]) -> list[Any]:
 def run_of(trade: Trade, membership: Membership) -> Run:
     """The run of one worker."""
     folder, leave, closing = RunFolder(trade.folder), LeaveRequest(), ExitStack()
-    constraints = StrategyConstraints(trade.job.reduction, trade.execution.shard_optimizer)
+    constraints = StrategyConstraints(trade.job.reduction, trade.execution.shard_optimizer is True)
     config = RunConfig(
         trade.job,
         torch.device("cpu"),

@@ -1,18 +1,23 @@
 """A job that consists of the state machine alone: the test says what happens, and sees what is told to whom."""
 
+import json
 from collections.abc import Sequence
 from typing import Any, Self
 
+from simulation.checks import check_indexes
 from unisono.membership.agent_messages import AgentHello, FromAgent, WorkerEnded
 from unisono.membership.messages import Arrived, FromWorker, Message, NewGeneration, Ready, WorkerHello
 from unisono.membership.state import (
+    Action,
     AgentHeard,
+    Changed,
     ElasticConfig,
     Event,
     Forget,
     Hangup,
     Heard,
     Note,
+    Restarted,
     State,
     Tell,
     TellAgent,
@@ -20,6 +25,8 @@ from unisono.membership.state import (
     next_deadline,
     step,
 )
+from unisono.membership.state.roster import MintedGeneration
+from unisono.membership.state_entry import changes, merge, whole
 
 SHARDS = 8
 
@@ -34,10 +41,14 @@ class Job:
         self.notes: list[Note] = []
         self.forgotten: list[int | None] = []
         self.hung_up: list[str] = []
+        self._kept = whole(self.state)
 
     def happen(self, event: Event, after: float = 0.0) -> Self:
         self.now += after
+        before = self.state
         self.state, actions = step(self.state, event, self.now)
+        check_indexes(self.state)
+        self._keep(before, event, actions)
         self.told = []
         self.hung_up = []
         for action in actions:
@@ -51,6 +62,17 @@ class Job:
                 case Hangup(worker):
                     self.hung_up.append(worker)
         return self
+
+    def _keep(self, before: State, event: Event, actions: Sequence[Action]) -> None:
+        """What is written down of each event comes to the whole state."""
+        if isinstance(event, Restarted):
+            self._kept = whole(self.state)
+        for action in actions:
+            if isinstance(action, Changed):
+                merge(self._kept, json.loads(json.dumps(changes(before, self.state, action.rows))))
+                before = self.state
+        merge(self._kept, changes(before, self.state, {}))
+        assert self._kept == whole(self.state)
 
     def hear(self, worker: str, message: FromWorker) -> Self:
         return self.happen(Heard(worker, message))
@@ -107,11 +129,22 @@ class Job:
         """Who was told a message of this kind by the last event."""
         return [name for name, message in self.told if isinstance(message, kind)]
 
-    def new_generation(self) -> NewGeneration:
-        """The generation that the last event has formed."""
-        found = {message for _, message in self.told if isinstance(message, NewGeneration)}
-        assert len(found) == 1
-        return found.pop()
+    def new_generation(self) -> MintedGeneration:
+        """The generation that the last event has formed, of which all its workers were told."""
+        new = self.state.minted
+        assert new is not None
+        for name, message in self.told:
+            if isinstance(message, NewGeneration):
+                assert message.generation == new.generation
+                assert (message.bounds, message.source, message.loop) == (new.bounds, new.source, new.loop)
+                assert message.acts == [seat.acts for seat in new.roster]
+                assert message.joiners == {rank for rank, seat in enumerate(new.roster) if seat.joins}
+                assert name in {one.worker for one in message.here}
+                for one in message.here:
+                    seat = new.roster[one.rank]
+                    assert (one.worker, one.address) == (seat.worker, seat.address)
+        assert set(self.heard(NewGeneration)) == {seat.worker for seat in new.roster}
+        return new
 
     @property
     def roster(self) -> list[str]:

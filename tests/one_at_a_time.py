@@ -25,9 +25,8 @@ from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.plan.tree import Node
 from unisono.reduce.buckets import Bucket
-from unisono.reduce.host_memory import part_of
 from unisono.reduce.tally import Tally
-from unisono.reduce.transport import Transport
+from unisono.reduce.transport import SharedFlats, Transport
 from unisono.testing.fault import listening
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers
@@ -146,9 +145,12 @@ class World:
     Attributes:
         starts: how often the job was started: anew when nobody was left who had its state.
         struck: how many blows have fallen.
+        shards: of a batch of the job.
         points: that each worker has passed since the newest blow.
         replaced: names of workers that leave when the next generation is formed.
     """
+
+    shards = 4
 
     def __init__(self, script: Script, workers: int, joiners: int = 0, blows: Sequence[Blow] = ()) -> None:
         self.starts, self.struck = 0, 0
@@ -454,12 +456,10 @@ class SimulatedMembership(Membership):
     def _enter_generation(self, transfer: StateTransfer) -> StateTransfer:
         group = self.worker.group
         assert group is not None
-        split = Split.even(self.shards, len(group.names))
+        split = Split.even(self.world.shards, len(group.names))
         rank = list(group.names).index(self.worker.name)
         self._workers = Workers(Generation(group.number, rank, split), SimulatedTransport(self.world, rank, split))
         return transfer
-
-    shards = 4
 
 
 class SimulatedTransport(Transport):
@@ -491,12 +491,14 @@ class SimulatedTransport(Transport):
             tally.keep(total, 0)
         return total
 
-    def share(self, buckets: Sequence[Bucket]) -> tuple[Tensor, ...]:
+    def share(self, buckets: Sequence[Bucket]) -> SharedFlats:
         flats: tuple[Tensor, ...] = self._world.call("share", tuple(bucket.allocate() for bucket in buckets), 0)[0]
-        return flats
+        mine = tuple(flat.data for flat in flats)  # processes do not count each other's writes
+        return SharedFlats(mine, mine, None)
 
-    def part(self, numel: int) -> range:
-        return part_of(numel, self.rank, self.world_size)
+    @property
+    def seat(self) -> tuple[int, int]:
+        return self.rank, self.world_size
 
     def reduce_native(self, total: Tensor) -> Tensor:
         raise NotImplementedError

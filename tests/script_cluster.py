@@ -195,10 +195,6 @@ class ScriptMembership(SimulatedMembership):
 
     world: ScriptWorld
 
-    def __init__(self, world: ScriptWorld, worker: Worker, *, joins: bool) -> None:
-        self.shards = world.shards
-        super().__init__(world, worker, joins=joins)
-
     def resize(self, workers: int) -> None:
         self.world.resize(workers)
 
@@ -245,7 +241,7 @@ class WorkerThread(HostProcess):
 
     def note_run(self, run: Run) -> None:
         """It is closed when the script ends."""
-        assert run.job.shards == self._place.shards
+        assert run.job.shards == self._place.world.shards
         run.on("step_begins", self._place.world.step_begins)
         self.run = run
 

@@ -26,10 +26,8 @@ from unisono.train.model.tensors import digest_tensors
 from unisono.train.run import Run
 from unisono.train.step.step import Step
 
-SHARDS = SimulatedMembership.shards
 STEPS = 4
-JOB = Job.create(batch_size=8, shards=SHARDS)
-SAMPLES = torch.linspace(-2, 2, STEPS * JOB.batch_size * 4).sin().view(-1, 4)
+JOB = Job.create(batch_size=8, shards=World.shards)
 
 Fault = FlipBit | WrongResult
 
@@ -59,6 +57,11 @@ def wrong(worker: str, step: int) -> Trouble:
     return Trouble(worker, step, WrongResult(rank=0, at_step=step, bit=22))
 
 
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    """What trains by default."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 @dataclass(frozen=True)
 class Play:
     """A job, and what befalls it besides blows.
@@ -71,6 +74,9 @@ class Play:
         strategy: by which the workers synchronise.
         is_elastic: whether the others go on when one is lost.
         troubles: faults that strike without a blow.
+        joiners: how many workers come later.
+        job: the job.
+        optimizer: makes the optimizer of these parameters.
     """
 
     workers: int
@@ -80,6 +86,9 @@ class Play:
     strategy: str = "all-reduce"
     is_elastic: bool = True
     troubles: tuple[Trouble, ...] = ()
+    joiners: int = 0
+    job: Job = JOB
+    optimizer: Callable[[Any], torch.optim.Optimizer] = momentum
 
 
 @dataclass
@@ -103,7 +112,7 @@ def act_out(pool: ThreadPoolExecutor, play: Play, *blows: Blow) -> Outcome:
     """Run a job to its end."""
     number = sum(1 for _ in play.folder.iterdir()) if play.folder.exists() else 0
     folder, done, found = play.folder / str(number), set[Trouble](), dict[str, str]()
-    trade = Trade(JOB, play.workers, folder, play.execution, play.verify_every, strategy=play.strategy)
+    trade = Trade(play.job, play.workers, folder, play.execution, play.verify_every, strategy=play.strategy)
     folder.mkdir(parents=True)
 
     def script(membership: SimulatedMembership) -> None:
@@ -111,7 +120,7 @@ def act_out(pool: ThreadPoolExecutor, play: Play, *blows: Blow) -> Outcome:
         mine = [one for one in play.troubles if one.worker == name]
         try:
             with run_of(trade, membership) as run:
-                found[name] = trained(run, partial(befall, membership, mine))
+                found[name] = trained(run, partial(befall, membership, mine), play.optimizer)
         except WorkerLost as lost:
             if play.is_elastic:
                 raise
@@ -124,7 +133,8 @@ def act_out(pool: ThreadPoolExecutor, play: Play, *blows: Blow) -> Outcome:
                 done.add(trouble)
                 inject(trouble.fault, run)
 
-    outcome = Outcome(world := World(script, play.workers, 0, blows), found)
+    outcome = Outcome(world := World(script, play.workers, play.joiners, blows), found)
+    world.shards = play.job.shards
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnisonoWarning)
         warnings.simplefilter("ignore", UserWarning)  # torch's, of a scheduler's step after a call that did not count
@@ -135,21 +145,26 @@ def act_out(pool: ThreadPoolExecutor, play: Play, *blows: Blow) -> Outcome:
     return outcome
 
 
-def trained(run: Run, told: Callable[[Run, Step], None]) -> str:
+def trained(
+    run: Run, told: Callable[[Run, Step], None], make: Callable[[Any], torch.optim.Optimizer] = momentum
+) -> str:
     """The script: a digest of all that its training has made."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = make(model.parameters())
     run.prepare(model, optimizer)
     scheduler = run.register("scheduler", torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7))
     run.on("step_begins", told)
-    for step in run.steps(TensorDataset(SAMPLES), epochs=1, shuffle=False):
+    samples = torch.linspace(-2, 2, STEPS * run.job.batch_size * 4).sin().view(-1, 4)
+    for step in run.steps(TensorDataset(samples), epochs=1, shuffle=False):
         step.run(loss)
         scheduler.step()
     weights = run.finish()
-    kept = {str(n): state["momentum_buffer"] for n, state in optimizer.state_dict()["state"].items()}
+    kept = {
+        f"{n} {name}": state[name] for n, state in optimizer.state_dict()["state"].items() for name in sorted(state)
+    }
     return f"{weights} {digest_tensors(kept)} {optimizer.param_groups[0]['lr']}"
 
 

@@ -24,7 +24,7 @@ from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Trained
 
 STEPS = 2
-SHARDS = SimulatedMembership.shards
+SHARDS = World.shards
 INPUTS = torch.linspace(-1, 1, 2 * SHARDS).view(SHARDS, 2)
 
 

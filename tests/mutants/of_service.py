@@ -4,6 +4,7 @@ from mutants.mutant import LINE, PUBLISHED, SERVICE, STORE, Mutant
 
 COORDINATOR = "membership/coordinator.py"
 STATE_LOG = "membership/state_log.py"
+STATE_ENTRY = "membership/state_entry.py"
 JSON_LINES = "jsonl.py"
 KEYVALUE = "membership/keyvalue.py"
 CONVERSATION = "membership/connection.py"
@@ -149,5 +150,26 @@ MUTANTS = (
         "        self._checks = False\n        return self._tells\n",
         "        self._let_go(request.keys)\n        return self._tells\n",
         PUBLISHED,
+    ),
+    Mutant(
+        "what did not fit on the disk is not written again",
+        COORDINATOR,
+        "        self._kept = self.state if kept else None\n",
+        "        self._kept = self.state\n",
+        SERVICE,
+    ),
+    Mutant(
+        "lines that are missing are not missed",
+        COORDINATOR,
+        "                elif _number(entry) != _number(newest) + 1:\n",
+        "                elif False:\n",
+        SERVICE,
+    ),
+    Mutant(
+        "rows that are gone stay in what is written down",
+        STATE_ENTRY,
+        "                table.pop(each, None)\n",
+        "                pass\n",
+        SERVICE,
     ),
 )

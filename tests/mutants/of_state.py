@@ -10,6 +10,9 @@ ARRIVAL = "membership/state/arrival.py"
 BALANCE = "membership/state/arrival.py"
 EXCLUSION = "membership/state/arrival.py"
 REACH = "membership/state/reach.py"
+TABLE = "membership/state/table.py"
+ROSTER = "membership/state/roster.py"
+ROSTERS = ("tests/unit/test_roster.py", *STATE)
 
 MUTANTS = (
     # -- generations
@@ -70,32 +73,33 @@ MUTANTS = (
     Mutant(
         "the next generation is formed before all members have arrived",
         TRANSITIONS,
-        'if current is None or any(member.phase != "arrived" or not member.signs.connected for member in members):',
-        'if current is None or all(member.phase != "arrived" or not member.signs.connected for member in members):',
+        'if current is None or workers.number(("working",)) or workers.number(',
+        'if current is None or not workers.number(("arrived",)) or workers.number(',
     ),
     Mutant(
         "a generation is formed with a member that has no connection",
         TRANSITIONS,
-        'any(member.phase != "arrived" or not member.signs.connected for member in members)',
-        'any(member.phase != "arrived" for member in members)',
+        ' or workers.number(("arrived",), connected=False):',
+        ":",
     ),
     Mutant(
         "the only ones that hold the weights leave before somebody else has them",
         TRANSITIONS,
-        "    if not any(member in holders for member in staying):\n",
+        "    if not any(member.id in holding for member in staying):\n",
         "    if not staying:\n",
     ),
     Mutant(
         "the first generation does not wait for those that were asked for",
         TRANSITIONS,
-        "if len(ready) >= needed and len(ready) == len(state.candidates):",
-        "if len(ready) >= needed:",
+        '    all_ready = state.workers.number(("ready",), connected=True) == candidates\n'
+        "    if candidates >= needed and all_ready and len(_ready(state)) == candidates:\n",
+        "    if len(_ready(state)) >= needed:\n",
     ),
     Mutant(
         "the first generation is formed with fewer workers than are needed",
         TRANSITIONS,
-        "if len(ready) >= needed and len(ready) == len(state.candidates):",
-        "if ready and len(ready) == len(state.candidates):",
+        "if candidates >= needed and all_ready and",
+        "if candidates and all_ready and",
     ),
     Mutant(
         "there are more members than were asked for",
@@ -149,7 +153,7 @@ MUTANTS = (
     Mutant(
         "members wait for one that has left before it had formed the generation",
         EVENTS,
-        "    if not message.at_boundary or worker.id not in update.state.formed:\n",
+        "    if not message.at_boundary or not update.state.has_formed(worker):\n",
         "    if not message.at_boundary:\n",
     ),
     Mutant(
@@ -185,7 +189,7 @@ MUTANTS = (
     Mutant(
         "a joiner that was taken in, and fails before it has the weights, ends the job",
         EVENTS,
-        "    return seat.joins and worker.id not in state.formed\n",
+        "    return seat.joins and not state.has_formed(worker)\n",
         "    return False\n",
     ),
     Mutant(
@@ -204,8 +208,8 @@ MUTANTS = (
     Mutant(
         "workers count as connected to a coordinator that has just started",
         EVENTS,
-        "workers={worker.id: replace(worker, signs=signs, unformed=0) for",
-        "workers={worker.id: replace(worker, signs=replace(signs, connected=worker.signs.connected), unformed=0) for",
+        "lambda worker: replace(worker, signs=signs, unformed=0)",
+        "lambda worker: replace(worker, signs=replace(signs, connected=worker.signs.connected), unformed=0)",
     ),
     Mutant(
         "a coordinator that was killed before it forgot values never forgets them",
@@ -248,21 +252,21 @@ MUTANTS = (
     Mutant(
         "members are not told of a loss",
         STATE_UPDATE,
-        "                self.tell(member, Lost(generation=self.state.generation, workers=(worker.id,)))\n",
-        "                pass\n",
+        "        self._tell_working(Lost(generation=self.state.generation, workers=(worker.id,)))\n",
+        "        pass\n",
     ),
     Mutant(
         "members are not told that a generation is due",
         STATE_UPDATE,
-        "                self.tell(member, RegroupDue(generation=self.state.generation))\n",
-        "                pass\n",
+        "        self._tell_working(RegroupDue(generation=self.state.generation))\n",
+        "        pass\n",
     ),
     # -- time
     Mutant(
         "signs of life do not renew a member's deadline",
         EVENTS,
-        "    worker = update.put(worker, signs=replace(worker.signs, at=update.now))\n",
-        "",
+        "    silent, worker = worker, replace(worker, signs=replace(worker.signs, at=update.now))\n",
+        "    silent = worker\n",
     ),
     Mutant(
         "a member that goes on giving signs of life need never arrive",
@@ -273,8 +277,8 @@ MUTANTS = (
     Mutant(
         "those who are ready wait for ever for one that never comes, as they give signs of life",
         DEADLINE,
-        "waiting = [other.signs.since for other in",
-        "waiting = [other.signs.at for other in",
+        "return min((worker.signs.since for worker in",
+        "return min((worker.signs.at for worker in",
     ),
     Mutant(
         "a coordinator that was held up takes everybody for lost",
@@ -291,27 +295,27 @@ MUTANTS = (
     Mutant(
         "a main thread that hangs in a collective call is never given up",
         DEADLINE,
-        'return pulse.doing == "call" or any(',
-        "return any(",
+        'return pulse.doing == "call" or state.workers',
+        "return state.workers",
     ),
     # -- who comes and goes
     Mutant(
         "members stop again for a better split before they know how fast they are with this one",
-        BALANCE,
-        "if current is None or state.now < state.minted_at + SETTLED_S or len(members) < len(current.roster):",
-        "if current is None or len(members) < len(current.roster):",
+        TRANSITIONS,
+        "    if update.now < update.state.judged_at + SETTLED_S:",
+        "    if update.now < update.state.judged_at:",
     ),
     Mutant(
         "the longest ready candidate is dismissed instead of the newest",
         TRANSITIONS,
-        "for worker in update.state.candidates[::-1][:surplus]:",
-        "for worker in update.state.candidates[:surplus]:",
+        "for worker in update.state.candidates[::-1][:surplus] if",
+        "for worker in update.state.candidates[:surplus] if",
     ),
     Mutant(
         "a worker that cannot be replaced for want of restarts is replaced",
         TRANSITIONS,
-        "missing = state.size - state.unreplaced - len(state.staying)",
-        "missing = state.size - len(state.staying)",
+        "missing = state.size - state.unreplaced - state.staying",
+        "missing = state.size - state.staying",
     ),
     Mutant(
         "a joiner without the weights is told to write them",
@@ -329,8 +333,8 @@ MUTANTS = (
     Mutant(
         "hosts that cannot be reached stay in",
         REACH,
-        "    _leave_out(update)\n    for agent",
-        "    for agent",
+        "        _leave_out(update)\n",
+        "",
         ("tests/unit/test_membership_reach.py", *STATE),
     ),
     Mutant(
@@ -349,7 +353,80 @@ MUTANTS = (
     Mutant(
         "the job is done while members are still on the way",
         TRANSITIONS,
-        "    if not finished or update.state.members:\n",
-        "    if not finished:\n",
+        '    if not update.state.workers.number(("finished",)) or update.state.workers.number(MEMBER):\n',
+        '    if not update.state.workers.number(("finished",)):\n',
+    ),
+    # -- what stands beside the values
+    Mutant(
+        "a row keeps the marks that it had",
+        TABLE,
+        "                    rest = self._marked[mark].remove(before.id)\n",
+        "                    rest = self._marked[mark]\n",
+    ),
+    Mutant(
+        "a row that comes weighs, and one that goes weighs still",
+        TABLE,
+        "            self.weight -= self.weigh(before)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a worker that is gone keeps its agent's room",
+        STATE_UPDATE,
+        "self.put_agent(agent, started=agent.started - 1)",
+        "self.put_agent(agent, started=agent.started)",
+    ),
+    Mutant(
+        "what comes to be known of hosts leaves them untried",
+        REACH,
+        " - was.misses(one, other)",
+        "",
+        ("tests/unit/test_membership_reach.py", *STATE),
+    ),
+    Mutant(
+        "hosts whose workers come or go by a rule are not looked at again",
+        TRANSITIONS,
+        "for rule in (*reach, *form, keep_in_reach):",
+        "for rule in (*reach, *form):",
+        ("tests/unit/test_membership_reach.py", *STATE),
+    ),
+    Mutant(
+        "the first tick is the last",
+        TRANSITIONS,
+        "if update.state.tick_at is None or isinstance(event, Tick | Restarted):",
+        "if update.state.tick_at is None:",
+    ),
+    Mutant(
+        "a worker that hangs is noticed only if others wait for it when it speaks",
+        TRANSITIONS,
+        "news = state.members if begins else",
+        "news =",
+    ),
+    Mutant(
+        "what changes of a worker is not written down",
+        STATE_UPDATE,
+        "        if _is_to_keep(before, worker, fields.keys()):\n",
+        "        if False:\n",
+    ),
+    # -- rosters
+    Mutant(
+        "a joiner is told of new hosts alone",
+        ROSTER,
+        "and seat.worker in spoke and seat.worker in survivors:",
+        "and seat.worker not in spoke:",
+        ROSTERS,
+    ),
+    Mutant(
+        "hosts that are gone are probed for ever",
+        ROSTER,
+        "gone = tuple(agent for agent in knew if agent not in hosts)",
+        "gone = ()",
+        ROSTERS,
+    ),
+    Mutant(
+        "workers with other shards are told of as if they had as many",
+        ROSTER,
+        "    return stop - start, seat.acts, seat.joins\n",
+        "    return 1, seat.acts, seat.joins\n",
+        ROSTERS,
     ),
 )

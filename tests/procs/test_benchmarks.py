@@ -135,3 +135,16 @@ def test_the_benchmarks_of_elastic_jobs_find_something(name: str, options: list[
         assert found["found"]["left"] == []
         done_to_it = found["found"]["done"]
         assert done_to_it.get("kill oldest", 0) + done_to_it.get("kill coordinator", 0) >= 1
+
+
+def test_the_sockets_benchmark_loses_workers_and_lets_others_join_over_tls(tmp_path: Path) -> None:
+    few = ["--workers=16", "--processes=2", "--seconds=1", "--losses=2", "--joins=2"]
+    benchmark("coordinator-sockets", *few, f"--output={tmp_path}")
+    found = json.loads((tmp_path / "coordinator-sockets.json").read_text())["found"]
+    assert (len(found["losses"]), len(found["joins"]), found["retries"]) == (2, 2, 0)
+    for change in (found["start"], *found["losses"], *found["joins"]):
+        assert 0 < change["roster_s"] < change["formed_s"]
+        assert change["sent"] > 16 * 14  # each of 14 members or more has a roster of them all
+    assert found["alone"]["memory"] < found["calm"][1]["memory"]
+    assert found["delays"]
+    assert 0 < found["share"] < 1

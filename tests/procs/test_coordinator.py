@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import psutil
 import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
@@ -32,12 +33,14 @@ from unisono.membership.messages import (
     Welcome,
     WorkerHello,
 )
-from unisono.membership.token import read_token, token_file
+from unisono.membership.token import context_for, read_token, token_file
 
 pytestmark = pytest.mark.procs
 
 PATIENCE_S = 30.0
 MODULE = "unisono.membership.server"
+MIB = 2**20
+CONNECTIONS = 64
 
 
 class Coordinator:
@@ -214,8 +217,11 @@ def test_what_cannot_work_is_refused_with_the_reason(tmp_path: Path, options: li
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
-def test_over_tls_a_worker_trusts_the_certificate_that_it_was_given(tmp_path: Path) -> None:
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[Coordinator]:
+    """Over TLS, with ``cert.pem`` in its folder."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make a certificate")
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
     make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", *subject]
@@ -223,11 +229,32 @@ def test_over_tls_a_worker_trusts_the_certificate_that_it_was_given(tmp_path: Pa
     coordinator = Coordinator(tmp_path, "--tls-cert", str(certificate), "--tls-key", str(key))
     coordinator.start()
     with closing(coordinator.listening):
-        assert coordinator.url.startswith("https://127.0.0.1:")
-        told: SimpleQueue[ToWorker] = SimpleQueue()
-        with closing(open_line(coordinator, "w77", told, certificates=certificate)):
-            assert told.get(timeout=PATIENCE_S).kind == "refused"  # by name: it was heard
-        with pytest.raises(LaunchError, match="certificate"):
-            hello = WorkerHello(worker="w77", host="here", pid=1, shards=1)
-            Line.open(coordinator.url, coordinator.token, hello, told.put, 1.0)
+        yield coordinator
         coordinator.end()
+
+
+def test_over_tls_a_worker_trusts_the_certificate_that_it_was_given(secured: Coordinator) -> None:
+    assert secured.url.startswith("https://127.0.0.1:")
+    told: SimpleQueue[ToWorker] = SimpleQueue()
+    with closing(open_line(secured, "w77", told, certificates=secured.folder / "cert.pem")):
+        assert told.get(timeout=PATIENCE_S).kind == "refused"  # by name: it was heard
+    with pytest.raises(LaunchError, match="certificate"):
+        hello = WorkerHello(worker="w77", host="here", pid=1, shards=1)
+        Line.open(secured.url, secured.token, hello, told.put, 1.0)
+
+
+def test_a_connection_over_tls_takes_less_than_a_fifth_of_a_mebibyte(secured: Coordinator) -> None:
+    assert secured.process is not None
+    process, context = psutil.Process(secured.process.pid), context_for(secured.url, secured.folder / "cert.pem")
+    assert context is not None
+
+    def dial(opened: ExitStack) -> None:
+        plain = opened.enter_context(socket.create_connection(secured.listening.getsockname()))
+        opened.enter_context(context.wrap_socket(plain, server_hostname="127.0.0.1"))
+
+    with ExitStack() as opened:
+        dial(opened)  # what all share is there now
+        before = process.memory_info().rss
+        for _ in range(CONNECTIONS):
+            dial(opened)
+        assert process.memory_info().rss - before < CONNECTIONS * MIB / 5

@@ -33,6 +33,22 @@ def test_killing_all_but_one_worker_anywhere_in_a_step_changes_no_bit(
     assert training.said == serial.said
 
 
+def test_killing_workers_in_the_middle_of_an_update_that_they_split_changes_no_bit(
+    serial: Trained, started: list[Training], tmp_path: Path
+) -> None:
+    places = ["piece kept", "piece begun", "piece updated", "piece done"]
+    faults = [{"place": place, "step": 2 + 5 * number, "rank": number % 2} for number, place in enumerate(places)]
+    faults.append({"place": "update left alone", "step": 12, "rank": 1})  # who finishes the update after the third
+    options = ("-n", "7", "--max-restarts", "9")
+    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0", UNISONO_SHARD_OPTIMIZER="auto"))
+    training = started[0]
+    assert training.end() == serial.end()
+    assert len(training.journal("lost")) == len(faults)
+    assert len(training.journal("memory shared")) > len(places)
+    assert training.steps == serial.steps
+    assert training.said == serial.said
+
+
 def test_growing_and_shrinking_changes_no_bit(long: Trained, started: list[Training], tmp_path: Path) -> None:
     started.append(Training(tmp_path / "run", "-n", "1:3", EPOCHS="12", PACE_S="0.02"))
     training = started[0]

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 from simulation.settings import SHARDS
 from unisono.jsonl import read_lines
 from unisono.membership import state as machine
-from unisono.membership.messages import NewGeneration
+from unisono.membership.state.reach import Reach
+from unisono.membership.state.rows import Phase
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from simulation.world import World
+    from unisono.membership.state.roster import MintedGeneration
+    from unisono.membership.state.table import Table
+
+PHASES = get_args(Phase)
 
 
 def check(world: World, before: machine.State, after: machine.State) -> None:
     """What the coordinator has decided makes sense in this world."""
     assert after.generation >= before.generation
+    check_indexes(after)
     for member in after.members:
         assert (member.phase == "arrived") == (member.arrived is not None)
     for agent in after.agents.values():
@@ -24,11 +32,31 @@ def check(world: World, before: machine.State, after: machine.State) -> None:
         assert len(mine) <= max(agent.workers, len([w for w in before.workers.values() if w.agent == agent.id]))
     if after.generation > before.generation and after.minted is not None:
         assert after.generation == before.generation + 1
+        world.minted[after.generation] = after.minted
         _check_minted(world, before, after.minted)
         _check_progress(world, before, after.minted)
 
 
-def _check_progress(world: World, before: machine.State, minted: NewGeneration) -> None:
+def check_indexes(state: machine.State) -> None:
+    """What stands beside the rows is what one finds by looking at all of them."""
+    tables: list[Table[Any]] = [state.workers, state.agents, state.links]
+    for table in tables:
+        assert table.weight == sum(map(table.weigh, table.values()))
+        found: dict[Hashable, set[str]] = {}
+        for row in table.values():
+            for mark in table.marks(row):
+                found.setdefault(mark, set()).add(row.id)
+        for mark, ids in found.items():
+            assert {row.id for row in table.marked(mark)} == ids
+            assert table.count(mark) == len(ids)
+    assert state.workers.number(PHASES) == len(state.workers)
+    reach = Reach(state)
+    for agent in state.agents.values():
+        assert agent.started == len([worker for worker in state.workers.values() if worker.agent == agent.id])
+        assert agent.missing == sum(reach.misses(agent.id, other) for other in state.agents if other != agent.id)
+
+
+def _check_progress(world: World, before: machine.State, minted: MintedGeneration) -> None:
     """What has failed with all alive is not tried for ever."""
     last = world.groups.get(before.generation)
     failed = last is not None and last.connected != last.names == {seat.worker for seat in minted.roster}
@@ -36,7 +64,7 @@ def _check_progress(world: World, before: machine.State, minted: NewGeneration) 
     assert world.repeated <= 2, "the same workers fail to form a generation again and again"
 
 
-def _check_minted(world: World, before: machine.State, minted: NewGeneration) -> None:
+def _check_minted(world: World, before: machine.State, minted: MintedGeneration) -> None:
     names = [seat.worker for seat in minted.roster]
     assert len(set(names)) == len(names) <= SHARDS
     assert minted.bounds[0] == 0

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from unisono.membership.messages import NewGeneration
-
 if TYPE_CHECKING:
     from simulation.script import Life
     from simulation.training import Training
     from simulation.world import World
+    from unisono.membership.messages import NewGeneration
+    from unisono.membership.state.roster import MintedGeneration
 
 Key = tuple[str, int]
 """Which collective call of a generation."""
@@ -34,7 +34,8 @@ class Group:
     """What the members of a generation have between them: the transport."""
 
     world: World
-    minted: NewGeneration
+    minted: MintedGeneration
+    told: NewGeneration
     life: Life
     begins: bool  # a first generation: from the newest checkpoint
     calls: dict[Key, Call] = field(default_factory=dict)

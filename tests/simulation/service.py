@@ -34,7 +34,7 @@ class FragileStateLog(StateLog):
         self._file = path
         self._burn = burn
 
-    def append(self, entry: Mapping[str, Any], *, durable: bool = False) -> None:
+    def append(self, entry: Mapping[str, Any], *, durable: bool = False) -> bool:
         self._burn()
         try:
             self._burn()
@@ -42,8 +42,9 @@ class FragileStateLog(StateLog):
             with self._file.open("ab") as file:
                 file.write(b'{"now": 1.0, "sta')
             raise
-        super().append(entry)  # nothing here ends a machine, so the disk is not waited for
+        kept = super().append(entry)  # nothing here ends a machine, so the disk is not waited for
         self._burn()
+        return kept
 
 
 class Service:

@@ -165,8 +165,8 @@ class Training:
         if group.begins and not self.holds:
             self.acts, self.steps, self.holds = 0, group.life.steps, True
         elif self.holds:
-            seat = next(seat for seat in message.roster if seat.worker == self.name)
-            assert seat.acts == self.acts
+            rank = next(one.rank for one in message.here if one.worker == self.name)
+            assert message.acts[rank] == self.acts
         self._meet(group)
 
     def _meet(self, group: Group) -> None:
@@ -198,7 +198,7 @@ class Training:
 
     def _hand_over(self, group: Group, stage: int) -> None:
         """The next collective of the hand-over."""
-        behind = transfer_in(group.minted, {}).behind
+        behind = transfer_in(group.told, {}).behind
         if stage < len(HAND_OVER) and behind:
             gives = self.name == group.source
             self._call("hand over", stage, (self.acts, self.steps) if gives else None, source=group.source)
@@ -210,7 +210,7 @@ class Training:
             self._told = told
         assert told == self._told, "the source has changed within the hand-over"
         rank = group.rank(self.name)
-        if stage + 1 == len(HAND_OVER) and rank in transfer_in(group.minted, {}).behind:
+        if stage + 1 == len(HAND_OVER) and rank in transfer_in(group.told, {}).behind:
             self._take_over(group, *told)
         self._hand_over(group, stage + 1)
 

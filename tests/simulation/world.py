@@ -16,6 +16,7 @@ from simulation.service import Service
 from simulation.settings import FAULTS_END_S, OVER_BY_S, TIMEOUT_S
 from unisono.membership import state as machine
 from unisono.membership.messages import JobOver, NewGeneration
+from unisono.membership.state.roster import MintedGeneration
 
 
 class World:
@@ -32,6 +33,7 @@ class World:
         self.lives: list[Life] = []
         self.repeated = 0  # how often in a row the same workers were to form a generation, and did not
         self.groups: dict[int, Group] = {}
+        self.minted: dict[int, MintedGeneration] = {}
         self.agents: list[Host] = []
         self.workers: dict[str, Process] = {}
         smallest = self.chance.randint(1, 3)
@@ -79,16 +81,19 @@ class World:
         """The newest."""
         return self.lives[-1]
 
-    def group_of(self, minted: NewGeneration) -> Group:
+    def group_of(self, told: NewGeneration) -> Group:
         """The members of a generation. One number is one roster, whoever is told of it and however often."""
+        minted = self.minted[told.generation]
+        assert told.acts == [seat.acts for seat in minted.roster]
+        assert told.joiners == {rank for rank, seat in enumerate(minted.roster) if seat.joins}
+        assert (told.bounds, told.source, told.loop) == (minted.bounds, minted.source, minted.loop)
+        assert all(minted.roster[one.rank].worker == one.worker for one in told.here)
         if minted.generation not in self.groups:
             begins = minted.loop is None
             if begins:
                 self.lives.append(Life(len(self.lives), self.script.acts(self.checkpoint), self.checkpoint))
-            self.groups[minted.generation] = Group(self, minted, self.life, begins)
-        group = self.groups[minted.generation]
-        assert group.minted == minted, "one number, two rosters"
-        return group
+            self.groups[minted.generation] = Group(self, minted, told, self.life, begins)
+        return self.groups[minted.generation]
 
     # -- faults
 

@@ -13,7 +13,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import accuracy, adaptive, growth, network, pairs, recovery, shards, soak, stale, strategies, topologies
+from benchmarks import (
+    accuracy,
+    adaptive,
+    coordinator,
+    coordinator_sockets,
+    growth,
+    network,
+    pairs,
+    recovery,
+    shards,
+    soak,
+    stale,
+    strategies,
+    topologies,
+)
 from benchmarks.contenders import Contender, everybody
 from benchmarks.contenders.loop import batches
 from benchmarks.crew import Crew, Host, cleaned
@@ -24,6 +38,7 @@ from benchmarks.figures import Ratio, bootstrap, difference, mean_of_workers, sl
 from benchmarks.harness import Measured, interleaved
 from benchmarks.link import Cable, End, joined, obstacle
 from benchmarks.noise import Noise
+from benchmarks.open_files import TooFewFiles, allow_files
 from benchmarks.place import Place
 from benchmarks.programs.exchange import calls_for, store_of, traffic
 from benchmarks.programs.exercises import Traffic
@@ -561,3 +576,33 @@ def test_workers_in_turns_have_gradients_as_stale_as_there_are_others() -> None:
         "plain, staleness 16",
         "staleness-aware, staleness 16",
     ]
+
+
+# -- the coordinator --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_sent_and_kept_grows_with_the_number_of_workers_and_not_with_its_square() -> None:
+    choice = coordinator.Choice(beats=1, losses=1)
+    few, many = (coordinator.measured(workers, choice) for workers in (16, 64))
+    for name in ("start", "regroup", "join"):
+        for of_many, of_few in zip(many[name].sent + many[name].kept, few[name].sent + few[name].kept, strict=True):
+            assert of_many < 4.5 * of_few, name
+    assert many["beats"].sent == many["beats"].kept == [0]
+
+
+# -- the coordinator's sockets ----------------------------------------------------------------------------------------
+
+
+def test_every_worker_has_a_place_in_one_crowd_and_there_is_room_for_all_that_join() -> None:
+    for workers, processes in ((1, 4), (16, 2), (1024, 4), (1021, 3)):
+        choice = coordinator_sockets.Choice(workers=workers, processes=processes, joins=5)
+        rooms = [room for crowd in choice.crowds for room in crowd.values()]
+        assert len(choice.crowds) == processes
+        assert len(rooms) == len({name for crowd in choice.crowds for name in crowd}) == choice.agents
+        assert sum(rooms) >= choice.largest
+
+
+def test_a_system_that_allows_too_few_files_is_told_what_to_do() -> None:
+    with pytest.raises(TooFewFiles, match="1300 open files, and this system allows 1024: raise the hard limit"):
+        allow_files(1300, (1024, 1024))
+    allow_files(1300, (4096, 4096))

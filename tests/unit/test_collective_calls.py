@@ -7,7 +7,7 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
-from unisono.membership.messages import NewGeneration, Seat
+from unisono.membership.messages import NewGeneration, Ranks
 from unisono.train.group.collectives import Change, CollectiveCalls, Stateless
 from unisono.train.group.elastic import transfer_in
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
@@ -194,12 +194,12 @@ def test_a_joiner_publishes_nothing_of_what_it_skips() -> None:
 
 
 def test_a_new_generation_says_who_gives_what_to_whom() -> None:
-    seats = (
-        Seat(worker="w1", host="h", acts=4),
-        Seat(worker="w2", host="h", acts=5),
-        Seat(worker="w3", host="h", joins=True),
+    ranks = (
+        Ranks(workers=1, shards=1, acts=4),
+        Ranks(workers=1, shards=1, acts=5),
+        Ranks(workers=1, shards=1, joins=True),
     )
-    transfer = transfer_in(NewGeneration(generation=2, roster=seats, bounds=(0, 1, 2, 3), source=1), {})
+    transfer = transfer_in(NewGeneration(generation=2, ranks=ranks, source=1), {})
     assert (transfer.source, transfer.behind) == (1, frozenset((0, 2)))
     assert StateTransfer(0, [0, 0], frozenset([1]), {}).behind == {1}, "a joiner is behind though nothing is done yet"
 

@@ -155,6 +155,19 @@ def test_whoever_compares_bits_rules_out_strategies_that_do_not_promise_them(tol
     assert not configured().adaptation.constraints.compares_bits
 
 
+def test_an_update_is_split_among_workers_that_come_and_go_as_well() -> None:
+    execution = configured(ELASTIC, shard_optimizer=True).execution
+    assert (execution.shard_optimizer, execution.is_elastic) == (True, True)
+    assert not configured(shard_optimizer=True).execution.is_elastic
+
+
+def test_updates_may_be_split_wherever_that_can_be_without_a_strategy_being_ruled_out() -> None:
+    for found in (configured({"UNISONO_SHARD_OPTIMIZER": "auto"}), configured(shard_optimizer="auto")):
+        assert found.execution.shard_optimizer == "auto"
+        assert not found.adaptation.constraints.splits_update
+    assert configured({"UNISONO_SHARD_OPTIMIZER": "auto"}, shard_optimizer=False).execution.shard_optimizer is False
+
+
 def test_under_verify_optimizers_update_whole_tensors() -> None:
     assert configured(shard_optimizer=True).adaptation.constraints.splits_update
     assert not configured({"UNISONO_TRACE": "/trace"}, shard_optimizer=True).execution.shard_optimizer
@@ -187,12 +200,12 @@ def test_workers_beyond_the_number_of_gpus_share_them_and_choosing_one_changes_n
         ({}, {"monitor": -1}, "monitor=-1: use a number of steps, or 0 to watch none"),
         ({}, {"run_dir": ""}, 'run_dir="" names no folder'),
         ({}, {"device": "gpu"}, "device='gpu': "),
-        (ELASTIC, {"shard_optimizer": True}, "shard_optimizer=True leaves half updated weights behind"),
         ({"UNISONO_SHARDS": "many"}, {"shards": 2}, "UNISONO_SHARDS='many' in the environment: needs a whole number"),
         ({"UNISONO_BATCH_SCALE": "0"}, {}, "UNISONO_BATCH_SCALE='0' in the environment: needs a whole number of at "),
         ({"UNISONO_STOP_AFTER": "-1"}, {}, "UNISONO_STOP_AFTER='-1' in the environment: needs a whole number of at "),
         ({"UNISONO_OVERLAP": "yes"}, {"overlap": True}, "UNISONO_OVERLAP='yes' in the environment: use 0 or 1"),
         ({"UNISONO_STUDY": "yes"}, {"run_dir": "own"}, "UNISONO_STUDY='yes' in the environment: use 0 or 1"),
+        ({"UNISONO_SHARD_OPTIMIZER": "yes"}, {}, "UNISONO_SHARD_OPTIMIZER='yes' in the environment: use 0, 1 or auto"),
         ({"UNISONO_AUDIT": "half"}, {}, "UNISONO_AUDIT='half' in the environment: needs a number of at least 0 and"),
         ({"UNISONO_AUDIT": "2"}, {}, "UNISONO_AUDIT='2' in the environment: needs a number of at least 0 and at most"),
         ({"UNISONO_CHECKS": "few"}, {}, "checks='few': use 'some', 'all', 'none'"),
@@ -228,7 +241,7 @@ def test_numbers_in_variables_may_have_points_and_exponents() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ALLOW_JOB_CHANGE", "OVERLAP", "SHARD_OPTIMIZER", "SAMPLES", "STUDY"], ids=lambda name: f"UNISONO_{name}"
+    "name", ["ALLOW_JOB_CHANGE", "OVERLAP", "SAMPLES", "STUDY"], ids=lambda name: f"UNISONO_{name}"
 )
 def test_every_switch_in_a_variable_is_on_or_off(name: str) -> None:
     for text in ("0", "1", ""):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.membership.connection import MOST_UNSENT, Conversation
+from unisono.membership.connection import MOST_UNSENT, Conversation, call
 from unisono.membership.messages import (
     Arrived,
     Formed,
@@ -109,3 +109,11 @@ def test_nothing_is_said_after_the_job_is_over() -> None:
     conversation.say(Leaving())
     assert said(conversation) == []
     assert conversation.end() == [answer]
+
+
+@pytest.mark.parametrize(("ping_s", "opens_within_s"), [(20.0, 20.0), (1.0, 5.0)])
+def test_a_coordinator_that_many_call_at_once_may_take_as_long_to_open_as_to_answer(
+    ping_s: float, opens_within_s: float
+) -> None:
+    calling = call("http://127.0.0.1:1", "/worker", "", None, open_s=5.0, ping_s=ping_s, close_s=1.0, most=1)
+    assert calling.open_timeout == opens_within_s

@@ -14,10 +14,11 @@ from unisono.membership.messages import (
     Arrived,
     JobOver,
     Message,
+    Neighbour,
     NewGeneration,
+    Ranks,
     Ready,
     Removed,
-    Seat,
     StoreReply,
     StoreRequest,
     ToWorker,
@@ -48,8 +49,8 @@ class Line:
         if isinstance(message, self.after):
             self.hear(self.farewell)
         elif isinstance(message, Ready) and message.loop is None:
-            seat = Seat(worker="w1", host="h", address=message.address)
-            self.hear(NewGeneration(generation=1, roster=(seat,), bounds=(0, 4), source=0))
+            here = (Neighbour(rank=0, worker="w1", address=message.address),)
+            self.hear(NewGeneration(generation=1, ranks=(Ranks(workers=1, shards=4),), here=here, source=0))
 
     def request(self, request: StoreRequest) -> StoreReply:
         if request.operation == "get" and self.after is StoreRequest:

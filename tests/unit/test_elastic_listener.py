@@ -15,10 +15,11 @@ from unisono.membership.messages import (
     JobOver,
     Lost,
     Message,
+    Neighbour,
     NewGeneration,
+    Ranks,
     Ready,
     Refused,
-    Seat,
     StoreReply,
     StoreRequest,
     Target,
@@ -65,10 +66,10 @@ class Line:
             self.arrived.set()
 
     def announce(self, generation: int, probes: str = "") -> None:
-        mine = Seat(worker="w1", host="h", address=self.addresses[-1], agent="a")
-        others = (Seat(worker="w2", host="i", address="00", agent="b", probes=probes),) if probes else ()
-        bounds = (0, 2, 4) if others else (0, 4)
-        self.hear(NewGeneration(generation=generation, roster=(mine, *others), bounds=bounds, source=0))
+        mine = Neighbour(rank=0, worker="w1", address=self.addresses[-1])
+        others = (Target(agent="b", host="i", address=probes),) if probes else ()
+        ranks = (Ranks(workers=2, shards=2) if others else Ranks(workers=1, shards=4),)
+        self.hear(NewGeneration(generation=generation, ranks=ranks, here=(mine,), hosts=others, source=0))
 
     def request(self, request: StoreRequest) -> StoreReply:
         self.requests.append(request)

@@ -16,7 +16,7 @@ from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.elastic.entrance import Certificate, Entrance, certificate_file, make_certificate
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.membership import listener, server
-from unisono.membership.messages import NewGeneration, Seat
+from unisono.membership.messages import Neighbour, NewGeneration, Ranks
 from unisono.membership.token import context_for, is_private, make_token, token_file
 from unisono.reduce.peers import PeerListener
 from unisono.train.config.run_config import CoordinatorAccess
@@ -263,9 +263,9 @@ def test_hosts_of_one_name_are_two_hosts_all_the_same() -> None:
         here = [listener.address.hex() for listener in (one, two)]
     elsewhere = bytes.fromhex(here[0])[:9] + b"f" * (len(here[0]) // 2 - 9)
     addresses = [here[0], elsewhere.hex(), here[1]]
-    roster = tuple(Seat(worker=f"w{rank}", host="box", address=address) for rank, address in enumerate(addresses))
-    new = NewGeneration(generation=1, roster=roster, bounds=(0, 1, 2, 3), source=0)
-    found = [ElasticRendezvous(new, rank, one, HashStore()).environment for rank in range(3)]
+    neighbours = tuple(Neighbour(rank=rank, worker=f"w{rank}", address=each) for rank, each in enumerate(addresses))
+    new = NewGeneration(generation=1, ranks=(Ranks(workers=3, shards=1),), here=neighbours, source=0)
+    found = [ElasticRendezvous(new, rank, "box", one, HashStore()).environment for rank in range(3)]
     assert [(each.local_rank, each.local_world_size) for each in found] == [(0, 2), (0, 1), (1, 2)]
 
 

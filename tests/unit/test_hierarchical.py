@@ -14,6 +14,7 @@ from unisono.errors import WorkerLost
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import Bucket
+from unisono.reduce.host_memory import part_of
 from unisono.reduce.host_transport import HierarchicalTransport, host_split
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
@@ -138,8 +139,9 @@ def test_what_a_host_shares_is_seen_by_its_workers_and_by_no_other_host() -> Non
     bucket = Bucket((), 256, torch.float32, torch.device("cpu"))
 
     def work(transport: Transport) -> float:
-        (flat,) = transport.share([bucket])
-        part = transport.part(256)
+        (flat,) = transport.share([bucket]).flats
+        assert transport.seat is not None
+        part = part_of(256, *transport.seat)
         flat[part.start : part.stop] = transport.rank + 1
         transport.all_gather(torch.zeros(1))
         return float(flat.sum())

@@ -235,6 +235,30 @@ def test_what_could_keep_a_parser_busy_is_refused_at_once(text: str | bytes) -> 
         parse(from_worker, text)
 
 
+@pytest.mark.parametrize(
+    ("text", "within"),
+    [
+        ("[" * DEEPEST + "]" * DEEPEST, True),
+        ("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), False),
+        ('{"a":' * DEEPEST + "1" + "}" * DEEPEST, True),
+        ('[{"a":' * (DEEPEST // 2) + "[1]" + "}]" * (DEEPEST // 2), False),
+        ("[" + ",".join(["[]"] * 50) + "]", True),
+        ('"' + "[" * 50 + '"', True),
+        ("9" * 299, True),
+        ("9" * 300, False),
+        ("[" + "9" * 300 + "]", False),
+    ],
+    ids=lambda value: repr(value)[:12],
+)
+def test_short_texts_have_the_same_limits_as_long_ones(text: str, within: bool) -> None:
+    for padding in ("", " " * 1000):
+        if within:
+            assert parse(TypeAdapter(Any), text + padding) == json.loads(text)
+        else:
+            with pytest.raises(Unreadable, match="nested at most|fewer than"):
+                parse(TypeAdapter(Any), text + padding)
+
+
 def test_the_largest_value_of_the_store_is_no_message_too_long() -> None:
     request = StoreRequest(id=1, operation="set", keys=("g1/a",), value="A" * 2**22)
 

@@ -6,7 +6,7 @@ import pytest
 
 from membership_job import SHARDS, Job
 from unisono.membership.agent_messages import AgentHello, End, LeftOut, Probe, Probed, Start
-from unisono.membership.messages import Arrived, Formed, NewGeneration, Progress, Ready, RegroupDue, Removed, Unreached
+from unisono.membership.messages import Arrived, Formed, Progress, Ready, RegroupDue, Removed, Unreached
 from unisono.membership.state import Disconnected, Resized, Restarted, next_deadline, status
 
 pytestmark = pytest.mark.unit
@@ -129,10 +129,10 @@ def test_it_is_probed_again_and_takes_part_as_soon_as_it_can() -> None:
 
 def test_hosts_of_members_are_not_probed_and_a_late_answer_disturbs_no_members() -> None:
     job = at_work(("a", 1), ("b", 1))
-    assert job.state.links == ()
+    assert not job.state.links
     assert job.probed() == {}
     job.fails("b", "a").train(2 * TIMEOUT_S)
-    assert job.state.links == ()
+    assert not job.state.links
     assert not job.state.agents["b"].left_out
     assert job.state.due_since is None
 
@@ -193,6 +193,16 @@ def test_a_host_is_probed_again_also_while_no_worker_is_waited_for() -> None:
     job.wait(1.5 * TIMEOUT_S)
     assert job.probed() == {"b": ["a"]}
     assert job.reaches("b", "a").heard(Start) == ["b"]
+
+
+def test_a_host_that_answers_no_probes_is_tried_again_where_that_stops_nobody() -> None:
+    job = Network(smallest=2, max_restarts=9).come("a", 1)
+    job.enlist(1, "b").ready("w1", "w2").work("w1", "w2")
+    job.stop("w1").stop("w2").stop("w1").stop("w2", "a")
+    assert (job.roster, job.heard(Removed)) == (["w1"], ["w2"])
+    assert job.end("w2", 0, agent="b").train(3 * TIMEOUT_S).heard(Start) == []
+    job.end("w1").ready("w3")
+    assert job.wait(1.5 * TIMEOUT_S).heard(Start) == ["b"]
 
 
 def test_an_agent_that_says_nothing_about_a_probe_is_left_out_in_the_end() -> None:
@@ -345,6 +355,6 @@ def test_the_shards_of_those_who_go_are_computed_by_those_who_stay() -> None:
     job = at_work(("a", 2), ("b", 1))
     job.stop("w1").stop("w2", "b").stop("w3")
     new = job.state.minted
-    assert isinstance(new, NewGeneration)
+    assert new is not None
     assert new.bounds == (0, SHARDS // 2, SHARDS)
     assert job.heard(End) == []

@@ -27,6 +27,7 @@ from unisono.membership.client import Line
 from unisono.membership.coordinator import Coordinator, WorkerSession
 from unisono.membership.listener import ListenAddress, hosts, listen, url
 from unisono.membership.messages import (
+    PROTOCOL,
     Arrived,
     Finished,
     Formed,
@@ -47,7 +48,7 @@ from unisono.membership.messages import (
 )
 from unisono.membership.server import Server
 from unisono.membership.service import SendQueue
-from unisono.membership.state import AgentHeard, ElasticConfig
+from unisono.membership.state import AgentHeard, ElasticConfig, LeaveAsked
 from unisono.membership.state_log import Journal, StateLog
 from unisono.membership.token import make_token, new_token, read_token, token_file
 
@@ -347,7 +348,7 @@ def test_another_protocol_is_refused_by_name(shared: Running) -> None:
     with shared.connect("/worker") as other:
         say(other, WorkerHello(worker="w1", host="here", pid=1, shards=4, protocol=99))
 
-        assert "version 1, not 99" in hear(other, Refused).reason
+        assert f"version {PROTOCOL}, not 99" in hear(other, Refused).reason
 
 
 def test_a_message_that_is_too_long_ends_the_connection(shared: Running) -> None:
@@ -455,7 +456,7 @@ def test_a_job_of_two_workers_forms_trains_and_ends(running: Running, tmp_path: 
                 say(worker, Ready())
             new = [hear(worker, NewGeneration) for worker in (one, other)]
             assert new[0] == new[1]
-            assert [seat.worker for seat in new[0].roster] == list(names)
+            assert [one.worker for one in new[0].here] == list(names)
             assert running.ask("GET", "/status")[1]["generation"] == 1
             for worker in (one, other):
                 say(worker, Formed(generation=1))
@@ -691,6 +692,54 @@ def test_the_time_of_the_job_stands_still_while_no_coordinator_runs(tmp_path: Pa
         one._state_log.rewrite()
     with closing(Coordinator(tmp_path, SETTINGS, lambda: 7.0)) as other:
         assert other.now() == 30.0
+
+
+class FullNow(StateLog):
+    """A log on a disk that is full for one line: half of it is written."""
+
+    fails = False
+
+    def append(self, entry: Mapping[str, Any], *, durable: bool = False) -> bool:
+        if not self.fails:
+            return super().append(entry, durable=durable)
+        FullNow.fails = False
+        with self._path.open("ab") as file:
+            file.write(b'{"now": 1.0, "changes": {"workers')
+        return False
+
+
+def test_what_did_not_fit_on_the_disk_is_written_with_what_comes_next(tmp_path: Path) -> None:
+    with closing(Coordinator(tmp_path, SETTINGS, state_log=FullNow)) as one:
+        one.greet_agent("a1", Nobody(), AgentHello(agent="a1", host="here", workers=1))
+        FullNow.fails = True
+        one.greet_agent("a2", Nobody(), AgentHello(agent="a2", host="there", workers=1))
+        one.handle(LeaveAsked("a1"))
+    with closing(Coordinator(tmp_path, SETTINGS)) as other:
+        assert list(other.state.agents) == ["a1", "a2"]
+        assert other.state.agents["a1"].leaving
+
+
+def test_a_coordinator_does_not_go_on_from_a_state_of_which_lines_are_missing(tmp_path: Path) -> None:
+    with closing(Coordinator(tmp_path, SETTINGS)) as one:
+        for agent in ("a1", "a2", "a3"):
+            one.greet_agent(agent, Nobody(), AgentHello(agent=agent, host="here", workers=1))
+    path = tmp_path / "coordinator.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], *lines[3:]]))
+    with pytest.raises(JobError, match="lines of it are missing"):
+        Coordinator(tmp_path, SETTINGS)
+    Coordinator(tmp_path, SETTINGS, fresh=True).close()
+
+
+def test_an_entry_is_as_long_as_what_has_changed(tmp_path: Path) -> None:
+    sizes = []
+    with closing(Coordinator(tmp_path, replace(SETTINGS, largest=2000))) as one:
+        for number in range(2000):
+            before = (tmp_path / "coordinator.jsonl").stat().st_size
+            one.greet_agent(f"a{number}", Nobody(), AgentHello(agent=f"a{number}", host="here", workers=1))
+            sizes.append((tmp_path / "coordinator.jsonl").stat().st_size - before)
+    late = [size for size in sizes[1000:] if size > 0]
+    assert max(late[:10]) < 2 * max(sizes[10:20])
 
 
 def test_a_ledger_passes_over_what_was_cut_off(tmp_path: Path) -> None:

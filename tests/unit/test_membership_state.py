@@ -402,6 +402,11 @@ def test_the_script_may_take_its_time_while_nobody_waits_for_it() -> None:
     assert job.heard(Lost) == []
 
 
+def test_a_script_that_takes_its_time_hangs_as_soon_as_the_first_waits_for_it() -> None:
+    job = beat(training(3), w1=Pulse(still_s=500.0), w2=Pulse(still_s=1.0), w3=Pulse(still_s=1.0))
+    assert beat(job, w3=WAITS).heard(Lost) == ["w2", "w3"]
+
+
 def test_a_member_alone_that_hangs_in_a_call_is_lost_too() -> None:
     job = beat(training(1, max_restarts=1), w1=Pulse(doing="call", still_s=11.0))
     assert ("a", End(workers=("w1",), how="kill")) in job.told

@@ -24,11 +24,12 @@ from unisono.membership.messages import (
     Arrived,
     Formed,
     JobOver,
+    Neighbour,
     NewGeneration,
     Progress,
+    Ranks,
     Ready,
     Refused,
-    Seat,
     StoreReply,
     StoreRequest,
     ToWorker,
@@ -464,8 +465,8 @@ def test_no_proxy_comes_between(coordinator: FakeCoordinator, monkeypatch: pytes
 def test_messages_to_a_line_may_be_large(coordinator: FakeCoordinator, connect: Open) -> None:
     _, told = connect()
     coordinator.expect(WorkerHello)
-    roster = tuple(Seat(worker=f"w{number}", host="h" * 100) for number in range(20_000))
-    new = NewGeneration(generation=1, roster=roster, bounds=(), source=0)
+    here = tuple(Neighbour(rank=number, worker=f"w{number}", address="a" * 100) for number in range(20_000))
+    new = NewGeneration(generation=1, ranks=(Ranks(workers=20_000, shards=1),), here=here, source=0)
 
     coordinator.say("w1", new)
 

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from unisono.errors import LaunchError, NoProgress, WorkerLost
 from unisono.membership.rendezvous import TorchRendezvousStore
-from unisono.reduce.peers import PeerListener, address_from, meet
+from unisono.reduce.peers import PeerListener, Peers, address_from, limit, meet
 
 pytestmark = pytest.mark.unit
 
@@ -160,3 +160,19 @@ def test_workers_that_meet_for_other_things_do_not_meet() -> None:
         with closing(other.gather(1, 2, [listener.address], "unisono/1 at port 2")) as alone, pytest.raises(WorkerLost):
             alone.exchange(b"a")
         assert isinstance(waiting.exception(PATIENCE_S), NoProgress)
+
+
+def test_what_others_sent_for_an_exchange_that_failed_is_not_taken_for_another_one() -> None:
+    sockets = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    (late, first), (other, second) = sockets
+    limit(first, 0.05)
+    limit(second, PATIENCE_S)
+    other.send(b"mof the first exchange")
+    with closing(Peers(0, {1: first, 2: second})) as peers:
+        with pytest.raises(NoProgress, match="waited for rank 1"):
+            peers.exchange(b"")
+        late.send(b"mof the first exchange")
+        with pytest.raises(NoProgress, match="waited for rank 1"):
+            peers.exchange(b"")
+    late.close()
+    other.close()

@@ -1,6 +1,7 @@
 """Digests that are cheap enough for every step: sums of words, at the speed of memory."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -43,9 +44,16 @@ class Summing:
         return sum_of_words(tensor) if found is None else found.sum()
 
 
-def combined(sums: Sequence[int]) -> int:
-    """One number of 64 bits, above 0, for the sums of several tensors; another one if a single sum is another one."""
-    return sum(_FACTOR * (2 * number + 1) * each for number, each in enumerate(sums)) % MODULUS or 1
+def combined(sums: Sequence[int], numbers: Iterable[int] | None = None) -> int:
+    """One number of 64 bits, above 0, for the sums of several tensors; another one if a single sum is another one.
+
+    Args:
+        sums: the sums of the tensors' words.
+        numbers: the tensors' numbers, by default in their order. What digests of some tensors, or of parts of one, add
+            up to is the digest of all.
+    """
+    found = zip(itertools.count() if numbers is None else numbers, sums, strict=numbers is not None)
+    return sum(_FACTOR * (2 * number + 1) * each for number, each in found) % MODULUS or 1
 
 
 def tree_digest(tree: Any) -> int:

@@ -172,7 +172,7 @@ class Line:
             self._closes = True
         self._wake()
         if threading.current_thread() is not self._thread:
-            self._thread.join(OPEN_S + 2 * FLUSH_S)
+            self._thread.join(max(OPEN_S, self._ping_s) + 2 * FLUSH_S)
 
     # -- on the line's thread
 

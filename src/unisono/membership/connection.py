@@ -57,7 +57,7 @@ def call(
         route: the path that follows the URL.
         token: the job's token.
         tls: the TLS context with the trusted certificates; None without TLS.
-        open_s: the seconds within which it opens.
+        open_s: the seconds within which it opens, or more if the answer to a ping may take longer.
         ping_s: the seconds between two pings, and the longest wait for an answer to one.
         close_s: the seconds within which it closes.
         most: the largest message, in bytes.
@@ -70,7 +70,8 @@ def call(
         ssl=tls,
         proxy=None,  # the job's own business, whatever the environment says about the web
         compression=None,
-        open_timeout=open_s,
+        # Whoever gives up too soon and calls again makes a coordinator that a thousand workers call only slower.
+        open_timeout=max(open_s, ping_s),
         ping_interval=ping_s,
         ping_timeout=ping_s,
         close_timeout=close_s,

@@ -4,7 +4,6 @@ Nothing here knows sockets or waits: a :class:`Session` is fed the texts that co
 :class:`Peer` takes those that go out.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -31,12 +30,15 @@ from unisono.membership.messages import (
     from_worker,
 )
 from unisono.membership.parser import parse
+from unisono.membership.state_entry import changes, merge, restored, whole
 from unisono.membership.state_log import Everything, Journal, StateLog
 
 STATE_LOG = "coordinator.jsonl"
 """In the run folder: from it the coordinator starts again."""
 
-_STATE: TypeAdapter[machine.State] = TypeAdapter(machine.State)
+LASTING = ("generation", "last_worker")
+"""Numbers that go on even where a job begins anew: none is used twice in a run folder."""
+
 _NOW: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(allow_inf_nan=False)])
 _LINES: TypeAdapter[list[dict[str, Any]]] = TypeAdapter(list[dict[str, Any]])
 
@@ -86,6 +88,9 @@ class Coordinator:
         self._agents: dict[str, Peer] = {}
         self._journal = journal(run_folder / "journal.jsonl")
         self._unwritten: list[dict[str, Any]] = []
+        self._kept: machine.State | None = None
+        self._entry = 0
+        self._unkept: dict[str, set[str]] = {}
         self._clock = clock
         self._state_log = state_log(run_folder / STATE_LOG, self._entries)
         self._began, self._stood_at = clock(), 0.0
@@ -93,6 +98,7 @@ class Coordinator:
         try:
             self._take_up(fresh)
             self._state_log.rewrite()
+            self._kept = self.state
         except (JobError, OSError) as error:
             self._state_log.close()
             raise JobError(f"{STATE_LOG} cannot be used: {error}") from error
@@ -122,8 +128,12 @@ class Coordinator:
         self.state, actions = machine.step(self.state, event, self.now())
         notes = (action for action in actions if isinstance(action, machine.Note))
         self._unwritten = [self._journal.line(note.event, note.fields) for note in notes]
+        for action in actions:
+            if isinstance(action, machine.Changed):
+                for table, ids in action.rows.items():
+                    self._unkept.setdefault(table, set()).update(ids)
         if self._unwritten or not is_said_again:
-            self._keep(self._state_entry(), durable=bool(self._unwritten))
+            self._keep_state()
         if self._unwritten:
             self._journal.append(self._unwritten)
             self._unwritten = []
@@ -203,39 +213,68 @@ class Coordinator:
 
     # -- remembering
 
-    def _keep(self, entry: Mapping[str, Any], durable: bool = False) -> None:
-        self._state_log.append(entry, durable=durable)
+    def _keep(self, entry: Mapping[str, Any]) -> None:
+        self._state_log.append(entry)
+
+    def _keep_state(self) -> None:
+        """Write down what has changed since the last time; all of it if there was none, or it did not work."""
+        self._entry += 1
+        if self._kept is None:
+            entry = self._whole()
+        else:
+            entry = self._numbered({"changes": changes(self._kept, self.state, self._unkept)})
+        kept = self._state_log.append(entry, durable=bool(self._unwritten))
+        self._kept = self.state if kept else None
+        self._unkept.clear()
 
     def _entries(self) -> Iterator[Mapping[str, Any]]:
-        yield self._state_entry()
+        yield self._whole()
         yield from self.values.entries()
 
-    def _state_entry(self) -> dict[str, Any]:
+    def _whole(self) -> dict[str, Any]:
+        return self._numbered({"state": whole(self.state)})
+
+    def _numbered(self, content: dict[str, Any]) -> dict[str, Any]:
         # Lines of the journal are kept with the decision that they tell of, for who is killed before they are written.
-        return {"now": self.now(), "state": _STATE.dump_python(self.state, mode="json"), "journal": self._unwritten}
+        return {"entry": self._entry, "now": self.now(), **content, "journal": self._unwritten}
 
     def _take_up(self, fresh: bool) -> None:
-        newest = None
+        known: dict[str, Any] | None = None
+        newest: dict[str, Any] = {}
         for entry in self._state_log.read():
             if isinstance(entry.get("state"), dict):
+                known, newest = entry["state"], entry
+            elif known is not None and isinstance(entry.get("changes"), dict):
+                if fresh:
+                    known |= {name: entry["changes"][name] for name in LASTING if name in entry["changes"]}
+                elif _number(entry) != _number(newest) + 1:
+                    raise JobError("lines of it are missing; remove it to begin anew")
+                else:
+                    merge(known, entry["changes"])
                 newest = entry
             elif not fresh:
                 self.values.restore(entry)
-        if newest is None:
+        if known is None:
             return
         if fresh:
-            generation, worker = (newest["state"].get(name) for name in ("generation", "last_worker"))
-            if all(type(each) is int and 0 <= each < 2**62 for each in (generation, worker)):
-                self.state = replace(self.state, generation=generation, last_worker=worker)
+            numbers: dict[str, Any] = {name: known.get(name) for name in LASTING}
+            if all(type(each) is int and 0 <= each < 2**62 for each in numbers.values()):
+                self.state = replace(self.state, **numbers)
             return
+        self.state = restored(known)
         try:
-            self.state = _STATE.validate_json(json.dumps(newest["state"]))
             self._stood_at = _NOW.validate_python(newest.get("now"))
             lines = _LINES.validate_python(newest.get("journal", []))
-        except (ValidationError, RecursionError) as error:
+        except ValidationError as error:
             raise JobError("another version of Unisono wrote it; remove it to begin anew") from error
         self._journal.complete(lines)
         self.handle(machine.Restarted())
+
+
+def _number(entry: Mapping[str, Any]) -> int:
+    """The number of an entry of the state log; one that no other follows if it says none."""
+    number = entry.get("entry")
+    return number if type(number) is int else -2
 
 
 def _is_said_again(state: machine.State, event: machine.Event) -> bool:

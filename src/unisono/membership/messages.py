@@ -1,12 +1,14 @@
 """The messages between workers and the coordinator: frozen, validated values, as JSON on the wire."""
 
-from typing import Annotated, Literal
+from itertools import accumulate
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, model_validator
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Both ends of a connection need the same."""
 
+MOST_WORKERS = 65536
 LONGEST_NAME = 128
 LARGEST_VALUE = 4 * 2**20
 """Characters of a value in the store, and so nearly of a message."""
@@ -264,32 +266,46 @@ class Lost(Message):
     workers: tuple[Name, ...] = ()
 
 
-class Seat(Message):
-    """A worker's place in a roster.
+class Ranks(Message):
+    """Workers of consecutive ranks that are alike.
 
     Attributes:
-        acts: the number of collective calls that it has completed; 0 for a joiner.
-        joins: whether it is new.
-        agent: the agent that runs it.
-        probes: the address at which that agent answers probes; empty if it does not.
+        workers: their number.
+        shards: the number of shards that each of them computes.
+        acts: the number of collective calls that each has completed; 0 for joiners.
+        joins: whether they are new.
     """
 
-    worker: Name
-    host: Name
-    address: Text = ""
+    workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)]
+    shards: Annotated[int, Field(ge=0, le=65536)]
     acts: Count = 0
     joins: bool = False
-    agent: Text = ""
-    probes: Text = ""
+
+
+class Neighbour(Message):
+    """A worker of the same host.
+
+    Attributes:
+        rank: its rank.
+        worker: its id.
+        address: the address at which workers of its host reach it.
+    """
+
+    rank: Count
+    worker: Name
+    address: Text = ""
 
 
 class NewGeneration(Message):
-    """A new generation.
+    """A new generation, as far as a worker has to know it.
 
     Attributes:
         generation: its number.
-        roster: its workers, in the order of ranks.
-        bounds: the shards of each worker: rank r computes those from ``bounds[r]`` to ``bounds[r + 1]``.
+        ranks: all of its workers, in the order of ranks.
+        here: those with this worker's host name, it among them, in the order of ranks.
+        hosts: other hosts that this worker probes while the generation forms: for its own host, one worker does.
+        hosts_since: the generation since which these hosts are new; 0 if all are named.
+        gone: agents of hosts that were in that generation, and are no more.
         source: the rank whose state is the newest; all that are behind take it.
         loop: the number of the loop that its members are in; None before the first.
         departures: members that were lost or left on notice so far, in the whole job.
@@ -297,11 +313,37 @@ class NewGeneration(Message):
 
     kind: Literal["minted"] = "minted"
     generation: Count
-    roster: tuple[Seat, ...] = Field(min_length=1, max_length=65536)
-    bounds: tuple[Count, ...]
+    ranks: tuple[Ranks, ...] = Field(min_length=1, max_length=MOST_WORKERS)
+    here: tuple[Neighbour, ...] = Field(default=(), max_length=MOST_WORKERS)
+    hosts: tuple[Target, ...] = Field(default=(), max_length=MOST_WORKERS)
+    hosts_since: Count = 0
+    gone: tuple[Name, ...] = Field(default=(), max_length=MOST_WORKERS)
     source: Count
     loop: Count | None = None
     departures: Count = 0
+
+    @model_validator(mode="after")
+    def _names_ranks_that_are_there(self) -> Self:
+        workers = sum(each.workers for each in self.ranks)
+        if workers > MOST_WORKERS or max((self.source, *(one.rank for one in self.here))) >= workers:
+            raise ValueError(f"{workers} workers: too many, or fewer than a rank that is named")
+        return self
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The shards of each worker: rank r computes those from ``bounds[r]`` to ``bounds[r + 1]``."""
+        return (0, *accumulate(each.shards for each in self.ranks for _ in range(each.workers)))
+
+    @property
+    def acts(self) -> list[int]:
+        """Of each rank, the number of collective calls that it has completed."""
+        return [each.acts for each in self.ranks for _ in range(each.workers)]
+
+    @property
+    def joiners(self) -> frozenset[int]:
+        """The ranks that are new."""
+        joins = (each.joins for each in self.ranks for _ in range(each.workers))
+        return frozenset(rank for rank, is_new in enumerate(joins) if is_new)
 
 
 class Removed(Message):

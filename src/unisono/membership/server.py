@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -37,6 +38,11 @@ LONELY_S = 60.0
 PING_S = 20.0
 """How often connections on which nothing is said are tried, in seconds; more often if the job's ``failure_timeout_s``
 is short. An answer may take as long."""
+
+
+TLS_BUFFER = 2**14
+"""Bytes that asyncio keeps for each connection to read into: as long as a record of TLS is. Its own 256 KiB are a
+quarter of a GiB with a thousand workers, each of which says some hundred bytes a second."""
 
 
 class Server(uvicorn.Server):
@@ -135,6 +141,7 @@ def _run(options: argparse.Namespace) -> int:
     changed = asyncio.Event()
     coordinator = Coordinator(folder, _settings(options), fresh=options.fresh, changed=changed.set)
     _allow_many_connections()
+    SSLProtocol.max_size = TLS_BUFFER
     where = folder / "coordinator.json"
     try:
         token = make_token(folder)

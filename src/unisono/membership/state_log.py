@@ -101,13 +101,16 @@ class StateLog:
             if isinstance(entry, dict):
                 yield entry
 
-    def append(self, entry: Mapping[str, Any], *, durable: bool = False) -> None:
+    def append(self, entry: Mapping[str, Any], *, durable: bool = False) -> bool:
         """Add an entry with one system call.
 
         Args:
             entry: a JSON object.
             durable: it is on the disk before this returns. Any other survives the end of this process, and may be
                 lost with the machine's, which its workers do not survive either.
+
+        Returns:
+            whether all went well; else the entry may be there, or not, or half of it.
         """
         try:
             append_line(self._descriptor, entry)
@@ -117,6 +120,8 @@ class StateLog:
                 os.fsync(self._descriptor)
         except OSError as error:
             warnings.warn(f"{self._path} is incomplete: {error}. The job goes on", UnisonoWarning, stacklevel=3)
+            return False
+        return True
 
     def rewrite(self) -> None:
         """Write all that is known now in place of all that was known once.

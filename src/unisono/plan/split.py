@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 
 
@@ -48,10 +49,16 @@ class Split:
         """
         if not 1 <= len(seconds) <= shards:
             raise ValueError(f"{shards} shards cannot be split among {len(seconds)} workers")
-        counts = [1] * len(seconds)
-        for _ in range(shards - len(seconds)):
-            first = min(range(len(seconds)), key=lambda rank: ((counts[rank] + 1) * seconds[rank], rank))
-            counts[first] += 1
+        # Shard after shard goes to whoever is done with it first. All but the last few of each are known beforehand.
+        spare = shards - len(seconds)
+        until = spare / sum(1 / each for each in seconds)
+        counts = [max(1, int(until / each) - 1) for each in seconds]
+        heap = [((counts[rank] + 1) * each, rank) for rank, each in enumerate(seconds)]
+        heapify(heap)
+        for _ in range(shards - sum(counts)):
+            _, rank = heap[0]
+            counts[rank] += 1
+            heapreplace(heap, ((counts[rank] + 1) * seconds[rank], rank))
         return cls((0, *accumulate(counts)))
 
     def with_servers(self, servers: int) -> "Split":

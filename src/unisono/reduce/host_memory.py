@@ -4,8 +4,10 @@ import mmap
 import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from unisono.plan.split import even_bounds
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import ALIGNMENT, Bucket
 from unisono.reduce.peers import Peers
+from unisono.reduce.transport import SharedFlats
 
 PAGE = 4096
 
@@ -43,6 +46,42 @@ class Segment:
     def refresh(self) -> None:
         """Forget what was written to the copy: it is again as the memory is."""
         self._copy.madvise(mmap.MADV_DONTNEED)
+
+    def is_written(self) -> bool:
+        """Whether anything was written to the copy, whatever it was.
+
+        Raises:
+            OSError: the system does not say.
+        """
+        return _has_pages_of_its_own(self.copy)
+
+
+PRESENT, SWAPPED, IN_A_FILE = 63, 62, 61
+"""Bits of an entry of ``/proc/self/pagemap``."""
+
+
+def _has_pages_of_its_own(memory: Tensor) -> bool:
+    """Whether pages of private memory are no longer those of the file behind it."""
+    with open("/proc/self/pagemap", "rb", buffering=0) as table:  # noqa: PTH123  a path would be asked for its kind first
+        told = os.pread(table.fileno(), memory.numel() // PAGE * 8, memory.data_ptr() // PAGE * 8)
+    entries = np.frombuffer(told, dtype=np.uint64)
+    is_there = (entries >> np.uint64(SWAPPED)) != 0
+    return bool((is_there & ((entries >> np.uint64(IN_A_FILE)) & np.uint64(1) == 0)).any())
+
+
+@cache
+def sees_writes() -> bool:
+    """Whether this system says which pages of private memory were written. Some containers have none of its tables."""
+    try:
+        descriptor = os.memfd_create("unisono", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, PAGE)
+        segment = Segment(descriptor, PAGE)
+        int(segment.copy[0])
+        before = segment.is_written()
+        segment.copy[0] = 1
+        return not before and segment.is_written()
+    except (OSError, ValueError):
+        return False
 
 
 def share_segments(peers: Peers, sizes: Sequence[int]) -> list[Segment]:
@@ -110,11 +149,13 @@ class HostMemory:
                 self._places[flat.data_ptr()] = _Place(pool, number, bucket)
         return mine
 
-    def share(self, buckets: Sequence[Bucket]) -> tuple[Tensor, ...]:
+    def share(self, buckets: Sequence[Bucket]) -> SharedFlats:
         """Flat buffers of zeros, one for all. Collective."""
         size = sum(_padded(bucket) for bucket in buckets)
         segments = share_segments(self._peers, [pages(0 if rank else size) for rank in range(len(self._covers))])
-        return _row(segments[0].bytes, buckets, 0)
+        segment = segments[0]
+        is_written = segment.is_written if sees_writes() else None
+        return SharedFlats(_row(segment.bytes, buckets, 0), _row(segment.copy, buckets, 0), is_written)
 
     def part(self, numel: int) -> range:
         """The elements of a flat buffer that are this worker's to change."""

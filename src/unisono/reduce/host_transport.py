@@ -13,7 +13,7 @@ from unisono.reduce.buckets import Bucket
 from unisono.reduce.host_memory import HostMemory
 from unisono.reduce.peers import Peers
 from unisono.reduce.tally import Tally
-from unisono.reduce.transport import Transport
+from unisono.reduce.transport import SharedFlats, Transport
 
 
 class HostTransport(Transport, ABC):
@@ -31,6 +31,11 @@ class HostTransport(Transport, ABC):
         self._memory = self._host_memory()
 
     @property
+    def seat(self) -> tuple[int, int]:
+        """Its local rank, and the number of this host's workers."""
+        return self._peers.rank, len(self._peers.ranks) + 1
+
+    @property
     def waits(self) -> bool:
         """For another worker of this host."""
         return self._peers.waits
@@ -45,12 +50,12 @@ class HostTransport(Transport, ABC):
         """Rows in this host's shared memory."""
         return self._memory.allocate(buckets, rows)
 
-    def share(self, buckets: Sequence[Bucket]) -> tuple[Tensor, ...]:
+    def share(self, buckets: Sequence[Bucket]) -> SharedFlats:
         """Once per host."""
         return self._memory.share(buckets)
 
     def part(self, numel: int) -> range:
-        """An equal part for each worker of this host."""
+        """This worker's elements of a flat buffer that all of its host see: an equal part for each."""
         return self._memory.part(numel)
 
     def summed(self, numel: int) -> range:

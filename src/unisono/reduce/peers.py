@@ -5,8 +5,8 @@ import re
 import secrets
 import socket
 import struct
-from collections.abc import Iterable
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -50,6 +50,7 @@ class Peers:
         self.rank = rank
         self.waits = False
         self._sockets = sockets
+        self._failed: WorkerLost | None = None
 
     @property
     def ranks(self) -> list[int]:
@@ -67,28 +68,41 @@ class Peers:
 
         Raises:
             WorkerLost: a peer is gone.
-            NoProgress: a peer gave no sign in time.
+            NoProgress: a peer gave no sign in time. Either is raised again from then on: what others have sent for the
+                exchange that failed must not be taken for what they send for another one.
         """
         assert len(message) <= LARGEST_MESSAGE
         marked, self.waits = _MARK + message, True
         try:
-            for rank, peer in self._sockets.items():
-                try:
-                    peer.send(marked)
-                except OSError as error:
-                    raise self._failure(rank, error) from error
-            return {self.rank: message} | {rank: self._receive(rank) for rank in self.ranks}
+            with self._or_never_again():
+                for rank, peer in self._sockets.items():
+                    try:
+                        peer.send(marked)
+                    except OSError as error:
+                        raise self._failure(rank, error) from error
+                return {self.rank: message} | {rank: self._receive(rank) for rank in self.ranks}
         finally:
             self.waits = False
 
     def exchange_descriptors(self, descriptor: int) -> dict[int, int]:
         """Give everybody an open file, and receive everybody's: new descriptors, by rank."""
-        for rank, peer in self._sockets.items():
-            try:
-                socket.send_fds(peer, [_MARK], [descriptor])
-            except OSError as error:
-                raise self._failure(rank, error) from error
-        return {rank: self._receive_descriptor(rank) for rank in self.ranks}
+        with self._or_never_again():
+            for rank, peer in self._sockets.items():
+                try:
+                    socket.send_fds(peer, [_MARK], [descriptor])
+                except OSError as error:
+                    raise self._failure(rank, error) from error
+            return {rank: self._receive_descriptor(rank) for rank in self.ranks}
+
+    @contextmanager
+    def _or_never_again(self) -> Iterator[None]:
+        if self._failed is not None:
+            raise self._failed
+        try:
+            yield
+        except WorkerLost as lost:
+            self._failed = lost
+            raise
 
     def close(self) -> None:
         """Hang up: whoever waits for this worker wakes."""

@@ -2,12 +2,12 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from unisono.errors import JobError
 from unisono.plan.links import Links
 from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
@@ -47,6 +47,21 @@ PIECE = 256 * 1024
 """Elements that are added at a time, so that what is done with them next still finds them in the cache."""
 
 
+@dataclass(frozen=True, slots=True)
+class SharedFlats:
+    """Flat buffers that all workers of a host see.
+
+    Attributes:
+        flats: the buffers, to change them for all.
+        own: the same buffers, to be shown to the script: what it writes there, no other worker sees.
+        is_written: a function that returns whether it has written there; None if nobody can know.
+    """
+
+    flats: tuple[Tensor, ...]
+    own: tuple[Tensor, ...]
+    is_written: Callable[[], bool] | None
+
+
 class Transport(ABC):
     """The exchange of tensors between the workers of one generation.
 
@@ -78,6 +93,11 @@ class Transport(ABC):
     def world_size(self) -> int:
         """The number of workers."""
         return self.split.workers
+
+    @property
+    def seat(self) -> tuple[int, int] | None:
+        """This worker's number among those of its host, and their number; None if they share no memory."""
+        return None
 
     @property
     def topology(self) -> str:
@@ -159,27 +179,16 @@ class Transport(ABC):
             the same memory. Valid until the bucket is reduced again.
         """
 
-    def share(self, buckets: Sequence[Bucket]) -> tuple[Tensor, ...]:
+    def share(self, buckets: Sequence[Bucket]) -> SharedFlats:
         """Flat buffers of zeros that all workers of this host see and change. Collective.
 
         Args:
             buckets: their layout, the same on every worker.
 
         Raises:
-            JobError: these workers share no memory.
+            NotImplementedError: these workers share no memory: they have no :attr:`seat`.
         """
-        raise JobError(
-            "shard_optimizer=True needs workers that share memory: on CPUs, exact, and not with "
-            "transport='process_group'"
-        )
-
-    def part(self, numel: int) -> range:
-        """Which elements of a flat buffer that all workers of this host see are this worker's to change.
-
-        Args:
-            numel: the buffer's number of elements, a multiple of 64; so are the ends of the part.
-        """
-        return range(numel)
+        raise NotImplementedError("these workers share no memory")
 
     def private(self, total: Tensor) -> Tensor:
         """A total that this worker may change: the same values, in memory that no other worker reads."""
@@ -215,9 +224,15 @@ class Solo(Transport):
     def __init__(self, shards: int) -> None:
         super().__init__(0, Split.even(shards, 1))
 
-    def share(self, buckets: Sequence[Bucket]) -> tuple[Tensor, ...]:
+    @property
+    def seat(self) -> tuple[int, int]:
+        """It is alone."""
+        return 0, 1
+
+    def share(self, buckets: Sequence[Bucket]) -> SharedFlats:
         """Nobody to share with."""
-        return tuple(bucket.allocate() for bucket in buckets)
+        flats = tuple(bucket.allocate() for bucket in buckets)
+        return SharedFlats(flats, flats, lambda: False)
 
     def reduce(
         self,

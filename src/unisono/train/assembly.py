@@ -259,7 +259,6 @@ def _computing(base: _Base) -> _Computing:
         judge,
         snapshots,
         listeners,
-        shares=how.shard_optimizer,
     )
     return _Computing(integrity, exact, steps, snapshots, recovery, collectives, synchronisation, verification)
 

@@ -91,7 +91,7 @@ def init(
     transport: TransportName | None = None,
     topology: TopologyName | None = None,
     overlap: bool | None = None,
-    shard_optimizer: bool | None = None,
+    shard_optimizer: bool | Literal["auto"] | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     keep: int = 3,
@@ -132,7 +132,7 @@ def init(
         overlap: whether to reduce gradients while the backward pass is still under way. Decides no bit. By default
             wherever that saves time: not over shared memory when the workers' threads keep all cores busy.
         shard_optimizer: whether the workers of one host share their parameters and split the update and the optimizer's
-            state (default: no). Decides no bit.
+            state; ``auto`` to do so where that can be (default: no). Decides no bit.
         run_dir: the run folder; one that holds checkpoints of the same job is resumed. By default a new one
             under ``runs/``.
         checkpoint_every: the number of steps between automatic checkpoints; by default none are written.

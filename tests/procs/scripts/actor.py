@@ -58,7 +58,7 @@ while True:
             line.send(Ready(loop=0 if joins else None))
         case NewGeneration():
             generation = line.generation = message.generation
-            roster = [seat.worker for seat in message.roster]
+            roster = [one.worker for one in message.here]
             print("generation", generation, "of", roster, "pid", os.getpid())
         case RegroupDue() | Lost() if not finished:
             line.send(Arrived(generation=generation, acts=1, loop=0, at_boundary=True, step=1))

@@ -3,7 +3,8 @@
 ``FAULTS`` is a list of ``{"rank", "step", "place", "signal"}``: whoever has that rank sends itself the signal, once;
 with ``"signal": "raise"`` it raises an exception, with ``"resize 3"`` it asks for 3 workers. With ``"size": 2`` it
 happens in the first step from ``step`` on in which 2 workers train. With ``"behind": 0`` it
-does not before the first of the list has. Outside of steps, ``step`` says how many there have been.
+does not before the first of the list has. Outside of steps, ``step`` says how many there have been. A ``place`` may be
+a failpoint, too.
 """
 
 import json
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import unisono
+from unisono.failpoints import POINTS, listen
 
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 PACE_S = float(os.environ.get("PACE_S", "0.01"))
@@ -103,6 +105,8 @@ def failing_sync(fd: Any) -> None:
 
 
 sync, os.fsync = os.fsync, failing_sync
+if {one["place"] for one in FAULTS} & set(POINTS):
+    listen(lambda point: fault(point, seen.steps))
 
 
 def loss_of(models: Any, batch: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ from unisono.membership.state.elastic_config import ElasticConfig
 from unisono.membership.state.event import (
     Action,
     AgentHeard,
+    Changed,
     Disconnected,
     Event,
     Forget,
@@ -24,7 +25,8 @@ from unisono.membership.state.event import (
     TellAgent,
     Tick,
 )
-from unisono.membership.state.state import Agent, Signs, State, Worker
+from unisono.membership.state.rows import Agent, Signs, Worker
+from unisono.membership.state.state import State
 from unisono.membership.state.status import find, status, takes_part
 from unisono.membership.state.transitions import step
 
@@ -32,5 +34,5 @@ __all__ = [
     "step", "next_deadline", "find", "status", "takes_part",
     "State", "ElasticConfig", "Worker", "Agent", "Signs",
     "Event", "Heard", "AgentHeard", "Disconnected", "Resized", "LeaveAsked", "StopAsked", "Restarted", "Tick",
-    "Action", "Tell", "TellAgent", "Hangup", "Note", "Forget",
+    "Action", "Tell", "TellAgent", "Hangup", "Note", "Forget", "Changed",
 ]  # fmt: skip

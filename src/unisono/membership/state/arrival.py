@@ -1,10 +1,12 @@
 """The end of a generation: who has come furthest, who is excluded, and how shards are split."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from statistics import median
 
-from unisono.membership.messages import Arrived, NewGeneration, Seat
-from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, State, Worker
+from unisono.membership.messages import Arrived
+from unisono.membership.state.roster import MintedGeneration, Seat
+from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, Worker
+from unisono.membership.state.state import State
 from unisono.membership.state.state_update import StateUpdate
 from unisono.plan.split import Split
 
@@ -15,9 +17,9 @@ def arrival(member: Worker) -> Arrived:
     return member.arrived
 
 
-def holds_state(member: Worker, current: NewGeneration) -> bool:
+def holds_state(member: Worker, current: MintedGeneration, rank: int) -> bool:
     """Whether it has a state to go on from: it is no joiner that was still to receive it."""
-    seat = next(seat for seat in current.roster if seat.worker == member.id)
+    seat = current.roster[rank]
     return not seat.joins or max(1, current.roster[current.source].acts) <= arrival(member).acts
 
 
@@ -27,9 +29,9 @@ def are_steady(holders: Sequence[Worker]) -> bool:
     return len(places) == 1 and all(arrival(member).at_boundary for member in holders)
 
 
-def newest(staying: Sequence[Worker], holders: Sequence[Worker]) -> int:
+def newest(staying: Sequence[Worker], holding: Set[str]) -> int:
     """The first rank, among those that stay, whose state is the newest."""
-    ranks = [rank for rank, member in enumerate(staying) if member in holders]
+    ranks = [rank for rank, member in enumerate(staying) if member.id in holding]
     return max(ranks, key=lambda rank: arrival(staying[rank]).acts)
 
 
@@ -85,7 +87,7 @@ def split_for(shards: int, workers: Sequence[Worker]) -> Split:
 def is_unbalanced(state: State) -> bool:
     """Whether the members should stop for a better split of the shards."""
     current, members = state.minted, state.members
-    if current is None or state.now < state.minted_at + SETTLED_S or len(members) < len(current.roster):
+    if current is None or len(members) < len(current.roster):
         return False
     seconds = [member.signs.pulse.shard_s for member in members]
     if not all(seconds):
@@ -100,7 +102,7 @@ MOST_UNFORMED = 2
 """Generations that may fail to form because of a worker, as it seems, before it is excluded."""
 
 
-def exclude_unconnected(update: StateUpdate, current: NewGeneration, holders: Sequence[Worker]) -> frozenset[str]:
+def exclude_unconnected(update: StateUpdate, current: MintedGeneration, holders: Sequence[Worker]) -> frozenset[str]:
     """Exclude members whose hosts are left out, and those because of whom, it seems, no generation forms.
 
     Args:
@@ -125,19 +127,18 @@ def exclude_unconnected(update: StateUpdate, current: NewGeneration, holders: Se
     return frozenset(worker.id for worker in out)
 
 
-def _has_formed(state: State, current: NewGeneration, holders: Sequence[Worker]) -> bool:
+def _has_formed(state: State, current: MintedGeneration, holders: Sequence[Worker]) -> bool:
     base = current.roster[current.source].acts
-    all_formed = {seat.worker for seat in current.roster} <= set(state.formed)
-    return all_formed or any(arrival(holder).acts > base for holder in holders)
+    return state.formed or any(arrival(holder).acts > base for holder in holders)
 
 
-def _is_whole(state: State, current: NewGeneration) -> bool:
+def _is_whole(state: State, current: MintedGeneration) -> bool:
     """Whether nobody was lost, which would explain it, and there was somebody to connect with."""
     found = [state.workers.get(seat.worker) for seat in current.roster]
     return len(found) > 1 and all(worker is not None and worker.phase in (*CANDIDATE, *MEMBER) for worker in found)
 
 
-def _suspects(update: StateUpdate, current: NewGeneration) -> list[Worker]:
+def _suspects(update: StateUpdate, current: MintedGeneration) -> list[Worker]:
     """The joiners, or if there are none the member that came last; nobody the first time."""
     workers = [update.state.workers[seat.worker] for seat in current.roster]
     joiners = [worker for worker, seat in zip(workers, current.roster, strict=True) if seat.joins]
@@ -149,7 +150,7 @@ def _suspects(update: StateUpdate, current: NewGeneration) -> list[Worker]:
     return [] if update.state.unformed else [max(workers, key=lambda worker: int(worker.id.removeprefix("w")))]
 
 
-def _why(current: NewGeneration) -> str:
+def _why(current: MintedGeneration) -> str:
     return (
         f"generation {current.generation} did not form with it, nor did one before, and nobody was lost: see the "
         f"workers' logs. Its place stays empty until somebody resizes the job"

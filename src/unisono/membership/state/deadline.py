@@ -2,36 +2,55 @@
 
 from dataclasses import replace
 
-from unisono.membership.state.state import Agent, Signs, State, Worker
+from unisono.membership.state.rows import Agent, Signs, Worker
+from unisono.membership.state.state import State
 
 LONGER = 3.0
 """How many times as long as ever before a worker may take for something."""
 
 
 def next_deadline(state: State) -> float | None:
-    """When a tick is needed at the latest, whatever happens before; None while nothing is waited for.
+    """When a tick is needed at the latest, whatever happens before; None while nothing is waited for."""
+    return None if state.over is not None else state.tick_at
 
-    It is never far after the last event, so that a coordinator that was itself held up can tell.
+
+def next_tick(state: State, now: float) -> float | None:
+    """When the next tick is needed, seen from one; None while there is nobody to wait for.
+
+    What happens until then only puts deadlines off, or makes new ones, all of which lie at least half a timeout ahead:
+    so each is met to the moment although nobody looks at all of them but a tick. A coordinator that was itself held up
+    can tell, since ticks are never further apart.
     """
-    if state.over is not None:
+    if not state.workers and not state.agents:
         return None
-    found = [worker_deadline(state, worker) for worker in state.workers.values()]
+    waits = waited_since(state)
+    found = [worker_deadline(state, worker, waits) for worker in state.workers.values()]
     found += [agent_deadline(state, agent) for agent in state.agents.values()]
     found += [probes_deadline(state, agent) for agent in state.agents.values()]
     known = [deadline for deadline in found if deadline is not None]
-    waits = known or any(link.why for link in state.links)
-    return min([*known, state.now + state.settings.failure_timeout_s / 4]) if waits else None
+    return min([*known, now + state.settings.failure_timeout_s / 4])
 
 
-def worker_deadline(state: State, worker: Worker) -> float | None:
-    """When this worker has been silent for too long; None while nothing is expected of it."""
+def waited_since(state: State) -> float | None:
+    """Since when somebody has been ready; None while nobody is."""
+    return min((worker.signs.since for worker in state.workers.those(("ready",))), default=None)
+
+
+def worker_deadline(state: State, worker: Worker, waits: float | None) -> float | None:
+    """When this worker has been silent for too long; None while nothing is expected of it.
+
+    Args:
+        state: the state.
+        worker: the worker.
+        waits: since when somebody has been ready, as :func:`waited_since` says.
+    """
     signs, timeout_s = worker.signs, state.settings.failure_timeout_s
     match worker.phase:
         case "working":
             # When others have arrived, it has to as well, and other signs of life count no more.
             return min(signs.at, signs.at if state.arrival is None else state.arrival) + timeout_s
         case "asked" | "preparing" if state.minted is None and not worker.joins:
-            return _first_deadline(state, worker)
+            return _first_deadline(state, worker, waits)
         case "preparing" | "ready" | "arrived":
             return None if signs.connected else signs.at + timeout_s
         case "removed":
@@ -39,14 +58,13 @@ def worker_deadline(state: State, worker: Worker) -> float | None:
     return None
 
 
-def _first_deadline(state: State, worker: Worker) -> float | None:
+def _first_deadline(state: State, worker: Worker, waits: float | None) -> float | None:
     """Once connected, it has nothing to do but to be ready. Before, it may take its time while nobody waits for it."""
     since = max(worker.signs.since, worker.signs.started)
     if worker.phase == "asked":
-        waiting = [other.signs.since for other in state.candidates if other.phase == "ready"]
-        if not waiting:
+        if waits is None:
             return None
-        since = max(since, min(waiting))
+        since = max(since, waits)
     return since + state.settings.failure_timeout_s
 
 
@@ -61,7 +79,7 @@ def hangs(state: State, worker: Worker) -> bool:
         return False
     if pulse.still_s <= max(state.settings.failure_timeout_s, LONGER * pulse.longest_s):
         return False
-    return pulse.doing == "call" or any(other.signs.pulse.doing == "wait" for other in state.members)
+    return pulse.doing == "call" or state.workers.count("waits") > 0
 
 
 def agent_deadline(state: State, agent: Agent) -> float | None:
@@ -90,7 +108,7 @@ def excused(state: State, now: float) -> State:
 
     return replace(
         state,
-        workers={worker.id: replace(worker, signs=put_off(worker.signs)) for worker in state.workers.values()},
-        agents={agent.id: replace(agent, signs=put_off(agent.signs)) for agent in state.agents.values()},
+        workers=state.workers.mapped(lambda worker: replace(worker, signs=put_off(worker.signs))),
+        agents=state.agents.mapped(lambda agent: replace(agent, signs=put_off(agent.signs))),
         arrival=None if state.arrival is None else state.arrival + gap,
     )

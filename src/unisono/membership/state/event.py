@@ -47,7 +47,14 @@ class Forget:
     below: int | None = None
 
 
-Action = Tell | TellAgent | Hangup | Note | Forget
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Keep these rows, by the name of their table: they have come, gone, or changed by more than signs of life."""
+
+    rows: dict[str, frozenset[str]]
+
+
+Action = Tell | TellAgent | Hangup | Note | Forget | Changed
 
 
 # What happens to the coordinator's state.

@@ -19,7 +19,7 @@ from unisono.membership.messages import (
     Welcome,
     WorkerHello,
 )
-from unisono.membership.state.deadline import agent_deadline, is_past, probes_deadline, worker_deadline
+from unisono.membership.state.deadline import agent_deadline, is_past, probes_deadline, waited_since, worker_deadline
 from unisono.membership.state.event import (
     AgentHeard,
     Disconnected,
@@ -33,8 +33,9 @@ from unisono.membership.state.event import (
     Tell,
     Tick,
 )
-from unisono.membership.state.reach import doubt, forget_agent, gave_no_answer, not_reached, probed
-from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, Signs, State, Worker
+from unisono.membership.state.reach import doubt, forget_agent, gave_no_answer, not_reached, probed, try_again
+from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, Signs, Worker, pair
+from unisono.membership.state.state import State
 from unisono.membership.state.state_update import StateUpdate
 from unisono.membership.state.status import find
 
@@ -115,7 +116,7 @@ def _remind(update: StateUpdate, worker: Worker, generation: int) -> None:
     current = update.state.minted
     assert current is not None
     if generation < current.generation:
-        update.tell(worker, current)
+        update.tell(worker, current.message_for(worker.id))
     if update.state.broken:
         update.tell(worker, Lost(generation=current.generation, workers=update.state.lost))
     elif update.state.due_since is not None:
@@ -131,7 +132,7 @@ def _hear(update: StateUpdate, name: str, message: FromWorker) -> None:
     writes = worker.farewell is not None and worker.farewell.preempted  # a checkpoint, which takes as long as it takes
     if worker.phase == "asked" or (worker.phase == "removed" and not writes):
         return
-    worker = update.put(worker, signs=replace(worker.signs, at=update.now))
+    silent, worker = worker, replace(worker, signs=replace(worker.signs, at=update.now))
     match message:
         case Ready() if worker.phase in ("preparing", "ready"):
             _ready(update, worker, message)
@@ -145,14 +146,16 @@ def _hear(update: StateUpdate, name: str, message: FromWorker) -> None:
             _formed(update, worker, message)
         case Leaving() if worker.phase in (*CANDIDATE, *MEMBER):
             _leave(update, worker)
-        case Progress() if worker.phase in MEMBER:
-            _progress(update, worker, message)
         case Finished(digest=digest) if worker.phase in MEMBER:
             update.put(worker, phase="finished", digest=digest)
         case Replace() if worker.phase in MEMBER:
             _replace(update, message)
+        case Progress() if worker.phase in MEMBER:
+            _progress(update, worker, message)
         case ResizeRequest(workers=workers) if worker.phase in MEMBER:
             _resize(update, workers, worker.id)
+    if update.state.workers.get(name) is silent:
+        update.put(silent, signs=worker.signs)
 
 
 def _ready(update: StateUpdate, worker: Worker, message: Ready) -> None:
@@ -170,19 +173,22 @@ def _arrived(update: StateUpdate, worker: Worker, message: Arrived) -> None:
     if update.state.arrival is None:
         update.set(arrival=update.now)
     update.call_members()
-    if not message.at_boundary or worker.id not in update.state.formed:
+    if not message.at_boundary or not update.state.has_formed(worker):
         update.wake_members()  # they may wait for it, and it comes no more
 
 
 def _formed(update: StateUpdate, worker: Worker, message: Formed) -> None:
-    if worker.id in update.state.formed:
+    if worker.formed:
         return
     seconds = dict(update.state.seconds)
     for part, length in message.seconds.items():
         seconds[part] = max(length, seconds.get(part, 0.0))
-    update.set(formed=(*update.state.formed, worker.id), seconds=seconds)
-    update.put_agent(update.state.agents[worker.agent], failed=0)
-    if {member.id for member in update.state.members} <= set(update.state.formed):
+    update.put(worker, formed=True)
+    update.set(seconds=seconds)
+    if (agent := update.state.agents[worker.agent]).failed:
+        update.put_agent(agent, failed=0)
+    if not update.state.workers.count("forms"):
+        update.set(formed=True)
         update.note("formed", generation=update.state.generation, seconds=seconds)
 
 
@@ -201,10 +207,13 @@ def _replace(update: StateUpdate, message: Replace) -> None:
     """A member leaves, and its place is filled again. All members say so, that it may outlive any of them."""
     if message.generation != update.state.generation:
         return  # the worker that was meant may have another rank by now
-    for worker in update.state.members:
-        if update.state.ranks.get(worker.id) == message.rank and not worker.is_faulty:
-            update.put(worker, leaving=True, is_faulty=True)
-            update.note("replaced", worker=worker.id, host=worker.host, rank=message.rank)
+    roster = () if update.state.minted is None else update.state.minted.roster
+    if message.rank >= len(roster):
+        return
+    worker = update.state.workers.get(roster[message.rank].worker)
+    if worker is not None and worker.phase in MEMBER and not worker.is_faulty:
+        update.put(worker, leaving=True, is_faulty=True)
+        update.note("replaced", worker=worker.id, host=worker.host, rank=message.rank)
 
 
 def _progress(update: StateUpdate, worker: Worker, message: Progress) -> None:
@@ -223,17 +232,20 @@ def _enlist(update: StateUpdate, hello: AgentHello) -> None:
         update.tell_agent(hello.agent, update.state.over)
         return
     agent = update.state.agents.get(hello.agent)
+    theirs = update.state.workers.of_agent(hello.agent)
     if agent is None:
-        agent = Agent(hello.agent, hello.host, hello.workers)
+        number = update.state.last_agent + 1
+        agent = Agent(hello.agent, hello.host, hello.workers, number, started=len(theirs))
+        update.set(last_agent=number)
         update.note("agent joined", agent=agent.id, host=agent.host, workers=agent.workers)
     if agent.probes != hello.probes:
         forget_agent(update, agent.id)
+    update.linked |= {pair(agent.id, other) for other in agent.probing}  # it has forgotten them, and is asked again
     signs = Signs(connected=True, at=update.now)
     update.put_agent(agent, workers=hello.workers, left=False, probes=hello.probes, probing=(), signs=signs)
     update.tell_agent(agent.id, Welcome(joins=update.state.minted is not None))
     if agent.turned_away:
         update.tell_turned_away(agent.id)
-    theirs = update.workers_of(agent.id)
     for worker in theirs:
         if worker.id not in hello.running:
             _ended_unseen(update, worker)
@@ -272,7 +284,7 @@ def _has_yet_to_join(state: State, worker: Worker) -> bool:
     seat = next((seat for seat in seats if seat.worker == worker.id), None)
     if seat is None:
         return state.minted is not None and worker.phase in CANDIDATE
-    return seat.joins and worker.id not in state.formed
+    return seat.joins and not state.has_formed(worker)
 
 
 def _why_ended(state: State, worker: Worker, ended: WorkerEnded) -> tuple[str, bool]:
@@ -290,7 +302,7 @@ def _agent_leaves(update: StateUpdate, name: str) -> None:
     if agent is None or agent.leaving:
         return
     update.put_agent(agent, leaving=True)
-    for worker in update.workers_of(name):
+    for worker in update.state.workers.of_agent(name):
         if worker.phase in MEMBER:
             update.depart(worker)
         update.put(worker, leaving=True)
@@ -313,16 +325,16 @@ def _leave_asked(update: StateUpdate, who: str) -> None:
     name = find(update.state, who)
     if name is not None and name in update.state.agents:
         _agent_leaves(update, name)
-    for worker in update.state.staying:
-        if worker.id == name:
-            _leave(update, worker)
+    worker = None if name is None else update.state.workers.get(name)
+    if worker is not None and worker.phase in (*MEMBER, *CANDIDATE):
+        _leave(update, worker)
 
 
 def _stop(update: StateUpdate) -> None:
     if update.state.stopping:
         return
     update.set(stopping=True)
-    for worker in update.state.members + update.state.candidates:
+    for worker in update.state.workers.those((*MEMBER, *CANDIDATE)):
         update.put(worker, leaving=True)
     update.note("asked to stop")
 
@@ -346,8 +358,9 @@ def _cut_off(update: StateUpdate, signs: Signs) -> Signs:
 def _restart(update: StateUpdate) -> None:
     state, signs = update.state, Signs(at=update.now, started=update.now, since=update.now)
     update.set(
-        workers={worker.id: replace(worker, signs=signs, unformed=0) for worker in state.workers.values()},
-        agents={agent.id: replace(agent, signs=signs) for agent in state.agents.values()},
+        workers=state.workers.mapped(lambda worker: replace(worker, signs=signs, unformed=0)),
+        agents=state.agents.mapped(lambda agent: replace(agent, signs=signs)),
+        judged_at=update.now,
         due_since=None if state.due_since is None else update.now,
         arrival=None if state.arrival is None else update.now,
         unformed=0,  # a generation that formed meanwhile met in the store that was gone: it counts against nobody
@@ -362,9 +375,10 @@ def _expire(update: StateUpdate) -> None:
             _lose_agent(update, agent)
         elif is_past(probes_deadline(update.state, agent), update.now):
             gave_no_answer(update, agent)
-    timeout_s = update.state.settings.failure_timeout_s
+    timeout_s, waits = update.state.settings.failure_timeout_s, waited_since(update.state)
+    try_again(update)
     for worker in update.state.workers.values():
-        if not is_past(worker_deadline(update.state, worker), update.now):
+        if not is_past(worker_deadline(update.state, worker, waits), update.now):
             continue
         if worker.phase == "removed":
             update.kill(worker, "it did not end")
@@ -379,7 +393,7 @@ def _expire(update: StateUpdate) -> None:
 def _lose_agent(update: StateUpdate, agent: Agent) -> None:
     if not agent.left:
         update.note("agent lost", agent=agent.id, host=agent.host)
-    for worker in update.workers_of(agent.id):
+    for worker in update.state.workers.of_agent(agent.id):
         if worker.phase in ("removed", "lost"):
             update.drop(worker)
         elif worker.phase != "finished":

@@ -1,13 +1,17 @@
 """A step of the state machine: the state as an event makes it, and the actions that follow."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 from unisono.membership.agent_messages import End, ToAgent, TurnedAway
 from unisono.membership.messages import JobOver, Lost, Refused, RegroupDue, Removed, ToWorker
 from unisono.membership.state.deadline import agent_deadline, is_past
-from unisono.membership.state.event import Action, Hangup, Note, Tell, TellAgent
-from unisono.membership.state.state import MEMBER, Agent, Excluded, State, Worker
+from unisono.membership.state.event import Action, Changed, Hangup, Note, Tell, TellAgent
+from unisono.membership.state.rows import MEMBER, SAID_AGAIN, Agent, Excluded, Link, Worker, kept_phase
+from unisono.membership.state.state import State
+from unisono.membership.state.tables import LinkTable
 
 QUICK_S = 5.0
 """Seconds: a worker that fails sooner after its start makes the next one wait."""
@@ -26,45 +30,95 @@ class StateUpdate:
         now: the time of the event, in seconds.
 
     Attributes:
-        state: The state, with all changes so far.
+        before: The state before the event.
+        state: The state, with all changes so far. Its time is that of the event once anything else has changed.
         now: the time of the event, in seconds.
         actions: the actions that follow, in order.
+        heard: the ids of workers whose signs of life have changed.
+        moved: the ids of agents that have changed, or whose workers are in another phase.
+        linked: the ids of connections that have changed, or are to be looked at.
+        reached: the state for which hosts were last kept in reach of each other.
     """
 
     def __init__(self, state: State, now: float) -> None:
-        self.state = replace(state, now=now)
+        self.before = state
+        self.state = state
         self.now = now
         self.actions: list[Action] = []
+        self.heard: set[str] = set()
+        self.moved: set[str] = set()
+        self.linked: set[str] = set()
+        self.reached = state
+        self._rows: dict[str, set[str]] = {"workers": set(), "agents": set(), "links": set()}
 
     # -- the state
 
     def set(self, **fields: Any) -> None:
         """Change fields of the state."""
-        self.state = replace(self.state, **fields)
+        self.state = replace(self.state, now=self.now, **fields)
 
     def put(self, worker: Worker, **fields: Any) -> Worker:
         """Change fields of a worker."""
-        before, worker = worker.phase, replace(worker, **fields)
-        if worker.phase != before:
-            worker = replace(worker, signs=replace(worker.signs, since=self.now))
-        self.set(workers={**self.state.workers, worker.id: worker})
+        if fields.get("phase", worker.phase) != worker.phase:
+            fields["signs"] = replace(fields.get("signs", worker.signs), since=self.now)
+        before, worker = worker, replace(worker, **fields)
+        if worker.phase != before.phase or worker.formed != before.formed:
+            self.moved.add(worker.agent)
+        self.heard.add(worker.id)
+        if _is_to_keep(before, worker, fields.keys()):
+            self._rows["workers"].add(worker.id)
+        self.set(workers=self.state.workers.put(worker))
         return worker
+
+    def ask_for(self, agent: Agent, workers: Sequence[Worker]) -> None:
+        """Have an agent start workers."""
+        for worker in workers:
+            self._rows["workers"].add(worker.id)
+            self.set(workers=self.state.workers.put(worker))
+        self.put_agent(agent, started=agent.started + len(workers))
 
     def drop(self, worker: Worker) -> None:
         """Forget a worker whose process is gone."""
-        self.set(workers={name: kept for name, kept in self.state.workers.items() if name != worker.id})
+        self._rows["workers"].add(worker.id)
+        self.moved.add(worker.agent)
+        self.set(workers=self.state.workers.drop(worker))
+        if (agent := self.state.agents.get(worker.agent)) is not None:
+            self.put_agent(agent, started=agent.started - 1)
 
     def put_agent(self, agent: Agent, **fields: Any) -> None:
         """Change fields of an agent."""
-        self.set(agents={**self.state.agents, agent.id: replace(agent, **fields)})
+        self.moved.add(agent.id)
+        self._rows["agents"].add(agent.id)
+        self.set(agents=self.state.agents.put(replace(agent, **fields)))
 
     def drop_agent(self, agent: Agent) -> None:
         """Forget an agent."""
-        self.set(agents={name: kept for name, kept in self.state.agents.items() if name != agent.id})
+        self.moved.add(agent.id)
+        self._rows["agents"].add(agent.id)
+        self.set(agents=self.state.agents.drop(agent))
 
-    def workers_of(self, agent: str) -> list[Worker]:
-        """Those whose processes take an agent's room."""
-        return [worker for worker in self.state.workers.values() if worker.agent == agent]
+    def put_links(self, links: Sequence[Link]) -> None:
+        """Know of connections."""
+        self._link(links, reduce(LinkTable.put, links, self.state.links))
+
+    def drop_links(self, links: Sequence[Link]) -> None:
+        """Know nothing of connections any more."""
+        self._link(links, reduce(LinkTable.drop, links, self.state.links))
+
+    def _link(self, changed: Sequence[Link], links: LinkTable) -> None:
+        if changed:
+            names = {link.id for link in changed}
+            self.linked |= names
+            self._rows["links"] |= names
+            self.set(links=links)
+
+    def finish(self) -> tuple[State, tuple[Action, ...]]:
+        """The state, and the actions."""
+        self.state = self.state if self.state.now == self.now else replace(self.state, now=self.now)
+        rows = {table: frozenset(ids) for table, ids in self._rows.items() if ids}
+        if rows:
+            self.actions.append(Changed(rows))
+        return self.state, tuple(self.actions)
 
     # -- what is to be done
 
@@ -91,26 +145,24 @@ class StateUpdate:
         if self.state.due_since is not None:
             return
         self.set(due_since=self.now)
-        for member in self.state.members:
-            if member.phase == "working":
-                self.tell(member, RegroupDue(generation=self.state.generation))
+        self._tell_working(RegroupDue(generation=self.state.generation))
 
     def break_up(self, worker: Worker) -> None:
         """The generation has lost a member, so that its work cannot go on."""
         due_since = self.now if self.state.due_since is None else self.state.due_since
         self.set(lost=(*self.state.lost, worker.id), due_since=due_since, broken=True)
-        for member in self.state.members:
-            if member.phase == "working":
-                self.tell(member, Lost(generation=self.state.generation, workers=(worker.id,)))
+        self._tell_working(Lost(generation=self.state.generation, workers=(worker.id,)))
 
     def wake_members(self) -> None:
         """Somebody has left the generation's work in the middle of it: whoever waits there for it stops waiting."""
         if self.state.broken:
             return
         self.set(broken=True)
-        for member in self.state.members:
-            if member.phase == "working":
-                self.tell(member, Lost(generation=self.state.generation))
+        self._tell_working(Lost(generation=self.state.generation))
+
+    def _tell_working(self, message: ToWorker) -> None:
+        for member in self.state.workers.those(("working",)):
+            self.tell(member, message)
 
     def lose(self, worker: Worker, why: str, ended: bool = False) -> None:
         """A worker that was to take part, or did, is given up.
@@ -254,6 +306,18 @@ class StateUpdate:
         rank = self.state.ranks.get(worker.id)
         who = worker.id if rank is None else f"{worker.id} (rank {rank})"
         return short(f"{who} on host {worker.host}: {why}")
+
+
+def _is_to_keep(before: Worker, after: Worker, fields: Iterable[str]) -> bool:
+    """Whether more has changed than the worker says again when it connects."""
+    kept_phases = kept_phase(before.phase), kept_phase(after.phase)
+    for name in fields:
+        if name == "phase":
+            if kept_phases[0] != kept_phases[1]:
+                return True
+        elif name not in SAID_AGAIN and getattr(before, name) != getattr(after, name):
+            return True
+    return False
 
 
 def short(text: str) -> str:

@@ -3,7 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
-from unisono.membership.state.state import State, Worker
+from unisono.membership.state.rows import Worker
+from unisono.membership.state.state import State
 
 
 def find(state: State, who: str) -> str | None:

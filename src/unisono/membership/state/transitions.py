@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from unisono.membership.agent_messages import Start
-from unisono.membership.messages import JobOver, NewGeneration, Seat
+from unisono.membership.messages import JobOver
 from unisono.membership.state.arrival import (
+    SETTLED_S,
     are_steady,
     arrival,
     exclude_unconnected,
@@ -15,11 +16,13 @@ from unisono.membership.state.arrival import (
     split_for,
     survivor,
 )
-from unisono.membership.state.deadline import excused, hangs
-from unisono.membership.state.event import Action, Event, Forget
+from unisono.membership.state.deadline import excused, hangs, next_tick
+from unisono.membership.state.event import Action, Event, Forget, Restarted, Tick
 from unisono.membership.state.events import hear
 from unisono.membership.state.reach import keep_in_reach
-from unisono.membership.state.state import Signs, State, Worker
+from unisono.membership.state.roster import MintedGeneration, Seat
+from unisono.membership.state.rows import CANDIDATE, MEMBER, Signs, Worker
+from unisono.membership.state.state import State
 from unisono.membership.state.state_update import StateUpdate
 
 
@@ -38,7 +41,9 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     update = StateUpdate(excused(state, now), now)
     hear(update, event)
     settle(update)
-    return update.state, tuple(update.actions)
+    if update.state.tick_at is None or isinstance(event, Tick | Restarted):
+        update.set(tick_at=next_tick(update.state, now))
+    return update.finish()
 
 
 LONGEST_DELAY_S = 30.0
@@ -46,14 +51,19 @@ LONGEST_DELAY_S = 30.0
 
 def settle(update: StateUpdate) -> None:
     """Do what the state calls for."""
-    for rule in (_give_up, keep_in_reach, _finish, _regroup, _dismiss, _start, _form_first, _announce, _close):
+    reach, form = (_give_up, keep_in_reach), (_finish, _regroup, _dismiss, _start, _form_first, _announce, _close)
+    for rule in (*reach, *form, keep_in_reach):  # again, for those that have come or gone
         if update.state.over is None:
             rule(update)
 
 
 def _give_up(update: StateUpdate) -> None:
     """Whoever hangs is lost."""
-    for worker in update.state.members:
+    state = update.state
+    # Only what a worker says of itself can make it hang, or the first that waits for others.
+    begins = state.workers.count("waits") > 0 == update.before.workers.count("waits")
+    news = state.members if begins else [state.workers[name] for name in update.heard if name in state.workers]
+    for worker in news:
         if hangs(update.state, worker):
             pulse = worker.signs.pulse
             where = "a collective call" if pulse.doing == "call" else "the script's own code, and others wait for it"
@@ -64,9 +74,9 @@ def _give_up(update: StateUpdate) -> None:
 
 def _finish(update: StateUpdate) -> None:
     """Whoever has finished has all that training comes to: the job is done when nobody is still on the way."""
-    finished = update.state.finished
-    if not finished or update.state.members:
+    if not update.state.workers.number(("finished",)) or update.state.workers.number(MEMBER):
         return
+    finished = update.state.finished
     if len({worker.digest for worker in finished}) > 1:
         found = ", ".join(f"{worker.id} {worker.digest[:12]}" for worker in finished)
         update.fail(f"the workers have finished with different weights: {found}")
@@ -82,16 +92,18 @@ def _regroup(update: StateUpdate) -> None:
     Somebody comes or goes only where all stand at one boundary; elsewhere the survivors go on as they are, to the
     next boundary. Who computes wrong results goes wherever the others stand.
     """
-    current, members = update.state.minted, update.state.members
-    if current is None or any(member.phase != "arrived" or not member.signs.connected for member in members):
+    current, workers = update.state.minted, update.state.workers
+    if current is None or workers.number(("working",)) or workers.number(("arrived",), connected=False):
         return
+    members = update.state.members
     faulty = [member for member in members if member.is_faulty]
     members = tuple(member for member in members if not member.is_faulty)
-    holders = [member for member in members if holds_state(member, current)]
+    ranks = update.state.ranks
+    holders = [member for member in members if holds_state(member, current, ranks[member.id])]
     if not holders:
         _start_over(update)
         return
-    steady = are_steady(holders) and not update.state.finished
+    steady = are_steady(holders) and not workers.number(("finished",))
     if steady and all(member.leaving for member in members):
         _preempt(update, holders)
         return
@@ -99,27 +111,29 @@ def _regroup(update: StateUpdate) -> None:
     members = tuple(member for member in members if member.id not in excluded)
     size = update.state.size
     staying = [member for member in members if not member.leaving][:size] if steady else []
-    if not any(member in holders for member in staying):
+    holding = {member.id for member in holders}
+    if not any(member.id in holding for member in staying):
         staying = list(members)  # who holds the weights goes once somebody else has them
-    source = newest(staying, holders)
+    source = newest(staying, holding)
     loop = arrival(staying[source]).loop
     joiners = [worker for worker in _ready(update.state) if worker.loop == loop and not worker.leaving]
     joiners = joiners[: max(0, size - len(staying))] if steady else []
     agents = update.state.agents
-    seats = [survivor(member, agents[member.agent], member in holders) for member in staying]
+    seats = [survivor(member, agents[member.agent], member.id in holding) for member in staying]
     seats += [newcomer(joiner, agents[joiner.agent], joins=True) for joiner in joiners]
     _form(update, seats, source, loop)
     for member in faulty:
         update.remove(member, "it computes wrong results")
+    seated = {member.id for member in staying}
     for member in members:
-        if member not in staying:
+        if member.id not in seated:
             why = "it was asked to leave" if member.leaving else f"the job goes on with {size} workers"
             update.remove(member, why)
 
 
 def _ready(state: State) -> list[Worker]:
     """Candidates that can be taken in, first come, first served."""
-    ready = (worker for worker in state.candidates if worker.phase == "ready" and worker.signs.connected)
+    ready = state.workers.those(("ready",), connected=True)
     return sorted((worker for worker in ready if not state.agents[worker.agent].untried), key=lambda one: one.turn)
 
 
@@ -132,7 +146,7 @@ def _preempt(update: StateUpdate, holders: list[Worker]) -> None:
 def _start_over(update: StateUpdate) -> None:
     """Nobody is left who holds the weights: new workers go on from the newest checkpoint."""
     update.note("starts over", generation=update.state.generation, because=update.state.blame)
-    for worker in update.state.members + update.state.candidates:
+    for worker in (*update.state.members, *update.state.candidates):
         if worker.phase != "asked":  # it stands where only those that are lost could have helped it
             update.remove(worker, "all others are lost, and the job starts over")
     update.set(minted=None, loop=None, due_since=None, arrival=None, lost=(), broken=False)
@@ -141,11 +155,10 @@ def _start_over(update: StateUpdate) -> None:
 
 def _dismiss(update: StateUpdate) -> None:
     """Remove candidates that are not needed."""
-    for worker in update.state.candidates:
-        if worker.leaving or update.state.preempting:
-            update.remove(worker, "it was asked to leave")
-    surplus = max(0, len(update.state.staying) - update.state.size)
-    for worker in update.state.candidates[::-1][:surplus]:
+    for worker in update.state.workers.those(CANDIDATE, leaving=None if update.state.preempting else True):
+        update.remove(worker, "it was asked to leave")
+    surplus = update.state.staying - update.state.size
+    for worker in update.state.candidates[::-1][:surplus] if surplus > 0 else ():
         update.remove(worker, f"the job goes on with {update.state.size} workers")
 
 
@@ -153,20 +166,19 @@ def _start(update: StateUpdate) -> None:
     """Ask for as many workers as are missing, where there is room."""
     _reopen(update)
     state = update.state
-    if state.stopping or state.preempting or state.finished:
+    missing = state.size - state.unreplaced - state.staying
+    if missing <= 0 or state.stopping or state.preempting or state.workers.number(("finished",)):
         return
-    missing = state.size - state.unreplaced - len(state.staying)
     delay_s = 0.0 if state.quick < 2 else min(LONGEST_DELAY_S, 0.5 * 2.0 ** min(state.quick - 2, 30))
     signs = Signs(at=update.now, started=update.now + delay_s, since=update.now)
-    for agent in state.agents.values():
-        room = agent.places - len(update.workers_of(agent.id))
-        count = min(missing, room)
-        if count <= 0 or agent.untried or not agent.signs.connected:
-            continue
+    for agent in state.agents.marked("free"):
+        count = min(missing, agent.places - agent.started)
+        if count <= 0:
+            break
         last = update.state.last_worker
         names = tuple(f"w{number}" for number in range(last + 1, last + 1 + count))
-        new = {name: Worker(name, agent.id, host=agent.host, signs=signs) for name in names}
-        update.set(workers={**update.state.workers, **new}, last_worker=last + count)
+        update.ask_for(agent, [Worker(name, agent.id, host=agent.host, signs=signs) for name in names])
+        update.set(last_worker=last + count)
         update.tell_agent(agent.id, Start(workers=names, delay_s=delay_s))
         update.note("asked for", workers=list(names), host=agent.host, delay_s=delay_s)
         missing -= count
@@ -175,7 +187,7 @@ def _start(update: StateUpdate) -> None:
 def _reopen(update: StateUpdate) -> None:
     """Places of workers that were asked to leave are filled again when training could not even begin without."""
     state = update.state
-    if state.minted is None and sum(agent.places for agent in state.agents.values()) < state.settings.smallest:
+    if state.minted is None and state.agents.weight < state.settings.smallest:
         update.fill_again()
 
 
@@ -187,18 +199,19 @@ def _form_first(update: StateUpdate) -> None:
     if 0 < state.shards < needed:
         update.fail(f"at least {needed} workers are to train, but the job has only {state.shards} shards")
         return
-    ready = [worker for worker in state.candidates if worker in _ready(state)]
-    if len(ready) >= needed and len(ready) == len(state.candidates):
-        seats = [newcomer(worker, state.agents[worker.agent], joins=False) for worker in ready]
+    candidates = state.workers.number(CANDIDATE)
+    all_ready = state.workers.number(("ready",), connected=True) == candidates
+    if candidates >= needed and all_ready and len(_ready(state)) == candidates:
+        seats = [newcomer(worker, state.agents[worker.agent], joins=False) for worker in state.candidates]
         _form(update, seats, source=0, loop=None)
-    elif len(state.candidates) < needed and state.size - state.unreplaced < needed:
+    elif candidates < needed and state.size - state.unreplaced < needed:
         update.fail(f"no restarts are left, and fewer than the {needed} workers needed; lost last: {state.blame}")
 
 
 def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None) -> None:
     before, number = update.state, update.state.generation + 1
     split = split_for(before.shards, [before.workers[seat.worker] for seat in seats])
-    new = NewGeneration(
+    new = MintedGeneration(
         generation=number,
         roster=tuple(seats),
         bounds=split.bounds,
@@ -207,12 +220,14 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
         departures=before.departures,
     )
     update.actions.append(Forget(number))
-    for seat in seats:
-        worker = before.workers[seat.worker]
+    survivors = {worker.id for worker in before.workers.those(("arrived",))}
+    for name, message in new.messages(before.minted, survivors):
+        worker = before.workers[name]
         signs = replace(worker.signs, at=update.now, pulse=worker.signs.pulse.model_copy(update={"still_s": 0.0}))
-        update.tell(update.put(worker, phase="working", arrived=None, signs=signs), new)
-    update.set(generation=number, minted=new, minted_at=update.now, loop=loop, due_since=None, arrival=None)
-    update.set(lost=(), broken=False, formed=(), seconds={}, turns_seen=before.last_turn)
+        update.tell(update.put(worker, phase="working", arrived=None, formed=False, signs=signs), message)
+    update.set(generation=number, minted=new, minted_at=update.now, judged_at=update.now, loop=loop)
+    update.set(due_since=None, arrival=None, turns_seen=before.last_turn)
+    update.set(lost=(), broken=False, formed=False, seconds={})
     update.note(
         "minted",
         generation=number,
@@ -227,13 +242,22 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
 
 def _announce(update: StateUpdate) -> None:
     """A new generation is due when somebody wants in or out, there are too many, or shards could be split better."""
-    members = update.state.members
-    if not members or update.state.finished:
+    state, workers = update.state, update.state.workers
+    members = workers.number(MEMBER)
+    if not members or state.due_since is not None or workers.number(("finished",)):
         return
-    staying = [member for member in members if not member.leaving]
-    joins = any(_is_wanted(update.state, worker) for worker in _ready(update.state))
-    if len(staying) < len(members) or len(staying) > update.state.size or joins or is_unbalanced(update.state):
+    leaving = workers.number(MEMBER, leaving=True)
+    joins = any(_is_wanted(state, worker) for worker in _ready(state))
+    if leaving or members > state.size or joins or _judge(update):
         update.call_members()
+
+
+def _judge(update: StateUpdate) -> bool:
+    """Whether shards could be split better; looked at from time to time."""
+    if update.now < update.state.judged_at + SETTLED_S:
+        return False
+    update.set(judged_at=update.now)
+    return is_unbalanced(update.state)
 
 
 def _is_wanted(state: State, joiner: Worker) -> bool:
@@ -246,13 +270,13 @@ def _is_wanted(state: State, joiner: Worker) -> bool:
 
 def _close(update: StateUpdate) -> None:
     """Let go who was asked to leave: the whole job, or an agent."""
-    state, agents = update.state, update.state.agents.values()
-    everybody = state.preempting or state.stopping or (bool(agents) and all(agent.leaving for agent in agents))
+    state, agents = update.state, update.state.agents
+    everybody = state.preempting or state.stopping or (bool(agents) and not agents.count("stays"))
     if everybody and not state.workers:
         update.end("preempted", JobOver(preempted=True, reason="all were asked to leave"))
         return
-    for agent in agents:
-        if agent.leaving and not agent.left and not update.workers_of(agent.id):
+    for agent in agents.marked("leaving"):
+        if not agent.started:
             update.put_agent(agent, left=True)
             update.tell_agent(agent.id, JobOver(preempted=True, reason="this agent was asked to leave"))
             update.note("agent left", agent=agent.id, host=agent.host)

@@ -29,6 +29,7 @@ from unisono.train.config.run_config import (
     FaultTolerance,
     Recording,
     RunConfig,
+    SplitUpdate,
     StrategyConstraints,
 )
 
@@ -67,13 +68,14 @@ def configure(said: Mapping[str, Any], environ: Mapping[str, str], number: int =
     recording, tolerance = _recording(said, told, number), _fault_tolerance(said, told)
     communication = _communication(said, told, tolerance, number)
     device = choose_device(said["device"], communication.environment.local_rank)
-    adaptation = _adaptation(said, told, job, recording, is_elastic=communication.coordinator is not None)
+    split, is_elastic = _split_update(said, told, recording), communication.coordinator is not None
+    adaptation = _adaptation(said, told, job, recording, split)
     return RunConfig(
         job,
         device,
         communication,
         tolerance,
-        _execution(said, told, tolerance, adaptation),
+        _execution(said, told, tolerance, adaptation, split, is_elastic=is_elastic),
         recording,
         adaptation,
         stop_after=told.whole("UNISONO_STOP_AFTER"),
@@ -175,20 +177,20 @@ def _communication(said: Mapping[str, Any], told: _Told, tolerance: FaultToleran
     )
 
 
-def _adaptation(
-    said: Mapping[str, Any], told: _Told, job: Job, recording: Recording, *, is_elastic: bool
-) -> Adaptation:
+def _split_update(said: Mapping[str, Any], told: _Told, recording: Recording) -> SplitUpdate:
+    texts: Mapping[str | None, SplitUpdate] = {None: False, "0": False, "1": True, "auto": "auto"}
+    if (text := told.get("UNISONO_SHARD_OPTIMIZER")) not in texts:
+        raise told.refusal("UNISONO_SHARD_OPTIMIZER", "use 0, 1 or auto")
     # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
-    splits = _first(said["shard_optimizer"], told.switch("UNISONO_SHARD_OPTIMIZER")) is True and recording.trace is None
-    if splits and is_elastic:
-        raise JobError(
-            "shard_optimizer=True leaves half updated weights behind when a worker is lost in an update, so it needs "
-            "workers that stay the same: unisono run -n N, without a range and without --max-restarts"
-        )
+    found: Any = _first(said["shard_optimizer"], texts[text])
+    return found if recording.trace is None else False
+
+
+def _adaptation(said: Mapping[str, Any], told: _Told, job: Job, recording: Recording, split: SplitUpdate) -> Adaptation:
     return Adaptation(
         (*said["policies"], *_policies_from_outside(said, told, job)),
         strategy_of(said["strategy"] or told.get("UNISONO_STRATEGY") or AllReduce()),
-        StrategyConstraints(job.reduction, splits, recording.trace is not None or recording.samples),
+        StrategyConstraints(job.reduction, split is True, recording.trace is not None or recording.samples),
         said["balance"] == "speed",
     )
 
@@ -210,7 +212,15 @@ def _policies_from_outside(said: Mapping[str, Any], told: _Told, job: Job) -> li
     return [*named, LinearScaling(factor, warmup * job.batch_size // factor)]
 
 
-def _execution(said: Mapping[str, Any], told: _Told, tolerance: FaultTolerance, adaptation: Adaptation) -> Execution:
+def _execution(
+    said: Mapping[str, Any],
+    told: _Told,
+    tolerance: FaultTolerance,
+    adaptation: Adaptation,
+    split: SplitUpdate,
+    *,
+    is_elastic: bool,
+) -> Execution:
     overlap, every = told.switch("UNISONO_OVERLAP"), told.whole("UNISONO_MONITOR_EVERY")
     monitoring = said["monitor"]
     if not isinstance(monitoring, Monitoring):
@@ -224,9 +234,10 @@ def _execution(said: Mapping[str, Any], told: _Told, tolerance: FaultTolerance, 
         raise JobError(f"audit={short(audit)}: use a share between 0 and 1, such as 0.01")
     return Execution(
         _first(said["overlap"], overlap),
-        adaptation.constraints.splits_update,
+        split,
         monitoring,
         CHECKS[checks],
         audit,
         looks=tolerance.verify_every is not None,
+        is_elastic=is_elastic,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -94,25 +95,32 @@ class FaultTolerance:
     verify_every: int | None = 100
 
 
+SplitUpdate = bool | Literal["auto"]
+"""Whether updates are split; ``auto`` where they can be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Execution:
     """The settings of the computation that decide no bit.
 
     Attributes:
         overlap: whether gradients are reduced during the backward pass; None to do so where it pays.
-        shard_optimizer: whether the workers of a host share their parameters, and each updates a part of them.
+        shard_optimizer: whether the workers of a host share their parameters, and each updates a part of them; ``auto``
+            to do so where that can be.
         monitoring: the steps that are watched, and how closely.
         checked_bytes: the number of bytes of gradients whose memory is checked in each step; None for all of them.
         audit: the share of the shards that are computed again, from 0 to 1.
         looks: whether flipped bits in memory are looked for in every step.
+        is_elastic: whether workers come and go, so that those of one generation may share memory, and others not.
     """
 
     overlap: bool | None = None
-    shard_optimizer: bool = False
+    shard_optimizer: SplitUpdate = False
     monitoring: Monitoring = field(default_factory=Monitoring)
     checked_bytes: int | None = CHECKS["some"]
     audit: float = 0.0
     looks: bool = False
+    is_elastic: bool = False
 
     def overlaps(self, transport: Transport, threads: int, cores: Callable[[], int] = usable_cores) -> bool:
         """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.

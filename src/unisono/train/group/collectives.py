@@ -30,7 +30,8 @@ class Change(Generic[R]):
 
     Attributes:
         make: changes the state, and returns the call's value. Called once, and the call is counted at once: so there is
-            no collective, no I/O and no code of the script in it, but for what torch calls to set or update a state.
+            no I/O and no code of the script in it, but for what torch calls to set or update a state, and no collective
+            without which it could not go on.
         then: a function that is called once the call is counted, to write and tell what came of it.
     """
 

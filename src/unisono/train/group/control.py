@@ -19,7 +19,7 @@ from unisono.words import MODULUS
 MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
-_FLAGS = 5
+_FLAGS = 6
 _DIGESTS = slice(_FLAGS, _FLAGS + 2)  # as bits: nothing computes with them
 _TOLD = _DIGESTS.stop
 _BALANCE = _TOLD + len(fields(Timings))
@@ -60,6 +60,7 @@ class StepReport:
         regroup: whether any worker knows of a new generation that is due.
         again: whether the step has to be computed once more, since a gradient came in several parts.
         lost: whether any worker's update before was computed from a gradient that memory had not kept.
+        written: whether any worker's script has written to weights that workers share, which it sees by itself alone.
         is_balanced: whether all that was read of partial sums is what was written.
     """
 
@@ -72,6 +73,7 @@ class StepReport:
     regroup: bool
     again: bool
     lost: bool = False
+    written: bool = False
     is_balanced: bool = True
 
 
@@ -92,6 +94,7 @@ class Flags:
         again: one of its gradients came in several parts, so its sums are not to be used.
         lost: an update of its own was computed from a gradient that memory had not kept.
         flipped: a bit of what it alone looks at is another one than the update before has left.
+        written: its script has written to weights that workers share, which it sees by itself alone.
         digest: a digest (64 bits) of the weights with which its shards were computed; 0 if nobody compares weights.
         own: a digest (64 bits) of the state that no other worker holds; 0 if nobody compares it.
         timings: the times that it measured.
@@ -103,6 +106,7 @@ class Flags:
     again: bool = False
     lost: bool = False
     flipped: bool = False
+    written: bool = False
     digest: int = 0
     own: int = 0
     timings: Timings = field(default_factory=Timings)
@@ -132,7 +136,14 @@ class ControlWord:
             LossError: more metrics than a control word has room for.
         """
         numbers = np.zeros(_HEADER + self.split.widest * _ROW)
-        numbers[:_FLAGS] = flags.leave, flags.regroup, flags.again, flags.lost, flags.flipped
+        numbers[:_FLAGS] = (
+            flags.leave,
+            flags.regroup,
+            flags.again,
+            flags.lost,
+            flags.flipped,
+            flags.written,
+        )
         numbers.view(np.uint64)[_DIGESTS] = flags.digest, flags.own
         numbers[_TOLD:_BALANCE] = astuple(flags.timings)
         balance, copies = flags.balance
@@ -162,9 +173,11 @@ class ControlWord:
         metrics = {
             name: _mean([(report.metrics.get(name, 0.0), report.weight) for report in shards], weight) for name in names
         }
-        leave, regroup, again, lost = (bool(numbers[:, flag].any()) for flag in range(4))
+        leave, regroup, again, lost, _, written = (bool(numbers[:, flag].any()) for flag in range(_FLAGS))
         kept = is_balanced(*zip(*_balances(numbers), strict=True))
-        return StepReport(shards, loss, weight, metrics, tuple(used.tolist()), leave, regroup, again, lost, kept)
+        return StepReport(
+            shards, loss, weight, metrics, tuple(used.tolist()), leave, regroup, again, lost, written, kept
+        )
 
     def flags(self, words: torch.Tensor) -> tuple[Flags, ...]:
         """What each worker said, by rank."""
@@ -200,9 +213,9 @@ def _balances(numbers: _Words) -> list[Balance]:
 
 
 def _flags(header: Sequence[float], digests: Sequence[int], balance: Balance) -> Flags:
-    leave, regroup, again, lost, flipped = (bool(flag) for flag in header[:_FLAGS])
+    leave, regroup, again, lost, flipped, written = (bool(flag) for flag in header[:_FLAGS])
     digest, own = digests
-    return Flags(leave, regroup, again, lost, flipped, digest, own, Timings(*header[_TOLD:]), balance)
+    return Flags(leave, regroup, again, lost, flipped, written, digest, own, Timings(*header[_TOLD:]), balance)
 
 
 def _fill(row: _Words, report: ShardReport) -> None:

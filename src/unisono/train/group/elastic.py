@@ -24,7 +24,7 @@ from unisono.reduce.transport import Solo
 from unisono.train.config.run_config import CoordinatorAccess
 from unisono.train.group.connect import Rendezvous
 from unisono.train.group.forming import ElasticRendezvous, Forming
-from unisono.train.group.liveness import BEAT_S, Heartbeat, Probing, Tell, other_hosts
+from unisono.train.group.liveness import BEAT_S, Heartbeat, OtherHosts, Probing, Tell
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.news import Farewell, Known, News
 from unisono.train.group.publisher import Ask, Publisher, packed, unpacked
@@ -84,6 +84,7 @@ class Elastic(Membership):
         self._listener_lock = threading.Lock()
         self._is_leaving = False
         self._forming = Forming()
+        self._hosts = OtherHosts()
         self._listener = PeerListener(timeout_s)
         self._line = call(self._hear)
         self._publisher = publisher(self._line.request)
@@ -260,14 +261,14 @@ class Elastic(Membership):
 
     def _form_next(self, new: messages.NewGeneration, begun: float) -> StateTransfer:
         waited = perf_counter()
-        rank = next(rank for rank, seat in enumerate(new.roster) if seat.worker == self._hello.worker)
+        rank = next(one.rank for one in new.here if one.worker == self._hello.worker)
         self._forming = Forming()
         self._generation = Generation(new.generation, rank, Split(new.bounds), new.departures)
         self._line.generation = new.generation
         self._hang_up_if_lost()
-        rendezvous = ElasticRendezvous(new, rank, self._listener, self._store)
+        rendezvous = ElasticRendezvous(new, rank, self._hello.host, self._listener, self._store)
         try:
-            with self._probing(new, rank):
+            with self._probing(new):
                 self._workers = self._forming.connect(partial(self._form, self._generation, rendezvous))
         except LaunchError as error:  # somebody was lost before all had met
             raise WorkerLost(f"generation {new.generation} did not form: {error}") from error
@@ -276,8 +277,8 @@ class Elastic(Membership):
         self._publisher.lead(rank == 0)
         return transfer_in(new, {"regroup": waited - begun, "form": perf_counter() - waited})
 
-    def _probing(self, new: messages.NewGeneration, rank: int) -> AbstractContextManager[object]:
-        targets = other_hosts(new, rank)
+    def _probing(self, new: messages.NewGeneration) -> AbstractContextManager[object]:
+        targets = self._hosts.of(new)
         return closing(self._probe(targets, self._forming.not_reached)) if self._probe and targets else nullcontext()
 
     def _is_next(self, new: messages.NewGeneration) -> bool:
@@ -316,7 +317,7 @@ def transfer_in(new: messages.NewGeneration, seconds: Mapping[str, float]) -> St
     """A new generation, as far as it matters for who gives what to whom."""
     return StateTransfer(
         source=new.source,
-        acts=[seat.acts for seat in new.roster],
-        joiners=frozenset(rank for rank, seat in enumerate(new.roster) if seat.joins),
+        acts=new.acts,
+        joiners=new.joiners,
         seconds=seconds,
     )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from unisono.errors import WorkerLost
 from unisono.membership.environment import Environment
-from unisono.membership.messages import NewGeneration, Seat, Unreached
+from unisono.membership.messages import Neighbour, NewGeneration, Unreached
 from unisono.reduce.peers import PeerListener, Peers, address_from, is_within_call
 from unisono.train.group.connect import Rendezvous
 from unisono.train.group.workers import Workers
@@ -65,17 +65,17 @@ class ElasticRendezvous(Rendezvous):
     Args:
         new: the generation.
         rank: this worker's rank.
+        host: the name of its host.
         listener: this worker's listener, whose address the others know.
         store: the coordinator's key-value store.
     """
 
-    def __init__(self, new: NewGeneration, rank: int, listener: PeerListener, store: dist.Store) -> None:
-        self._here = _on_the_host_of(new.roster[rank], new.roster)
-        self._place = self._here.index(new.roster[rank])
+    def __init__(self, new: NewGeneration, rank: int, host: str, listener: PeerListener, store: dist.Store) -> None:
+        mine = next(one for one in new.here if one.rank == rank)
+        self._here = _within_call(mine, new.here)
+        self._place = self._here.index(mine)
         self._generation, self._listener, self._store = new.generation, listener, store
-        self.environment = Environment(
-            "unisono", rank, len(new.roster), self._place, len(self._here), new.roster[rank].host
-        )
+        self.environment = Environment("unisono", rank, len(new.acts), self._place, len(self._here), host)
 
     def store(self) -> dist.Store:
         """The coordinator's."""
@@ -83,12 +83,12 @@ class ElasticRendezvous(Rendezvous):
 
     def peers(self) -> Peers:
         """At the listeners whose addresses came with the roster."""
-        lower = (address_from(seat.address) for seat in self._here[: self._place])
-        purpose = f"generation {self._generation} of {' '.join(seat.worker for seat in self._here)}"
+        lower = (address_from(one.address) for one in self._here[: self._place])
+        purpose = f"generation {self._generation} of {' '.join(one.worker for one in self._here)}"
         return self._listener.gather(self._place, len(self._here), lower, purpose)
 
 
-def _on_the_host_of(mine: Seat, roster: Sequence[Seat]) -> list[Seat]:
+def _within_call(mine: Neighbour, neighbours: Sequence[Neighbour]) -> list[Neighbour]:
     # Hosts may have one name, for instance containers of one image: the addresses of their listeners tell.
     here = address_from(mine.address)
-    return [seat for seat in roster if seat.host == mine.host and is_within_call(here, address_from(seat.address))]
+    return [one for one in neighbours if is_within_call(here, address_from(one.address))]

@@ -126,8 +126,17 @@ class Probing:
             self._loop.close()
 
 
-def other_hosts(new: NewGeneration, rank: int) -> list[Target]:
-    """The hosts of a generation that answer probes, but this worker's own."""
-    mine = new.roster[rank].agent
-    seats = {seat.agent: seat for seat in new.roster if seat.agent and seat.probes and seat.agent != mine}
-    return [Target(agent=seat.agent, host=seat.host, address=seat.probes) for seat in seats.values()]
+class OtherHosts:
+    """The hosts that this worker probes for its own: the coordinator names those that are new or gone."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Target] = {}
+        self._since = 0
+
+    def of(self, new: NewGeneration) -> list[Target]:
+        """Those of a generation; none if another worker of this host probes them."""
+        known = self._known if new.hosts_since and new.hosts_since == self._since else {}
+        found = {**known, **{target.agent: target for target in new.hosts}}
+        self._known = {agent: target for agent, target in found.items() if agent not in new.gone}
+        self._since = new.generation
+        return list(self._known.values())

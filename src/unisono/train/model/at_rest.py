@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,10 @@ class AtRest:
     as written is left out, and so is a difference that more than two flipped bits would be needed for.
 
     Args:
-        weights: weights of which every worker has a copy.
+        weights: the weights.
         buffers: buffers, of which every worker has a copy at the beginning of each shard.
-        parts: this worker's parts of weights that the workers of its host share.
+        shared: the numbers of weights that the workers of this host share; of the others every worker has a copy.
+        parts: this worker's parts of those, each with the number of its weight.
         state: a function that returns the optimizers' tensors of which there is no other copy.
         is_only: whether there is no other copy of any of it.
     """
@@ -50,14 +51,19 @@ class AtRest:
         self,
         weights: Sequence[Tensor],
         buffers: Buffers,
-        parts: Sequence[Tensor] = (),
+        shared: Collection[int] = (),
+        parts: Sequence[tuple[int, Tensor]] = (),
         state: Callable[[], Sequence[Tensor]] = tuple,
         *,
         is_only: bool,
     ) -> None:
         self.buffers = buffers
-        self._weights, self._parts, self._state, self._is_only = weights, parts, state, is_only
-        self._summing = Summing()
+        self._weights = [weight for number, weight in enumerate(weights) if number not in shared]
+        self._numbers = [number for number in range(len(weights)) if number not in shared]
+        self._buffers_from, self._state, self._is_only = len(weights), state, is_only
+        self._parts, self._numbers_of_parts = [part for _, part in parts], [number for number, _ in parts]
+        self._seen = [weights[number] for number in self._numbers_of_parts]
+        self._summing, self._noting = Summing(), Summing()
         self._left: Sums | None = None
         self._written: list[tuple[int, int]] = []
         self._unwritten: list[bool] = []
@@ -78,15 +84,26 @@ class AtRest:
 
     def look(self) -> Seen:
         """All shards are computed, and nothing is committed."""
-        common = [*self._weights, *self.buffers.begun()]
-        sums = self._summing([*common, *self._parts, *(self._state() if self._is_only else ())])
-        parts = sums[len(common) : len(common) + len(self._parts)]
-        return Seen(combined(sums[: len(common)]), combined(parts) if parts else 0, self._has_flipped(sums))
+        buffers = self.buffers.begun()
+        numbers = [*self._numbers, *range(self._buffers_from, self._buffers_from + len(buffers))]
+        sums = self._summing([*self._weights, *buffers, *self._parts, *(self._state() if self._is_only else ())])
+        parts = sums[len(numbers) : len(numbers) + len(self._parts)]
+        own = combined(parts, self._numbers_of_parts) if parts else 0
+        return Seen(combined(sums[: len(numbers)], numbers), own, self._has_flipped(sums))
 
-    def note(self) -> None:
-        """An update is done: everything stays as it is until the next one."""
-        if self._is_only:
-            self._left, self._written = self._summing(self._now()), self._writes()
+    def note(self, sums: Sequence[int] | None = None) -> None:
+        """An update is done: everything stays as it is until the next one.
+
+        Args:
+            sums: the sums of parts and state, if they were read in the update.
+        """
+        if not self._is_only:
+            return
+        if sums is None:
+            self._left = self._summing(self._now())
+        else:
+            self._left = (*self._noting([*self._weights, *self.buffers.present()]), *sums)
+        self._written = self._writes()
 
     def has_changed(self) -> bool:
         """Whether a bit has flipped since the last update, where there is no other copy to compare with."""
@@ -99,7 +116,11 @@ class AtRest:
         return [*self._weights, *self.buffers.present(), *self._parts, *self._state()]
 
     def _writes(self) -> list[tuple[int, int]]:
-        return [(id(tensor), tensor._version) for tensor in self._now()]
+        now = self._now()
+        seen = [0] * len(now)  # what the script writes to, in place of parts that it does not see
+        start = len(now) - len(self._state()) - len(self._parts)
+        seen[start : start + len(self._parts)] = [weight._version for weight in self._seen]
+        return [(id(tensor), tensor._version + version) for tensor, version in zip(now, seen, strict=True)]
 
     def _has_flipped(self, sums: Sums) -> bool:
         if self._left is None:

@@ -138,9 +138,13 @@ class Update:
     """Every worker updates all parameters."""
 
     bytes_shared = 0
+    has_flipped = False
 
-    def begin(self) -> None:
+    def begin(self, is_right: Callable[[], bool]) -> None:
         """Nothing can have happened to them."""
+
+    def sums(self) -> None:
+        """What is updated is yet to be read."""
 
     def require_whole(self) -> None:
         """They always are."""
@@ -152,3 +156,13 @@ class Update:
 
     def finish(self) -> None:
         """All that ``apply`` has begun is done."""
+
+    def is_written(self) -> bool:
+        """What the script writes, the update goes on from."""
+        return False
+
+    def part(self) -> None:
+        """Each worker has its own."""
+
+    def close(self) -> None:
+        """Nothing was moved."""

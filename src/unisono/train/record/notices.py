@@ -31,6 +31,7 @@ class Notices(Listener):
         self._job, self._folder, self._membership = job, folder, membership
         self._told_of_scheduler = False
         self._bytes_shared = 0
+        self._why_whole = ""
 
     def prepared(self, prepared: Prepared, step: int) -> None:
         """BatchNorm over shards so small that its statistics are noisy."""
@@ -104,6 +105,12 @@ class Notices(Listener):
             f"step {step}: rank {finding.wrong} on host {host} computed shard {finding.shard} otherwise than it "
             f"should, {once}"
         )
+
+    def update_planned(self, why_whole: str) -> None:
+        """Why updates are not split; once, as long as it is the same."""
+        if why_whole and why_whole != self._why_whole and self._membership.is_main:
+            self._folder.journal("update not split", why=why_whole)
+        self._why_whole = why_whole
 
     def went_back(self, reached: int, step: int, doubt: Doubt) -> None:
         """The run has gone back to an older state, and computes the steps after it again.

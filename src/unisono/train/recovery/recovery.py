@@ -196,6 +196,7 @@ class Recovery(Recovers):
     def heal(self, workers: Workers, transfer: StateTransfer, what: str) -> None:
         """Some workers hold another state than most: they get the right one. Collective."""
         failpoint("heal begins")
+        self._steps.drop()  # what workers share, each would set
         hosts = workers.gather_json(platform.node())
         odd, step = sorted(transfer.behind), self._trained.progress.position.step
         self._listeners.tell(lambda one: one.healed(step, what, odd, [hosts[rank] for rank in odd]))

@@ -106,7 +106,6 @@ class Verification:
         judge: the judge of audits, which knows the checkpoints that may be wrong.
         snapshots: the writer of checkpoints, which settles the state before it is compared.
         listeners: the run's listeners.
-        shares: whether workers share one copy: where they read it differently, it has changed in between.
     """
 
     def __init__(
@@ -120,11 +119,9 @@ class Verification:
         judge: AuditJudge,
         snapshots: Snapshots,
         listeners: Listeners,
-        *,
-        shares: bool,
     ) -> None:
         self._collectives, self._membership, self._steps, self._trained = collectives, membership, steps, trained
-        self._integrity, self._copies, self._shares = integrity, copies, shares
+        self._integrity, self._copies = integrity, copies
         self._judge, self._snapshots, self._listeners = judge, snapshots, listeners
 
     def verify(self) -> Digests | None:
@@ -209,7 +206,8 @@ class Verification:
             return Change(self._integrity.give_way((step, 0), f"after {step} steps {flipped_in(flipped)}"))
         held = [tuple(own) for own, *_ in told]
         found = verdict(held)
-        can_heal = found is Verdict.HEALING and not (self._shares or is_healed)
+        # One copy that workers read differently has changed in between.
+        can_heal = found is Verdict.HEALING and not (self._steps.shares_weights or is_healed)
         if can_heal and (transfer := healing(held)) is not None:
             self._collectives.recovery.heal(workers, transfer, "state")
             # Registered objects may have been made of the state that was wrong: an average of the weights, say.
@@ -249,9 +247,9 @@ class Verification:
         return make
 
     def _set_back(self, snapshot: Snapshot) -> None:
-        self._trained.go_back(snapshot)
-        self._steps.drop()
+        self._steps.drop()  # what workers share, each would set
         self._steps.forget()
+        self._trained.go_back(snapshot)
 
     def _has_flipped(self) -> bool:
         return self._steps.has_lost or (not self._integrity.known.script_writes and self._steps.has_flipped)

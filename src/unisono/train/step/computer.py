@@ -54,6 +54,10 @@ class StepComputer(Protocol):
         """Whether nobody knows beforehand which shards are its own."""
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether the weights lie in memory that workers share."""
+
+    @property
     def has_lost(self) -> bool:
         """Whether an update was made from a gradient that memory had not kept."""
 

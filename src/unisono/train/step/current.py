@@ -60,6 +60,11 @@ class CurrentSteps:
         return self._computer is not None and self._computer.is_open
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether the weights lie in memory that workers share."""
+        return self._computer is not None and self._computer.shares_weights
+
+    @property
     def has_lost(self) -> bool:
         """Whether an update was made from a gradient that memory had not kept."""
         return self._computer is not None and self._computer.has_lost

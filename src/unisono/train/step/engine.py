@@ -34,7 +34,7 @@ from unisono.train.step.audit import Audit
 from unisono.train.step.call import Call
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ForwardPass, Shard, require_agreement, total_weight
-from unisono.train.step.sharded_update import ShardedUpdate
+from unisono.train.step.sharded_update import ShardedUpdate, why_whole
 
 MOST_REPEATS = 3
 """Of a step whose memory did not keep what was written; after that a worker's memory is broken for good."""
@@ -76,6 +76,7 @@ class StepEngine:
 
     Attributes:
         has_lost: whether this engine has made such an update, or an earlier one.
+        why_whole: the reason for which each worker makes whole updates; empty if they split them.
         witness: a function that gets what was written to checked memory; set in the middle of a run, to inject a fault.
     """
 
@@ -112,8 +113,16 @@ class StepEngine:
         self._audit = Audit(job.seed, execution.audit, workers)
         self.has_lost = has_lost
         self._update: Update | ShardedUpdate = update or Update()
-        if execution.shard_optimizer:
-            self._update = ShardedUpdate(prepared, workers.transport, self._bucket_bytes)
+        self.why_whole = why_whole(prepared, workers, execution) if update is None else "the strategy makes the update"
+        if not self.why_whole:
+            self._update = ShardedUpdate(
+                prepared,
+                workers.transport,
+                self._bucket_bytes,
+                self._look_anew,
+                looks=execution.looks,
+                survives=execution.is_elastic,
+            )
         self._at_rest = self._looking() if execution.looks else None
 
     def attempt(self, call: Call, flags: Callable[[Seen], Flags] = lambda seen: Flags()) -> Attempt:
@@ -132,7 +141,7 @@ class StepEngine:
         """
         if self._split != (split := self._workers.split(call.batch.shards)):
             self._resplit(split)
-        self._update.begin()
+        self._update.begin(lambda: not self.has_flipped)
         self._buffers.begin()
         if self._at_rest is not None:
             self._at_rest.begin()
@@ -180,10 +189,11 @@ class StepEngine:
             set_all(buffers)
             with self._scaled(call.optimizers):
                 self._update.apply(call.optimizers)
-            if self._at_rest is not None:
-                self._at_rest.note()  # before others can read or write what this worker has updated
-            self._update.finish()
+                if self._at_rest is not None:
+                    self._at_rest.note(self._update.sums())  # before others can read or write what it has updated
+                self._update.finish()
             # Only now, when nobody reads it any more: so it was right whenever it was read.
+            self.has_lost |= self._update.has_flipped
             self.has_lost |= not any(map(may_change_gradients, call.optimizers)) and not gradients.has_kept()
             gradients.release(used)
             attempt.seconds["update"] = perf_counter() - started
@@ -224,6 +234,8 @@ class StepEngine:
 
     def close(self) -> None:
         """Let go of the model's parameters and of the thread."""
+        self._update.close()
+        self.has_lost |= self._update.has_flipped
         self._reducer.close()
         for gradients in self._gradients.values():
             gradients.remove()
@@ -241,14 +253,20 @@ class StepEngine:
         return self._split.of(self._workers.rank)
 
     def _looking(self) -> AtRest:
-        """What this worker looks at: a split update shares the weights, and each worker looks at its own part."""
+        """What this worker looks at: where workers share the weights, each looks at its own part."""
         prepared, update = self._prepared, self._update
-        if not isinstance(update, ShardedUpdate):
-            state, is_only = partial(kept_by, prepared.optimizers), self._workers.world_size == 1
-            return AtRest(list(prepared.weights().values()), self._buffers, state=state, is_only=is_only)
-        shared = set(map(id, prepared.parameters.values()))
-        weights = [weight for weight in prepared.weights().values() if id(weight) not in shared]
-        return AtRest(weights, self._buffers, update.parts, update.kept, is_only=True)
+        weights, is_only = list(prepared.weights().values()), self._workers.world_size == 1
+        if not isinstance(update, ShardedUpdate) or not update.is_shared:
+            return AtRest(weights, self._buffers, state=partial(kept_by, prepared.optimizers), is_only=is_only)
+        places = {id(weight): number for number, weight in enumerate(weights)}
+        parts = [(places[id(parameter)], part) for parameter, part in update.parts]
+        shared = {places[id(parameter)] for parameter in prepared.parameters.values()}
+        return AtRest(weights, self._buffers, shared, parts, update.kept, is_only=True)
+
+    def _look_anew(self) -> None:
+        """What this worker looks at lies in other memory now."""
+        if self._at_rest is not None:
+            self._at_rest = self._looking()
 
     def _resplit(self, split: Split) -> None:
         """Workers have other shards, or as many pieces of them: let go of all that was made for those before."""
@@ -267,9 +285,11 @@ class StepEngine:
         for _ in range(1 + MOST_REPEATS):
             attempt = self._attempt(call, flags)
             attempt.findings = findings
-            if attempt.report.lost or judged(attempt.flags) is not Verdict.RIGHT:
+            if attempt.report.written:
+                self._update.part()  # then all compare what they have
+            elif attempt.report.lost or judged(attempt.flags) is not Verdict.RIGHT:
                 return attempt  # whoever computes with wrong weights is no worse a processor for that
-            if attempt.report.again:
+            elif attempt.report.again:
                 attempt.gradients.stop_listening()
             elif not attempt.report.is_balanced:
                 self._repeats(call.step)
@@ -391,7 +411,8 @@ class StepEngine:
         used = [*gradients.used, *self._buffers.used]
         word = ControlWord(self._split, len(used))
         own = Balance(gradients.balance, gradients.copies)
-        flags = replace(flags, again=gradients.came_twice, lost=self.has_lost, balance=own)
+        is_written = self._update.is_written()
+        flags = replace(flags, again=gradients.came_twice, lost=self.has_lost, written=is_written, balance=own)
         words = self._workers.transport.all_gather(word.pack(reports, used, flags))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
         logged = word.logged(words)

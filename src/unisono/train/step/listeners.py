@@ -84,6 +84,9 @@ class Listener:
     def call_done(self, step: Step, optimizers: Sequence[Optimizer], done: Computed) -> None:
         """A call of ``step.run`` is over."""
 
+    def update_planned(self, why_whole: str) -> None:
+        """Updates may be split: why they are not in this generation; empty if they are."""
+
     def round_ended(self, told: Sequence[Mapping[str, Any]], strategy: str) -> None:
         """All workers have the same weights again, and have told what they did since."""
 

@@ -73,6 +73,11 @@ class ExactSteps:
         """Whether a bit is not as the last update has left it, where this worker has the only copy."""
         return self.engine is not None and self.engine.has_flipped
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the weights lie in memory that workers share."""
+        return self.engine is not None and self.engine.bytes_shared > 0
+
     def make(self, workers: Workers) -> None:
         """Begin in a generation. Collective."""
         self.trained.strategy = "", {}  # what one kept that comes again later is of weights long gone
@@ -87,12 +92,15 @@ class ExactSteps:
             repeats=lambda step: self.listeners.tell(lambda one: one.repeated(step)),
             has_lost=self._had_lost,
         )
+        if self.config.execution.shard_optimizer and workers.world_size > 1:
+            why = self.engine.why_whole
+            self.listeners.tell(lambda one: one.update_planned(why))
 
     def drop(self) -> None:
         """The generation is over, or the strategy."""
         if self.engine is not None:
-            self._had_lost = self.engine.has_lost
             self.engine.close()
+            self._had_lost = self.engine.has_lost
             self.engine = None
 
     def retire(self) -> None:

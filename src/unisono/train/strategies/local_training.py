@@ -62,6 +62,11 @@ class LocalTraining:
         return self._rounds is not None and self._rounds.is_open
 
     @property
+    def shares_weights(self) -> bool:
+        """Each worker has its own."""
+        return False
+
+    @property
     def shares_work(self) -> bool:
         """Whether a worker finds out what it computes when it gets there."""
         return self._rounds is not None and self._rounds.shares_work

@@ -14,7 +14,7 @@ from unisono.reduce.averaging import Averaging
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import Values, set_all
-from unisono.train.step.sharded_update import SCALARS
+from unisono.train.step.parts import SCALARS
 
 
 class Replica:

@@ -1,0 +1,203 @@
+"""What the coordinator knows of each worker, agent and connection."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from unisono.membership.messages import Arrived, Pulse, Removed
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """The newest signs of life of a worker or an agent.
+
+    Attributes:
+        connected: whether it is.
+        at: the time of its last message, of the loss of its connection, or of the last order to it, whichever is
+            newest.
+        started: the time at which its process was to start.
+        since: the time at which its phase began.
+        step: the number of its last committed step.
+        samples_per_s: the whole job's samples per second.
+        pulse: the pulse of its main thread.
+    """
+
+    connected: bool = False
+    at: float = 0.0
+    started: float = 0.0
+    since: float = 0.0
+    step: int = 0
+    samples_per_s: float = 0.0
+    pulse: Pulse = field(default_factory=Pulse)
+
+
+Phase = Literal["asked", "preparing", "ready", "working", "arrived", "finished", "removed", "lost"]
+"""What a worker does:
+
+asked      its agent was told to start it
+preparing  it is connected, and runs its script up to the place where it can be taken in
+ready      it waits there
+working    it is a member of the generation
+arrived    a member that has left the generation's work, and waits for the next one
+finished   its script has finished its run
+removed    it takes part no more, and is about to end
+lost       it is given up, and is about to be killed
+"""
+
+CANDIDATE: tuple[Phase, ...] = ("asked", "preparing", "ready")
+"""Phases of those who are to be taken in."""
+
+MEMBER: tuple[Phase, ...] = ("working", "arrived")
+"""Phases of those who train."""
+
+
+SAID_AGAIN = {"signs", "arrived", "formed"}
+"""Of a worker: what it says again when it connects to a coordinator that has forgotten it."""
+
+
+def kept_phase(phase: Phase) -> Phase:
+    """The phase with which a worker begins again after the coordinator's end: that it has arrived it says again."""
+    return "working" if phase == "arrived" else phase
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker whose process may exist.
+
+    Attributes:
+        id: its id, never used again.
+        agent: the agent that runs it.
+        phase: its present phase.
+        host: its host's name; empty until it has connected.
+        pid: its process id there; 0 until it has connected.
+        joins: whether training was under way when it connected.
+        leaving: whether it was asked to leave.
+        is_faulty: whether it computes wrong results: it is in no generation any more.
+        loop: the number of the loop for which it is ready; None while it is not.
+        address: the address at which its peers reach it.
+        turn: its place in the order in which workers became ready.
+        arrived: the message with which it arrived.
+        formed: whether it works in the generation that it is a member of.
+        farewell: the message that told it to leave.
+        unformed: the number of generations with it that did not form, though nobody was lost.
+        digest: the digest of its final weights.
+        why: the reason of its loss; empty while it is not lost.
+        signs: its newest signs of life.
+    """
+
+    id: str
+    agent: str
+    phase: Phase = "asked"
+    host: str = ""
+    pid: int = 0
+    joins: bool = False
+    leaving: bool = False
+    is_faulty: bool = False
+    loop: int | None = None
+    address: str = ""
+    turn: int = 0
+    arrived: Arrived | None = None
+    formed: bool = False
+    farewell: Removed | None = None
+    unformed: int = 0
+    digest: str = ""
+    why: str = ""
+    signs: Signs = Signs()
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """What the coordinator knows of an agent that is there, or was lately.
+
+    Attributes:
+        id: the id that it chose for itself.
+        host: its host's name.
+        workers: the number of workers that it can run.
+        number: its place in the order in which agents came.
+        started: the number of its workers whose processes may exist.
+        given_up: places of workers that were asked to leave, with which no generation formed, or that failed again and
+            again before they took part: they are not filled again until somebody resizes.
+        failed: the number of its workers in a row that failed before they took part.
+        turned_away: the end of the last of them, if no other is started in its place; else empty.
+        probes: the address at which it answers probes; empty if it does not.
+        probing: the agents that it was asked to probe, and has said nothing about.
+        probing_since: the time at which it was last asked to probe.
+        missing: the number of other agents with workers whose hosts its own is not known to reach or not to reach.
+        left_out: why no worker of it takes part; empty if they can.
+        leaving: whether it was asked to leave.
+        left: whether it was told that it has.
+        signs: its newest signs of life.
+    """
+
+    id: str
+    host: str
+    workers: int
+    number: int = 0
+    started: int = 0
+    given_up: int = 0
+    failed: int = 0
+    turned_away: str = ""
+    leaving: bool = False
+    left: bool = False
+    probes: str = ""
+    probing: tuple[str, ...] = ()
+    probing_since: float = 0.0
+    missing: int = 0
+    left_out: str = ""
+    signs: Signs = Signs()
+
+    @property
+    def untried(self) -> bool:
+        """Whether it is not yet known whether its host reaches those of all workers."""
+        return self.missing > 0
+
+    @property
+    def room(self) -> int:
+        """How many workers may run there, if they reach the others."""
+        return 0 if self.leaving else max(0, self.workers - self.given_up)
+
+    @property
+    def places(self) -> int:
+        """How many workers may run there now."""
+        return 0 if self.left_out else self.room
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The connection between two hosts, as far as it is known.
+
+    Attributes:
+        one: the id of an agent.
+        other: the id of the other agent.
+        why: the reason for which there is no connection, for people; empty if there is one.
+        at: the time at which this was found out.
+    """
+
+    one: str
+    other: str
+    why: str = ""
+    at: float = 0.0
+
+    @property
+    def id(self) -> str:
+        """The same in both directions."""
+        return pair(self.one, self.other)
+
+
+def pair(one: str, other: str) -> str:
+    """The id of the connection between two hosts."""
+    return f"{one} {other}" if one < other else f"{other} {one}"
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """A worker without which the job goes on: it and others could not connect, or it failed before it took part.
+
+    Attributes:
+        worker: its id.
+        host: the name of its host.
+        why: the reason, for people.
+    """
+
+    worker: str
+    host: str
+    why: str

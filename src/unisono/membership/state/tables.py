@@ -1,0 +1,119 @@
+"""The workers, the agents and the connections, each with its index."""
+
+from collections.abc import Hashable, Iterable
+from itertools import product
+
+from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, Link, Phase, Worker
+from unisono.membership.state.table import Table
+
+
+class WorkerTable(Table[Worker]):
+    """The workers, in the order of their numbers.
+
+    Marks: ``(phase, leaving, connected)`` · ``(agent, part)``, where the part is ``"candidate"``, ``"member"`` or
+    ``"other"`` · ``"waits"`` of a member that waits for others · ``"forms"`` of one that does not work in its
+    generation yet.
+    """
+
+    __slots__ = ()
+    ROW = Worker
+
+    @classmethod
+    def marks(cls, row: Worker) -> tuple[Hashable, ...]:
+        """As in the description of this class."""
+        part = "member" if row.phase in MEMBER else "candidate" if row.phase in CANDIDATE else "other"
+        marks: list[Hashable] = [(row.phase, row.leaving, row.signs.connected), (row.agent, part)]
+        if part == "member" and row.signs.pulse.doing == "wait":
+            marks.append("waits")
+        if part == "member" and not row.formed:
+            marks.append("forms")
+        return tuple(marks)
+
+    @classmethod
+    def place(cls, row: Worker) -> tuple[int, str]:
+        """By number: ``w9`` comes before ``w10``."""
+        return len(row.id), row.id
+
+    def of_agent(self, agent: str) -> list[Worker]:
+        """The workers of an agent."""
+        return self.marked((agent, "candidate"), (agent, "member"), (agent, "other"))
+
+    def at(self, agent: str, *parts: str) -> int:
+        """The number of an agent's workers that are candidates, members or others."""
+        return self.count(*((agent, part) for part in parts))
+
+    def number(self, phases: Iterable[Phase], leaving: bool | None = None, connected: bool | None = None) -> int:
+        """The number of workers in these phases; of all, or only of those that leave, or are connected, or not."""
+        return self.count(*_stands(phases, leaving, connected))
+
+    def those(
+        self, phases: Iterable[Phase], leaving: bool | None = None, connected: bool | None = None
+    ) -> list[Worker]:
+        """The workers themselves."""
+        return self.marked(*_stands(phases, leaving, connected))
+
+
+def _stands(phases: Iterable[Phase], leaving: bool | None, connected: bool | None) -> Iterable[Hashable]:
+    leavings, connecteds = ((False, True) if each is None else (each,) for each in (leaving, connected))
+    return product(phases, leavings, connecteds)
+
+
+class LinkTable(Table[Link]):
+    """The known connections between hosts, the oldest first.
+
+    Marks: ``("of", agent)`` for both agents · ``"gap"`` of those that cannot be made.
+    """
+
+    __slots__ = ()
+    ROW = Link
+
+    @classmethod
+    def marks(cls, row: Link) -> tuple[Hashable, ...]:
+        """As in the description of this class."""
+        ends = (("of", row.one), ("of", row.other))
+        return (*ends, "gap") if row.why else ends
+
+    @classmethod
+    def place(cls, row: Link) -> tuple[float, str]:
+        """By age."""
+        return row.at, row.id
+
+    def of_agent(self, agent: str) -> list[Link]:
+        """The connections of an agent."""
+        return self.marked(("of", agent))
+
+    @property
+    def gaps(self) -> list[Link]:
+        """Those that cannot be made."""
+        return self.marked("gap")
+
+
+class AgentTable(Table[Agent]):
+    """The agents, in the order in which they came. Their weight is the number of workers that may run now.
+
+    Marks: ``"leaving"`` of those that were asked to, and have not left · ``"free"`` of those that can start another
+    worker now · ``"stays"`` of those that were not asked to leave · ``"probed"`` of those of them that answer probes ·
+    ``"out"`` of those that are left out.
+    """
+
+    __slots__ = ()
+    ROW = Agent
+
+    @classmethod
+    def marks(cls, row: Agent) -> tuple[Hashable, ...]:
+        """As in the description of this class."""
+        free = row.places > row.started and row.signs.connected and not row.untried
+        going = "leaving" if row.leaving and not row.left else "left" if row.leaving else "stays"
+        probed = going == "stays" and bool(row.probes)
+        flags = (("free", free), ("probed", probed), ("out", bool(row.left_out)))
+        return (going, *(mark for mark, holds in flags if holds))
+
+    @classmethod
+    def place(cls, row: Agent) -> int:
+        """As they came."""
+        return row.number
+
+    @classmethod
+    def weigh(cls, row: Agent) -> int:
+        """The number of its workers that may run now."""
+        return row.places

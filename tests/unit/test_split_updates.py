@@ -1,0 +1,151 @@
+"""Workers of one host split their updates where that can be, and make whole ones where not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.thread_crew import Trade, train
+from struck_run import JOB, momentum, trained
+from unisono.errors import JobError
+from unisono.train.config.numerics import apply_numerics
+from unisono.train.config.run_config import Execution, SplitUpdate
+from unisono.train.run import Run
+from unisono.train.step.step import Step
+
+pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")]
+
+
+@pytest.fixture(autouse=True)
+def numerics() -> Iterator[None]:
+    before, threads = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    before.apply()
+
+
+class Own(torch.optim.SGD):
+    """Not one of those of which it is known that they go element by element."""
+
+
+def own(parameters: Any) -> torch.optim.Optimizer:
+    return Own(parameters, lr=0.1, momentum=0.9)
+
+
+def ends(
+    folder: Path,
+    workers: int,
+    split: SplitUpdate,
+    make: Callable[[Any], torch.optim.Optimizer] = momentum,
+    *,
+    is_elastic: bool = False,
+    told: Callable[[Run, Step], None] = lambda run, step: None,
+) -> tuple[set[str], dict[str, list[dict[str, Any]]]]:
+    """What all workers come to, and the journal by event."""
+    execution = Execution(overlap=False, looks=True, shard_optimizer=split, is_elastic=is_elastic)
+
+    def script(run: Run) -> str:
+        return trained(run, told, make)
+
+    digests = train(Trade(JOB, workers, folder, execution, is_elastic=is_elastic), script)
+    journal: dict[str, list[dict[str, Any]]] = {}
+    for line in (folder / "journal.jsonl").read_text().splitlines():
+        journal.setdefault(json.loads(line)["event"], []).append(json.loads(line))
+    return set(digests), journal
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("split", [True, "auto"])
+def test_workers_that_share_memory_split_updates_to_the_same_bits(
+    workers: int, split: SplitUpdate, tmp_path: Path
+) -> None:
+    expected, told = ends(tmp_path / "serial", 1, split=False)
+    assert "memory shared" not in told
+    found, told = ends(tmp_path / "split", workers, split)
+    assert found == expected
+    assert len(told["memory shared"]) == 1
+    assert "update not split" not in told
+
+
+def test_a_worker_alone_shares_with_nobody_and_nobody_is_told(tmp_path: Path) -> None:
+    for number, (split, is_elastic) in enumerate([("auto", False), ("auto", True), (True, True)]):
+        _, told = ends(tmp_path / str(number), 1, split, is_elastic=is_elastic)  # type: ignore[arg-type]
+        assert "memory shared" not in told
+        assert "update not split" not in told
+
+
+def test_other_optimizers_make_whole_updates_and_the_journal_says_why(tmp_path: Path) -> None:
+    expected, _ = ends(tmp_path / "serial", 1, split=False, make=own)
+    found, told = ends(tmp_path / "auto", 2, "auto", own)
+    assert found == expected
+    assert "memory shared" not in told
+    (line,) = told["update not split"]
+    assert line["why"].startswith("cannot split Own: it splits optimizers that go element by element (SGD, Adam")
+
+
+def test_who_insists_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="shard_optimizer=True cannot split Own"):
+        ends(tmp_path / "own", 2, split=True, make=own)
+
+
+def first_of(run: Run) -> torch.Tensor:
+    prepared = run.inside.trained.require_prepared()
+    return next(iter(prepared.parameters.values()))
+
+
+def counted(run: Run, step: Step) -> None:
+    with torch.no_grad():
+        first_of(run).mul_(0.9)
+
+
+def uncounted(run: Run, step: Step) -> None:
+    first_of(run).data.mul_(0.9)
+
+
+def once(run: Run, step: Step) -> None:
+    if step.number == 2:
+        uncounted(run, step)
+
+
+def replaced(run: Run, step: Step) -> None:
+    first_of(run).data = first_of(run).data * 0.9
+
+
+def there_and_back(run: Run, step: Step) -> None:
+    weight = first_of(run)
+    kept = weight.data.clone()
+    weight.data.zero_()
+    weight.data.copy_(kept)
+
+
+def momentum_halved(run: Run, step: Step) -> None:
+    (optimizer,) = run.inside.trained.require_prepared().optimizers
+    for state in optimizer.state.values():
+        state["momentum_buffer"].mul_(0.5)
+
+
+def momentum_forgotten(run: Run, step: Step) -> None:
+    if step.number == 2:
+        (optimizer,) = run.inside.trained.require_prepared().optimizers
+        optimizer.state.clear()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [counted, uncounted, once, replaced, there_and_back, momentum_halved, momentum_forgotten],
+)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_what_the_script_writes_to_the_weights_counts_once_whoever_shares_them(
+    write: Callable[[Run, Step], None], workers: int, tmp_path: Path
+) -> None:
+    expected, _ = ends(tmp_path / "serial", 1, split=False, told=write)
+    found, journal = ends(tmp_path / "split", workers, "auto", told=write)
+    assert found == expected
+    assert "memory shared" in journal
+    assert "rolled back" not in journal
+    assert "healed" not in journal
