@@ -9,6 +9,7 @@ another one has not.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -24,9 +25,9 @@ from unisono.errors import Dismissed, WorkerLost
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.plan.tree import Node
-from unisono.reduce.buckets import Bucket
+from unisono.reduce.segment import Segment, created, pages
 from unisono.reduce.tally import Tally
-from unisono.reduce.transport import SharedFlats, Transport
+from unisono.reduce.transport import Transport
 from unisono.testing.fault import listening
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers
@@ -491,10 +492,9 @@ class SimulatedTransport(Transport):
             tally.keep(total, 0)
         return total
 
-    def share(self, buckets: Sequence[Bucket]) -> SharedFlats:
-        flats: tuple[Tensor, ...] = self._world.call("share", tuple(bucket.allocate() for bucket in buckets), 0)[0]
-        mine = tuple(flat.data for flat in flats)  # processes do not count each other's writes
-        return SharedFlats(mine, mine, None)
+    def share(self, size: int) -> Segment:
+        first: Segment = self._world.call("share", Segment(created(pages(size)), pages(size)), 0)[0]
+        return Segment(os.dup(first.descriptor), pages(size))
 
     @property
     def seat(self) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from unisono.reduce.host_memory import part_of
 from unisono.reduce.host_transport import HierarchicalTransport, host_split
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
+from unisono.reduce.segment import flats_in
 from unisono.reduce.transport import Transport
 
 pytestmark = pytest.mark.unit
@@ -139,7 +140,7 @@ def test_what_a_host_shares_is_seen_by_its_workers_and_by_no_other_host() -> Non
     bucket = Bucket((), 256, torch.float32, torch.device("cpu"))
 
     def work(transport: Transport) -> float:
-        (flat,) = transport.share([bucket]).flats
+        (flat,) = flats_in(transport.share(1024).bytes, [bucket])
         assert transport.seat is not None
         part = part_of(256, *transport.seat)
         flat[part.start : part.stop] = transport.rank + 1

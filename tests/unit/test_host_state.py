@@ -1,5 +1,6 @@
 """What a host's workers share can be copied whole at any moment of an update, whoever is in the middle of it."""
 
+import os
 from collections.abc import Sequence
 from threading import Thread
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.reduce.buckets import Bucket, plan_buckets
-from unisono.reduce.transport import SharedFlats, Solo
+from unisono.reduce.buckets import plan_buckets
+from unisono.reduce.segment import PAGE, Segment, created, pages
+from unisono.reduce.transport import Solo
 from unisono.testing.fault import listening
-from unisono.train.step.host_state import HostState, Kind
+from unisono.train.step.host_state import HostState
 from unisono.train.step.pieces import UpdatePiece, pieces_of
+from unisono.train.step.script_memory import Kind, ShownState
 
 pytestmark = pytest.mark.unit
 
@@ -22,9 +25,9 @@ KEPT = {number: [MOMENTUM] for number in range(len(SHAPES))}
 
 
 class Seated(Solo):
-    """Shares memory with whoever has the same list."""
+    """Shares memory with whoever has the same file."""
 
-    def __init__(self, place: int, places: int, memory: list[tuple[Tensor, ...]]) -> None:
+    def __init__(self, place: int, places: int, memory: int) -> None:
         super().__init__(1)
         self._seat, self._memory = (place, places), memory
 
@@ -32,15 +35,16 @@ class Seated(Solo):
     def seat(self) -> tuple[int, int]:
         return self._seat
 
-    def share(self, buckets: Sequence[Bucket]) -> SharedFlats:
-        if not self._memory:
-            self._memory.append(tuple(bucket.allocate() for bucket in buckets))
-        return SharedFlats(self._memory[0], self._memory[0], None)
+    def share(self, size: int) -> Segment:
+        os.ftruncate(self._memory, pages(size))
+        return Segment(os.dup(self._memory), pages(size))
 
 
 def sharing(workers: int) -> list[HostState]:
-    memory: list[tuple[Tensor, ...]] = []
-    found = [HostState(BUCKETS, KEPT, Seated(worker, workers, memory)) for worker in range(workers)]
+    memory = created(PAGE)
+    shown = ShownState(BUCKETS, [MOMENTUM])
+    found = [HostState(BUCKETS, KEPT, Seated(worker, workers, memory), shown) for worker in range(workers)]
+    os.close(memory)
     for row in found[0].rows:
         for flat in row:
             flat.copy_(torch.arange(flat.numel()))

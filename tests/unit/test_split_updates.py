@@ -149,3 +149,60 @@ def test_what_the_script_writes_to_the_weights_counts_once_whoever_shares_them(
     assert "memory shared" in journal
     assert "rolled back" not in journal
     assert "healed" not in journal
+
+
+class Reference:
+    """A script's own reference to a tensor's memory, taken after a step, and written through after each later one."""
+
+    def __init__(self, step: int, take: Callable[[Run], Any]) -> None:
+        self._step, self._take = step, take
+        self._taken: dict[int, Any] = {}
+
+    def __call__(self, run: Run, step: Step) -> None:
+        if step.number == self._step:
+            self._taken[id(run)] = self._take(run)
+        elif step.number > self._step:
+            self._taken[id(run)] *= 0.9
+
+
+def as_data(run: Run) -> torch.Tensor:
+    return first_of(run).data
+
+
+def as_array(run: Run) -> Any:
+    return first_of(run).detach().numpy()
+
+
+def of_the_state_dict(run: Run) -> torch.Tensor:
+    (module,) = run.inside.trained.require_prepared().modules
+    kept: torch.Tensor = next(iter(module.state_dict().values()))
+    return kept
+
+
+def of_the_momentum(run: Run) -> torch.Tensor:
+    (optimizer,) = run.inside.trained.require_prepared().optimizers
+    kept: torch.Tensor = optimizer.state[first_of(run)]["momentum_buffer"]
+    return kept
+
+
+TAKEN = [as_data, as_array, of_the_state_dict, of_the_momentum]
+
+
+@pytest.mark.parametrize("take", TAKEN)
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_scripts_own_reference_to_memory_that_is_shared_stays_true(
+    workers: int, step: int, take: Callable[[Run], Any], tmp_path: Path
+) -> None:
+    expected, _ = ends(tmp_path / "serial", 1, split=False, told=Reference(step, take))
+    found, journal = ends(tmp_path / "split", workers, "auto", told=Reference(step, take))
+    assert found == expected
+    assert ("memory shared" in journal) == (step > 1 or take is of_the_momentum)
+
+
+def test_the_journal_names_the_parameter_that_cannot_move(tmp_path: Path) -> None:
+    _, journal = ends(tmp_path / "split", 2, "auto", told=Reference(1, as_data))
+    assert {line["why"] for line in journal["update not split"]} == {
+        "something else than the model holds the memory of 0.weight, or what an optimizer keeps of it: a state_dict(), "
+        ".data, a NumPy array, or a loss with its graph"
+    }

@@ -346,7 +346,7 @@ def test_memory_that_was_planned_for_other_shards_is_let_go_of() -> None:
         (row,) = transport.allocate([Bucket((), 640, torch.float32, torch.device("cpu"))], 1)
         transport.reduce("bucket", row)
         pool = transport._memory._places[row[0].data_ptr()].pool  # type: ignore[attr-defined]
-        memory = weakref.ref(pool.segment._map)
+        memory = weakref.ref(pool.view._map)
         del row, pool
         transport.resplit(Split.even(8, 2))
         is_gone = memory() is None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ class BucketEntry:
     offset: int  # in elements
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return prod(self.shape)
 
     def view(self, flat: Tensor) -> Tensor:
         """This tensor's elements in a bucket's flat buffer, in the shape and layout of the tensor."""

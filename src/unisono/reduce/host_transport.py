@@ -12,8 +12,9 @@ from unisono.plan.tree import Node
 from unisono.reduce.buckets import Bucket
 from unisono.reduce.host_memory import HostMemory
 from unisono.reduce.peers import Peers
+from unisono.reduce.segment import Segment
 from unisono.reduce.tally import Tally
-from unisono.reduce.transport import SharedFlats, Transport
+from unisono.reduce.transport import Transport
 
 
 class HostTransport(Transport, ABC):
@@ -50,9 +51,9 @@ class HostTransport(Transport, ABC):
         """Rows in this host's shared memory."""
         return self._memory.allocate(buckets, rows)
 
-    def share(self, buckets: Sequence[Bucket]) -> SharedFlats:
+    def share(self, size: int) -> Segment:
         """Once per host."""
-        return self._memory.share(buckets)
+        return self._memory.share(size)
 
     def part(self, numel: int) -> range:
         """This worker's elements of a flat buffer that all of its host see: an equal part for each."""

@@ -2,8 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from unisono.plan.links import Links
 from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
 from unisono.reduce.buckets import Bucket
+from unisono.reduce.segment import Segment, created, pages
 from unisono.reduce.tally import Tally
 
 
@@ -45,21 +45,6 @@ class Traffic:
 
 PIECE = 256 * 1024
 """Elements that are added at a time, so that what is done with them next still finds them in the cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedFlats:
-    """Flat buffers that all workers of a host see.
-
-    Attributes:
-        flats: the buffers, to change them for all.
-        own: the same buffers, to be shown to the script: what it writes there, no other worker sees.
-        is_written: a function that returns whether it has written there; None if nobody can know.
-    """
-
-    flats: tuple[Tensor, ...]
-    own: tuple[Tensor, ...]
-    is_written: Callable[[], bool] | None
 
 
 class Transport(ABC):
@@ -179,13 +164,14 @@ class Transport(ABC):
             the same memory. Valid until the bucket is reduced again.
         """
 
-    def share(self, buckets: Sequence[Bucket]) -> SharedFlats:
-        """Flat buffers of zeros that all workers of this host see and change. Collective.
+    def share(self, size: int) -> Segment:
+        """Memory that all workers of this host see and change, zeros at first. Collective.
 
         Args:
-            buckets: their layout, the same on every worker.
+            size: its bytes, the same on every worker.
 
         Raises:
+            JobError: there is too little memory.
             NotImplementedError: these workers share no memory: they have no :attr:`seat`.
         """
         raise NotImplementedError("these workers share no memory")
@@ -229,10 +215,9 @@ class Solo(Transport):
         """It is alone."""
         return 0, 1
 
-    def share(self, buckets: Sequence[Bucket]) -> SharedFlats:
+    def share(self, size: int) -> Segment:
         """Nobody to share with."""
-        flats = tuple(bucket.allocate() for bucket in buckets)
-        return SharedFlats(flats, flats, lambda: False)
+        return Segment(created(pages(size)), pages(size))
 
     def reduce(
         self,

@@ -112,6 +112,10 @@ class AtRest:
         self.begin()
         return self._has_flipped(self._summing(self._now()))
 
+    def let_go(self) -> None:
+        """Hold no tensor's memory until the next look."""
+        self._summing, self._noting = Summing(), Summing()
+
     def _now(self) -> list[Tensor]:
         return [*self._weights, *self.buffers.present(), *self._parts, *self._state()]
 

@@ -88,6 +88,19 @@ def _sha256(parts: Iterable[bytes | memoryview]) -> str:
 # Weights that only the run may change.
 
 
+def is_held_elsewhere(tensor: Tensor) -> bool:
+    """Whether anything but this tensor holds its memory: another tensor, a NumPy array, a graph."""
+    storage = tensor.untyped_storage()
+    return not COUNTS_HOLDERS or torch._C._storage_Use_Count(storage._cdata) > _OWN_HOLDERS
+
+
+COUNTS_HOLDERS = hasattr(torch._C, "_storage_Use_Count")
+"""Whether this version of torch says how many hold a tensor's memory."""
+
+_OWN_HOLDERS = 2
+"""A tensor, and the object by which Python knows its storage."""
+
+
 class Untouched:
     """Notices when the script changes weights of which the run has copies elsewhere.
 

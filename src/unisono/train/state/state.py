@@ -174,7 +174,7 @@ def restore_optimizers(prepared: Prepared, snapshot: Snapshot) -> None:
                 f"the checkpoint of step {snapshot.step} holds another optimizer than the script's "
                 f"{type(optimizer).__name__}: {error}"
             ) from error
-        _undo_casts(optimizer, state)
+        _own_values(optimizer, state)
 
 
 def kinds_of(optimizers: Sequence[Optimizer]) -> list[str]:
@@ -249,15 +249,16 @@ def _forms(state: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _undo_casts(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    # torch casts state to its parameter's dtype, which rounds what an optimizer keeps in another one.
+def _own_values(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    # torch casts state to its parameter's dtype, which rounds what an optimizer keeps in another one. And what it takes
+    # as it is lies in one buffer with all that was read, which nobody could let go of.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
         for name, value in state["state"].get(number, {}).items():
             ours = optimizer.state[parameter]
-            if isinstance(value, Tensor) and value.dtype != ours[name].dtype:
-                ours[name] = value.to(ours[name].device)
+            if isinstance(value, Tensor):
+                ours[name] = value.to(ours[name].device, copy=True)
 
 
 def _named_modules(prepared: Prepared) -> list[tuple[str, nn.Module]]:

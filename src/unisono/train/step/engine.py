@@ -34,7 +34,9 @@ from unisono.train.step.audit import Audit
 from unisono.train.step.call import Call
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ForwardPass, Shard, require_agreement, total_weight
-from unisono.train.step.sharded_update import ShardedUpdate, why_whole
+from unisono.train.step.script_memory import ScriptMemory
+from unisono.train.step.sharded_update import ShardedUpdate
+from unisono.train.step.why_whole import why_whole
 
 MOST_REPEATS = 3
 """Of a step whose memory did not keep what was written; after that a worker's memory is broken for good."""
@@ -73,6 +75,8 @@ class StepEngine:
         found: a function that gets each result of an audit at once; an attempt has all results.
         repeats: a function that is called before a step is computed again, since memory did not keep what was written.
         has_lost: whether an earlier engine has made an update from a gradient that memory had not kept.
+        memory: the memory in which the script sees what the workers of a host share; by default a new one.
+        stays_whole: a function that gets the reason for which updates are not split for now.
 
     Attributes:
         has_lost: whether this engine has made such an update, or an earlier one.
@@ -94,6 +98,8 @@ class StepEngine:
         found: Callable[[AuditResult], None] = lambda finding: None,
         repeats: Callable[[int], None] = lambda step: None,
         has_lost: bool = False,
+        memory: ScriptMemory | None = None,
+        stays_whole: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._job = job
         self._workers = workers
@@ -119,7 +125,10 @@ class StepEngine:
                 prepared,
                 workers.transport,
                 self._bucket_bytes,
-                self._look_anew,
+                memory or ScriptMemory(),
+                moves=self._let_go,
+                moved=self._look_anew,
+                stays_whole=stays_whole,
                 looks=execution.looks,
                 survives=execution.is_elastic,
             )
@@ -236,6 +245,7 @@ class StepEngine:
         """Let go of the model's parameters and of the thread."""
         self._update.close()
         self.has_lost |= self._update.has_flipped
+        self._let_go()
         self._reducer.close()
         for gradients in self._gradients.values():
             gradients.remove()
@@ -262,6 +272,12 @@ class StepEngine:
         parts = [(places[id(parameter)], part) for parameter, part in update.parts]
         shared = {places[id(parameter)] for parameter in prepared.parameters.values()}
         return AtRest(weights, self._buffers, shared, parts, update.kept, is_only=True)
+
+    def _let_go(self) -> None:
+        """What this worker looks at may move: hold nothing of it."""
+        self._writes.let_go()
+        if self._at_rest is not None:
+            self._at_rest.let_go()
 
     def _look_anew(self) -> None:
         """What this worker looks at lies in other memory now."""

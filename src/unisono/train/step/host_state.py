@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 from threading import Lock
@@ -15,22 +15,22 @@ from torch import Tensor
 
 from unisono.failpoints import failpoint
 from unisono.reduce.buckets import Bucket
-from unisono.reduce.host_memory import elements
 from unisono.reduce.partial_sums import views_of
+from unisono.reduce.segment import elements, flats_in, starts_of
 from unisono.reduce.transport import Transport
 from unisono.train.step.pieces import UpdatePiece, pieces_of
-
-Kind = tuple[str, torch.dtype]
-"""What optimizers keep for each element, by name; in each dtype by itself."""
-
-Rows = list[tuple[Tensor, ...]]
-"""Flat buffers: the weights' buckets, then those of each kind."""
+from unisono.train.step.script_memory import Kind, Rows, ShownState
 
 _APART = 64
 """Words between the marks of two workers, whose caches then do not get into each other's way."""
 
 _PIECES = 2**32
 """A mark is so many times the number of the update, and twice the pieces that are done, and one if another is begun."""
+
+
+def kinds_in(held: Mapping[int, Sequence[Kind]]) -> list[Kind]:
+    """All that optimizers keep of any parameter."""
+    return list(dict.fromkeys(kind for kinds in held.values() for kind in kinds))
 
 
 class PieceStage(Enum):
@@ -69,13 +69,13 @@ class HostState:
         buckets: the layout of the parameters.
         kinds: what optimizers keep of each parameter, by its number.
         transport: the transport between the workers. Making an object of this class is collective.
+        shown: the memory in which the script sees it; what it writes there, no other worker sees.
         keeps: whether workers keep pieces before they touch them. Else nobody can copy it in the middle of an update.
 
     Attributes:
         kinds: what is kept of any parameter.
+        shown: the memory in which the script sees it, from :meth:`show` on.
         rows: the memory.
-        shown: the same, for the script to see: what it writes there, no other worker sees.
-        is_written: a function that returns whether it has; None if nobody can know.
         pieces: this worker's pieces.
     """
 
@@ -84,17 +84,17 @@ class HostState:
         buckets: Sequence[Bucket],
         kinds: Mapping[int, Sequence[Kind]],
         transport: Transport,
+        shown: ShownState,
         *,
         keeps: bool = True,
     ) -> None:
         assert transport.seat is not None, "these workers share memory"
         self._worker, workers = transport.seat
         self._buckets, self._held = buckets, kinds
-        self.kinds = list(dict.fromkeys(kind for held in kinds.values() for kind in held))
+        self.kinds = kinds_in(kinds)
         self._pieces = [pieces_of(buckets, worker, workers) for worker in range(workers)]
         everybody = chain.from_iterable(self._pieces) if keeps else ()
         self._most = max(map(self._kept_bytes, everybody), default=0)
-        layouts = [[*buckets], *([replace(bucket, dtype=dtype) for bucket in buckets] for _, dtype in self.kinds)]
         self._pieces_at_most = max(map(len, self._pieces))
         size = -(-2 * workers * self._pieces_at_most // _APART) * _APART
         own = [
@@ -102,11 +102,11 @@ class HostState:
             Bucket((), size, torch.int64, torch.device("cpu")),
             Bucket((), workers * self._most, torch.uint8, torch.device("cpu")),
         ]
-        shared = transport.share([bucket for layout in (*layouts, own) for bucket in layout])
-        flats, shown = iter(shared.flats), iter(shared.own)
-        self.rows: Rows = [tuple(next(flats) for _ in layout) for layout in layouts]
-        self.shown: Rows = [tuple(next(shown) for _ in layout) for layout in layouts]
-        self.is_written = shared.is_written
+        everything = [bucket for layout in (*shown.layouts, own) for bucket in layout]
+        self._segment = transport.share(starts_of(everything)[-1])
+        flats = iter(flats_in(self._segment.bytes, everything))
+        self.rows: Rows = [tuple(next(flats) for _ in layout) for layout in shown.layouts]
+        self.shown = shown
         marks, sums, self._scratch = flats
         self._sums: NDArray[np.uint64] = sums.numpy().view(np.uint64)
         self._marks: NDArray[np.int64] = marks.numpy()
@@ -123,6 +123,10 @@ class HostState:
     def nbytes(self) -> int:
         """What it takes, for all workers of this host together."""
         return sum(flat.nbytes for row in self.rows for flat in row) + self._scratch.nbytes
+
+    def show(self) -> None:
+        """All workers have filled their pieces: let the script see them."""
+        self.shown.view.show(self._segment)
 
     def views(self, rows: Rows) -> list[tuple[Tensor, ...]]:
         """Of flat buffers in this layout: for the weights and each kind, a tensor per parameter."""

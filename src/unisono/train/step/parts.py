@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from unisono.checkpoint.quick_digest import flipped_bits
 from unisono.train.model.at_rest import MOST_FLIPPED
-from unisono.train.step.host_state import Kind
 from unisono.train.step.pieces import Slice
+from unisono.train.step.script_memory import Kind, Places
 from unisono.words import MODULUS, Words
 
 SCALARS = frozenset(("step", "mu_product"))
@@ -58,7 +58,7 @@ class Parts:
         optimizers: Sequence[Optimizer],
         parameters: Sequence[Tensor],
         slices: Sequence[Sequence[Slice]],
-        places: Mapping[Kind | None, Sequence[Tensor]],
+        places: Places,
         old: Old | None = None,
         *,
         looks: bool = False,
@@ -169,7 +169,7 @@ class Parts:
 
         return held
 
-    def _take_over(self, optimizer: Optimizer, places: Mapping[Kind | None, Sequence[Tensor]], old: Old) -> None:
+    def _take_over(self, optimizer: Optimizer, places: Places, old: Old) -> None:
         inner, own = self._inner[id(optimizer)], set(self._numbers_in(optimizer))
         for part, tensor in self._slices:
             outer = optimizer.state.get(self._parameters[part.number]) if part.number in own else None

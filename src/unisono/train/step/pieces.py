@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
-from unisono.reduce.buckets import Bucket, BucketEntry
+from unisono.reduce.buckets import Bucket
 from unisono.reduce.host_memory import part_of
 from unisono.reduce.transport import PIECE
 
@@ -63,10 +62,6 @@ def _cut(mine: range, size: int) -> Iterator[tuple[int, int]]:
 
 def _slices(bucket: Bucket, start: int, stop: int) -> Iterator[Slice]:
     for entry in bucket.entries:
-        begin, end = (min(max(edge - entry.offset, 0), _numel(entry)) for edge in (start, stop))
+        begin, end = (min(max(edge - entry.offset, 0), entry.numel) for edge in (start, stop))
         if begin < end:
             yield Slice(entry.index, begin, end)
-
-
-def _numel(entry: BucketEntry) -> int:
-    return prod(entry.shape)

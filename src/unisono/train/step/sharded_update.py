@@ -1,32 +1,26 @@
 """The update split between the workers of one host: they share their parameters, and each updates a part of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.checkpoint.quick_digest import Summing, combined, flipped_bits
-from unisono.errors import JobError, WorkerLost
+from unisono.checkpoint.quick_digest import Summing, combined
+from unisono.errors import WorkerLost
 from unisono.failpoints import failpoint
 from unisono.host.cgroup import read_limits
 from unisono.host.memory import MIB, room_mib
 from unisono.reduce.buckets import plan_buckets
-from unisono.reduce.host_memory import sees_writes
 from unisono.reduce.transport import Transport
-from unisono.train.config.run_config import Execution
-from unisono.train.group.workers import Workers
-from unisono.train.model.at_rest import MOST_FLIPPED, kept_by
+from unisono.train.model.at_rest import kept_by
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.tensors import Untouched
-from unisono.train.model.update import READERS, may_change_gradients, tell_schedulers
-from unisono.train.step.host_state import CopiedPiece, HostState, Kind, Rows
-from unisono.train.step.parts import Parts, kinds_of, laid_out_like, slice_of
+from unisono.train.model.update import tell_schedulers
+from unisono.train.step.host_state import HostState, kinds_in
+from unisono.train.step.parts import Parts, kinds_of
 from unisono.train.step.pieces import Slice
-from unisono.words import MODULUS, Words
+from unisono.train.step.script_memory import Kind, ScriptMemory
+from unisono.train.step.shared_state import NOBODY, CopiedState, SharedState, held_elsewhere
 
 Settings = tuple[tuple[str, bool], ...]
 """Which of a group's settings are on: by them optimizers decide what they keep."""
@@ -47,7 +41,11 @@ class ShardedUpdate:
         prepared: models and optimizers; their parameters move into memory that the workers share, and back.
         transport: the transport between the workers.
         bucket_bytes: the size of a group of parameters that lie together, in bytes.
-        moved: a function that is called when parameters and optimizer state lie in other memory.
+        memory: the memory in which the script sees what is shared.
+        moves: a function that is called before parameters and optimizer state may move to other memory: nothing is to
+            hold the present one any more.
+        moved: a function that is called when they lie in other memory, or are shared or no longer so.
+        stays_whole: a function that gets the reason for which updates stay whole for now.
         looks: whether to look for flipped bits in what is shared.
         survives: whether this worker goes on when others are lost. If not, nothing is done so that it could finish an
             update alone.
@@ -62,19 +60,23 @@ class ShardedUpdate:
         prepared: Prepared,
         transport: Transport,
         bucket_bytes: int,
-        moved: Callable[[], None] = lambda: None,
+        memory: ScriptMemory,
         *,
+        moves: Callable[[], None] = lambda: None,
+        moved: Callable[[], None] = lambda: None,
+        stays_whole: Callable[[str], None] = lambda why: None,
         looks: bool = False,
         survives: bool = True,
     ) -> None:
         self.has_flipped, self._looks, self._survives = False, looks, survives
-        self._transport, self._optimizers, self._moved = transport, prepared.optimizers, moved
-        self._parameters = tuple(prepared.parameters.values())
+        self._transport, self._optimizers, self._memory = transport, prepared.optimizers, memory
+        self._moves, self._moved, self._stays_whole = moves, moved, stays_whole
+        self._names, self._parameters = list(prepared.parameters), tuple(prepared.parameters.values())
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self._buckets = plan_buckets(self._parameters, bucket_bytes)
         self._made: dict[Settings, set[int]] = {}
         self._waits, self._patience = 1, 1
-        self._shared: _Shared | None = None
+        self._shared: SharedState | None = None
         self._updates = 0  # since it is shared
         self._active: Sequence[Optimizer] = ()
         self._torn = False
@@ -164,7 +166,7 @@ class ShardedUpdate:
 
     def is_written(self) -> bool:
         """Whether the script has written to parameters or optimizer state, which it sees by itself alone."""
-        return self._shared is not None and self._shared.is_written()
+        return self._shared is not None and self._shared.shown.is_written()
 
     def part(self) -> None:
         """Scripts have written to what they see: from now on each worker goes on with that, in memory of its own."""
@@ -191,14 +193,13 @@ class ShardedUpdate:
         return True
 
     @torch.no_grad()
-    def _finish_alone(self, shared: "_Shared") -> None:
+    def _finish_alone(self, shared: SharedState) -> None:
         failpoint("update left alone")
         copied = self._copied(shared)
         every = [Slice(number) for number in range(len(self._parameters))]
         pieces = [every, *(each.piece.slices for each in copied.pieces if not each.is_done)]
-        places = copied.places
-        shared.point_to(places)
-        parts = Parts(self._optimizers, self._parameters, pieces, places, shared.parts.old)
+        shared.keep(copied.rows)
+        parts = Parts(self._optimizers, self._parameters, pieces, shared.shown.tensors, shared.parts.old)
         parts.begin(self._active)
         for number in range(len(pieces)):
             parts.update(self._active, number)
@@ -228,12 +229,21 @@ class ShardedUpdate:
     def _share(self, is_right: Callable[[], bool]) -> None:
         """Move into shared memory what all workers hold alike, each its part. Collective."""
         held = {number: self._kinds_of(number) for number in range(len(self._parameters))}
-        told = [self._digest(), int(is_right() and self._has_room(held))]
-        if not _all_say(self._transport, told):
+        shown = self._memory.laid_out(self._buckets, kinds_in(held))
+        self._moves()
+        elsewhere = held_elsewhere(shown, self._parameters, self._optimizers)
+        told = [self._digest(), int(is_right() and self._has_room(held)), elsewhere]
+        everybody = self._transport.all_gather(torch.tensor(told)).tolist()
+        if (number := max(row[-1] for row in everybody)) != NOBODY:
+            self._stays_whole(
+                f"something else than the model holds the memory of {self._names[number]}, or what an optimizer keeps "
+                f"of it: a state_dict(), .data, a NumPy array, or a loss with its graph"
+            )
+        if any(row != [told[0], 1, NOBODY] for row in everybody):
             self._wait_longer()
             return
-        state = HostState(self._buckets, held, self._transport, keeps=self._survives)
-        shared = _Shared(state, self._optimizers, self._parameters, looks=self._looks)
+        state = HostState(self._buckets, held, self._transport, shown, keeps=self._survives)
+        shared = SharedState(state, self._optimizers, self._parameters, looks=self._looks)
         self._transport.all_gather(torch.zeros(1, dtype=torch.uint8))
         shared.show()
         self._shared, self._updates = shared, 0
@@ -242,15 +252,13 @@ class ShardedUpdate:
     def _part(self) -> None:
         """Go on in memory of this worker's own, while nobody updates what is shared."""
         assert self._shared is not None, "there is something to part with"
-        copied = self._copied(self._shared).places
-        if self._shared.is_written():
-            copied = self._shared.seen()
-        self._shared.point_to(copied)
+        rows = self._copied(self._shared).rows
+        self._shared.keep(self._shared.seen() if self._shared.shown.is_written() else rows)
         self._shared = None
         self._wait_longer()
         self._moved()
 
-    def _copied(self, shared: "_Shared") -> "_Copied":
+    def _copied(self, shared: SharedState) -> CopiedState:
         copied = shared.copied(self._updates)
         self.has_flipped |= self._looks and copied.has_flipped()
         return copied
@@ -271,189 +279,3 @@ class ShardedUpdate:
             for number, parameter in enumerate(self._parameters)
         )
         return sum(sizes) / MIB < room_mib(read_limits())
-
-
-class _Shared:
-    """What is shared, and this worker's part of it.
-
-    Attributes:
-        state: the memory.
-        parts: optimizers of this worker's slices.
-        untouched: a guard of the parameters.
-    """
-
-    untouched: Untouched
-
-    def __init__(
-        self, state: HostState, optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], *, looks: bool
-    ) -> None:
-        self.state, self._optimizers, self._parameters = state, optimizers, parameters
-        self._places = self.places(state.rows)
-        pieces = [piece.slices for piece in state.pieces]
-        there = {part.number for part in chain.from_iterable(pieces)}
-        rest = tuple(Slice(number) for number in range(len(parameters)) if number not in there)
-        for part in chain.from_iterable(pieces):
-            self._fill(part)
-        self.parts = Parts(optimizers, parameters, [*pieces, rest], self._places, looks=looks)
-        state.begin([self.parts.words(place) for place in range(len(pieces))])
-        self._pieces = len(pieces)
-        self._shown: list[tuple[Optimizer, Tensor, str, Tensor]] = []
-        self._addresses: list[int] = []
-
-    def places(self, rows: Rows) -> dict[Kind | None, tuple[Tensor, ...]]:
-        """For the weights (None) and each kind, a tensor per parameter in these buffers."""
-        return dict(zip([None, *self.state.kinds], self.state.views(rows), strict=True))
-
-    def is_written(self) -> bool:
-        """Whether the script has written to what it sees of it."""
-        return self.state.is_written is not None and self.state.is_written()
-
-    def require_unwritten(self) -> None:
-        """Where nobody can know by the memory, go by what torch has counted.
-
-        Raises:
-            ModelError: the script has changed weights.
-        """
-        if self.state.is_written is None:
-            self.untouched.require()
-
-    def seen(self) -> dict[Kind | None, tuple[Tensor, ...]]:
-        """What the script sees, with all that it has written, in memory of this worker's own."""
-        return self.places([tuple(flat.clone() for flat in row) for row in self.state.shown])
-
-    def show(self) -> None:
-        """Let the modules and the script's optimizers hold what is shared."""
-        self.point_to(self.places(self.state.shown))
-        self.parts.publish()
-        self._shown = [
-            (optimizer, parameter, name, value)
-            for optimizer in self._optimizers
-            for parameter in self._parameters
-            for name, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-        ]
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
-        self.untouched = Untouched(
-            self._parameters,
-            "With shard_optimizer=True the workers of a host share them, so that each would change them once more",
-        )
-
-    def is_current(self) -> bool:
-        """Whether modules and optimizers still hold what is shared, and the script has put nothing in its place."""
-        return self._addresses == [parameter.data_ptr() for parameter in self._parameters] and all(
-            optimizer.state.get(parameter, {}).get(name) is value for optimizer, parameter, name, value in self._shown
-        )
-
-    def point_to(self, places: Mapping[Kind | None, Sequence[Tensor]]) -> None:
-        """Let the modules and the script's optimizers hold these tensors, save where the script has put others."""
-        shown = {id(value) for *_, value in self._shown}
-        addresses = self._addresses or [parameter.data_ptr() for parameter in self._parameters]
-        for number, parameter in enumerate(self._parameters):
-            if parameter.data_ptr() == addresses[number]:
-                parameter.data = places[None][number]
-            for optimizer in self._optimizers:
-                kept: Any = optimizer.state.get(parameter, {})
-                for kind in kinds_of(kept):
-                    if not self._shown or id(kept[kind[0]]) in shown:
-                        kept[kind[0]] = places[kind][number]
-
-    def update(self, number: int, optimizers: Sequence[Optimizer]) -> None:
-        """Update this worker's pieces."""
-
-        def change(piece: int) -> int:
-            self.parts.update(optimizers, piece)
-            return self.parts.words(piece)
-
-        self.state.update(number, change)
-        self.parts.update(optimizers, self._pieces)
-
-    def copied(self, number: int) -> "_Copied":
-        """All that is shared in memory of this worker's own, after an update or in the middle of one."""
-        rows, pieces = self.state.copied(number)
-        return _Copied(self.places(rows), pieces)
-
-    def _fill(self, part: Slice) -> None:
-        """Copy a slice of the parameter, and of what is kept of it."""
-        parameter = self._parameters[part.number]
-        kept = [
-            (kind, optimizer.state[parameter][kind[0]])
-            for optimizer in self._optimizers
-            for kind in kinds_of(optimizer.state.get(parameter, {}))
-        ]
-        for kind, value in [(None, parameter.detach()), *kept]:
-            whole = self._places[kind][part.number]
-            slice_of(whole, part).copy_(slice_of(laid_out_like(whole, value), part))
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """What was shared, in memory of this worker's own.
-
-    Attributes:
-        places: a tensor per parameter, of the weights (None) and of each kind.
-        pieces: its pieces.
-    """
-
-    places: Mapping[Kind | None, Sequence[Tensor]]
-    pieces: Sequence[CopiedPiece]
-
-    def has_flipped(self) -> bool:
-        """Whether a bit is another one than its worker has left. A larger difference is a write of the script."""
-        now = [sum(map(self._words, each.piece.slices)) % MODULUS for each in self.pieces]
-        return any(
-            0 < flipped_bits([each.words], [words]) <= MOST_FLIPPED
-            for each, words in zip(self.pieces, now, strict=True)
-        )
-
-    def _words(self, part: Slice) -> int:
-        return sum(Words(slice_of(tensors[part.number], part)).sum() for tensors in self.places.values())
-
-
-def _all_say(transport: Transport, numbers: Sequence[int]) -> bool:
-    """Whether all workers have the same numbers, the last of which is not 0. Collective."""
-    rows = transport.all_gather(torch.tensor(numbers)).tolist()
-    return all(row == list(numbers) for row in rows) and bool(numbers[-1])
-
-
-def why_whole(prepared: Prepared, workers: Workers, execution: Execution) -> str:
-    """Why each worker makes whole updates; empty if the workers of this host split them.
-
-    Args:
-        prepared: models and optimizers.
-        workers: the workers of the generation. If workers come and go, those of the next may share memory or not.
-        execution: the settings of the computation.
-
-    Raises:
-        JobError: updates are to be split, and an optimizer needs whole tensors, or the workers never share memory.
-    """
-    wanted, seat = execution.shard_optimizer, workers.transport.seat
-    if not wanted:
-        return "nobody has asked to split them"
-    why = _why_unfit(prepared.optimizers)
-    if why and wanted is True:
-        raise JobError(f"shard_optimizer=True {why}")
-    if seat is None or any(one.device.type != "cpu" for one in prepared.parameters.values()):
-        if wanted is True and not execution.is_elastic:
-            raise JobError(
-                "shard_optimizer=True needs workers that share memory: on CPUs, exact, and not with "
-                "transport='process_group'"
-            )
-        return "the workers share no memory"
-    if wanted == "auto" and not sees_writes():
-        return "this system does not say which memory a script has written"
-    if seat[1] == 1 and (wanted == "auto" or execution.is_elastic):
-        return "a worker is alone on its host"
-    return why or ("some workers only serve" if workers.servers else "")
-
-
-def _why_unfit(optimizers: Sequence[Optimizer]) -> str:
-    owned = [id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
-    if len(owned) != len(set(owned)):
-        return "cannot split the update of parameters that several optimizers update"
-    for optimizer in optimizers:
-        if type(optimizer) not in READERS:
-            names = ", ".join(kind.__name__ for kind in READERS)
-            return f"cannot split {type(optimizer).__name__}: it splits optimizers that go element by element ({names})"
-        if may_change_gradients(optimizer):
-            return "leaves no room for hooks on an optimizer's step: remove them, or go without"
-    return ""

@@ -26,6 +26,7 @@ from unisono.train.step.call import Call
 from unisono.train.step.computer import StepCall, Told
 from unisono.train.step.engine import Attempt, StepEngine
 from unisono.train.step.listeners import Computed, Counted, Listeners
+from unisono.train.step.script_memory import ScriptMemory
 from unisono.train.step.step import Step
 from unisono.train.step.synchronisation import WorkerReport
 
@@ -61,6 +62,7 @@ class ExactSteps:
     is_open: ClassVar[bool] = False
     shares_work: ClassVar[bool] = False
     _had_lost: bool = field(default=False, init=False)  # in an engine before
+    _memory: ScriptMemory = field(default_factory=ScriptMemory, init=False)
     _seconds: Mapping[str, float] = field(default_factory=dict, init=False)
 
     @property
@@ -91,10 +93,11 @@ class ExactSteps:
             found=self.judge.found,
             repeats=lambda step: self.listeners.tell(lambda one: one.repeated(step)),
             has_lost=self._had_lost,
+            memory=self._memory,
+            stays_whole=self._stays_whole,
         )
         if self.config.execution.shard_optimizer and workers.world_size > 1:
-            why = self.engine.why_whole
-            self.listeners.tell(lambda one: one.update_planned(why))
+            self._stays_whole(self.engine.why_whole)
 
     def drop(self) -> None:
         """The generation is over, or the strategy."""
@@ -150,6 +153,9 @@ class ExactSteps:
         """The engine of this generation."""
         assert self.engine is not None, "these steps are in use"
         return self.engine
+
+    def _stays_whole(self, why: str) -> None:
+        self.listeners.tell(lambda one: one.update_planned(why))
 
     def _train(self, call: StepCall, collectives: CollectiveCalls, workers: Workers) -> Change[_Found]:
         place = call.step.number, call.step.calls

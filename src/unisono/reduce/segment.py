@@ -1,0 +1,176 @@
+"""Memory that the workers of a host share, and private views of it."""
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from unisono.errors import JobError
+from unisono.reduce.buckets import ALIGNMENT, Bucket
+
+PAGE = 4096
+
+PRESENT, SWAPPED, IN_A_FILE = 63, 62, 61
+"""Bits of an entry of ``/proc/self/pagemap``."""
+
+_MAP_FIXED = 0x10
+"""Linux' flag, on all processors, for a mapping in place of whatever is mapped there."""
+
+
+class Segment:
+    """Anonymous shared memory, mapped by all workers of this host.
+
+    Args:
+        descriptor: the memory's file descriptor; taken over, and closed with this object.
+        size: the size in bytes.
+
+    Attributes:
+        descriptor: the file descriptor.
+        bytes: the memory, 1-D uint8.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+        self._map = mmap.mmap(descriptor, size)
+        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+
+class PrivateView:
+    """Memory of this worker alone, at one address. It shows a segment until somebody writes here: then it differs.
+
+    Args:
+        size: the size in bytes, a multiple of a page.
+
+    Attributes:
+        bytes: the memory, 1-D uint8.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor from byte ``offset`` on, whose storage is its own: torch counts who else holds that."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
+
+    def show(self, segment: Segment) -> None:
+        """Show the beginning of a segment that is no smaller. What the memory held is forgotten.
+
+        Raises:
+            OSError: the system has no room for another mapping.
+        """
+        self._replace(mmap.MAP_PRIVATE, segment.descriptor)
+
+    def detach(self) -> None:
+        """Show nothing any more: the memory holds zeros.
+
+        Raises:
+            OSError: as in :meth:`show`.
+        """
+        self._replace(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+
+    def refresh(self) -> None:
+        """Forget what was written here: it is again as what it shows."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def is_written(self) -> bool:
+        """Whether anything was written here, whatever it was.
+
+        Raises:
+            OSError: the system does not say.
+        """
+        with open("/proc/self/pagemap", "rb", buffering=0) as table:  # noqa: PTH123  a path would be asked for its kind first
+            told = os.pread(table.fileno(), self.size // PAGE * 8, self.bytes.data_ptr() // PAGE * 8)
+        entries = np.frombuffer(told, dtype=np.uint64)
+        is_there = (entries >> np.uint64(SWAPPED)) != 0
+        return bool((is_there & ((entries >> np.uint64(IN_A_FILE)) & np.uint64(1) == 0)).any())
+
+    def _replace(self, flags: int, descriptor: int) -> None:
+        address, both = self.bytes.data_ptr(), mmap.PROT_READ | mmap.PROT_WRITE
+        if _mmap()(address, self.size, both, flags | _MAP_FIXED, descriptor, 0) != address:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{os.strerror(number)}, for {self.size} bytes of memory shown to the script")
+
+
+@cache
+def _mmap() -> "ctypes._NamedFuncPointer":
+    found = ctypes.CDLL(None, use_errno=True).mmap
+    found.restype = ctypes.c_void_p
+    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    return found
+
+
+@cache
+def sees_writes() -> bool:
+    """Whether this system says which pages of private memory were written. Some containers have none of its tables."""
+    try:
+        view = PrivateView(PAGE)
+        view.show(Segment(created(PAGE), PAGE))
+        int(view.bytes[0])
+        before = view.is_written()
+        view.bytes[0] = 1
+        return not before and view.is_written()
+    except (OSError, ValueError, JobError):
+        return False
+
+
+def created(size: int) -> int:
+    """The file descriptor of new shared memory.
+
+    Raises:
+        JobError: there is too little memory for it; says how much is needed and what to do.
+    """
+    available = psutil.virtual_memory().available
+    if size > available:
+        raise JobError(
+            f"the workers of this host need {size / 2**20:.0f} MiB of shared memory each, and {available / 2**20:.0f} "
+            f"MiB are free: start fewer workers on this host, or unisono.init(transport='process_group')"
+        )
+    # Not /dev/shm: this memory has no name, needs no space set aside, and is gone with its last user.
+    descriptor = os.memfd_create("unisono", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def elements(memory: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """A 1-D view of ``numel`` elements from byte ``offset`` of a segment's memory on."""
+    return memory[offset : offset + numel * dtype.itemsize].view(dtype)
+
+
+def pages(size: int) -> int:
+    """``size`` bytes, rounded up to whole pages, one at least."""
+    return max(1, -(-size // PAGE)) * PAGE
+
+
+def padded(bucket: Bucket) -> int:
+    """The bytes of a bucket's flat buffer in a segment."""
+    size = bucket.numel * bucket.dtype.itemsize
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def starts_of(buckets: Sequence[Bucket], offset: int = 0) -> list[int]:
+    """The byte at which each bucket's flat buffer starts, and the one behind the last."""
+    starts = [offset]
+    for bucket in buckets:
+        starts.append(starts[-1] + padded(bucket))
+    return starts
+
+
+def flats_in(memory: Tensor, buckets: Sequence[Bucket], offset: int = 0) -> tuple[Tensor, ...]:
+    """Flat buffers one behind the other, from byte ``offset`` of a segment's memory on."""
+    return tuple(
+        elements(memory, start, bucket.numel, bucket.dtype)
+        for bucket, (start, _) in zip(buckets, pairwise(starts_of(buckets, offset)), strict=True)
+    )

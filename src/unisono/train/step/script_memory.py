@@ -1,0 +1,84 @@
+"""The memory in which scripts see parameters and optimizer state, whoever shares them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from unisono.reduce.buckets import Bucket
+from unisono.reduce.segment import PrivateView, flats_in, pages, sees_writes, starts_of
+
+Kind = tuple[str, torch.dtype]
+"""What optimizers keep for each element, by name; in each dtype by itself."""
+
+Places = Mapping[Kind | None, Sequence[Tensor]]
+"""For the weights (None) and each kind, a tensor per parameter."""
+
+Rows = list[tuple[Tensor, ...]]
+"""Flat buffers: the weights' buckets, then those of each kind."""
+
+
+class ShownState:
+    """Parameters and optimizer state, as the script sees them: memory that stays where it is.
+
+    Args:
+        buckets: the layout of the parameters.
+        kinds: what optimizers keep of any parameter, in this order.
+
+    Attributes:
+        layouts: the buckets of the weights, and of each kind.
+        view: the memory.
+        rows: flat buffers of it.
+        tensors: a tensor per parameter, in its shape, for the weights (None) and each kind; each has a storage of its own.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], kinds: Sequence[Kind]) -> None:
+        self._key = tuple(buckets), tuple(kinds)
+        self.layouts = [[*buckets], *([replace(bucket, dtype=dtype) for bucket in buckets] for _, dtype in kinds)]
+        every = list(chain.from_iterable(self.layouts))
+        starts = starts_of(every)
+        self.view = PrivateView(pages(starts[-1]))
+        flats, offsets = iter(flats_in(self.view.bytes, every)), iter(starts)
+        self.rows: Rows = [tuple(next(flats) for _ in layout) for layout in self.layouts]
+        self.tensors: Places = {
+            kind: self._tensors(layout, [next(offsets) for _ in layout])
+            for kind, layout in zip([None, *kinds], self.layouts, strict=True)
+        }
+
+    def is_laid_out(self, buckets: Sequence[Bucket], kinds: Sequence[Kind]) -> bool:
+        """Whether it is of these."""
+        return self._key == (tuple(buckets), tuple(kinds))
+
+    def is_written(self) -> bool:
+        """Whether the script has written there, as far as anybody can know."""
+        return sees_writes() and self.view.is_written()
+
+    def keep(self, rows: Rows) -> None:
+        """Hold these values from now on, and show nobody's any more."""
+        self.view.detach()
+        for flat, values in zip(chain.from_iterable(self.rows), chain.from_iterable(rows), strict=True):
+            flat.copy_(values)
+
+    def _tensors(self, layout: Sequence[Bucket], offsets: Sequence[int]) -> tuple[Tensor, ...]:
+        placed: dict[int, Tensor] = {}
+        for bucket, offset in zip(layout, offsets, strict=True):
+            for entry in bucket.entries:
+                start = offset + entry.offset * bucket.dtype.itemsize
+                flat = self.view.tensor(start, entry.numel, bucket.dtype)
+                placed[entry.index] = flat.as_strided(entry.shape, entry.stride)
+        return tuple(placed[number] for number in range(len(placed)))
+
+
+class ScriptMemory:
+    """Keeps that memory from generation to generation, so that a script's references into it stay true."""
+
+    def __init__(self) -> None:
+        self._shown: ShownState | None = None
+
+    def laid_out(self, buckets: Sequence[Bucket], kinds: Sequence[Kind]) -> ShownState:
+        """The memory of these parameters and of each kind of what optimizers keep; as before, if they are."""
+        if self._shown is None or not self._shown.is_laid_out(buckets, kinds):
+            self._shown = ShownState(buckets, kinds)
+        return self._shown

@@ -1,0 +1,59 @@
+"""The choice between split and whole updates."""
+
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from unisono.errors import JobError
+from unisono.reduce.segment import sees_writes
+from unisono.train.config.run_config import Execution
+from unisono.train.group.workers import Workers
+from unisono.train.model.prepared import Prepared
+from unisono.train.model.tensors import COUNTS_HOLDERS
+from unisono.train.model.update import READERS, may_change_gradients
+
+
+def why_whole(prepared: Prepared, workers: Workers, execution: Execution) -> str:
+    """Why each worker makes whole updates; empty if the workers of this host split them.
+
+    Args:
+        prepared: models and optimizers.
+        workers: the workers of the generation. If workers come and go, those of the next may share memory or not.
+        execution: the settings of the computation.
+
+    Raises:
+        JobError: updates are to be split, and an optimizer needs whole tensors, or the workers never share memory.
+    """
+    wanted, seat = execution.shard_optimizer, workers.transport.seat
+    if not wanted:
+        return "nobody has asked to split them"
+    why = _why_unfit(prepared.optimizers)
+    if why and wanted is True:
+        raise JobError(f"shard_optimizer=True {why}")
+    if seat is None or any(one.device.type != "cpu" for one in prepared.parameters.values()):
+        if wanted is True and not execution.is_elastic:
+            raise JobError(
+                "shard_optimizer=True needs workers that share memory: on CPUs, exact, and not with "
+                "transport='process_group'"
+            )
+        return "the workers share no memory"
+    if wanted == "auto" and not sees_writes():
+        return "this system does not say which memory a script has written"
+    if not COUNTS_HOLDERS:
+        return "this version of torch does not say who holds the memory of a parameter"
+    if seat[1] == 1 and (wanted == "auto" or execution.is_elastic):
+        return "a worker is alone on its host"
+    return why or ("some workers only serve" if workers.servers else "")
+
+
+def _why_unfit(optimizers: Sequence[Optimizer]) -> str:
+    owned = [id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+    if len(owned) != len(set(owned)):
+        return "cannot split the update of parameters that several optimizers update"
+    for optimizer in optimizers:
+        if type(optimizer) not in READERS:
+            names = ", ".join(kind.__name__ for kind in READERS)
+            return f"cannot split {type(optimizer).__name__}: it splits optimizers that go element by element ({names})"
+        if may_change_gradients(optimizer):
+            return "leaves no room for hooks on an optimizer's step: remove them, or go without"
+    return ""
