@@ -22,7 +22,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import unisono
-from unisono.data.loader import DEPTH, Loaded, load
+from unisono.data.loader import DEPTH, Loaded, Processes, load
+from unisono.data.order import KeyedOrder
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept
 from unisono.errors import DataError, JobError
@@ -34,9 +35,9 @@ PATIENCE_S = 60.0
 
 def loading(dataset: Any, workers: int, steps: int = 12, collate: Any = None, timeout_s: float = PATIENCE_S) -> Loaded:
     """Steps of two samples each, in two shards of which the second is empty."""
-    source = ShardSource(dataset, seed=0, collate=collate)
+    source = ShardSource(dataset, KeyedOrder(len(dataset), seed=0), collate)
     places = (range(2 * step, 2 * step + 2) for step in range(steps))
-    return load(source, (ShardsRequest(0, (place, place[2:])) for place in places), workers, timeout_s)
+    return load(source, (ShardsRequest(0, (place, place[2:])) for place in places), Processes(workers, timeout_s))
 
 
 def loaded(dataset: Any, workers: int, steps: int = 12, collate: Any = None) -> list[Any]:
@@ -283,7 +284,8 @@ SCRIPT = """
 import sys, threading
 import psutil, torch
 import unisono
-from unisono.data.loader import load
+from unisono.data.loader import Processes, load
+from unisono.data.order import KeyedOrder
 from unisono.data.shards import ShardSource, ShardsRequest
 
 class Slow(torch.utils.data.Dataset):
@@ -291,7 +293,8 @@ class Slow(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return index if index == 0 else threading.Event().wait()
 
-batches = load(ShardSource(Slow(), 0), (ShardsRequest(0, (range(n, n + 1),)) for n in range(9)), 2, 60.0)
+source = ShardSource(Slow(), KeyedOrder(100, 0))
+batches = load(source, (ShardsRequest(0, (range(n, n + 1),)) for n in range(9)), Processes(2, 60.0))
 next(batches)
 print(*(child.pid for child in psutil.Process().children()), flush=True)
 sys.stdin.readline()

@@ -7,7 +7,7 @@ from unisono.plan.batches import Batches, Position
 pytestmark = pytest.mark.unit
 
 loops = st.builds(
-    Batches,
+    Batches.even,
     samples=st.integers(1, 200),
     batch_size=st.integers(1, 64),
     shards=st.integers(1, 12),
@@ -23,7 +23,7 @@ def test_every_sample_of_every_epoch_is_in_exactly_one_shard_of_one_batch(batche
         for shard in range(batches.shards)
         for place in batch.shard(shard)
     ]
-    assert seen == [(epoch, place) for epoch in range(epochs) for place in range(batches.epoch_samples)]
+    assert seen == [(epoch, place) for epoch in range(epochs) for place in range(batches.of(0).used)]
 
 
 @given(batches=loops, data=st.data())
@@ -37,23 +37,23 @@ def test_a_loop_resumed_at_any_step_goes_on_as_if_nothing_had_happened(batches: 
 @given(batches=loops)
 def test_an_epoch_has_as_many_steps_as_announced_and_ends_with_the_last(batches: Batches) -> None:
     steps = [batch for _, batch in batches.remaining(Position(), 1)]
-    assert len(steps) == batches.per_epoch
+    assert len(steps) == batches.of(0).steps
     assert [batch.is_last_in_epoch for batch in steps] == [False] * (len(steps) - 1) + [True] * bool(steps)
 
 
 def test_a_last_smaller_batch_is_kept_unless_dropped() -> None:
-    sizes = [batch.size for _, batch in Batches(10, 4, 2).remaining(Position(), 1)]
-    dropped = [batch.size for _, batch in Batches(10, 4, 2, drop_last=True).remaining(Position(), 1)]
+    sizes = [batch.size for _, batch in Batches.even(10, 4, 2).remaining(Position(), 1)]
+    dropped = [batch.size for _, batch in Batches.even(10, 4, 2, drop_last=True).remaining(Position(), 1)]
     assert (sizes, dropped) == ([4, 4, 2], [4, 4])
 
 
 def test_a_batch_smaller_than_the_number_of_shards_leaves_the_last_shards_empty() -> None:
-    ((_, batch),) = Batches(3, 8, 8).remaining(Position(), 1)
+    ((_, batch),) = Batches.even(3, 8, 8).remaining(Position(), 1)
     assert [len(batch.shard(shard)) for shard in range(8)] == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
 def test_positions_count_steps_and_samples_over_epochs() -> None:
-    positions = [position for position, _ in Batches(10, 4, 2).remaining(Position(), 2)]
+    positions = [position for position, _ in Batches.even(10, 4, 2).remaining(Position(), 2)]
     assert [(p.step, p.samples, p.epoch, p.offset) for p in positions] == [
         (0, 0, 0, 0),
         (1, 4, 0, 4),

@@ -66,7 +66,7 @@ def test_whoever_watches_a_worker_sees_it_get_on_with_each_shard_that_it_compute
         seen = list[tuple[bool, int]]()
         trained = trained_under(LocalSGD())
         mine = begin_local_rounds(CONFIG, trained, workers, None)
-        batch = Batches(8, 8, 4).at(Position())
+        batch = Batches.even(8, 8, 4).at(Position())
         shards = [torch.ones(2, 3)] * 4
         mine.train(Call(0, 0, batch, shards, loss_fn, trained.require_prepared().optimizers, Clip()))
         mine.close()
@@ -118,7 +118,7 @@ def test_whoever_loses_a_worker_as_a_step_begins_is_in_the_round_with_the_others
 
 def test_an_exchange_in_which_a_worker_is_lost_is_made_with_those_who_are_left() -> None:
     steps, recorded, acts = steps_with(losses=1)
-    batches = Batches(16, 8, 4)
+    batches = Batches.even(16, 8, 4)
     step = Step(Position(), batches.at(Position()), list, Mock())
     assert not steps.step_ends(step, acts, is_due=False)
     assert recorded.steps == [0]

@@ -22,7 +22,7 @@ def loop(
     number: int = 0, samples: int = 70, epochs: int = 2, stop_after: int | None = None, *, drop_last: bool = False
 ) -> Loop:
     """Three steps per epoch: of 32, 32 and 6 samples, in two shards each."""
-    return Loop(number, Reading(samples, True, False), Batches(samples, 32, 2, drop_last), epochs, stop_after)
+    return Loop(number, Reading(samples, True, False), Batches.even(samples, 32, 2, drop_last), epochs, stop_after)
 
 
 class Requested:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from unisono.data.loader import Processes
+from unisono.data.order import KeyedOrder
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.errors import DataError
 from unisono.train.loop.prefetch import Prefetched, prefetch, to_device
@@ -92,7 +94,7 @@ def test_what_copies_ends_what_loads() -> None:
 def test_on_the_cpu_nothing_is_copied() -> None:
     data = TensorDataset(torch.arange(8.0))
     requests = iter([ShardsRequest(0, (range(4),))])
-    (batch,) = next(prefetch(ShardSource(data, 0), requests, workers=0, timeout_s=1.0, device=torch.device("cpu")))
+    (batch,) = next(prefetch(ShardSource(data, KeyedOrder(8, 0)), requests, Processes(0, 1.0), torch.device("cpu")))
     assert to_device(batch, torch.device("cpu"))[0] is batch[0]
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from unisono.data.shards import BLOCK, ShardSource, ShardsRequest
+from unisono.data.order import BLOCK, KeyedOrder
+from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept
 from unisono.plan.order import sample_order
 
@@ -31,7 +32,7 @@ def generators_as_they_were() -> Iterator[None]:
 
 
 def drawn(dataset: Any, start: int, stop: int, *, epoch: int = 0, seed: int = 0) -> Any:
-    (batch,) = ShardSource(dataset, seed).load(ShardsRequest(epoch, (range(start, stop),)))
+    (batch,) = ShardSource(dataset, KeyedOrder(len(dataset), seed)).load(ShardsRequest(epoch, (range(start, stop),)))
     return batch
 
 
@@ -73,7 +74,7 @@ def test_an_empty_shard_has_no_batch() -> None:
 
 @pytest.mark.parametrize("places", [range(7), range(BLOCK - 3, BLOCK + 2), range(9000, 9001), range(3, 2 * BLOCK + 8)])
 def test_shuffled_places_are_those_of_the_epochs_order_also_where_blocks_of_it_meet(places: range) -> None:
-    source = ShardSource(TensorDataset(torch.arange(9001)), seed=3, shuffle=True)
+    source = ShardSource(TensorDataset(torch.arange(9001)), KeyedOrder(9001, seed=3, shuffle=True))
     cut = (places[:2], places[2:2], places[2:])
     found = [batch[0].tolist() if batch else [] for batch in source.load(ShardsRequest(5, cut))]
     expected = sample_order(3, 5, 9001)(np.array(places)).tolist()

@@ -213,7 +213,7 @@ def test_both_sides_of_a_pair_compute_the_same_mean(mine: float, theirs: float) 
 def test_the_parts_of_a_batch_are_batches_with_the_same_shards(
     samples: int, size: int, shards: int, cuts: list[int]
 ) -> None:
-    batch = Batches(samples, size, shards).at(Position())
+    batch = Batches.even(samples, size, shards).at(Position())
     bounds = sorted({0, shards, *(cut for cut in cuts if cut < shards)})
     seen = 0
     for start, stop in pairwise(bounds):

@@ -38,7 +38,7 @@ def model() -> nn.Module:
 
 
 def a_call(optimizer: torch.optim.Optimizer) -> Call:
-    batch = Batches(samples=8, batch_size=8, shards=4).at(Position(step=5))
+    batch = Batches.even(samples=8, batch_size=8, shards=4).at(Position(step=5))
     shards = [torch.ones(2, 2), torch.zeros(2, 2)]
     return Call(5, 1, batch, shards, lambda model, batch: None, (optimizer,), Clip(norm=1.5))
 

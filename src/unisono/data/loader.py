@@ -4,7 +4,8 @@ import atexit
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from time import monotonic
@@ -17,6 +18,23 @@ from unisono.errors import JobError
 
 DEPTH = 2
 """Steps that each loader process is asked for: one that it loads, and one that comes next, so that it never waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes that load ahead.
+
+    Attributes:
+        count: the number of them; 0 to load in this process when a batch is asked for.
+        timeout_s: seconds after which a process is taken to hang.
+        ahead: the number of steps that each is asked for.
+        begin: a function that each calls first, with its number from 0.
+    """
+
+    count: int
+    timeout_s: float
+    ahead: int = DEPTH
+    begin: Callable[[int], None] | None = None
 
 
 class Loaded(Protocol):
@@ -32,23 +50,22 @@ class Loaded(Protocol):
         """End what loads."""
 
 
-def load(source: ShardSource, requests: Iterator[ShardsRequest], workers: int, timeout_s: float) -> Loaded:
+def load(source: ShardSource, requests: Iterator[ShardsRequest], processes: Processes) -> Loaded:
     """Load steps.
 
     Args:
         source: gives the samples of each shard.
         requests: one per step. Consumed as far ahead as is loaded.
-        workers: processes that load ahead; 0 loads in this process when a batch is asked for.
-        timeout_s: seconds after which a loader process is taken to hang.
+        processes: the processes that load.
 
     Raises:
         JobError: this system cannot fork.
     """
-    if not workers:
+    if not processes.count:
         return InProcess(source, requests)
     if "fork" not in multiprocessing.get_all_start_methods():
-        raise JobError(f"loader_workers={workers}: this system cannot fork processes; use loader_workers=0")
-    return Ahead(source, requests, workers, timeout_s)
+        raise JobError(f"loader_workers={processes.count}: this system cannot fork processes; use loader_workers=0")
+    return Ahead(source, requests, processes)
 
 
 class InProcess:
@@ -78,19 +95,20 @@ class Ahead:
     before it, which the script's loop variable holds until it gets the next.
     """
 
-    def __init__(self, source: ShardSource, requests: Iterator[ShardsRequest], workers: int, timeout_s: float) -> None:
-        self._requests = requests
-        self._timeout_s = timeout_s
+    def __init__(self, source: ShardSource, requests: Iterator[ShardsRequest], processes: Processes) -> None:
+        self._source, self._requests = source, requests
+        self._timeout_s = processes.timeout_s
         self._owner = os.getpid()
-        self._slots = [Slot() for _ in range(DEPTH * workers + 2)]
+        self._most = processes.ahead * processes.count
+        self._slots = [Slot() for _ in range(self._most + 2)]
         self._free = deque(range(len(self._slots)))
         self._asked: deque[tuple[LoaderProcess, int]] = deque()
         self._processes: list[LoaderProcess] = []
         atexit.register(self.close)  # before multiprocessing's own, which would wait for them
         try:
-            for number in range(workers):
+            for number in range(processes.count):
                 others = [process.connection for process in self._processes]
-                self._processes.append(LoaderProcess(number, source, self._slots, others))
+                self._processes.append(LoaderProcess(number, source, self._slots, others, processes.begin))
         except BaseException:
             self.close()
             raise
@@ -138,10 +156,10 @@ class Ahead:
         self._asked.clear()
 
     def _ask(self) -> None:
-        while self._free and len(self._asked) < DEPTH * len(self._processes):
+        while self._free and len(self._asked) < self._most:
             request = next(self._requests, None)
             if request is None:
                 return
             process, slot = next(self._turns), self._free.popleft()
-            process.ask(request, slot)
+            process.ask(self._source.located(request), slot)
             self._asked.append((process, slot))

@@ -8,14 +8,14 @@ import select
 import signal
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 
-from unisono.data.shards import ShardSource, ShardsRequest
+from unisono.data.shards import LocatedShards, ShardSource
 from unisono.data.slot import Packed, Slot
 from unisono.errors import DataError
 from unisono.host.parent_death import end_with_parent
@@ -42,16 +42,24 @@ class LoaderProcess:
         source: gives the batches. The process gets a copy of the data set as it is now.
         slots: the shared memory that batches are written to.
         others: connections to the loader processes before this one; they are none of its business.
+        begin: a function that the process calls first, with its number.
     """
 
-    def __init__(self, number: int, source: ShardSource, slots: Sequence[Slot], others: Sequence[Connection]) -> None:
+    def __init__(
+        self,
+        number: int,
+        source: ShardSource,
+        slots: Sequence[Slot],
+        others: Sequence[Connection],
+        begin: Callable[[int], None] | None = None,
+    ) -> None:
         context = multiprocessing.get_context("fork")  # other ways run the script again from its first line
         self.connection, theirs = context.Pipe()
         self._name = f"loader process {number}"
-        self._asked: deque[ShardsRequest] = deque()
+        self._asked: deque[LocatedShards] = deque()
         self._process = context.Process(
             target=_serve,
-            args=(theirs, [*others, self.connection], source, slots, os.getpid()),
+            args=(theirs, [*others, self.connection], Serving(source, slots, begin, number), os.getpid()),
             name=f"unisono-loader-{number}",
             daemon=True,
         )
@@ -60,11 +68,11 @@ class LoaderProcess:
         self._incoming = select.poll()
         self._incoming.register(self.connection, select.POLLIN)
 
-    def ask(self, request: ShardsRequest, slot: int) -> None:
+    def ask(self, shards: LocatedShards, slot: int) -> None:
         """Have shards loaded into a slot. Does not wait."""
-        self._asked.append(request)
+        self._asked.append(shards)
         with suppress(OSError):  # it is gone, as the missing answer will tell
-            self.connection.send((request, slot))
+            self.connection.send((shards, slot))
 
     def is_ready(self) -> bool:
         """Whether the next answer is here."""
@@ -85,12 +93,12 @@ class LoaderProcess:
             answer: Packed | Failed = self.connection.recv()
         except (EOFError, ConnectionError):
             raise DataError(self._died()) from None
-        request = self._asked.popleft()
+        asked = self._asked.popleft()
         if isinstance(answer, Packed):
             return answer
         if answer.type == DataError.__name__:
             raise DataError(answer.message)
-        what = f"{self._name} could not load {_named(request)}: {answer.type}: {answer.message}"
+        what = f"{self._name} could not load {_named(asked)}: {answer.type}: {answer.message}"
         raise DataError(f"{what}\n\nIts traceback:\n{answer.trace}")
 
     def hang_up(self) -> None:
@@ -128,7 +136,8 @@ class LoaderProcess:
         )
 
 
-def _named(request: ShardsRequest) -> str:
+def _named(asked: LocatedShards) -> str:
+    request = asked.request
     first, last = request.places[0].start, request.places[-1].stop - 1
     return f"places {first} … {last} of epoch {request.epoch}"
 
@@ -136,16 +145,36 @@ def _named(request: ShardsRequest) -> str:
 # --- inside of the process
 
 
-def _serve(
-    connection: Connection, others: Sequence[Connection], source: ShardSource, slots: Sequence[Slot], worker: int
-) -> None:
+class Serving(NamedTuple):
+    """What a loader process has to work with."""
+
+    source: ShardSource
+    slots: Sequence[Slot]
+    begin: Callable[[int], None] | None
+    number: int
+
+
+def _serve(connection: Connection, others: Sequence[Connection], serving: Serving, worker: int) -> None:
     for other in others:
         other.close()
     _settle_in(worker)
+    failed = _begun(serving)
     with suppress(EOFError, OSError):  # the worker has hung up, or is gone
         while True:
-            request, slot = connection.recv()
-            _reply(connection, source, request, slots[slot])
+            shards, slot = connection.recv()
+            if failed is None:
+                _reply(connection, serving.source, shards, serving.slots[slot])
+            else:
+                connection.send(failed)
+
+
+def _begun(serving: Serving) -> Failed | None:
+    if serving.begin is not None:
+        try:
+            serving.begin(serving.number)
+        except Exception as error:  # noqa: BLE001 (told to the worker, which raises it)
+            return _failure(error)
+    return None
 
 
 def _settle_in(worker: int) -> None:
@@ -164,10 +193,14 @@ def _ignored(number: int, frame: Any) -> None:
     """A handler that does nothing."""
 
 
-def _reply(connection: Connection, source: ShardSource, request: ShardsRequest, slot: Slot) -> None:
+def _reply(connection: Connection, source: ShardSource, shards: LocatedShards, slot: Slot) -> None:
     try:
-        connection.send(slot.write(source.load(request)))
+        connection.send(slot.write(source.fetch(shards)))
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001 (told to the worker, which raises it)
-        connection.send(Failed(type(error).__name__, str(error), traceback.format_exc()))
+        connection.send(_failure(error))
+
+
+def _failure(error: Exception) -> Failed:
+    return Failed(type(error).__name__, str(error), "".join(traceback.format_exception(error)))

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,14 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
+from unisono.data.order import Order
 from unisono.data.streams import seed_generators
 from unisono.errors import DataError
-from unisono.plan.order import Indices, Stream, sample_order, stream_seed
+from unisono.plan.order import Indices
 
 Collate = Callable[[list[Any]], Any]
-
-BLOCK = 4096
-"""Places of an epoch's order that are computed at once: a thousand cost hardly more than ten."""
 
 
 class ShardsRequest(NamedTuple):
@@ -28,24 +25,29 @@ class ShardsRequest(NamedTuple):
     places: tuple[range, ...]
 
 
+class LocatedShards(NamedTuple):
+    """The same with the samples that stand at these places."""
+
+    request: ShardsRequest
+    samples: tuple[Indices, ...]
+
+
 @dataclass(frozen=True)
 class ShardSource:
     """A data set that is read shard by shard; it may live in a loader's process.
 
-    Each sample is fetched with all generators seeded by (seed, epoch, sample), so random augmentation does
-    not depend on which process fetches it, or when.
+    Each sample is fetched with all generators seeded as its order says, so random augmentation does not depend on which
+    process fetches it, or when.
 
     Attributes:
         dataset: the data set, map-style with a length.
-        seed: the job's seed.
+        order: the order of the samples.
         collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
-        shuffle: whether samples are numbered by their place in the epoch's order, or by their place in the data set.
     """
 
     dataset: Any
-    seed: int
+    order: Order
     collate: Collate | None = None
-    shuffle: bool = False
 
     def load(self, request: ShardsRequest) -> list[Any]:
         """Each shard's collated samples; None for an empty shard.
@@ -56,37 +58,37 @@ class ShardSource:
         Raises:
             DataError: the samples cannot be collated; names the indices.
         """
-        return [self._shard(request.epoch, self.samples_at(request.epoch, places)) for places in request.places]
+        return self.fetch(self.located(request))
 
-    def samples_at(self, epoch: int, places: range) -> Indices:
-        """Which samples stand at these places of an epoch."""
-        if not self.shuffle or not places:
-            return np.arange(places.start, places.stop)
-        blocks = range(places.start // BLOCK, -(-places.stop // BLOCK))
-        order = np.concatenate([_visited(self.seed, epoch, len(self.dataset), block) for block in blocks])
-        first = blocks.start * BLOCK
-        return order[places.start - first : places.stop - first]
+    def located(self, request: ShardsRequest) -> LocatedShards:
+        """Which samples are requested. Only the worker asks for them: a sampler is not asked in each loader process."""
+        return LocatedShards(request, tuple(self.order.samples_at(request.epoch, one) for one in request.places))
 
-    def _shard(self, epoch: int, indices: Indices) -> Any:
+    def fetch(self, shards: LocatedShards) -> list[Any]:
+        """The shards whose samples are known; see :meth:`load`."""
+        epoch, places = shards.request
+        return [self._shard(epoch, *shard) for shard in zip(places, shards.samples, strict=True)]
+
+    def _shard(self, epoch: int, places: range, indices: Indices) -> Any:
         if not indices.size:
             return None
         if self.collate is None and _is_plain(self.dataset):
             return _gathered(self.dataset, indices)
         with _one_thread():
-            samples = self._fetch(epoch, indices.tolist())
+            samples = self._fetch(epoch, places, indices.tolist())
             return self._collated(samples, indices.tolist())
 
-    def _fetch(self, epoch: int, indices: Sequence[int]) -> list[Any]:
+    def _fetch(self, epoch: int, places: range, indices: Sequence[int]) -> list[Any]:
         # One by one, also where the data set could fetch many at once: a sample's stream must not depend on which
         # other samples are in its shard.
         samples = []
-        try:
-            for index in indices:
-                seed_generators(stream_seed(self.seed, Stream.SAMPLE, epoch, index))
+        for place, index in zip(places, indices, strict=True):
+            seed_generators(self.order.stream(epoch, place, index))
+            try:
                 samples.append(self.dataset[index])
-        except Exception as error:
-            error.add_note(f"(while sample {index} of the data set was loaded)")
-            raise
+            except Exception as error:
+                error.add_note(f"(while sample {index} of the data set was loaded)")
+                raise
         return samples
 
     def _collated(self, samples: list[Any], indices: Sequence[int]) -> Any:
@@ -99,12 +101,6 @@ class ShardSource:
                 f"samples {indices[0]} … {indices[-1]} of the data set cannot be collated into one batch: {error}."
                 f"{odd} Make all samples alike, or pass run.steps(…, collate_fn=…)"
             ) from error
-
-
-@lru_cache(maxsize=4)
-def _visited(seed: int, epoch: int, samples: int, block: int) -> Indices:
-    """The samples that the places of a block stand for."""
-    return sample_order(seed, epoch, samples)(np.arange(block * BLOCK, min((block + 1) * BLOCK, samples)))
 
 
 def _is_plain(dataset: Any) -> bool:

@@ -1,8 +1,10 @@
 """The position of a job in the data, and the batch of each step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
+from unisono.plan.epoch_cut import EpochCut, EvenCut
 from unisono.plan.split import even_bounds
 
 
@@ -56,36 +58,37 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The global batches of a loop over ``samples`` samples.
+    """The global batches of a loop. They never cross the end of an epoch.
 
-    Batches never cross the end of an epoch. The last one is smaller where the batch size does not divide
-    the number of samples, unless ``drop_last``.
+    Attributes:
+        cut: a function of an epoch and a batch size; returns how that epoch is cut into batches.
+        batch_size: the number of samples in a batch, where nothing else decides it.
+        shards: the number of shards that each batch is cut into.
     """
 
-    samples: int
+    cut: Callable[[int, int], EpochCut]
     batch_size: int
     shards: int
-    drop_last: bool = False
 
-    @property
-    def per_epoch(self) -> int:
-        """Steps in one epoch."""
-        whole, rest = divmod(self.samples, self.batch_size)
-        return whole + (1 if rest and not self.drop_last else 0)
+    @classmethod
+    def even(cls, samples: int, batch_size: int, shards: int, drop_last: bool = False) -> "Batches":
+        """Batches of one size, the same in every epoch of so many samples.
 
-    @property
-    def epoch_samples(self) -> int:
-        """Samples that one epoch uses."""
-        return self.samples - self.samples % self.batch_size if self.drop_last else self.samples
+        The last one is smaller where the batch size does not divide the number of samples, unless ``drop_last``.
+        """
+        return cls(partial(_even, samples, drop_last), batch_size, shards)
+
+    def of(self, epoch: int) -> EpochCut:
+        """How an epoch is cut into batches."""
+        return self.cut(epoch, self.batch_size)
 
     def at(self, position: Position) -> Batch:
-        """The batch that starts at ``position``, which must lie inside an epoch."""
-        stop = min(position.offset + self.batch_size, self.samples)
-        size = stop - position.offset
-        assert size > 0, f"position {position} lies outside an epoch of {self.samples} samples"
-        bounds = tuple(even_bounds(size, self.shards))
-        least = self.batch_size if self.drop_last else 1  # samples that another batch would need
-        return Batch(position.epoch, position.offset, stop, bounds, self.samples - stop < least)
+        """The batch that starts at ``position``, where one has to start."""
+        cut, start = self.of(position.epoch), position.offset
+        stop = cut.stop(start)
+        assert stop is not None, f"no batch starts at {position}"
+        bounds = tuple(even_bounds(stop - start, self.shards))
+        return Batch(position.epoch, start, stop, bounds, cut.stop(stop) is None)
 
     def after(self, position: Position, batch: Batch) -> Position:
         """Where the job stands once ``batch`` is committed."""
@@ -97,11 +100,14 @@ class Batches:
     def next_from(self, position: Position, epochs: int) -> Position | None:
         """Where the next batch starts; None if there is none left.
 
-        With ``drop_last`` an epoch is over as soon as what is left of it is no whole batch, which may have grown.
+        An epoch is over as soon as no batch starts where the job stands: with ``drop_last`` what is left of it may be
+        no whole batch, which may have grown.
         """
-        if self.drop_last and position.offset > 0 and self.samples - position.offset < self.batch_size:
+        while position.epoch < epochs:
+            if self.of(position.epoch).stop(position.offset) is not None:
+                return position
             position = replace(position, epoch=position.epoch + 1, offset=0)
-        return position if position.epoch < epochs and self.per_epoch else None
+        return None
 
     def remaining(self, position: Position, epochs: int) -> Iterator[tuple[Position, Batch]]:
         """Each batch from ``position`` to the end of the last epoch, with the position it starts at."""
@@ -110,3 +116,7 @@ class Batches:
             batch = self.at(start)
             yield start, batch
             start = self.next_from(self.after(start, batch), epochs)
+
+
+def _even(samples: int, drop_last: bool, epoch: int, batch_size: int) -> EpochCut:
+    return EvenCut(samples, batch_size, drop_last)

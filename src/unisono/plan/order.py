@@ -23,6 +23,8 @@ class Stream(IntEnum):
     EVALUATION = 5  # a model that draws at evaluation: (step, block)
     AUDIT = 6  # which shards are computed again: (step, call, shard)
     AFTER = 7  # what the user's script draws behind a loop: (loop,)
+    SAMPLER = 8  # the order that a loader's sampler gives: (loop, epoch), and the seed of a generator of its own
+    PLACE = 9  # random augmentation of what stands at one place of such an order: (loop, epoch, place)
 
 
 def stream_seed(seed: int, stream: Stream, *key: int) -> int:

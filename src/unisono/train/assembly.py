@@ -156,7 +156,7 @@ def assemble(config: RunConfig, opened: Opened) -> Inside:
         policy_runner=policy_runner,
         loop=loop,
         first_weights=FirstWeights(trained, checkpoints, folder, opened.fingerprint, allow_job_change=allow),
-        evaluator=Evaluator(job, device, trained, collectives),
+        evaluator=Evaluator(job, device, trained, collectives, config.fault_tolerance.failure_timeout_s),
         listeners=base.listeners,
         metrics=base.metrics,
         callbacks=base.callbacks,

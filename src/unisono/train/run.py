@@ -155,9 +155,9 @@ class Run:
         dataset: Any,
         epochs: int = 1,
         *,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        loader_workers: int = 0,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        loader_workers: int | None = None,
         collate_fn: Collate | None = None,
     ) -> Generator[Step, None, None]:
         """The steps of a training loop, one per global batch.
@@ -167,18 +167,18 @@ class Run:
         is known to be right.
 
         Args:
-            dataset: map-style, with a length.
+            dataset: map-style, with a length; or a ``DataLoader``, which decides all but the number of epochs.
             epochs: passes over it.
-            shuffle: whether to shuffle the samples of each epoch, in an order that follows from the seed and the epoch.
-            drop_last: whether to leave out a last, smaller batch instead of weighting it by its size.
-            loader_workers: the number of this worker's processes that load ahead, over all epochs; 0 loads in this
-                process, while no step is computed. Decides no bit.
+            shuffle: whether to shuffle each epoch, in an order that follows from seed and epoch; by default it does.
+            drop_last: whether to leave out a last, smaller batch instead of weighting it by its size (the default).
+            loader_workers: the number of this worker's processes that load ahead, over all epochs; 0 (the default)
+                loads in this process, while no step is computed. Decides no bit.
             collate_fn: a function that makes a batch of a list of samples; torch's ``default_collate`` by default.
 
         Raises:
-            DataError: the data set is empty or has no length, a batch cannot be collated, or a loader process failed,
-                died or gave nothing for as long as ``failure_timeout_s``.
-            JobError: ``loader_workers`` is no number of processes.
+            DataError: the data set or the loader cannot be read by index, a batch cannot be collated, or a loader
+                process failed, died or gave nothing for as long as ``failure_timeout_s``.
+            JobError: ``loader_workers`` is no number of processes, or a loader's ``batch_size`` is not the job's.
             JobMismatch: the data set differs between workers, or from the one that a checkpoint was reading.
             SystemExit: with code 75, after a checkpoint, when a worker was asked to leave.
         """
@@ -220,7 +220,7 @@ class Run:
         The model is in evaluation mode meanwhile, and no gradients are computed.
 
         Args:
-            dataset: map-style, with a length.
+            dataset: map-style, with a length; or a ``DataLoader``, which decides the two last arguments.
             metrics: ``metrics(model, batch) -> {name: mean}``, or a dict of functions that each return a mean; a
                 mean that is not over samples is returned as ``(mean, weight)``.
             batch_size: samples per call; by default as many as a training shard has.
@@ -241,17 +241,17 @@ class Run:
         batch_size: int | None = None,
         collate_fn: Collate | None = None,
     ) -> Any:
-        """The model's outputs for a whole data set, in its order, on every worker.
+        """The model's outputs for a whole data set, in its order (or the loader's), on every worker.
 
         Args:
-            dataset: map-style, with a length.
+            dataset: map-style, with a length; or a ``DataLoader``, which decides the two last arguments.
             predict_fn: ``predict_fn(model, batch)`` returns a tensor, or lists or dicts of tensors, with one row per
                 sample; by default the model is called with the batch, or with its first part if it has several.
             batch_size: samples per call.
             collate_fn: a function that makes a batch of a list of samples, as in :meth:`steps`.
 
         Returns:
-            what ``predict_fn`` returns, with one row per sample of the data set.
+            what ``predict_fn`` returns, with one row per sample of the data set, or of the loader's batches.
         """
         self._prepared()
         self.inside.synchronisation.before_call()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
@@ -12,20 +12,20 @@ from typing import Any
 from torch.optim import Optimizer
 
 from unisono.adapt.view import BatchShape
-from unisono.data.shards import Collate, ShardSource, check_dataset
+from unisono.data.feed import Asked, Feed, LoopFeeds
+from unisono.data.shards import Collate
 from unisono.data.streams import seed_generators
-from unisono.errors import DataError, JobError, ModelError
+from unisono.errors import DataError, JobError, ModelError, PolicyError
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
-from unisono.received import short
 from unisono.train.config.arguments import require_kinds
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.boundary import Boundary
-from unisono.train.loop.loop import Load, Loop
+from unisono.train.loop.loop import Loop
 from unisono.train.loop.prefetch import prefetch
 from unisono.train.model.prepared import Prepared
 from unisono.train.policy_runner import PolicyRunner
@@ -73,41 +73,44 @@ class StepLoop:
     timer: Timer
     ending: Ending
     _live: weakref.ref[Generator[Step, None, None]] | None = field(default=None, init=False)
-    _source: ShardSource | None = field(default=None, init=False)
+    _feeds: LoopFeeds = field(init=False)
+    _feed: Feed | None = field(default=None, init=False)
+    _batches: Batches | None = field(default=None, init=False)
     _number: int = field(default=-1, init=False)
     _joined: bool = field(default=False, init=False)  # in the middle of the loop that is under way
+
+    def __post_init__(self) -> None:
+        self._feeds = LoopFeeds(self.config.job.seed, self.config.fault_tolerance.failure_timeout_s)
 
     def over(
         self,
         dataset: Any,
         epochs: int,
-        shuffle: bool,
-        drop_last: bool,
-        loader_workers: int,
+        shuffle: bool | None,
+        drop_last: bool | None,
+        loader_workers: int | None,
         collate_fn: Collate | None,
     ) -> Generator[Step, None, None]:
         """The steps of a loop over a data set; see :meth:`Run.steps`."""
         require_kinds(StepLoop.over, locals())
         if self.steps.under_way is not None:
             raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
-        if loader_workers < 0:
-            raise JobError(
-                f"loader_workers={short(loader_workers)}: use 0 to load in this process, or a number of processes"
-            )
-        samples = check_dataset(dataset)
+        asked = Asked(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
+        feed, job = self._feeds.of(dataset, asked, self.trained.loops, epochs), self.config.job
+        self._require_batches(feed)
         self.synchronisation.before_call()
-        self.collectives.agree("data set", {"number of samples": samples})
-        batches = Batches(samples, self.config.job.batch_size, self.config.job.shards, drop_last)
-        if not batches.per_epoch:
+        self.collectives.agree("data set", feed.same())
+        batches = Batches(feed.order.cut, job.batch_size, job.shards)
+        first = batches.of(0)
+        if not first.steps:
             raise DataError(
-                f"drop_last leaves nothing of {samples} samples with batch_size={self.config.job.batch_size}: "
+                f"drop_last leaves nothing of {first.samples} samples with batch_size={job.batch_size}: "
                 f"keep the last, smaller batch, or lower batch_size"
+                if first.samples
+                else "the loader's sampler gives nothing for the first epoch: check what it chooses from"
             )
-        reading = Reading(samples, shuffle, drop_last)
-        source = ShardSource(dataset, self.config.job.seed, collate_fn, shuffle)
-        timeout_s, device = self.config.fault_tolerance.failure_timeout_s, self.config.device
-        load = partial(prefetch, source, workers=loader_workers, timeout_s=timeout_s, device=device)
-        live = self._loop(batches, reading, epochs, load, source)
+        reading = Reading(first.samples, feed.shuffle, feed.drop_last, feed.order.digest)
+        live = self._loop(batches, reading, epochs, feed)
         self._live = weakref.ref(live)  # a break lets go of the last one that holds it, and so ends the loop
         return live
 
@@ -122,8 +125,23 @@ class StepLoop:
         return self.steps.shards()
 
     def shape(self) -> BatchShape:
-        """Of the next global batch."""
-        return self.trained.policy_state.shape
+        """Of the next global batch.
+
+        Raises:
+            PolicyError: a policy wants another size, and a batch sampler decides it.
+        """
+        shape, usual = self.trained.policy_state.shape, self.config.job.batch_size
+        if shape.samples != usual and self._feed is not None and self._feed.is_batched:
+            raise PolicyError(
+                f"a policy wants batches of {shape.samples} samples, and the loader's batch_sampler decides which "
+                f"samples a batch has: give the DataLoader a sampler and batch_size={usual} instead"
+            )
+        return shape
+
+    def steps_in(self, epoch: int) -> int:
+        """The number of steps in an epoch of the loop that is under way, with the present batch size."""
+        assert self._batches is not None, "a loop is under way"
+        return replace(self._batches, batch_size=self.shape().samples).of(epoch).steps
 
     def is_stopped(self) -> bool:
         """Whether a policy has stopped the loop."""
@@ -162,7 +180,7 @@ class StepLoop:
         self.ending.require_open()
         prepared = self.trained.prepared
         assert prepared is not None, "loops come after run.prepare"
-        assert self._source is not None, "a step comes from a loop"
+        assert self._feed is not None, "a step comes from a loop"
         if step is not self.steps.under_way:
             raise JobError("this step is over: call step.run in the body of the loop that it came from")
         if self.trained.is_doubted:  # the run goes back at the end of the body
@@ -171,7 +189,7 @@ class StepLoop:
         self.trained.require_same_trained()
         self.steps.is_computing = True
         return self.steps.compute(
-            StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, self._source), self.collectives
+            StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, self._feed.source), self.collectives
         )
 
     def end(self, after: RunProgress | None) -> None:
@@ -199,14 +217,28 @@ class StepLoop:
         """The body is done, or the loop."""
         return self.between.reached(is_end=is_end)
 
-    def _loop(
-        self, batches: Batches, reading: Reading, epochs: int, load: Load, source: ShardSource
-    ) -> Generator[Step, None, None]:
+    def _require_batches(self, feed: Feed) -> None:
+        """A loader's batches are global batches: they have the size that the job says."""
+        job, said = self.config.job.batch_size, self.config.asked_batch_size
+        if feed.batch_size not in (None, said):
+            raise JobError(
+                f"the loader has batch_size={feed.batch_size}, the job has batch_size={said}: a loader's batch is the "
+                f"global batch, over all workers. Say the same in unisono.init and in the DataLoader"
+            )
+        if feed.is_batched and job != said:
+            raise JobError(
+                f"batch_size={job} is set from outside, and the loader's batch_sampler decides which samples a batch "
+                f"has: give the DataLoader a sampler and batch_size={said} instead"
+            )
+
+    def _loop(self, batches: Batches, reading: Reading, epochs: int, feed: Feed) -> Generator[Step, None, None]:
         number = self._number = self.trained.loops
         self.trained.loops += 1
         loop = Loop(number, reading, batches, epochs, self.config.stop_after, self.config.stop_after_epochs)
-        self._joined, self._source, self.steps.is_computing = self.membership.joins, source, False
-        self.listeners.tell(lambda one: one.loop_begins(number, batches, source))
+        load = partial(prefetch, feed.source, processes=feed.processes, device=self.config.device)
+        self._joined, self._feed, self._batches = self.membership.joins, feed, batches
+        self.steps.is_computing = False
+        self.listeners.tell(lambda one: one.loop_begins(number, batches, feed.source))
         if not self.collectives.enter(number):
             self._seed_behind(number)
             return

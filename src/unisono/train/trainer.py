@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unisono.errors import JobError
-from unisono.plan.batches import Batches
 from unisono.train.config.arguments import require_kinds, require_known
 from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.record.progress import Display, EpochRecord, History, choose_display
@@ -119,7 +118,7 @@ class Trainer:
         scheduler_every: ``epoch`` or ``step``.
         clip_norm: the largest global norm of the gradient.
         clip_value: the largest absolute value in the gradient.
-        loader_workers: the number of processes that load ahead.
+        loader_workers: the number of processes that load ahead; a ``DataLoader`` decides it by itself.
         callbacks: the callbacks, called in this order.
         progress: whether the main worker shows a bar (in a terminal) or lines (elsewhere).
         run: an existing run, instead of settings for a new one.
@@ -141,7 +140,7 @@ class Trainer:
         scheduler_every: Literal["epoch", "step"] = "epoch",
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        loader_workers: int = 0,
+        loader_workers: int | None = None,
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
         run: Run | None = None,
@@ -168,7 +167,7 @@ class Trainer:
         """Train.
 
         Args:
-            train: the data set to train on.
+            train: the data set to train on, or a ``DataLoader``.
             epochs: passes over it.
             validation: evaluated after each epoch, if given.
             loading: further settings of :meth:`unisono.Run.steps`, such as ``drop_last`` or ``collate_fn``.
@@ -208,9 +207,7 @@ class Trainer:
         for step in self.run.steps(train, epochs, **{"loader_workers": self._loader_workers, **loading}):
             if epoch is None:
                 epoch = _Epoch(step.epoch)
-                job, drops = self.run.job, bool(loading.get("drop_last"))
-                steps = Batches(len(train), job.batch_size, job.shards, drops).per_epoch
-                display.begin(step.epoch, epochs, steps)
+                display.begin(step.epoch, epochs, self.run.inside.loop.steps_in(step.epoch))
                 self._tell("on_epoch_begin", step.epoch)
             loss = step.run(self._loss_fn, clip_norm=self._clip.norm, clip_value=self._clip.value)
             self._scheduling.after_step(step)

@@ -82,6 +82,7 @@ def configure(said: Mapping[str, Any], environ: Mapping[str, str], number: int =
         stop_after_epochs=told.whole("UNISONO_STOP_AFTER_EPOCHS"),
         plugins=told.names("UNISONO_PLUGINS"),
         script_batch_size=None if told.whole("UNISONO_BATCH_SIZE") is None else said["batch_size"],
+        asked_batch_size=said["batch_size"],
     )
 
 

@@ -239,6 +239,7 @@ class RunConfig:
         stop_after_epochs: the same in passes over the data set.
         plugins: the plugins from outside, ``module:function`` each.
         script_batch_size: the batch that the script asks for, where the environment sets another one; else None.
+        asked_batch_size: the batch that the script asks for, whatever the environment makes of it; None if unknown.
     """
 
     job: Job
@@ -252,3 +253,4 @@ class RunConfig:
     stop_after_epochs: int | None = None
     plugins: tuple[str, ...] = ()
     script_batch_size: int | None = None
+    asked_batch_size: int | None = None

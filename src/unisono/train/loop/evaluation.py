@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,10 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint.layout import empty_as, form_of
-from unisono.data.shards import Collate, ShardSource, ShardsRequest, check_dataset
+from unisono.data.feed import Asked, Feed
+from unisono.data.loader import load
+from unisono.data.sampler_order import LoopKey
+from unisono.data.shards import Collate, ShardsRequest
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import DataError
 from unisono.job import Job
+from unisono.plan.epoch_cut import EpochCut
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import even_bounds
 from unisono.plan.tree import Node, SummationTree
@@ -36,6 +40,9 @@ Predict = Callable[[Any, Any], Any]
 EVALUATION_EPOCH = -1
 """Samples that are evaluated draw from streams of their own, the same in every evaluation."""
 
+NO_LOOP = -1
+"""The loop that a loader's order follows from in evaluations."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -45,8 +52,8 @@ class Evaluation:
     workers: Workers
     prepared: Prepared
     device: torch.device
-    source: ShardSource
-    block_size: int
+    feed: Feed
+    cut: EpochCut
     step: int
 
     def means(self, metrics: Metrics) -> dict[str, float]:
@@ -82,32 +89,31 @@ class Evaluation:
         return self._gathered(local, form, counts)
 
     def _blocks(self) -> Iterator[tuple[range, Any]]:
-        with _evaluating(self.prepared.modules), torch.no_grad(), generators_kept():
-            for number in self._mine(self.workers.rank):
-                block = self._block(number)
-                (loaded,) = self.source.load(ShardsRequest(EVALUATION_EPOCH, (block,)))
-                batch = to_device(loaded, self.device)
+        blocks = [(number, self.cut.batch(number)) for number in self._mine(self.workers.rank)]
+        requests = (ShardsRequest(EVALUATION_EPOCH, (block,)) for _, block in blocks)
+        with (
+            _evaluating(self.prepared.modules),
+            torch.no_grad(),
+            generators_kept(),
+            closing(load(self.feed.source, requests, self.feed.processes)) as loaded,
+        ):
+            for number, block in blocks:
+                (found,) = next(loaded)
+                batch = to_device(found, self.device)
                 seed_generators(stream_seed(self.job.seed, Stream.EVALUATION, self.step, number))
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.precision == "bf16"):
                     yield block, batch
                 self.workers.tick()
 
-    @property
-    def _samples(self) -> int:
-        return len(self.source.dataset)
-
-    def _block(self, number: int) -> range:
-        return range(number * self.block_size, min((number + 1) * self.block_size, self._samples))
-
     def _mine(self, rank: int) -> range:
-        bounds = even_bounds(-(-self._samples // self.block_size), self.workers.world_size)
+        bounds = even_bounds(self.cut.steps, self.workers.world_size)
         return range(bounds[rank], bounds[rank + 1])
 
     def _counts(self) -> list[int]:
         return [len(self._mine(rank)) for rank in range(self.workers.world_size)]
 
     def _samples_of(self, rank: int) -> int:
-        return sum(len(self._block(number)) for number in self._mine(rank))
+        return sum(len(self.cut.batch(number)) for number in self._mine(rank))
 
     def _gathered(self, local: Any, form: Any, counts: Sequence[int]) -> Any:
         if isinstance(form, dict):
@@ -132,14 +138,18 @@ class Evaluator:
         device: the device on which to compute.
         trained: the state of the run, with the model.
         collectives: the collective calls.
+        timeout_s: seconds after which a loader process is taken to hang.
 
     Attributes:
         is_under_way: whether an evaluation is under way.
     """
 
-    def __init__(self, job: Job, device: torch.device, trained: Trained, collectives: CollectiveCalls) -> None:
+    def __init__(
+        self, job: Job, device: torch.device, trained: Trained, collectives: CollectiveCalls, timeout_s: float
+    ) -> None:
         self.is_under_way = False
         self._job, self._device, self._trained, self._collectives = job, device, trained, collectives
+        self._timeout_s = timeout_s
 
     def carry_out(
         self, action: Callable[[Evaluation], R], dataset: Any, batch_size: int | None, collate: Collate | None
@@ -148,7 +158,7 @@ class Evaluator:
 
         Args:
             action: a function that gets the evaluation, and returns its result.
-            dataset: map-style, with a length, the same on all workers.
+            dataset: map-style, with a length, or a ``DataLoader``; the same on all workers.
             batch_size: samples per call; by default as many as a training shard has.
             collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
 
@@ -157,13 +167,17 @@ class Evaluator:
         """
         require_kinds(Evaluator.carry_out, {"batch_size": batch_size})
         prepared, job = self._trained.require_prepared(), self._job
-        self._collectives.agree("data set", {"number of samples": check_dataset(dataset)})
-        step, size = self._trained.progress.position.step, batch_size or -(-job.batch_size // job.shards)
-        source = ShardSource(dataset, job.seed, collate)
+        asked = Asked(batch_size=batch_size, collate_fn=collate)
+        feed = Feed.of(dataset, asked, LoopKey(job.seed, NO_LOOP), self._timeout_s)
+        self._collectives.agree("data set", feed.same())
+        size = batch_size or feed.batch_size or -(-job.batch_size // job.shards)
+        step, cut = self._trained.progress.position.step, feed.order.cut(EVALUATION_EPOCH, size)
+        if not cut.steps:
+            raise DataError("the loader has no batch to evaluate: drop_last or its sampler leaves nothing")
         self.is_under_way = True
         try:
             return self._collectives.together(
-                lambda workers: action(Evaluation(job, workers, prepared, self._device, source, size, step))
+                lambda workers: action(Evaluation(job, workers, prepared, self._device, feed, cut, step))
             )
         finally:
             self.is_under_way = False

@@ -226,7 +226,7 @@ class Loop:
 
     def _is_cut(self, position: Position) -> bool:
         passes = self.stop_after_epochs
-        has_passes = passes is not None and position.samples >= passes * self.batches.epoch_samples
+        has_passes = passes is not None and position.samples >= passes * self.batches.of(0).used
         return has_passes or (self.stop_after is not None and position.step >= self.stop_after)
 
     def _left(self, step: Step, progress: RunProgress, after: RunProgress, run: LoopSteps) -> None:

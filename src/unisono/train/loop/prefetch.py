@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unisono.data.loader import Loaded, load
+from unisono.data.loader import Loaded, Processes, load
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.slot import replaced
 
@@ -21,20 +21,19 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def prefetch(
-    source: ShardSource, requests: Iterator[ShardsRequest], workers: int, timeout_s: float, device: torch.device
+    source: ShardSource, requests: Iterator[ShardsRequest], processes: Processes, device: torch.device
 ) -> Loaded:
     """Load steps for a device. On the CPU batches are used where they were loaded; nothing is copied.
 
     Args:
         source: a function that loads shards.
         requests: one request per step.
-        workers: loader processes; see :func:`unisono.data.loader.load`.
-        timeout_s: seconds after which a loader process is taken to hang.
+        processes: the processes that load.
         device: the device to which batches are copied.
     """
     if device.type != "cuda":
-        return load(source, requests, workers, timeout_s)
-    return Prefetched(load(source, requests, workers, timeout_s), CudaCopyStream(device))
+        return load(source, requests, processes)
+    return Prefetched(load(source, requests, processes), CudaCopyStream(device))
 
 
 class CopyStream(Protocol):

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from unisono.data.order import Order
 from unisono.data.shards import ShardSource
 from unisono.jsonl import open_lines
 from unisono.plan.batches import Batches
-from unisono.plan.order import Indices
 from unisono.train.step.call import Call
 from unisono.train.step.listeners import Counted, Listener
 
 FOLDER = "samples"
 """In the run folder: one file per worker."""
-
-Order = Callable[[int, range], Indices]
-"""The samples at some places of an epoch."""
 
 
 class SampleLog(Listener):
@@ -37,27 +33,28 @@ class SampleLog(Listener):
         path = run_dir / FOLDER / f"{worker}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = open_lines(path)
-        self._about: dict[str, Any] = {}
-        self._order: Order | None = None
+        self._loop: tuple[int, Batches, Order] | None = None
         self._generation, self._computed = 0, set[tuple[int, int]]()
 
     def loop_begins(self, number: int, batches: Batches, source: ShardSource) -> None:
         """A loop over a data set begins."""
-        self._about = {"loop": number, "samples": batches.samples, "per_epoch": batches.epoch_samples}
-        self._order = source.samples_at
+        self._loop = number, batches, source.order
 
     def call_begins(self, call: Call, shards: range, generation: int) -> None:
         """This worker is about to compute these shards of a step."""
-        assert self._order is not None, "a loop has begun"
+        assert self._loop is not None, "a loop has begun"
+        loop, batches, order = self._loop
         if generation != self._generation:
             self._generation, self._computed = generation, set()
         batch, place = call.batch, (call.step, call.number)
         if place in self._computed:  # again, since weights were mended; the others do it again as well
             return
         self._computed.add(place)
-        used = {shard: self._order(batch.epoch, batch.shard(shard)).tolist() for shard in shards}
-        line = {"computed": call.step, "call": call.number, "generation": generation, **self._about}
-        self._write({**line, "epoch": batch.epoch, "cut": batch.shards, "shards": used})
+        cut = batches.of(batch.epoch)
+        used = {shard: order.counted_at(batch.epoch, batch.shard(shard)).tolist() for shard in shards}
+        line = {"computed": call.step, "call": call.number, "generation": generation, "loop": loop}
+        about = {"samples": cut.samples, "per_epoch": cut.used, "epoch": batch.epoch, "cut": batch.shards}
+        self._write({**line, **about, "shards": used})
 
     def call_counted(self, call: Call, counted: Counted) -> None:
         """The step's update is done here."""

@@ -30,11 +30,13 @@ class Reading:
         samples: the number of samples in the data set.
         shuffle: whether their order is shuffled.
         drop_last: whether a last, smaller batch is left out.
+        order: a digest of what a loader's sampler gives for the first epoch; empty without a sampler.
     """
 
     samples: int
     shuffle: bool
     drop_last: bool
+    order: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,133 @@
+"""What a loop or an evaluation reads: a data set, its order, and how it is loaded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.utils.data import DataLoader, SequentialSampler
+
+from unisono.data.loader import Processes
+from unisono.data.order import KeyedOrder, Order
+from unisono.data.sampler_order import LoopKey, SamplerOrder
+from unisono.data.shards import Collate, ShardSource, check_dataset
+from unisono.data.torch_loader import LoaderParts
+from unisono.errors import JobError
+from unisono.received import short
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a script asks for beside its data; None for what it leaves open.
+
+    Attributes:
+        shuffle: whether to shuffle.
+        drop_last: whether to leave out a last, smaller batch.
+        loader_workers: the number of processes that load.
+        batch_size: the number of samples in a batch.
+        collate_fn: a function that makes a batch of a list of samples.
+    """
+
+    shuffle: bool | None = None
+    drop_last: bool | None = None
+    loader_workers: int | None = None
+    batch_size: int | None = None
+    collate_fn: Collate | None = None
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What is read, and how.
+
+    Attributes:
+        source: gives the samples of each shard.
+        processes: the processes that load.
+        batch_size: the number of samples in a batch, if a loader says it.
+        is_batched: whether a loader's batch sampler decides which samples a batch has.
+        shuffle: whether the order is shuffled, where no sampler decides it.
+        drop_last: whether a last, smaller batch is left out.
+    """
+
+    source: ShardSource
+    processes: Processes
+    batch_size: int | None = None
+    is_batched: bool = False
+    shuffle: bool = False
+    drop_last: bool = False
+
+    @property
+    def order(self) -> Order:
+        """The order of its samples."""
+        return self.source.order
+
+    def same(self) -> Mapping[str, Any]:
+        """What has to be the same on all workers."""
+        told: dict[str, Any] = {"number of samples": len(self.source.dataset)}
+        return told | ({"order of the sampler": digest} if (digest := self.order.digest) else {})
+
+    @classmethod
+    def of(cls, data: Any, asked: Asked, key: LoopKey, timeout_s: float) -> "Feed":
+        """Take data as a script gives it.
+
+        Args:
+            data: a map-style data set, or a ``torch.utils.data.DataLoader``.
+            asked: what the script asks for beside it.
+            key: what the order follows from.
+            timeout_s: seconds after which a loader process is taken to hang.
+
+        Raises:
+            DataError: the data set is empty or has no length, or the loader has what cannot be kept.
+            JobError: something is asked for that the loader decides; or no number of processes.
+        """
+        if isinstance(data, DataLoader):
+            return cls._of_loader(data, asked, key, timeout_s)
+        workers = asked.loader_workers or 0
+        if workers < 0:
+            raise JobError(f"loader_workers={short(workers)}: use 0 to load in this process, or a number of processes")
+        shuffle, drop_last = bool(asked.shuffle), bool(asked.drop_last)
+        source = ShardSource(data, KeyedOrder(check_dataset(data), key.seed, shuffle, drop_last), asked.collate_fn)
+        return cls(source, Processes(workers, timeout_s), shuffle=shuffle, drop_last=drop_last)
+
+    @classmethod
+    def _of_loader(cls, loader: DataLoader[Any], asked: Asked, key: LoopKey, timeout_s: float) -> "Feed":
+        said = {one.name: getattr(asked, one.name) for one in fields(asked)}
+        if beside := [f"{name}={short(value)}" for name, value in said.items() if value is not None]:
+            raise JobError(f"{', '.join(beside)} beside a DataLoader: the loader decides it, so say it there")
+        parts = LoaderParts.of(loader, timeout_s)
+        samples = check_dataset(parts.dataset)
+        order: Order
+        if type(parts.sampler) is SequentialSampler and parts.sampler.data_source is parts.dataset:
+            order = KeyedOrder(samples, key.seed, drop_last=parts.drop_last)
+        else:
+            order = SamplerOrder(
+                parts.sampler, parts.dataset, key, is_batched=parts.is_batched, drop_last=parts.drop_last
+            )
+        source = ShardSource(parts.dataset, order, parts.collate)
+        return cls(source, parts.processes, parts.batch_size, parts.is_batched, drop_last=parts.drop_last)
+
+
+class LoopFeeds:
+    """The feeds of a script's loops, one after the other.
+
+    Args:
+        seed: the job's seed.
+        timeout_s: seconds after which a loader process is taken to hang.
+    """
+
+    def __init__(self, seed: int, timeout_s: float) -> None:
+        self._seed, self._timeout_s = seed, timeout_s
+        self._passes: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
+
+    def of(self, data: Any, asked: Asked, loop: int, epochs: int) -> Feed:
+        """What a loop reads; see :meth:`Feed.of`.
+
+        A loader that had loops before goes on behind all of their epochs, whether or not they came to their end:
+        whoever has skipped them knows no more of them than how many were asked for.
+        """
+        passes = 0
+        if isinstance(data, DataLoader):
+            passes = self._passes.get(data, 0)
+            self._passes[data] = passes + epochs
+        elif asked.shuffle is None:
+            asked = replace(asked, shuffle=True)
+        return Feed.of(data, asked, LoopKey(self._seed, loop, passes), self._timeout_s)

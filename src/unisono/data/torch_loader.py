@@ -1,0 +1,107 @@
+"""What a ``torch.utils.data.DataLoader`` is made of, and what of it cannot be kept."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils.data._utils import worker
+from torch.utils.data.distributed import DistributedSampler
+
+from unisono.data.loader import Processes
+from unisono.data.sampler_order import parts_of
+from unisono.data.shards import Collate
+from unisono.errors import DataError, JobError
+
+SHARES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
+"""Attributes by which samplers that give each process another share can be told from others."""
+
+
+@dataclass(frozen=True)
+class LoaderParts:
+    """What a loop needs of a loader.
+
+    Attributes:
+        dataset: the data set.
+        sampler: the sampler, or the batch sampler if that is no plain one of torch.
+        is_batched: whether the sampler gives whole batches.
+        batch_size: the number of samples in a batch; None where the sampler decides it.
+        drop_last: whether a last, smaller batch is left out.
+        collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
+        processes: the processes that load.
+    """
+
+    dataset: Any
+    sampler: Any
+    is_batched: bool
+    batch_size: int | None
+    drop_last: bool
+    collate: Collate | None
+    processes: Processes
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any], timeout_s: float) -> "LoaderParts":
+        """Take a loader apart.
+
+        Args:
+            loader: the loader.
+            timeout_s: seconds after which a loader process is taken to hang, unless the loader says so.
+
+        Raises:
+            DataError: the loader reads a stream, gives each process another share, or does not batch.
+            JobError: its processes are to be started in another way than by a fork.
+        """
+        _refuse(loader)
+        collate = None if loader.collate_fn is default_collate else loader.collate_fn
+        processes = _processes(loader, timeout_s)
+        batched = loader.batch_sampler
+        if type(batched) is BatchSampler:
+            settings = batched.batch_size, batched.drop_last, collate, processes
+            return cls(loader.dataset, batched.sampler, False, *settings)
+        return cls(loader.dataset, batched, True, None, False, collate, processes)
+
+
+def _refuse(loader: DataLoader[Any]) -> None:
+    kind = type(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        raise DataError(
+            f"the loader reads {type(loader.dataset).__name__}, a stream, from front to back, but samples are shared "
+            f"out among workers by index: give it a map-style data set (with __len__ and __getitem__); a finite stream "
+            f"becomes one with list(stream)"
+        )
+    if kind.__iter__ is not DataLoader.__iter__:
+        raise DataError(
+            f"{kind.__module__}.{kind.__name__} iterates in a way of its own, which cannot be shared out among "
+            f"workers: give run.steps the torch.utils.data.DataLoader that it was made from, or its data set"
+        )
+    if loader.batch_sampler is None:
+        raise DataError(
+            "batch_size=None: the loader makes no batches, and a global batch has to be cut into shards: give it the "
+            "batch_size of the job, and a data set that returns single samples"
+        )
+    for part in (*parts_of(loader.batch_sampler), loader.sampler):
+        if isinstance(part, DistributedSampler) or any(all(hasattr(part, one) for one in names) for names in SHARES):
+            raise DataError(
+                f"the loader's {type(part).__name__} gives each process a share of its own, and Unisono shares the "
+                f"batches out itself: leave the sampler out, and say shuffle=True where it shuffled"
+            )
+
+
+def _processes(loader: DataLoader[Any], timeout_s: float) -> Processes:
+    count, context = loader.num_workers, loader.multiprocessing_context
+    if count and context is not None and context.get_start_method() != "fork":
+        raise JobError(
+            f"multiprocessing_context={context.get_start_method()!r}: loader processes are forked. Leave it out; a "
+            f"data set that uses CUDA or threads of its own needs num_workers=0"
+        )
+    begin = partial(_begin, loader.worker_init_fn, count, loader.dataset)
+    usual = Processes(count, loader.timeout or timeout_s, begin=begin)
+    return usual if loader.prefetch_factor is None else replace(usual, ahead=loader.prefetch_factor)
+
+
+def _begin(first: Callable[[int], None] | None, count: int, dataset: Any, number: int) -> None:
+    """Begin a loader process as torch does: data sets and collate functions may ask which one they are in."""
+    worker._worker_info = worker.WorkerInfo(id=number, num_workers=count, seed=number, dataset=dataset)
+    if first is not None:
+        first(number)
