@@ -31,6 +31,9 @@ JOB = Job.create(batch_size=8, shards=World.shards)
 
 Fault = FlipBit | WrongResult
 
+Script = Callable[[Run, Callable[[Run, Step], None], Callable[[Any], torch.optim.Optimizer]], str]
+"""Trains, and returns a digest of all that this has made. What it gets second is told when a step begins."""
+
 
 @dataclass(frozen=True)
 class Trouble:
@@ -77,6 +80,7 @@ class Play:
         joiners: how many workers come later.
         job: the job.
         optimizer: makes the optimizer of these parameters.
+        script: what each worker runs; by default :func:`trained`.
     """
 
     workers: int
@@ -89,6 +93,7 @@ class Play:
     joiners: int = 0
     job: Job = JOB
     optimizer: Callable[[Any], torch.optim.Optimizer] = momentum
+    script: Script | None = None
 
 
 @dataclass
@@ -120,7 +125,7 @@ def act_out(pool: ThreadPoolExecutor, play: Play, *blows: Blow) -> Outcome:
         mine = [one for one in play.troubles if one.worker == name]
         try:
             with run_of(trade, membership) as run:
-                found[name] = trained(run, partial(befall, membership, mine), play.optimizer)
+                found[name] = (play.script or trained)(run, partial(befall, membership, mine), play.optimizer)
         except WorkerLost as lost:
             if play.is_elastic:
                 raise
@@ -149,23 +154,37 @@ def trained(
     run: Run, told: Callable[[Run, Step], None], make: Callable[[Any], torch.optim.Optimizer] = momentum
 ) -> str:
     """The script: a digest of all that its training has made."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+    model = network()
     optimizer = make(model.parameters())
     run.prepare(model, optimizer)
     scheduler = run.register("scheduler", torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7))
     run.on("step_begins", told)
-    samples = torch.linspace(-2, 2, STEPS * run.job.batch_size * 4).sin().view(-1, 4)
-    for step in run.steps(TensorDataset(samples), epochs=1, shuffle=False):
+    for step in run.steps(samples_of(run), epochs=1, shuffle=False):
         step.run(loss)
         scheduler.step()
-    weights = run.finish()
+    return f"{run.finish()} {state_of(optimizer)}"
+
+
+def network() -> nn.Module:
+    """A model that draws no random numbers: the generators belong to the whole process."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+    return model
+
+
+def samples_of(run: Run) -> TensorDataset:
+    """Enough for all steps."""
+    return TensorDataset(torch.linspace(-2, 2, STEPS * run.job.batch_size * 4).sin().view(-1, 4))
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> str:
+    """A digest of what an optimizer keeps, and its learning rate."""
     kept = {
         f"{n} {name}": state[name] for n, state in optimizer.state_dict()["state"].items() for name in sorted(state)
     }
-    return f"{weights} {digest_tensors(kept)} {optimizer.param_groups[0]['lr']}"
+    return f"{digest_tensors(kept)} {optimizer.param_groups[0]['lr']}"
 
 
 def loss(model: Any, batch: Any) -> Tensor:

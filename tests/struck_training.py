@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -157,8 +158,8 @@ class Training(Stateless):
     def go_on(self) -> None:
         self.trained.go_on()
 
-    def take(self, given: Any, *, joins: bool) -> None:
-        self.trained.take(given, joins=joins)
+    def take(self, given: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
+        self.trained.take(given, joins=joins, follow=follow)
         if joins:
             self.trained.settle()
 

@@ -45,8 +45,11 @@ class FakeRecovery(Stateless):
         self.given += 1
         return self.weights
 
-    def take(self, given: Any, *, joins: bool) -> None:
-        self.weights = given
+    def take(self, given: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
+        if follow is None:
+            self.weights = given
+        else:
+            follow()
         self.taken.append((given, joins))
 
     def renew(self) -> None:
@@ -157,7 +160,7 @@ def test_a_call_in_which_a_worker_is_lost_is_done_again_with_those_who_are_left(
 
 
 def test_a_call_that_the_others_have_completed_is_taken_from_them_and_not_done_again() -> None:
-    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs", "state"])])
+    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs", "state", None])])
     recovery = FakeRecovery()
     acts, act = CollectiveCalls(membership, recovery), Act(losses=9)
     assert acts.together(act) == "theirs"
@@ -165,7 +168,7 @@ def test_a_call_that_the_others_have_completed_is_taken_from_them_and_not_done_a
 
 
 def test_a_state_that_the_newest_call_has_not_changed_is_not_handed_over() -> None:
-    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, False, "theirs", None])])
+    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, False, "theirs", None, None])])
     recovery = FakeRecovery()
     assert CollectiveCalls(membership, recovery).together(Act(losses=1)) == "theirs"
     assert recovery.taken == []
@@ -180,7 +183,7 @@ def test_a_joiner_is_given_the_state_though_the_newest_call_has_changed_none() -
 
 
 def test_a_call_that_was_taken_from_the_others_has_its_number_among_those_that_joiners_read() -> None:
-    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, False, "theirs", None])])
+    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, False, "theirs", None, None])])
     acts = CollectiveCalls(membership)
     acts.together(Act(losses=9))
     acts.together(Act(losses=0))
@@ -220,7 +223,7 @@ def test_losing_another_worker_while_the_next_generation_forms_is_survived_too()
 
 
 def test_losing_one_while_the_state_is_handed_over_leaves_this_worker_as_far_as_it_was() -> None:
-    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs", "state"])] * 2)
+    membership = FakeMembership(coming=[together_again(0, 1, source=1, told=[1, True, "theirs", "state", None])] * 2)
     acts = CollectiveCalls(membership)
     failures = iter([True, False])
 
@@ -235,7 +238,7 @@ def test_losing_one_while_the_state_is_handed_over_leaves_this_worker_as_far_as_
 
 
 def test_losing_the_giver_when_its_state_is_here_does_not_apply_the_update_twice() -> None:
-    taken = together_again(0, 1, source=1, told=[1, True, "theirs", 1])
+    taken = together_again(0, 1, source=1, told=[1, True, "theirs", 1, None])
     membership = FakeMembership(coming=[taken, together_again(1)])
     recovery = FakeRecovery(losses=[WorkerLost("the giver, as the engine is made")])
     acts = CollectiveCalls(membership, recovery)
@@ -299,7 +302,7 @@ def test_a_joiner_gets_the_results_of_calls_outside_of_loops_without_making_them
 
 
 def test_a_joiner_goes_on_where_its_source_stands() -> None:
-    taken_in = together_again(7, 0, rank=1, told=[7, True, None, "state"], joiners=frozenset([1]))
+    taken_in = together_again(7, 0, rank=1, told=[7, True, None, "state", None], joiners=frozenset([1]))
     membership = FakeMembership(joins=True, coming=[taken_in])
     acts = CollectiveCalls(membership)
     assert acts.enter(0)
@@ -308,14 +311,14 @@ def test_a_joiner_goes_on_where_its_source_stands() -> None:
 
 
 def test_a_joiner_that_loses_its_source_waits_for_the_next_chance() -> None:
-    taken_in = together_again(7, 0, rank=1, told=[7, True, None, "state"], joiners=frozenset([1]))
+    taken_in = together_again(7, 0, rank=1, told=[7, True, None, "state", None], joiners=frozenset([1]))
     membership = FakeMembership(joins=True, coming=[fail_with(WorkerLost("the source")), taken_in])
     assert CollectiveCalls(membership).enter(2)
     assert membership.entered == [2, 2]
 
 
 def test_a_joiner_that_has_the_state_and_loses_its_source_goes_on_as_a_member() -> None:
-    taken_in = together_again(7, 0, rank=1, told=[7, True, None, "state"], joiners=frozenset([1]))
+    taken_in = together_again(7, 0, rank=1, told=[7, True, None, "state", None], joiners=frozenset([1]))
     membership = FakeMembership(joins=True, coming=[taken_in, together_again(7)])
     acts = CollectiveCalls(membership, FakeRecovery(losses=[WorkerLost("the source, as the engine is made")]))
     assert acts.enter(2)

@@ -128,7 +128,7 @@ class LateCount(CollectiveCalls):
 
     late: tuple[int, Any, bool] | None = None
 
-    def _take_over(self, done: int, value: Any, given: Any, *, changed: bool, joins: bool) -> None:
+    def _take_over(self, done: int, value: Any, given: Any, cause: Any, *, changed: bool, joins: bool) -> None:
         if changed:
             self.recovery.take(given, joins=joins)
         self.late = done, value, changed
@@ -138,7 +138,7 @@ class LateCount(CollectiveCalls):
         super()._catch_up(transfer)
         if self.late is not None:
             done, value, changed = self.late
-            self._commit(done, lambda: value, changed=changed)
+            self._commit(done, lambda: value, lambda: None, changed=changed)
 
 
 def test_a_count_that_follows_its_state_only_after_collectives_is_found(

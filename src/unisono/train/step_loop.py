@@ -27,6 +27,7 @@ from unisono.train.group.workers import Workers
 from unisono.train.loop.boundary import Boundary
 from unisono.train.loop.loop import Loop
 from unisono.train.loop.prefetch import prefetch
+from unisono.train.model.own_update import OwnUpdate
 from unisono.train.model.prepared import Prepared
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.metrics_line import MetricsLine
@@ -174,7 +175,12 @@ class StepLoop:
         self.listeners.tell(lambda one: one.step_begins(step))
 
     def compute(
-        self, step: Step, loss_fn: LossFunction, optimizer: Optimizer | Sequence[Optimizer] | None, clip: Clip
+        self,
+        step: Step,
+        loss_fn: LossFunction,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        clip: Clip,
+        update: OwnUpdate | None,
     ) -> float:
         """Carry a call of ``step.run`` out."""
         self.ending.require_open()
@@ -189,7 +195,7 @@ class StepLoop:
         self.trained.require_same_trained()
         self.steps.is_computing = True
         return self.steps.compute(
-            StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, self._feed.source), self.collectives
+            StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, update, self._feed.source), self.collectives
         )
 
     def end(self, after: RunProgress | None) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
@@ -383,6 +384,31 @@ def gradients_that_the_script_changes_after_the_step() -> Any:
         for gradient in gradients:
             gradient.data.fill_(float("nan"))
     return {"norms": norms, "digest": run.finish()}
+
+
+@job
+def an_update_of_the_scripts_own() -> Any:
+    run = unisono.init(batch_size=61, shards=8, seed=1)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    run.prepare(model, optimizer)
+    scheduler = run.register("scheduler", torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    average = run.register("average", AveragedModel(model, avg_fn=get_ema_avg_fn(0.9)))
+
+    def update() -> str:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        with torch.no_grad():
+            model.out.bias.add_(0.01 * torch.randn(10))
+        scheduler.step()
+        average.update_parameters(model)
+        return float(norm).hex()
+
+    norms = []
+    for step in run.steps(images(150), epochs=2):
+        step.run(cross_entropy, update=update)
+        norms.append(step.returned)
+    return {"norms": norms, "average": unisono.digest(average), "digest": run.finish()}
 
 
 @job

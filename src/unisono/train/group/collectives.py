@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
+from unisono.errors import Dismissed, JobEnded, JobError, JobMismatch, WorkerLost
 from unisono.failpoints import failpoint
 from unisono.job import differences
 from unisono.received import value_of
@@ -18,6 +19,18 @@ from unisono.train.group.membership import MemberProgress, Membership, StateTran
 from unisono.train.group.workers import Workers
 
 R = TypeVar("R")
+
+WITHIN = (
+    "step.run(update=…): what it is given makes this worker's update, and the others wait for nobody in it: call "
+    "run.evaluate, run.all_reduce, step.run and the like behind step.run"
+)
+"""Why a collective call cannot be made in the middle of a change."""
+
+HALFWAY = (
+    "an update has failed halfway ({error}), so weights and optimizers are neither those before it nor those after it, "
+    "and nothing of it counts: start the job again, it goes on from its newest checkpoint"
+)
+"""Why no collective call can be made after such a change."""
 
 
 def _nothing() -> None:
@@ -30,13 +43,20 @@ class Change(Generic[R]):
 
     Attributes:
         make: changes the state, and returns the call's value. Called once, and the call is counted at once: so there is
-            no I/O and no code of the script in it, but for what torch calls to set or update a state, and no collective
-            without which it could not go on.
+            no I/O and no code of the script in it, but for what sets or updates a state, and no collective without
+            which it could not go on.
         then: a function that is called once the call is counted, to write and tell what came of it.
+        cause: a function that returns, once the change is made, what a worker that is behind needs to make it by
+            itself; None if such a worker is to take the state that came of it.
     """
 
     make: Callable[[], R]
     then: Callable[[], None] = _nothing
+    cause: Callable[[], Any] = _nothing
+
+
+Follow = Callable[[Any], None]
+"""Makes a change on a worker that is behind, given its cause."""
 
 
 class Recovers(Protocol):
@@ -48,12 +68,13 @@ class Recovers(Protocol):
     def give(self) -> Any:
         """The whole state, as a tree that can be broadcast."""
 
-    def take(self, given: Any, *, joins: bool) -> None:
+    def take(self, given: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
         """Set the state that another worker has given. Neither collective nor I/O.
 
         Args:
             given: what its :meth:`give` returned.
             joins: whether this worker joins.
+            follow: a function that makes the newest change here, so that what this changes need not be set.
         """
 
     def renew(self) -> None:
@@ -90,7 +111,7 @@ class Stateless(Recovers):
     def give(self) -> Any:
         """Nothing."""
 
-    def take(self, given: Any, *, joins: bool) -> None:
+    def take(self, given: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
         """Nothing is given."""
 
     def renew(self) -> None:
@@ -148,6 +169,9 @@ class CollectiveCalls:
         self._number = 0
         self._value: Any = None
         self._changed = False
+        self._cause: Callable[[], Any] = _nothing  # of the newest call
+        self._follow: Follow | None = None  # of the call under way
+        self._bar = ""  # why no collective call can be made now
 
     def changing(self, recovery: Recovers) -> CollectiveCalls:
         """The collective calls that follow on these, and change a state."""
@@ -177,16 +201,21 @@ class CollectiveCalls:
 
         return self._do(found, changes=False)
 
-    def change(self, call: Callable[[Workers], Change[R]]) -> R:
+    def change(self, call: Callable[[Workers], Change[R]], follow: Follow | None = None) -> R:
         """Carry a collective call out that changes weights, optimizers, or what else is handed over.
 
         Args:
             call: works the change out with the others, and changes nothing; repeated if a worker is lost in it.
+            follow: a function that makes the change if others have made it and hand its cause over.
 
         Raises:
             WorkerLost: a worker is gone, and the others cannot go on without it.
         """
-        return self._do(call, changes=True)
+        self._follow = follow
+        try:
+            return self._do(call, changes=True)
+        finally:
+            self._follow = None
 
     def agree(self, what: str, fields: Mapping[str, Any]) -> None:
         """Refuse to go on with workers that differ.
@@ -214,6 +243,7 @@ class CollectiveCalls:
             WorkerLost: there will be none.
             Dismissed: this worker is not part of it.
         """
+        self._require_open()
         while True:
             try:
                 failpoint("regroup begins")
@@ -272,6 +302,7 @@ class CollectiveCalls:
             self.recovery.depart(dismissed)
 
     def _do(self, call: Callable[[Workers], Change[R]], *, changes: bool) -> R:
+        self._require_open()
         if self._membership.joins:
             return self._known()  # type: ignore[no-any-return]
         number = self.done
@@ -282,7 +313,7 @@ class CollectiveCalls:
                 self.regroup(lost)
             else:
                 failpoint("act worked out")
-                self._commit(number + 1, change.make, changed=changes)
+                self._commit(number + 1, change.make, change.cause, changed=changes)
                 failpoint("act counted")
                 self.recovery.go_on()
                 change.then()
@@ -299,16 +330,37 @@ class CollectiveCalls:
             workers.is_called = False
             workers.ticks += 1
 
-    def _commit(self, done: int, make: Callable[[], Any], *, changed: bool) -> None:
-        """The state and its count change. Nothing stands between: no collective, no I/O, none of the script's code.
+    def _commit(self, done: int, make: Callable[[], Any], cause: Callable[[], Any], *, changed: bool) -> None:
+        """The state and its count change. Nothing stands between: no collective, no I/O.
 
         Args:
             done: the number of collective calls whose changes are in the state after ``make``.
             make: a function that sets the state, and returns the value of the newest of these calls.
+            cause: a function that returns what the newest of these changes was made from, if it may be made again.
             changed: whether the newest call has changed the state.
         """
-        self._value = make()
-        self.done, self._changed = done, changed
+        with self._barred():
+            self._value = make()
+        self.done, self._changed, self._cause = done, changed, cause
+
+    @contextmanager
+    def _barred(self) -> Iterator[None]:
+        """No collective call can be made in here, and none after an error in here."""
+        self._bar = WITHIN
+        try:
+            yield
+        except WorkerLost:  # of a split update, which knows how far it has come
+            self._bar = ""
+            raise
+        except BaseException as error:
+            self._bar = HALFWAY.format(error=f"{type(error).__name__}: {str(error)[:400]}")
+            raise
+        self._bar = ""
+
+    def _require_open(self) -> None:
+        """Refuse a collective call inside of a change, or after one that was not made whole."""
+        if self._bar:
+            raise JobError(self._bar)
 
     def _tell_joiners(self) -> None:
         if not self._in_loop:
@@ -345,13 +397,15 @@ class CollectiveCalls:
             if self._changed and transfer.is_alone and transfer.behind - transfer.joiners:
                 self.recovery.gives_alone()
             is_lacking = self._changed or transfer.joiners
-            told = [self.done, self._changed, self._value, self.recovery.give() if is_lacking else None]
+            given = self.recovery.give() if is_lacking else None
+            told = [self.done, self._changed, self._value, given, self._cause() if transfer.behind else None]
             failpoint("state captured")
         told = workers.broadcast(told, transfer.source)
-        done, changed, value, given = value_of(tuple[int, bool, Any, Any], told, "what the source handed over")
+        form = tuple[int, bool, Any, Any, Any]
+        done, changed, value, given, cause = value_of(form, told, "what the source handed over")
         if workers.rank in transfer.behind:
             failpoint("state received")
-            self._take_over(done, value, given, changed=changed, joins=workers.rank in transfer.joiners)
+            self._take_over(done, value, given, cause, changed=changed, joins=workers.rank in transfer.joiners)
             failpoint("state taken")
 
     def _trusted(self, transfer: StateTransfer) -> StateTransfer:
@@ -373,14 +427,18 @@ class CollectiveCalls:
             )
         return found
 
-    def _take_over(self, done: int, value: Any, given: Any, *, changed: bool, joins: bool) -> None:
+    def _take_over(self, done: int, value: Any, given: Any, cause: Any, *, changed: bool, joins: bool) -> None:
+        is_new = done > self.done  # or this worker had held another state than most
+        follow = None
+        if self._follow is not None and cause is not None and is_new and not joins:
+            follow = partial(self._follow, cause)
+
         def take() -> Any:
             if changed or joins:
-                self.recovery.take(given, joins=joins)
+                self.recovery.take(given, joins=joins, follow=follow)
             return value
 
-        is_new = done > self.done  # or this worker had held another state than most
-        self._commit(done, take, changed=changed)
+        self._commit(done, take, lambda: cause, changed=changed)
         if joins:
             self._membership.joins = False
         elif is_new:

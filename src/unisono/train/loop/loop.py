@@ -17,6 +17,7 @@ from unisono.data.streams import generators_kept
 from unisono.errors import JobMismatch
 from unisono.job import differences
 from unisono.plan.batches import Batch, Batches, Position
+from unisono.train.model.own_update import OwnUpdate
 from unisono.train.state.state import Reading, RunProgress
 from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.step import Step
@@ -83,7 +84,12 @@ class LoopSteps(Protocol):
         """Which shards this worker computes now."""
 
     def compute(
-        self, step: Step, loss_fn: LossFunction, optimizer: Optimizer | Sequence[Optimizer] | None, clip: Clip
+        self,
+        step: Step,
+        loss_fn: LossFunction,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        clip: Clip,
+        update: OwnUpdate | None,
     ) -> float:
         """What a step's ``run`` calls."""
 

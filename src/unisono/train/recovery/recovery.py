@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -172,11 +173,11 @@ class Recovery(Recovers):
         if (digests := self.digests()) is not None:
             self._integrity.suspect(self._trained.progress.position.step, digests)
 
-    def take(self, given: Any, *, joins: bool) -> None:
+    def take(self, given: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
         """Set the state that another worker has given."""
         state, known, self._requests.leave = value_of(GIVEN, given, "what another worker gave")
         self._steps.forget()
-        self._trained.take(state, joins=joins)
+        self._trained.take(state, joins=joins, follow=follow)
         self._integrity.take(known)
         self._trained.has_weights = True
 

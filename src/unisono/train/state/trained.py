@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -192,12 +192,13 @@ class Trained:
         restored = self.restored or self.original
         return [restored is not None, *as_tree(restored or self.capture())]
 
-    def take(self, given: Sequence[Any], *, joins: bool) -> None:
+    def take(self, given: Sequence[Any], *, joins: bool, follow: Callable[[], None] | None = None) -> None:
         """Set what another worker gave.
 
         Args:
             given: what its :meth:`give` returned.
             joins: whether this worker has nothing of its own yet. Otherwise what the script has set meanwhile stays.
+            follow: a function that makes here the update that this worker lacks, instead of setting what came of it.
         """
         prepared = self.require_prepared()
         is_restored, *parts = value_of(tuple[bool, int, Any, Any, Any], given, "the state that another worker gave")
@@ -211,6 +212,9 @@ class Trained:
         else:
             with all_or_nothing(self, self.monitors):
                 self._recall(snapshot)
+                if follow is not None:
+                    follow()
+                    return
                 with restoring(snapshot, "model or optimizers"):
                     restore_update(prepared, snapshot)
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from unisono.errors import JobError
 from unisono.plan.batches import Batch
 from unisono.received import short
+from unisono.train.model.own_update import OwnUpdate
 
 LossFunction = Callable[[Any, Any], Any]
 """``loss_fn(model, batch) -> loss`` or ``-> (loss, weight)``."""
@@ -60,6 +61,7 @@ class Call:
         loss_fn: the loss function of the script.
         optimizers: the optimizers that make the update.
         clip: the limits on the gradient.
+        update: the update that the script makes by itself; None for the optimizers' steps.
         first: the number of the batch's first shard, where the batch is a worker's own part of another one.
         load: a function that returns the batch of any shard, to audit it.
         is_last: whether the loop ends with this step, so that every worker is audited.
@@ -74,6 +76,7 @@ class Call:
     loss_fn: LossFunction
     optimizers: tuple[Optimizer, ...]
     clip: Clip
+    update: OwnUpdate | None = None
     first: int = 0
     load: Callable[[int], Any] | None = None
     is_last: bool = False

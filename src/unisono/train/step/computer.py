@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from unisono.data.shards import ShardSource
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
+from unisono.train.model.own_update import OwnUpdate
 from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.listeners import Computed
 from unisono.train.step.step import Step
@@ -28,6 +29,7 @@ class StepCall:
         loss_fn: the loss function of the script.
         optimizers: the optimizers that make the update.
         clip: the limits on the gradient.
+        update: the update that the script makes by itself; None for the optimizers' steps.
         source: a loader of samples that nobody has loaded yet.
     """
 
@@ -35,6 +37,7 @@ class StepCall:
     loss_fn: LossFunction
     optimizers: tuple[Optimizer, ...]
     clip: Clip
+    update: OwnUpdate | None
     source: ShardSource
 
 

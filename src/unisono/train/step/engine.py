@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +26,9 @@ from unisono.train.group.workers import Workers
 from unisono.train.model.at_rest import AtRest, Seen, kept_by
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.forward_writes import ForwardWrites
+from unisono.train.model.own_update import OwnUpdate, Scaled, UpdateCause
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.tensors import set_all
+from unisono.train.model.tensors import Values, set_all
 from unisono.train.model.update import Update, may_change_gradients
 from unisono.train.step.audit import Audit
 from unisono.train.step.call import Call
@@ -56,10 +56,6 @@ class Attempt:
     findings: tuple[AuditResult, ...] = ()
 
 
-Scaled = Callable[[Any], AbstractContextManager[Any]]
-"""Given optimizers, changes their learning rates for a while."""
-
-
 class StepEngine:
     """Computes and commits the calls of one generation, whatever number of shards their batches are cut into.
 
@@ -77,6 +73,7 @@ class StepEngine:
         has_lost: whether an earlier engine has made an update from a gradient that memory had not kept.
         memory: the memory in which the script sees what the workers of a host share; by default a new one.
         stays_whole: a function that gets the reason for which updates are not split for now.
+        hands_over: whether workers that are left when another one is lost may need what an update was made from.
 
     Attributes:
         has_lost: whether this engine has made such an update, or an earlier one.
@@ -100,6 +97,7 @@ class StepEngine:
         has_lost: bool = False,
         memory: ScriptMemory | None = None,
         stays_whole: Callable[[str], None] = lambda why: None,
+        hands_over: bool = False,
     ) -> None:
         self._job = job
         self._workers = workers
@@ -118,6 +116,7 @@ class StepEngine:
         self._checked_bytes = execution.checked_bytes
         self._audit = Audit(job.seed, execution.audit, workers)
         self.has_lost = has_lost
+        self._cause = UpdateCause() if hands_over and workers.world_size > 1 else None
         self._update: Update | ShardedUpdate = update or Update()
         self.why_whole = why_whole(prepared, workers, execution) if update is None else "the strategy makes the update"
         if not self.why_whole:
@@ -181,8 +180,8 @@ class StepEngine:
             return None
         gradients, report = attempt.gradients, attempt.report
         used, used_buffers = report.used[: len(gradients.names)], report.used[len(gradients.names) :]
-        writable = call.clip.limits or any(map(may_change_gradients, call.optimizers))
-        gradients.assign(attempt.totals, report.weight, used, writable=writable)
+        changes = call.update is not None or any(map(may_change_gradients, call.optimizers))
+        gradients.assign(attempt.totals, report.weight, used, writable=changes or call.clip.limits)
         if gradients.is_watched:
             with self._or_rewound():
                 attempt.norms = self._measured(call, gradients, report)
@@ -196,19 +195,36 @@ class StepEngine:
 
         def make() -> None:
             set_all(buffers)
-            with self._scaled(call.optimizers):
-                self._update.apply(call.optimizers)
+            with nullcontext() if call.update else self._scaled(call.optimizers):
+                if call.update is None:
+                    self._update.apply(call.optimizers)
+                else:
+                    self._make_own(call, call.update, attempt, buffers)
                 if self._at_rest is not None:
                     self._at_rest.note(self._update.sums())  # before others can read or write what it has updated
                 self._update.finish()
             # Only now, when nobody reads it any more: so it was right whenever it was read.
             self.has_lost |= self._update.has_flipped
-            self.has_lost |= not any(map(may_change_gradients, call.optimizers)) and not gradients.has_kept()
-            gradients.release(used)
+            self.has_lost |= not changes and not gradients.has_kept()
+            if call.update is None:  # which leaves gradients as it wants to
+                gradients.release(used)
             attempt.seconds["update"] = perf_counter() - started
 
         gradients.show()
         return make
+
+    def cause(self, call: Call) -> UpdateCause | None:
+        """What a worker that is behind needs to make the update of a call by itself, once it is made here."""
+        return self._cause if call.update is not None else None
+
+    def _make_own(self, call: Call, update: OwnUpdate, attempt: Attempt, buffers: Values) -> None:
+        """Let the script make the update, of weights that are this worker's own."""
+        self.has_lost |= not attempt.gradients.has_kept()
+        self._update.part()
+        if self._cause is not None:
+            parameters = self._prepared.trained_by(call.optimizers)
+            self._cause.keep(attempt.report.loss, parameters, self._prepared.buffers, buffers)
+        update.make(attempt.report.loss, call.optimizers, self._scaled)
 
     def _clipped(self, call: Call, gradients: Gradients) -> float:
         if not call.clip.limits:

@@ -1,11 +1,13 @@
 """One step: what the user's loop body gets."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
 from unisono.plan.batches import Batch, Position
+from unisono.train.model.own_update import OwnUpdate
 from unisono.train.step.call import Clip, LossFunction
 
 
@@ -21,6 +23,8 @@ class Step:
         is_last: whether the loop ends with this step, as far as can be told before it is computed.
         batch: the samples of the global batch, and the shards that it is cut into.
         metrics: the means, over the global batch, of what the loss functions logged.
+        loss: the mean loss of the newest call of ``run``; an update of the script's own finds it there already.
+        returned: the value that the update of the newest call returned; None without one, or if it was left out.
         computed_s: the seconds that this worker took for its shards, in the newest call of ``run``.
     """
 
@@ -40,6 +44,8 @@ class Step:
         self.is_last_in_epoch = batch.is_last_in_epoch
         self.is_last = is_last
         self.metrics: dict[str, float] = {}
+        self.loss = math.nan
+        self.returned: Any = None
         self.calls = 0
         self.computed_s = 0.0
         self.batch = batch
@@ -59,6 +65,7 @@ class Step:
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        update: Callable[[], Any] | None = None,
     ) -> float:
         """Compute the loss and its gradient over the global batch, and update the weights.
 
@@ -72,6 +79,11 @@ class Step:
             optimizer: one or several of those given to ``prepare``; all of them by default.
             clip_norm: the largest global norm of the gradient.
             clip_value: the largest absolute value in the gradient.
+            update: a function without arguments that makes the update, in place of the optimizers' steps: called once
+                on each worker, when all is worked out, with the mean gradient in ``parameter.grad`` of the trained
+                parameters (None where no shard used one). A step that is repeated after a loss calls it once all the
+                same. It may change gradients, and makes no collective call. If it raises, nothing of the step counts,
+                and the run makes no further collective call. :attr:`returned` is what it returns.
 
         Returns:
             the mean loss over the global batch, weighted by the shards' samples or weights; NaN if the step was
@@ -81,13 +93,21 @@ class Step:
         Raises:
             LossError: the loss is no scalar, NaN or infinite; names step, shard and rank.
             ModelError: a sparse gradient, or a model that changed after ``prepare``.
+            JobError: ``update`` is no function, makes a collective call, or cannot be had with the strategy or with
+                ``shard_optimizer=True``.
             NondeterministicOperation: names the operation.
             WorkerLost: another worker is gone.
         """
-        loss = self._compute(self, loss_fn, optimizer, Clip(clip_norm, clip_value))
+        own = None if update is None else OwnUpdate(update, self._hear)
+        self.returned = None
+        self.loss = self._compute(self, loss_fn, optimizer, Clip(clip_norm, clip_value), own)
+        self.returned = None if own is None else own.returned
         self.calls += 1
-        return loss
+        return self.loss
+
+    def _hear(self, loss: float) -> None:
+        self.loss = loss
 
 
-Compute = Callable[[Step, LossFunction, Optimizer | Sequence[Optimizer] | None, Clip], float]
+Compute = Callable[[Step, LossFunction, Optimizer | Sequence[Optimizer] | None, Clip, OwnUpdate | None], float]
 """What a step's ``run`` calls: the run, which knows the workers."""

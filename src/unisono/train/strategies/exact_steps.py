@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 from unisono.adapt.view import Setting
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept
-from unisono.errors import MemoryFault, PolicyError
+from unisono.errors import JobError, MemoryFault, PolicyError
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.majority import Verdict
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
+from unisono.train.model.own_update import UpdateCause
 from unisono.train.recovery.integrity import Integrity, Note
 from unisono.train.recovery.verification import AuditJudge
 from unisono.train.state.ending import Requests
@@ -63,6 +64,7 @@ class ExactSteps:
     shares_work: ClassVar[bool] = False
     _had_lost: bool = field(default=False, init=False)  # in an engine before
     _memory: ScriptMemory = field(default_factory=ScriptMemory, init=False)
+    _is_whole_told: bool = field(default=False, init=False)  # in this generation
     _seconds: Mapping[str, float] = field(default_factory=dict, init=False)
 
     @property
@@ -82,6 +84,7 @@ class ExactSteps:
 
     def make(self, workers: Workers) -> None:
         """Begin in a generation. Collective."""
+        self._is_whole_told = False
         self.trained.strategy = "", {}  # what one kept that comes again later is of weights long gone
         self.engine = StepEngine(
             self.config.job,
@@ -95,6 +98,7 @@ class ExactSteps:
             has_lost=self._had_lost,
             memory=self._memory,
             stays_whole=self._stays_whole,
+            hands_over=self.membership.is_elastic,
         )
         if self.config.execution.shard_optimizer and workers.world_size > 1:
             self._stays_whole(self.engine.why_whole)
@@ -120,7 +124,11 @@ class ExactSteps:
     def compute(self, call: StepCall, collectives: CollectiveCalls) -> Computed:
         """Compute the call with the others; all make the update, or none."""
         self._seconds = {}
-        loss, metrics, figures = collectives.change(partial(self._train, call, collectives))
+        if call.update is not None:
+            self._require_whole_update()
+        loss, metrics, figures = collectives.change(
+            partial(self._train, call, collectives), partial(self._follow, call)
+        )
         return Computed(loss, metrics, figures, self._seconds, call.step.size)
 
     def step_ends(self, step: Step, collectives: CollectiveCalls, *, is_due: bool) -> bool:
@@ -186,7 +194,9 @@ class ExactSteps:
         self.listeners.tell(lambda one: one.call_worked_out(made, mine, attempt.report))
         update = engine.work_out(made, attempt)
         make = partial(self._update, call.step, attempt, update, self.trained.setting(workers), (audited, note))
-        return Change(make, partial(self._updated, made, attempt, workers, is_skipped=update is None))
+        then = partial(self._updated, made, attempt, workers, is_skipped=update is None)
+        cause = None if update is None else engine.cause(made)
+        return Change(make, then) if cause is None else Change(make, then, cause.tree)
 
     def _call(self, call: StepCall, mine: range) -> Call:
         step = call.step
@@ -198,6 +208,7 @@ class ExactSteps:
             call.loss_fn,
             call.optimizers,
             call.clip,
+            call.update,
             load=partial(self._load, step, call.source),
             is_last=step.is_last,
             decided=self.trained.policy_state.digest,
@@ -249,6 +260,29 @@ class ExactSteps:
         for note in notes:
             note()
         return math.nan if update is None else report.loss, report.metrics, figures
+
+    def _follow(self, call: StepCall, cause: Any) -> None:
+        """Others have made an update of the script's own: make it here, from the gradient that they had."""
+        assert call.update is not None, "all workers run one script"
+        prepared = self.trained.require_prepared()
+        given = UpdateCause.of(cause, prepared.buffers)
+        given.set(prepared.trained_by(call.optimizers), prepared.buffers)
+        call.update.make(given.loss, call.optimizers, self.trained.policy_state.scaled)
+
+    def _require_whole_update(self) -> None:
+        """Split no update that the script makes by itself.
+
+        Raises:
+            JobError: all updates are to be split.
+        """
+        if self.config.execution.shard_optimizer is True:
+            raise JobError(
+                "step.run(update=…): shard_optimizer=True cannot split an update that the script makes by itself. "
+                "Leave one of them out, or use shard_optimizer='auto', which splits the other updates"
+            )
+        if not self.require_engine().why_whole and not self._is_whole_told:
+            self._is_whole_told = True
+            self._stays_whole("the script makes the update by itself")
 
     def _updated(self, call: Call, attempt: Attempt, workers: Workers, *, is_skipped: bool) -> None:
         """The update of a step is made on this worker, and counted."""

@@ -108,6 +108,11 @@ class LocalTraining:
             UnisonoError: whatever the engine raises.
         """
         own, step = Sums(), call.step
+        if call.update is not None:
+            raise JobError(
+                f"step.run(update=…): with strategy={str(self._trained.policy_state.strategy)!r} each worker has "
+                f"weights of its own, and no gradient that all have. Leave update out, or use strategy='all-reduce'"
+            )
         if step.calls and self._rounds is not None and self._rounds.shares_work:
             raise JobError(
                 f"step.run was called twice in step {step.number}: with strategy={str(self._rounds.strategy)!r} a step "
@@ -172,7 +177,7 @@ class LocalTraining:
                     call.loss_fn,
                     call.optimizers,
                     call.clip,
-                    part.start,
+                    first=part.start,
                     computed=partial(self._listeners.step_computed, step, len(part)),
                 )
             )

@@ -1,0 +1,162 @@
+"""A script may make the update by itself: once on each worker, on the mean gradient, whoever is lost meanwhile."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+from one_at_a_time import Blow, blows_on
+from struck_run import JOB, Play, act_out, flipped, loss, momentum, network, samples_of, state_of
+from unisono.job import Job
+from unisono.train.config.numerics import apply_numerics
+from unisono.train.config.run_config import Execution
+from unisono.train.model.tensors import digest_tensors, tensors_of
+from unisono.train.run import Run
+from unisono.train.step.step import Step
+
+pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore:BatchNorm")]
+
+THREADS = 16
+
+BLOWS = int(os.environ.get("UNISONO_BLOWS", "100")) // 2
+
+LOOKING = Execution(overlap=False, looks=True)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    before, threads = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads()
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(THREADS) as pool:
+        all_there = threading.Barrier(THREADS)
+        for each in [pool.submit(all_there.wait) for _ in range(THREADS)]:
+            each.result()
+        yield pool
+    torch.set_num_threads(threads)
+    before.apply()
+
+
+def own(run: Run, told: Callable[[Run, Step], None], make: Callable[[Any], torch.optim.Optimizer] = momentum) -> str:
+    """Clips, steps, schedules and averages in the update; notes what it saw, and what no checkpoint has."""
+    model = network()
+    optimizer = make(model.parameters())
+    run.prepare(model, optimizer)
+    scheduler = run.register("scheduler", torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7))
+    average = run.register("average", AveragedModel(model, avg_fn=get_ema_avg_fn(0.5)))
+    run.on("step_begins", told)
+    seen: dict[int, Any] = {}
+    for step in run.steps(samples_of(run), epochs=1, shuffle=False):
+
+        def update(step: Step = step) -> str:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            scheduler.step()
+            average.update_parameters(model)
+            optimizer.zero_grad()
+            seen[step.number] = step.loss.hex()
+            return float(norm).hex()
+
+        found = step.run(loss, update=update)
+        if step.returned is not None:  # else the run goes back, and the step comes again
+            assert found.hex() == seen[step.number]
+            seen[step.number] += step.returned
+    return f"{run.finish()} {state_of(optimizer)} {digest_tensors(tensors_of(average))} {sorted(seen.items())}"
+
+
+def plays(folder: Path) -> dict[str, Play]:
+    two = Play(2, folder, script=own)
+    return {
+        "two workers": two,
+        "three workers": replace(two, workers=3),
+        "four workers": replace(two, workers=4),
+        "nothing is compared": replace(two, workers=3, execution=Execution(overlap=False), verify_every=0),
+        "a minority is healed": replace(two, workers=3, troubles=(flipped("b", 1),)),
+        "three go back": replace(two, workers=3, troubles=(flipped("b", 3), flipped("c", 3, bit=21))),
+        "one computes wrongly": replace(two, workers=3, execution=replace(LOOKING, audit=1.0)),
+        "the other updates are split": replace(
+            two, workers=3, execution=replace(LOOKING, shard_optimizer="auto", is_elastic=True)
+        ),
+    }
+
+
+def ends_of(play: Play, outcome: Any) -> set[str]:
+    """What workers came to: those that are wrong may end with an error that says so."""
+    if outcome.error is not None:
+        assert play.troubles, outcome.error
+        return set()
+    return set(outcome.digests.values())
+
+
+@pytest.mark.parametrize("name", plays(Path()))
+def test_one_worker_may_die_at_any_point_around_an_update_of_the_scripts_own(
+    name: str, pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    (serial,) = act_out(pool, Play(1, tmp_path / "serial", script=own)).digests.values()
+    play = plays(tmp_path)[name]
+    whole = act_out(pool, play)
+    assert ends_of(play, whole) == {serial}
+    blows = list(blows_on(whole.world))
+    for blow in random.Random(2).sample(blows, min(len(blows), BLOWS)):
+        struck = act_out(pool, play, blow)
+        assert ends_of(play, struck) <= {serial}, blow
+        assert play.troubles or struck.digests, blow
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_the_update_is_made_once_on_each_of_any_number_of_workers(
+    workers: int, pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    play = Play(1, tmp_path, script=own, job=Job.create(batch_size=16, shards=8))
+    (serial,) = act_out(pool, play).digests.values()
+    found = act_out(pool, replace(play, workers=workers)).digests
+    assert list(found.values()) == [serial] * workers
+
+
+def test_optimizers_that_the_script_steps_by_itself_end_where_they_do_without(
+    pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    def script(own: bool) -> Callable[..., str]:
+        def train(run: Run, told: Callable[[Run, Step], None], make: Callable[[Any], torch.optim.Optimizer]) -> str:
+            model = network()
+            optimizer = make(model.parameters())
+            run.prepare(model, optimizer)
+            for step in run.steps(samples_of(run), epochs=1, shuffle=False):
+                step.run(loss, clip_norm=0.1, update=optimizer.step if own else None)
+            return f"{run.finish()} {state_of(optimizer)}"
+
+        return train
+
+    found = {
+        digest
+        for own in (False, True)
+        for workers in (1, 3)
+        for digest in act_out(pool, Play(workers, tmp_path, script=script(own))).digests.values()
+    }
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("verify_every", [0, 100])
+def test_whoever_is_behind_makes_the_update_that_others_have_made(
+    verify_every: int, pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    play = Play(4, tmp_path, LOOKING if verify_every else Execution(overlap=False), verify_every, script=own)
+    whole = act_out(pool, play)
+    (serial,) = set(whole.digests.values())
+    passed = whole.world.points["a"]
+    updates = [point for point, name in enumerate(passed) if name == "act worked out"]
+    for through in ("b", "bc", "d"):
+        for point in updates:
+            struck = act_out(pool, play, Blow("a", point, frozenset(through)))
+            assert struck.world.struck == 1
+            assert set(struck.digests.values()) == {serial}, (through, point)
+            assert set(struck.digests) == set("bcd")
