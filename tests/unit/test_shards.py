@@ -1,5 +1,5 @@
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from unisono.data.order import BLOCK, KeyedOrder
 from unisono.data.shards import ShardSource, ShardsRequest
-from unisono.data.streams import generators_kept
+from unisono.data.streams import generators_kept, seed_generators
+from unisono.errors import DataError
 from unisono.plan.order import sample_order
 
 pytestmark = pytest.mark.unit
@@ -90,3 +91,116 @@ def test_an_error_of_the_data_set_names_the_sample() -> None:
     with pytest.raises(FileNotFoundError, match="4.png") as caught:
         drawn(Broken(), 4, 6)
     assert caught.value.__notes__ == ["(while sample 4 of the data set was loaded)"]
+
+
+# -- samples that draw, and samples that do not -----------------------------------------------------------------------
+
+
+class Quiet(Noise):
+    """Draws nothing, unless it is told to for some samples; counts how often it is asked."""
+
+    def __init__(self, drawing: Sequence[int] = ()) -> None:
+        self.drawing, self.asked = drawing, list[int]()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.asked.append(index)
+        return super().__getitem__(index) if index in self.drawing else torch.full((3,), float(index))
+
+
+def reference(dataset: Any, places: range, collate: Any = default_collate) -> Any:
+    """What comes of seeding all generators before each sample."""
+    order, samples = KeyedOrder(20, 0), []
+    for place in places:
+        seed_generators(order.stream(0, place, place))
+        samples.append(dataset[place])
+    return collate(samples)
+
+
+def shaken(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples) + torch.randn(3) + float(np.random.rand()) + random.random()
+
+
+CUT = (range(4), range(4, 9), range(9, 9), range(9, 20))
+
+
+@pytest.mark.parametrize("drawing", [(), range(20), (6,), (19,), (0, 12)], ids=["none", "all", "one", "last", "two"])
+@pytest.mark.parametrize("collate", [None, shaken], ids=["plain", "a collate function that draws"])
+def test_samples_are_those_that_a_seed_before_each_of_them_gives(drawing: Sequence[int], collate: Any) -> None:
+    source = ShardSource(Quiet(drawing), KeyedOrder(20, 0), collate)
+    for cut in (CUT, CUT[1:2], CUT):
+        found = source.load(ShardsRequest(0, cut))
+        for places, batch in zip(cut, found, strict=True):
+            expected = reference(Quiet(drawing), places, collate or default_collate) if places else None
+            assert (batch is None) if expected is None else torch.equal(batch, expected)
+
+
+def test_a_data_set_that_draws_is_asked_for_one_sample_in_vain_and_another_for_none_but_the_first() -> None:
+    for drawing, often in ((range(20), [0, *range(9)]), ((), [0, *range(9)]), ((7,), [0, *range(9), *range(9)])):
+        dataset = Quiet(drawing)
+        source = ShardSource(dataset, KeyedOrder(20, 0))
+        source.load(ShardsRequest(0, CUT[:2]))
+        assert dataset.asked == often
+        source.load(ShardsRequest(0, CUT[3:]))
+        assert dataset.asked == [*often, *range(9, 20)]
+
+
+def test_samples_that_seed_the_generators_themselves_leave_no_trace_on_others() -> None:
+    class Seeding(Noise):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index % 5 == 1:
+                random.seed(index)
+            return super().__getitem__(index) if index % 5 == 2 else torch.zeros(3)
+
+    (batch,) = ShardSource(Seeding(), KeyedOrder(20, 0)).load(ShardsRequest(0, (range(20),)))
+    assert torch.equal(batch, reference(Seeding(), range(20)))
+
+
+def test_what_fails_only_with_numbers_that_were_not_meant_for_it_does_not_fail() -> None:
+    meant = {reference(Noise(), range(place, place + 1)).sum().item() for place in range(20)}
+
+    class Picky(Noise):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            found = super().__getitem__(index)
+            if found.sum().item() not in meant:
+                raise ValueError("another number")
+            return found
+
+    assert drawn(Picky(), 0, 20).shape == (20, 3)
+
+
+class Many(Quiet):
+    """Fetches many samples at once; those that draw are shifted together."""
+
+    def __init__(self, drawing: Sequence[int] = ()) -> None:
+        super().__init__(drawing)
+        self.asked_at_once = list[list[int]]()
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        self.asked_at_once.append(indices)
+        shift = torch.rand(1) if self.drawing else torch.zeros(1)
+        return [torch.full((3,), float(index)) + shift for index in indices]
+
+
+@pytest.mark.parametrize("make", [lambda one: one, lambda one: Subset(one, range(20))], ids=["itself", "a part of it"])
+@pytest.mark.parametrize("drawing", [(), (1,)], ids=["quiet", "drawing"])
+def test_a_data_set_that_fetches_many_samples_at_once_is_asked_for_whole_shards(make: Any, drawing: Any) -> None:
+    dataset = Many(drawing)
+    source = ShardSource(make(dataset), KeyedOrder(20, 0))
+    together = source.load(ShardsRequest(0, CUT))
+    assert dataset.asked_at_once == [[0, 1, 2, 3], [4, 5, 6, 7, 8], [*range(9, 20)]]
+    alone = [source.load(ShardsRequest(0, (places,)))[0] for places in CUT[::-1]][::-1]
+    shifts = set()
+    for places, one, other in zip(CUT, together, alone, strict=True):
+        assert (one is None and other is None) if not places else torch.equal(one, other)
+        if places:
+            shifts.add((one - reference(Quiet(), places)).mean().item())
+    assert len(shifts) == 3 if drawing else shifts == {0.0}
+
+
+def test_a_data_set_that_fetches_too_few_samples_at_once_is_named() -> None:
+    class Short(Many):
+        def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+            return super().__getitems__(indices)[1:]
+
+    with pytest.raises(DataError, match="Short.__getitems__ returned 3 samples for 4 indices"):
+        drawn(Short(), 0, 4)

@@ -29,6 +29,9 @@ class Order(Protocol):
     def stream(self, epoch: int, place: int, sample: int) -> int:
         """The seed of what a sample draws at a place."""
 
+    def quiet_stream(self, epoch: int) -> int:
+        """The seed of what all samples of an epoch find, as long as none of them draws."""
+
     def cut(self, epoch: int, batch_size: int) -> EpochCut:
         """How an epoch is cut into batches."""
 
@@ -72,6 +75,10 @@ class KeyedOrder:
     def stream(self, epoch: int, place: int, sample: int) -> int:
         """The seed of what a sample draws, wherever it stands."""
         return stream_seed(self.seed, Stream.SAMPLE, epoch, sample)
+
+    def quiet_stream(self, epoch: int) -> int:
+        """The seed of what all samples of an epoch find, as long as none of them draws."""
+        return stream_seed(self.seed, Stream.QUIET, epoch)
 
     def cut(self, epoch: int, batch_size: int) -> EpochCut:
         """Batches of one size, the last of which may be smaller."""

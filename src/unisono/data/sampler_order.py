@@ -97,6 +97,10 @@ class SamplerOrder:
         """The seed of what a sample draws at this place: elsewhere in the epoch it draws other numbers."""
         return stream_seed(self._key.seed, Stream.PLACE, self._key.loop, epoch, place)
 
+    def quiet_stream(self, epoch: int) -> int:
+        """The seed of what all samples of an epoch find, as long as none of them draws."""
+        return stream_seed(self._key.seed, Stream.QUIET, self._key.loop, epoch)
+
     def cut(self, epoch: int, batch_size: int) -> EpochCut:
         """The sampler's own batches, or batches of one size."""
         found = self._epoch(epoch)

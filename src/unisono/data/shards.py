@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
+from unisono.data.draw_watch import DrawWatch
 from unisono.data.order import Order
 from unisono.data.streams import seed_generators
 from unisono.errors import DataError
@@ -36,18 +37,21 @@ class LocatedShards(NamedTuple):
 class ShardSource:
     """A data set that is read shard by shard; it may live in a loader's process.
 
-    Each sample is fetched with all generators seeded as its order says, so random augmentation does not depend on which
-    process fetches it, or when.
+    Each sample that draws is fetched with all generators seeded as its order says, so random augmentation does not
+    depend on which process fetches it, or when. A data set that fetches many samples at once is asked for a shard, and
+    finds what its first sample would.
 
     Attributes:
         dataset: the data set, map-style with a length.
         order: the order of the samples.
         collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
+        watch: the watch for samples that draw.
     """
 
     dataset: Any
     order: Order
     collate: Collate | None = None
+    watch: DrawWatch = field(default_factory=DrawWatch)
 
     def load(self, request: ShardsRequest) -> list[Any]:
         """Each shard's collated samples; None for an empty shard.
@@ -66,30 +70,62 @@ class ShardSource:
 
     def fetch(self, shards: LocatedShards) -> list[Any]:
         """The shards whose samples are known; see :meth:`load`."""
-        epoch, places = shards.request
-        return [self._shard(epoch, *shard) for shard in zip(places, shards.samples, strict=True)]
-
-    def _shard(self, epoch: int, places: range, indices: Indices) -> Any:
-        if not indices.size:
-            return None
         if self.collate is None and _is_plain(self.dataset):
-            return _gathered(self.dataset, indices)
+            return [_gathered(self.dataset, indices) if indices.size else None for indices in shards.samples]
+        (epoch, places), found = shards.request, list[Any]()
         with _one_thread():
-            samples = self._fetch(epoch, places, indices.tolist())
-            return self._collated(samples, indices.tolist())
+            quiet = self._quiet(shards)
+            for number, indices in enumerate(each.tolist() for each in shards.samples):
+                if not indices:
+                    found.append(None)
+                elif quiet is None:
+                    found.append(self._collated(self._seeded(epoch, places[number], indices), indices))
+                else:
+                    if self.collate is not None:  # it may draw: it finds what the last sample has left
+                        seed_generators(self.order.stream(epoch, places[number][-1], indices[-1]))
+                    found.append(self._collated(quiet[number], indices))
+        return found
 
-    def _fetch(self, epoch: int, places: range, indices: Sequence[int]) -> list[Any]:
-        # One by one, also where the data set could fetch many at once: a sample's stream must not depend on which
-        # other samples are in its shard.
-        samples = []
+    def _quiet(self, shards: LocatedShards) -> list[list[Any]] | None:
+        """The samples of all shards without a seed for each; None if they draw, and so need one."""
+        if self.watch.has_seen or _fetches_many(self.dataset):
+            return None
+        wanted = [indices.tolist() for indices in shards.samples]
+        seed = self.order.quiet_stream(shards.request.epoch)
+        first: list[int] = next((indices[:1] for indices in wanted if indices), [])
+        if self.watch.is_new and self._watched(seed, [first]) is None:  # most that draw do so in each sample
+            return None
+        return self._watched(seed, wanted)
+
+    def _watched(self, seed: int, wanted: Sequence[Sequence[int]]) -> list[list[Any]] | None:
+        self.watch.begin(seed)
+        try:
+            found = [self._fetched(indices) for indices in wanted]
+        except Exception:
+            if self.watch.end():  # with numbers that were not meant for it
+                return None
+            raise
+        return None if self.watch.end() else found
+
+    def _seeded(self, epoch: int, places: range, indices: Sequence[int]) -> list[Any]:
+        if _fetches_many(self.dataset):  # a shard's samples are always asked for together
+            seed_generators(self.order.stream(epoch, places[0], indices[0]))
+            return _many(self.dataset, indices)
+        found = []
         for place, index in zip(places, indices, strict=True):
             seed_generators(self.order.stream(epoch, place, index))
-            try:
-                samples.append(self.dataset[index])
-            except Exception as error:
-                error.add_note(f"(while sample {index} of the data set was loaded)")
-                raise
-        return samples
+            found += self._fetched([index])
+        return found
+
+    def _fetched(self, indices: Sequence[int]) -> list[Any]:
+        found: list[Any] = []
+        try:
+            for index in indices:
+                found.append(self.dataset[index])  # noqa: PERF401 (an error names the index)
+        except Exception as error:
+            error.add_note(f"(while sample {indices[len(found)]} of the data set was loaded)")
+            raise
+        return found
 
     def _collated(self, samples: list[Any], indices: Sequence[int]) -> Any:
         collate = self.collate or default_collate
@@ -101,6 +137,25 @@ class ShardSource:
                 f"samples {indices[0]} … {indices[-1]} of the data set cannot be collated into one batch: {error}."
                 f"{odd} Make all samples alike, or pass run.steps(…, collate_fn=…)"
             ) from error
+
+
+def _fetches_many(dataset: Any) -> bool:
+    """Whether it fetches many samples at once by itself. A ``Subset`` asks its data set for them."""
+    return _fetches_many(dataset.dataset) if type(dataset) is Subset else bool(getattr(dataset, "__getitems__", None))
+
+
+def _many(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    try:
+        found = list(dataset.__getitems__(list(indices)))
+    except Exception as error:
+        error.add_note(f"(while samples {indices[0]} … {indices[-1]} of the data set were loaded)")
+        raise
+    if len(found) != len(indices):
+        raise DataError(
+            f"{type(dataset).__name__}.__getitems__ returned {len(found)} samples for {len(indices)} indices: "
+            f"it has to return a list with one sample for each"
+        )
+    return found
 
 
 def _is_plain(dataset: Any) -> bool:

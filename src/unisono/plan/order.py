@@ -25,6 +25,7 @@ class Stream(IntEnum):
     AFTER = 7  # what the user's script draws behind a loop: (loop,)
     SAMPLER = 8  # the order that a loader's sampler gives: (loop, epoch), and the seed of a generator of its own
     PLACE = 9  # random augmentation of what stands at one place of such an order: (loop, epoch, place)
+    QUIET = 10  # what samples find that draw nothing: (epoch,), or (loop, epoch)
 
 
 def stream_seed(seed: int, stream: Stream, *key: int) -> int:
