@@ -172,6 +172,9 @@ class Job:
 
     def join(self, *options: str, **settings: str) -> Command:
         words = self.invitation()
+        self.until(
+            lambda: self.a.journal("asked for"), "workers of the first host, the first of which is the main worker"
+        )
         for name in ("token", "certificate.pem"):
             shutil.copy2(self.a.run_dir / name, self.b.folder / name)
         process = self.b.start(*words[:2], *options, "--run-dir", "run", *words[2:], **self._told, **settings)

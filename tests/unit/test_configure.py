@@ -52,7 +52,7 @@ SHARED = [
     ),
     ("communication.topology", "auto", ("UNISONO_TOPOLOGY", "ring", "ring"), ("topology", "tree", "tree")),
     ("execution.overlap", None, ("UNISONO_OVERLAP", "1", True), ("overlap", False, False)),
-    ("execution.shard_optimizer", False, ("UNISONO_SHARD_OPTIMIZER", "1", True), ("shard_optimizer", False, False)),
+    ("execution.shard_optimizer", "auto", ("UNISONO_SHARD_OPTIMIZER", "1", True), ("shard_optimizer", False, False)),
     ("execution.checked_bytes", 8 * 2**20, ("UNISONO_CHECKS", "none", 0), ("checks", "all", None)),
     ("execution.audit", 0.0, ("UNISONO_AUDIT", "0.5", 0.5), ("audit", 0.0, 0.0)),
     ("execution.monitoring.every", 0, ("UNISONO_MONITOR_EVERY", "5", 5), ("monitor", Monitoring(7), 7)),

@@ -146,12 +146,17 @@ class RunFolder:
         except OSError as error:
             warn_unwritten(path, error)
 
+    def tells(self, event: str, fields: Mapping[str, Any]) -> bool:
+        """Whether the journal has a line of this event with these fields."""
+        told = parse_json(to_json(dict(fields)))
+        return any(
+            one.get("event") == event and all(one.get(name) == value for name, value in told.items())
+            for one in self._events()
+        )
+
     def mended(self) -> dict[str, list[dict[str, Any]]]:
         """What the journal says of faults of the memory: who was given the right state, when the run went back."""
-        try:
-            events = read_lines(self.path / "journal.jsonl")
-        except (OSError, Unreadable):  # what could not be written either was warned of
-            events = []
+        events = self._events()
         return {
             name: [{key: one.get(key) for key in fields} for one in events if _tells_of_fault(one, event)]
             for name, event, fields in (
@@ -160,6 +165,12 @@ class RunFolder:
                 ("wrong_results", "wrong result", ("step", "shard", "rank", "host", "transient")),
             )
         }
+
+    def _events(self) -> list[dict[str, Any]]:
+        try:
+            return read_lines(self.path / "journal.jsonl")
+        except (OSError, Unreadable):  # what could not be written either was warned of
+            return []
 
     def close(self) -> None:
         """Close what is open, and let other starts have the folder."""

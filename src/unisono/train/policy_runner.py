@@ -50,6 +50,8 @@ class PolicyRunner:
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._folder, self._collectives = folder, collectives
+        self._newest: list[dict[str, Any]] = []
+        self._has_written = False
 
     @property
     def rates(self) -> dict[str, float]:
@@ -75,6 +77,7 @@ class PolicyRunner:
 
     def end(self) -> None:
         """Training is over. What is decided now has no effect."""
+        self._write_missing()
         if not self._policy_state.is_empty:
             self._policy_state.ask("after_train", self._view(self._trained.progress.position.epoch))
 
@@ -116,14 +119,27 @@ class PolicyRunner:
     def _ask(self, hooks: Sequence[Hook], epoch: int) -> None:
         if self._policy_state.is_empty:
             return
+        self._write_missing()
         view = self._view(epoch)
         if due := self._policy_state.observers(view.step):
             self._observe(due, view)
             view = self._view(epoch)
         decisions = [decision for hook in hooks for decision in self._policy_state.ask(hook, view)]
         self._policy_state.take(decisions, view, self._trained.progress.loop)
+        self._has_written = self._membership.workers.rank == 0
         for decision in decisions:
             self._carry_out(decision, view)
+            self._newest.append(_told(decision, view))
+            if self._has_written:
+                self._folder.journal("decided", **self._newest[-1])
+
+    def _write_missing(self) -> None:
+        """The main worker may have been lost before it wrote what all have decided: then the next one does."""
+        if self._newest and not self._has_written and self._membership.workers.rank == 0:
+            for line in self._newest:
+                if not self._folder.tells("decided", line):
+                    self._folder.journal("decided", **line)
+        self._newest = []
 
     def _observe(self, policies: Sequence[Policy], view: View) -> None:
         """What the main worker sees of the world outside, every worker hears of. Collective."""
@@ -166,7 +182,10 @@ class PolicyRunner:
                 self._membership.replace(view.generation, int(decision.value or 0))
             case "set_topology":
                 self._membership.workers.transport.use_topology(str(decision.value))
-        if self._membership.workers.rank == 0:
-            about = {"step": view.step, "policy": decision.policy, "verb": decision.verb, "value": decision.value}
-            about |= {} if decision.shards is None else {"shards": decision.shards}
-            self._folder.journal("decided", **about, why=dict(decision.why))
+
+
+def _told(decision: Decision, view: View) -> dict[str, Any]:
+    """A decision's line in the journal."""
+    about = {"step": view.step, "policy": decision.policy, "verb": decision.verb, "value": decision.value}
+    shards = {} if decision.shards is None else {"shards": decision.shards}
+    return {**about, **shards, "why": dict(decision.why)}

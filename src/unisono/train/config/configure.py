@@ -179,7 +179,7 @@ def _communication(said: Mapping[str, Any], told: _Told, tolerance: FaultToleran
 
 
 def _split_update(said: Mapping[str, Any], told: _Told, recording: Recording) -> SplitUpdate:
-    texts: Mapping[str | None, SplitUpdate] = {None: False, "0": False, "1": True, "auto": "auto"}
+    texts: Mapping[str | None, SplitUpdate] = {None: "auto", "0": False, "1": True, "auto": "auto"}
     if (text := told.get("UNISONO_SHARD_OPTIMIZER")) not in texts:
         raise told.refusal("UNISONO_SHARD_OPTIMIZER", "use 0, 1 or auto")
     # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.

@@ -31,8 +31,8 @@ class ShownState:
         layouts: the buckets of the weights, and of each kind.
         view: the memory.
         rows: flat buffers of it.
-        tensors: a tensor per parameter, in its shape, for the weights (None) and each kind, each with a storage of
-            its own.
+        tensors: a tensor per parameter, in its shape, for the weights (None) and each kind; each has a storage of its
+            own.
     """
 
     def __init__(self, buckets: Sequence[Bucket], kinds: Sequence[Kind]) -> None:
