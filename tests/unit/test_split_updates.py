@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,43 @@ def test_a_scripts_own_reference_to_memory_that_is_shared_stays_true(
     found, journal = ends(tmp_path / "split", workers, "auto", told=Reference(step, take))
     assert found == expected
     assert ("memory shared" in journal) == (step > 1 or take is of_the_momentum)
+
+
+class Forked:
+    """A process that the script forks, which looks at a weight when the others have gone on; as evaluation may do."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def __call__(self, run: Run, step: Step) -> None:
+        if run.rank == 0 and step.number == 2:
+            self._before = float(first_of(run).detach().flatten()[0])
+            self._go, go = os.pipe()[::-1]
+            self._told, told = os.pipe()
+            self._pid = os.fork()
+            if not self._pid:
+                os.read(go, 1)
+                os.write(told, struct.pack("d", float(first_of(run).detach().flatten()[0])))
+                os._exit(0)
+            os.close(go)
+            os.close(told)
+        elif run.rank == 0 and step.number == 3:
+            os.write(self._go, b"!")
+            self.seen.append((self._before, struct.unpack("d", os.read(self._told, 8))[0]))
+            os.waitpid(self._pid, 0)
+            os.close(self._go)
+            os.close(self._told)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_process_that_the_script_forks_keeps_the_weights_of_that_moment(tmp_path: Path) -> None:
+    expected, _ = ends(tmp_path / "serial", 1, split=False)
+    forked = Forked()
+    found, journal = ends(tmp_path / "split", 2, "auto", told=forked)
+    assert found == expected
+    assert "memory shared" in journal
+    ((before, seen),) = forked.seen
+    assert before == seen
 
 
 def test_the_journal_names_the_parameter_that_cannot_move(tmp_path: Path) -> None:

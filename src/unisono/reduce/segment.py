@@ -4,7 +4,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -21,8 +21,8 @@ PAGE = 4096
 PRESENT, SWAPPED, IN_A_FILE = 63, 62, 61
 """Bits of an entry of ``/proc/self/pagemap``."""
 
-_MAP_FIXED = 0x10
-"""Linux' flag, on all processors, for a mapping in place of whatever is mapped there."""
+_MAP_FIXED, _MREMAP_MAYMOVE, _MREMAP_FIXED = 0x10, 1, 2
+"""Linux' flags, on all processors, for a mapping in place of whatever is mapped there."""
 
 
 class Segment:
@@ -71,15 +71,21 @@ class PrivateView:
         Raises:
             OSError: the system has no room for another mapping.
         """
-        self._replace(mmap.MAP_PRIVATE, segment.descriptor)
+        _mapped(self.bytes.data_ptr(), self.size, mmap.MAP_PRIVATE | _MAP_FIXED, segment.descriptor)
 
-    def detach(self) -> None:
-        """Show nothing any more: the memory holds zeros.
+    def hold(self, fill: Callable[[Tensor], object]) -> None:
+        """Show nothing any more, and hold other values. Whoever reads here meanwhile sees the old values or the new.
+
+        Args:
+            fill: a function that writes the values to memory of this size, 1-D uint8.
 
         Raises:
             OSError: as in :meth:`show`.
         """
-        self._replace(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        libc, address = _libc(), _mapped(None, self.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        fill(torch.frombuffer((ctypes.c_char * self.size).from_address(address), dtype=torch.uint8))
+        moves = _MREMAP_MAYMOVE | _MREMAP_FIXED
+        _require(libc.mremap(address, self.size, self.size, moves, self.bytes.data_ptr()), self.size)
 
     def refresh(self) -> None:
         """Forget what was written here: it is again as what it shows."""
@@ -97,18 +103,30 @@ class PrivateView:
         is_there = (entries >> np.uint64(SWAPPED)) != 0
         return bool((is_there & ((entries >> np.uint64(IN_A_FILE)) & np.uint64(1) == 0)).any())
 
-    def _replace(self, flags: int, descriptor: int) -> None:
-        address, both = self.bytes.data_ptr(), mmap.PROT_READ | mmap.PROT_WRITE
-        if _mmap()(address, self.size, both, flags | _MAP_FIXED, descriptor, 0) != address:
-            number = ctypes.get_errno()
-            raise OSError(number, f"{os.strerror(number)}, for {self.size} bytes of memory shown to the script")
+
+def _mapped(address: int | None, size: int, flags: int, descriptor: int) -> int:
+    both = mmap.PROT_READ | mmap.PROT_WRITE
+    return _require(_libc().mmap(address, size, both, flags, descriptor, 0), size)
+
+
+def _require(address: int | None, size: int) -> int:
+    if address in (None, _FAILED):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{os.strerror(number)}: no room for {size} bytes of memory that scripts see")
+    assert address is not None, "an address"
+    return address
+
+
+_FAILED = ctypes.c_void_p(-1).value
 
 
 @cache
-def _mmap() -> "ctypes._NamedFuncPointer":
-    found = ctypes.CDLL(None, use_errno=True).mmap
-    found.restype = ctypes.c_void_p
-    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+def _libc() -> ctypes.CDLL:
+    found = ctypes.CDLL(None, use_errno=True)
+    found.mmap.restype = found.mremap.restype = ctypes.c_void_p
+    integers = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    found.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *integers]
+    found.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     return found
 
 

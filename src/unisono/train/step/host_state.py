@@ -126,7 +126,7 @@ class HostState:
 
     def show(self) -> None:
         """All workers have filled their pieces: let the script see them."""
-        self.shown.view.show(self._segment)
+        self.shown.show(self._segment)
 
     def views(self, rows: Rows) -> list[tuple[Tensor, ...]]:
         """Of flat buffers in this layout: for the weights and each kind, a tensor per parameter."""

@@ -1,14 +1,16 @@
 """The memory in which scripts see parameters and optimizer state, whoever shares them."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from unisono.reduce.buckets import Bucket
-from unisono.reduce.segment import PrivateView, flats_in, pages, sees_writes, starts_of
+from unisono.reduce.segment import PrivateView, Segment, flats_in, pages, sees_writes, starts_of
 
 Kind = tuple[str, torch.dtype]
 """What optimizers keep for each element, by name; in each dtype by itself."""
@@ -56,11 +58,26 @@ class ShownState:
         """Whether the script has written there, as far as anybody can know."""
         return sees_writes() and self.view.is_written()
 
+    def show(self, segment: Segment) -> None:
+        """Show what lies at the beginning of a segment, in this layout."""
+        self.view.show(segment)
+        _SHOWING.add(self)
+
     def keep(self, rows: Rows) -> None:
         """Hold these values from now on, and show nobody's any more."""
-        self.view.detach()
-        for flat, values in zip(chain.from_iterable(self.rows), chain.from_iterable(rows), strict=True):
-            flat.copy_(values)
+
+        def fill(memory: Tensor) -> None:
+            flats = flats_in(memory, list(chain.from_iterable(self.layouts)))
+            for flat, values in zip(flats, chain.from_iterable(rows), strict=True):
+                flat.copy_(values)
+
+        self.view.hold(fill)
+        _SHOWING.discard(self)
+
+    def hold_still(self) -> None:
+        """Hold what it shows now. It counts as written: whoever shares it will go on without the others."""
+        self.view.hold(lambda memory: memory.copy_(self.view.bytes))
+        _SHOWING.discard(self)
 
     def _tensors(self, layout: Sequence[Bucket], offsets: Sequence[int]) -> tuple[Tensor, ...]:
         placed: dict[int, Tensor] = {}
@@ -83,3 +100,15 @@ class ScriptMemory:
         if self._shown is None or not self._shown.is_laid_out(buckets, kinds):
             self._shown = ShownState(buckets, kinds)
         return self._shown
+
+
+_SHOWING: WeakSet[ShownState] = WeakSet()
+
+
+def _hold_still() -> None:
+    for shown in list(_SHOWING):
+        shown.hold_still()
+
+
+# A process that the script forks has a copy of the weights. Where workers share them it would see them change.
+os.register_at_fork(before=_hold_still)
