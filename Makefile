@@ -15,7 +15,7 @@ EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/te
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs test check lint unit procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-coordinator bench-coordinator-sockets bench-monitor bench-checks flips bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
+.PHONY: help demo docs test check lint unit procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -83,6 +83,9 @@ bench-coordinator: $(READY)  ## what the coordinator costs with 16 to 4096 worke
 
 bench-coordinator-sockets: $(READY)  ## a coordinator with 1024 connections over TLS: memory, processor, delays, losses and joins
 	@$(BIN)/python -m benchmarks coordinator-sockets $(OPTIONS)
+
+bench-split-update: $(READY)  ## the update of two workers: whole, split, and split so that a loss is survived
+	@$(BIN)/python -m benchmarks split-update $(OPTIONS)
 
 bench-disturbed: $(READY)  ## a worker or a connection becomes slow: what policies get back of what that costs; needs root
 	@$(BIN)/python -m benchmarks disturbed $(OPTIONS)

@@ -24,6 +24,7 @@ from benchmarks import (
     sampling,
     shards,
     soak,
+    split_update,
     stale,
     step,
     strategies,
@@ -357,6 +358,27 @@ def coordinator_command(
     sizes = tuple(workers or ((4, 16) if quick else coordinator.SIZES))
     few = {"beats": 20, "losses": 1} if quick else {}
     _publish(coordinator.run(coordinator.Choice(sizes, per_host, probes=probes, seed=seed, **few)), output)
+
+
+@app.command("split-update")
+def split_update_command(
+    model: Models = None,
+    optimizer: Annotated[list[str] | None, typer.Option(help="sgd, adam or fused-adamw; repeat for more")] = None,
+    rounds: Rounds = None,
+    steps: Annotated[int, typer.Option(help="counted in each job")] = 30,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """An update of two workers: whole, split, and split so that a loss is survived."""
+    choice = split_update.Choice(
+        models=_models(model, ("tiny",) if quick else split_update.Choice().models),
+        optimizers=tuple(optimizer or ("sgd", "fused-adamw")),
+        rounds=rounds or (1 if quick else 5),
+        steps=2 if quick else steps,
+        seed=seed,
+    )
+    _publish(split_update.run(choice), output)
 
 
 @app.command("sampling")

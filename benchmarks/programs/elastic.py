@@ -1,6 +1,6 @@
 """Trains until it is stopped, and notes when each step was committed: what benchmarks of elastic jobs watch.
 
-Started by ``unisono run -m benchmarks.programs.elastic WORKLOAD SHARDS [adam] [BATCH]``.
+Started by ``unisono run -m benchmarks.programs.elastic WORKLOAD SHARDS [sgd|adam|fused-adamw] [BATCH]``.
 """
 
 import os
@@ -17,14 +17,19 @@ from unisono.adapt.norms import Monitoring
 ENDLESS = 10**6
 
 workload = WORKLOADS[sys.argv[1]]
-adam = "adam" in sys.argv
 batch_size = int(sys.argv[4]) if len(sys.argv) > 4 else workload.batch_size
 one_in = os.environ.get("BENCHMARK_ONE_IN")
 monitor = Monitoring(every=1, one_in=int(one_in)) if one_in else 0
 run = unisono.init(batch_size=batch_size, shards=int(sys.argv[2]), seed=0, monitor=monitor)
 model = workload.build()
-sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-run.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-4) if adam else sgd)
+weights = model.parameters()
+match sys.argv[3] if len(sys.argv) > 3 else "sgd":
+    case "adam":
+        run.prepare(model, torch.optim.Adam(weights, lr=1e-4))
+    case "fused-adamw":
+        run.prepare(model, torch.optim.AdamW(weights, lr=1e-4, fused=True))
+    case _:
+        run.prepare(model, torch.optim.SGD(weights, lr=1e-3, momentum=0.9))
 name = os.environ.get("UNISONO_WORKER") or run.rank
 commits = Path(run.dir) / f"commits-{name}.txt"
 with commits.open("w", buffering=1) as file:
