@@ -127,7 +127,7 @@ def counts(results: Sequence[Result]) -> Mapping[tuple[str, str], int]:
 def struck(one: Flip, serial: str, folder: Path) -> Result:
     """Strike a training, and say what came of it."""
     base = _trade(one.model, folder)
-    execution = replace(base.execution, shard_optimizer=one.splits_update, is_elastic=one.is_elastic)
+    execution = replace(base.execution, shard_optimizer=one.splits_update)
     trade = replace(
         base,
         workers=one.workers,

@@ -93,12 +93,11 @@ def train(run: unisono.Run, disturb: Disturb = never, **looping: Any) -> tuple[s
 @pytest.mark.parametrize("place", ["weights", "buffers", "optimizer"])
 @pytest.mark.parametrize("bit", [EXPONENT, LOWEST])
 @pytest.mark.parametrize(("moment", "number"), [("begin", 4), ("after", 4), ("after", 5)])
-@pytest.mark.parametrize("split", [False, True])
 def test_a_flipped_bit_of_the_only_copy_is_found_and_the_steps_are_computed_again(
-    start: Start, tmp_path: Path, place: FlippedPlace, bit: int, moment: str, number: int, split: bool
+    start: Start, tmp_path: Path, place: FlippedPlace, bit: int, moment: str, number: int
 ) -> None:
     expected, averages = train(start(run_dir=tmp_path / "undisturbed"))
-    run = start(verify_every=3, shard_optimizer=split)
+    run = start(verify_every=3)
     with pytest.warns(UnisonoWarning, match="goes back to step 3"):
         digest, found = train(run, Once(place, bit, moment, number))
     assert digest == expected

@@ -1,6 +1,9 @@
 """A run whose update is split keeps whole state where users and checkpoints look for it."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-import unisono
-from unisono.errors import JobError, WorkerLost
+from benchmarks.thread_crew import Trade, train
+from unisono.errors import WorkerLost
+from unisono.job import Job
+from unisono.testing.fault import listening
+from unisono.train.config.numerics import apply_numerics
+from unisono.train.config.run_config import Execution
+from unisono.train.run import Run
 
-pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
+pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")]
 
-Start = Callable[..., unisono.Run]
+JOB = Job(batch_size=12, shards=6, seed=1, threads=1)
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def numerics() -> Iterator[None]:
+    before, threads = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    before.apply()
+
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -43,6 +61,9 @@ class Net(nn.Module):
         self.conv = nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.calls: Tensor
         self.register_buffer("calls", torch.tensor(0))
+        with torch.no_grad():  # drawn numbers would be other ones on each thread
+            for number, weight in enumerate(self.parameters()):
+                weight.copy_(torch.linspace(-1, 1, weight.numel()).add(number).sin().view(weight.shape))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -60,94 +81,80 @@ def loss_fn(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def trained(run: unisono.Run, make: Callable[[Any], torch.optim.Optimizer]) -> tuple[str, list[dict[str, Any]]]:
+def trained(make: Make, run: Run, schedules: bool = False) -> tuple[str, list[dict[str, Any]]]:
     """The digest of the weights, and the optimizer's state of every parameter."""
     model = Net(rare_from=0 if make is OPTIMIZERS["fused SGD"] else 2)  # or torch's own fused SGD fails
     optimizer = make(model.parameters())
     run.prepare(model, optimizer)
-    for step in run.steps(data(), epochs=2):
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5 if schedules else 1.0)
+    run.register("scheduler", scheduler)
+    for step in run.steps(data(), epochs=1):
         step.run(loss_fn)
-    state = [dict(optimizer.state[parameter]) for parameter in model.parameters()]
-    return run.finish(), state
+        scheduler.step()
+    return run.finish(), [dict(optimizer.state[parameter]) for parameter in model.parameters()]
+
+
+def ends(trade: Trade, make: Make, *, schedules: bool = False) -> tuple[str, list[dict[str, Any]]]:
+    """What all workers come to."""
+    (first, state), *others = train(trade, lambda run: trained(make, run, schedules))
+    assert {digest for digest, _ in others} <= {first}
+    assert ("memory shared" in (trade.folder / "journal.jsonl").read_text()) == bool(trade.execution.shard_optimizer)
+    return first, state
+
+
+def trade(folder: Path, workers: int, *, split: bool = True) -> Trade:
+    return Trade(JOB, workers, folder, Execution(overlap=False, looks=True, shard_optimizer=split))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("workers", [2, 3])
 def test_weights_and_optimizer_state_are_those_of_an_update_that_is_not_split(
-    name: str, shards: int, start: Start, tmp_path: Path
+    name: str, workers: int, tmp_path: Path
 ) -> None:
-    digest, expected = trained(start(shards=shards, run_dir=tmp_path / "whole"), OPTIMIZERS[name])
-    split, state = trained(start(shards=shards, shard_optimizer=True), OPTIMIZERS[name])
-    assert split == digest
+    digest, expected = ends(trade(tmp_path / "whole", 1, split=False), OPTIMIZERS[name])
+    found, state = ends(trade(tmp_path / "split", workers), OPTIMIZERS[name])
+    assert found == digest
     for ours, theirs in zip(state, expected, strict=True):
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
             assert torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(value)), key
 
 
-def test_a_run_goes_on_from_a_checkpoint_with_or_without_splitting(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected, _ = trained(start(run_dir=tmp_path / "whole"), OPTIMIZERS["Adam"])
-    for number, (before, after) in enumerate([(True, False), (False, True), (True, True)]):
-        folder = tmp_path / f"cut-{number}"
-        monkeypatch.setenv("UNISONO_STOP_AFTER", "3")
-        trained(start(run_dir=folder, checkpoint_every=1, shard_optimizer=before), OPTIMIZERS["Adam"])
-        monkeypatch.delenv("UNISONO_STOP_AFTER")
-        assert trained(start(run_dir=folder, shard_optimizer=after), OPTIMIZERS["Adam"])[0] == expected
+def test_a_run_goes_on_from_a_checkpoint_with_or_without_splitting(tmp_path: Path) -> None:
+    expected, _ = ends(trade(tmp_path / "whole", 1, split=False), OPTIMIZERS["Adam"])
+    for before, after in [(True, False), (False, True), (True, True)]:
+        folder = tmp_path / f"cut-{before}-{after}"
+        cut = replace(trade(folder, 2, split=before), checkpoint_every=1, stop_after=3)
+        ends(cut, OPTIMIZERS["Adam"])
+        (folder / "journal.jsonl").unlink()
+        assert ends(trade(folder, 3, split=after), OPTIMIZERS["Adam"])[0] == expected
 
 
-def test_a_schedulers_learning_rate_reaches_every_part(start: Start, tmp_path: Path) -> None:
-    def scheduled(run: unisono.Run) -> str:
-        model = Net()
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        run.prepare(model, optimizer)
-        scheduler = run.register("scheduler", torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
-        for step in run.steps(data(), epochs=2):
-            step.run(loss_fn)
-            scheduler.step()
-        return run.finish()
-
-    assert scheduled(start(run_dir=tmp_path / "whole")) == scheduled(start(shard_optimizer=True))
+def test_a_schedulers_learning_rate_reaches_every_part(tmp_path: Path) -> None:
+    expected, _ = ends(trade(tmp_path / "whole", 1, split=False), OPTIMIZERS["SGD"], schedules=True)
+    assert ends(trade(tmp_path / "split", 3), OPTIMIZERS["SGD"], schedules=True)[0] == expected
 
 
-def test_an_optimizer_that_needs_whole_tensors_is_refused_with_the_names_of_those_that_do_not(start: Start) -> None:
-    class Own(torch.optim.SGD):
-        pass
+def test_nobody_goes_on_from_an_update_that_stopped_half_way(tmp_path: Path) -> None:
+    def lose(name: str) -> None:
+        if name == "update begins":
+            raise WorkerLost("rank 1 is gone")
 
-    model = Net()
-    with pytest.raises(JobError, match="cannot split Own: it splits .*SGD, Adam, AdamW"):
-        start(shard_optimizer=True).prepare(model, Own(model.parameters(), lr=0.1))
-
-
-def test_a_script_may_change_weights_between_steps(start: Start, tmp_path: Path) -> None:
-    def decayed(run: unisono.Run) -> str:
-        model = Net()
+    def script(run: Run) -> int:
+        model, refused = Net(), 0
         run.prepare(model, OPTIMIZERS["SGD"](model.parameters()))
-        for step in run.steps(data(), epochs=2):
-            step.run(loss_fn)
-            with torch.no_grad():
-                model.first.weight.mul_(0.9)
-        return run.finish()
+        for step in run.steps(data()):
+            if step.number == 0:  # of a whole update
+                step.run(loss_fn)
+                continue
+            with pytest.raises(WorkerLost, match="rank 1 is gone"):
+                step.run(loss_fn)
+            for go_on in (lambda step=step: step.run(loss_fn), run.finish, run.inside.snapshots.take):
+                with pytest.raises(WorkerLost, match="half updated: start the job again"):
+                    go_on()
+                refused += 1
+            break
+        return refused
 
-    assert decayed(start(run_dir=tmp_path / "whole")) == decayed(start(shard_optimizer=True))
-
-
-def test_nobody_goes_on_from_an_update_that_stopped_half_way(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, model = start(shard_optimizer=True), Net()
-    run.prepare(model, OPTIMIZERS["SGD"](model.parameters()))
-
-    def lose(*_: Any) -> Any:
-        raise WorkerLost("rank 1 is gone")
-
-    for step in run.steps(data()):
-        if step.number == 0:  # of a whole update
-            step.run(loss_fn)
-            continue
-        with monkeypatch.context() as patched, pytest.raises(WorkerLost, match="rank 1 is gone"):
-            patched.setattr(torch.optim.SGD, "step", lose)
-            step.run(loss_fn)
-        for go_on in (lambda step=step: step.run(loss_fn), run.finish, run.inside.snapshots.take):
-            with pytest.raises(WorkerLost, match="half updated: start the job again"):
-                go_on()
-        break
+    with listening(lose):
+        assert train(trade(tmp_path, 2), script) == [3, 3]

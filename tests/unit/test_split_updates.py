@@ -49,7 +49,7 @@ def ends(
     told: Callable[[Run, Step], None] = lambda run, step: None,
 ) -> tuple[set[str], dict[str, list[dict[str, Any]]]]:
     """What all workers come to, and the journal by event."""
-    execution = Execution(overlap=False, looks=True, shard_optimizer=split, is_elastic=is_elastic)
+    execution = Execution(overlap=False, looks=True, shard_optimizer=split)
 
     def script(run: Run) -> str:
         return trained(run, told, make)

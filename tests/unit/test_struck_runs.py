@@ -32,7 +32,7 @@ BLOWS = int(os.environ.get("UNISONO_BLOWS", "100")) // 5
 
 LOOKING = Execution(overlap=False, looks=True)
 AUDITED = replace(LOOKING, audit=1.0)
-SPLIT = replace(LOOKING, shard_optimizer=True, is_elastic=True)
+SPLIT = replace(LOOKING, shard_optimizer=True)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def plays(folder: Path) -> dict[str, Play]:
         "three go back": Play(3, folder, troubles=(flipped("b", 3), flipped("c", 3, bit=21))),
         "one computes wrongly": Play(3, folder, AUDITED, troubles=(wrong("b", 2),)),
         "a split update": Play(2, folder, SPLIT),
-        "a split update of workers that stay": Play(2, folder, replace(SPLIT, is_elastic=False), is_elastic=False),
+        "a split update of workers that stay": Play(2, folder, SPLIT, is_elastic=False),
         "a split update of three": Play(3, folder, SPLIT),
         "a split update that goes back": Play(3, folder, SPLIT, troubles=(flipped("b", 3),)),
         "rounds": Play(3, folder, strategy="local-sgd:every=2"),

@@ -46,7 +46,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
 
 
-SPLIT = Execution(overlap=False, looks=True, shard_optimizer=True, is_elastic=True)
+SPLIT = Execution(overlap=False, looks=True, shard_optimizer=True)
 JOB = Job.create(batch_size=16, shards=8, bucket_mb=1e-4)
 """Its parameters are in several buckets, and each worker has several pieces of them."""
 

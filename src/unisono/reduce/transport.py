@@ -11,7 +11,7 @@ from unisono.plan.links import Links
 from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
 from unisono.reduce.buckets import Bucket
-from unisono.reduce.segment import Segment, created, pages
+from unisono.reduce.segment import Segment
 from unisono.reduce.tally import Tally
 
 
@@ -214,10 +214,6 @@ class Solo(Transport):
     def seat(self) -> tuple[int, int]:
         """It is alone."""
         return 0, 1
-
-    def share(self, size: int) -> Segment:
-        """Nobody to share with."""
-        return Segment(created(pages(size)), pages(size))
 
     def reduce(
         self,

@@ -54,15 +54,14 @@ def flip_in_file(path: Path, bit: int) -> None:
 
 def tensors_in(run: Run, place: FlippedPlace) -> Sequence[Tensor]:
     """What this worker holds there now."""
-    prepared = run.inside.trained.prepared
-    assert prepared is not None, "faults are injected into steps"
+    prepared, in_memory = run.inside.trained.require_prepared(), run.inside.exact.in_memory
     match place:
         case "weights":
-            return list(prepared.parameters.values())
+            return [in_memory(each) for each in prepared.parameters.values()]
         case "buffers":
             return [one.tensor for one in prepared.buffers]
         case "optimizer":
-            return kept_by(prepared.optimizers)
+            return [in_memory(each) for each in kept_by(prepared.optimizers)]
         case _:
             raise JobError(f"flip_bit: {place} is nothing that a worker holds between two steps")
 

@@ -68,14 +68,14 @@ def configure(said: Mapping[str, Any], environ: Mapping[str, str], number: int =
     recording, tolerance = _recording(said, told, number), _fault_tolerance(said, told)
     communication = _communication(said, told, tolerance, number)
     device = choose_device(said["device"], communication.environment.local_rank)
-    split, is_elastic = _split_update(said, told, recording), communication.coordinator is not None
+    split = _split_update(said, told, recording)
     adaptation = _adaptation(said, told, job, recording, split)
     return RunConfig(
         job,
         device,
         communication,
         tolerance,
-        _execution(said, told, tolerance, adaptation, split, is_elastic=is_elastic),
+        _execution(said, told, tolerance, adaptation, split),
         recording,
         adaptation,
         stop_after=told.whole("UNISONO_STOP_AFTER"),
@@ -219,8 +219,6 @@ def _execution(
     tolerance: FaultTolerance,
     adaptation: Adaptation,
     split: SplitUpdate,
-    *,
-    is_elastic: bool,
 ) -> Execution:
     overlap, every = told.switch("UNISONO_OVERLAP"), told.whole("UNISONO_MONITOR_EVERY")
     monitoring = said["monitor"]
@@ -240,5 +238,4 @@ def _execution(
         CHECKS[checks],
         audit,
         looks=tolerance.verify_every is not None,
-        is_elastic=is_elastic,
     )

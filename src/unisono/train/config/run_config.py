@@ -111,7 +111,6 @@ class Execution:
         checked_bytes: the number of bytes of gradients whose memory is checked in each step; None for all of them.
         audit: the share of the shards that are computed again, from 0 to 1.
         looks: whether flipped bits in memory are looked for in every step.
-        is_elastic: whether workers come and go, so that those of one generation may share memory, and others not.
     """
 
     overlap: bool | None = None
@@ -120,7 +119,6 @@ class Execution:
     checked_bytes: int | None = CHECKS["some"]
     audit: float = 0.0
     looks: bool = False
-    is_elastic: bool = False
 
     def overlaps(self, transport: Transport, threads: int, cores: Callable[[], int] = usable_cores) -> bool:
         """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.

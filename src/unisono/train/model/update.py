@@ -157,6 +157,10 @@ class Update:
     def finish(self) -> None:
         """All that ``apply`` has begun is done."""
 
+    def in_memory(self, tensor: Tensor) -> Tensor:
+        """All tensors are this worker's own."""
+        return tensor
+
     def is_written(self) -> bool:
         """What the script writes, the update goes on from."""
         return False

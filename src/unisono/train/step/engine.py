@@ -71,6 +71,7 @@ class StepEngine:
         found: a function that gets each result of an audit at once; an attempt has all results.
         repeats: a function that is called before a step is computed again, since memory did not keep what was written.
         has_lost: whether an earlier engine has made an update from a gradient that memory had not kept.
+        survives: whether this worker goes on when others are lost.
         memory: the memory in which the script sees what the workers of a host share; by default a new one.
         stays_whole: a function that gets the reason for which updates are not split for now.
         hands_over: whether workers that are left when another one is lost may need what an update was made from.
@@ -95,6 +96,7 @@ class StepEngine:
         found: Callable[[AuditResult], None] = lambda finding: None,
         repeats: Callable[[int], None] = lambda step: None,
         has_lost: bool = False,
+        survives: bool = False,
         memory: ScriptMemory | None = None,
         stays_whole: Callable[[str], None] = lambda why: None,
         hands_over: bool = False,
@@ -118,7 +120,11 @@ class StepEngine:
         self.has_lost = has_lost
         self._cause = UpdateCause() if hands_over and workers.world_size > 1 else None
         self._update: Update | ShardedUpdate = update or Update()
-        self.why_whole = why_whole(prepared, workers, execution) if update is None else "the strategy makes the update"
+        self.why_whole = (
+            why_whole(prepared, workers, execution, survives=survives)
+            if update is None
+            else "the strategy makes the update"
+        )
         if not self.why_whole:
             self._update = ShardedUpdate(
                 prepared,
@@ -129,7 +135,7 @@ class StepEngine:
                 moved=self._look_anew,
                 stays_whole=stays_whole,
                 looks=execution.looks,
-                survives=execution.is_elastic,
+                survives=survives,
             )
         self._at_rest = self._looking() if execution.looks else None
 
@@ -243,6 +249,10 @@ class StepEngine:
     def bytes_shared(self) -> int:
         """What the workers of this host keep together, once, instead of one by one: parameters and optimizer state."""
         return self._update.bytes_shared
+
+    def in_memory(self, tensor: Tensor) -> Tensor:
+        """A tensor of the script where it really lies: workers of a host may share that memory."""
+        return self._update.in_memory(tensor)
 
     def require_whole(self) -> None:
         """Refuse weights that cannot be gone on from.

@@ -164,6 +164,10 @@ class ShardedUpdate:
             self._meets()
         self._torn = False
 
+    def in_memory(self, tensor: Tensor) -> Tensor:
+        """A tensor of the script where it really lies, for all workers of this host, if it is shared."""
+        return tensor if self._shared is None else self._shared.in_memory(tensor)
+
     def is_written(self) -> bool:
         """Whether the script has written to parameters or optimizer state, which it sees by itself alone."""
         return self._shared is not None and self._shared.shown.is_written()

@@ -100,6 +100,14 @@ class SharedState:
         """Let the modules and the script's optimizers hold these values from now on, which no other worker sees."""
         self.shown.keep(rows)
 
+    def in_memory(self, tensor: Tensor) -> Tensor:
+        """A tensor that the script sees, where all workers of this host have it; any other as it is."""
+        for kind, shown in self.shown.tensors.items():
+            for number, each in enumerate(shown):
+                if each.data_ptr() == tensor.data_ptr():
+                    return self._places[kind][number]
+        return tensor
+
     def update(self, number: int, optimizers: Sequence[Optimizer]) -> None:
         """Update this worker's pieces."""
 

@@ -13,13 +13,14 @@ from unisono.train.model.tensors import COUNTS_HOLDERS
 from unisono.train.model.update import READERS, may_change_gradients
 
 
-def why_whole(prepared: Prepared, workers: Workers, execution: Execution) -> str:
+def why_whole(prepared: Prepared, workers: Workers, execution: Execution, *, survives: bool) -> str:
     """Why each worker makes whole updates; empty if the workers of this host split them.
 
     Args:
         prepared: models and optimizers.
         workers: the workers of the generation. If workers come and go, those of the next may share memory or not.
         execution: the settings of the computation.
+        survives: whether workers go on when others are lost.
 
     Raises:
         JobError: updates are to be split, and an optimizer needs whole tensors, or the workers never share memory.
@@ -31,7 +32,7 @@ def why_whole(prepared: Prepared, workers: Workers, execution: Execution) -> str
     if why and wanted is True:
         raise JobError(f"shard_optimizer=True {why}")
     if seat is None or any(one.device.type != "cpu" for one in prepared.parameters.values()):
-        if wanted is True and not execution.is_elastic:
+        if wanted is True and not survives:
             raise JobError(
                 "shard_optimizer=True needs workers that share memory: on CPUs, exact, and not with "
                 "transport='process_group'"
@@ -41,7 +42,7 @@ def why_whole(prepared: Prepared, workers: Workers, execution: Execution) -> str
         return "this system does not say which memory a script has written"
     if not COUNTS_HOLDERS:
         return "this version of torch does not say who holds the memory of a parameter"
-    if seat[1] == 1 and (wanted == "auto" or execution.is_elastic):
+    if seat[1] == 1:
         return "a worker is alone on its host"
     return why or ("some workers only serve" if workers.servers else "")
 

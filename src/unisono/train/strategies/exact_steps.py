@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from unisono.adapt.view import Setting
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept
@@ -96,6 +98,7 @@ class ExactSteps:
             found=self.judge.found,
             repeats=lambda step: self.listeners.tell(lambda one: one.repeated(step)),
             has_lost=self._had_lost,
+            survives=self.membership.is_elastic,
             memory=self._memory,
             stays_whole=self._stays_whole,
             hands_over=self.membership.is_elastic,
@@ -156,6 +159,10 @@ class ExactSteps:
             WorkerLost: a worker was lost in the middle of an update.
         """
         self.require_engine().require_whole()
+
+    def in_memory(self, tensor: Tensor) -> Tensor:
+        """A tensor of the script where it really lies: workers of a host may share that memory."""
+        return tensor if self.engine is None else self.engine.in_memory(tensor)
 
     def require_engine(self) -> StepEngine:
         """The engine of this generation."""
