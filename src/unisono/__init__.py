@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from unisono.train.run import Run
     from unisono.train.start import init
     from unisono.train.state.first_weights import load
+    from unisono.train.step.loss import BackwardDone
     from unisono.train.step.step import Step
     from unisono.train.trainer import Callback, Trainer
 
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaScale",
     "AllReduce",
+    "BackwardDone",
     "BatchSizeSchedule",
     "Callback",
     "DiLoCo",
@@ -63,6 +65,7 @@ __all__ = [
 _HOMES = {
     "AdaScale": "unisono.adapt.ada_scale",
     "AllReduce": "unisono.sync.strategy",
+    "BackwardDone": "unisono.train.step.loss",
     "BatchSizeSchedule": "unisono.adapt.batch_size_policies",
     "Callback": "unisono.train.trainer",
     "DiLoCo": "unisono.sync.averaging",

@@ -22,6 +22,7 @@ from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import Execution
 from unisono.train.model.tensors import digest_tensors, tensors_of
 from unisono.train.run import Run
+from unisono.train.step.loss import BackwardDone
 from unisono.train.step.step import Step
 
 pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore:BatchNorm")]
@@ -73,12 +74,32 @@ def own(run: Run, told: Callable[[Run, Step], None], make: Callable[[Any], torch
     return f"{run.finish()} {state_of(optimizer)} {digest_tensors(tensors_of(average))} {sorted(seen.items())}"
 
 
+def gone_backward(
+    run: Run, told: Callable[[Run, Step], None], make: Callable[[Any], torch.optim.Optimizer] = momentum
+) -> str:
+    """Goes backward in the loss function."""
+
+    def loss_fn(model: Any, batch: Any) -> BackwardDone:
+        found = loss(model, batch)
+        found.backward()
+        return BackwardDone(found)
+
+    model = network()
+    optimizer = make(model.parameters())
+    run.prepare(model, optimizer)
+    run.on("step_begins", told)
+    for step in run.steps(samples_of(run), epochs=1, shuffle=False):
+        step.run(loss_fn)
+    return f"{run.finish()} {state_of(optimizer)}"
+
+
 def plays(folder: Path) -> dict[str, Play]:
     two = Play(2, folder, script=own)
     return {
         "two workers": two,
         "three workers": replace(two, workers=3),
         "four workers": replace(two, workers=4),
+        "gradients of the loss functions own": replace(two, workers=3, script=gone_backward),
         "nothing is compared": replace(two, workers=3, execution=Execution(overlap=False), verify_every=0),
         "a minority is healed": replace(two, workers=3, troubles=(flipped("b", 1),)),
         "three go back": replace(two, workers=3, troubles=(flipped("b", 3), flipped("c", 3, bit=21))),
@@ -99,8 +120,8 @@ def ends_of(play: Play, outcome: Any) -> set[str]:
 def test_one_worker_may_die_at_any_point_around_an_update_of_the_scripts_own(
     name: str, pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    (serial,) = act_out(pool, Play(1, tmp_path / "serial", script=own)).digests.values()
     play = plays(tmp_path)[name]
+    (serial,) = act_out(pool, Play(1, tmp_path / "serial", script=play.script)).digests.values()
     whole = act_out(pool, play)
     assert ends_of(play, whole) == {serial}
     blows = list(blows_on(whole.world))

@@ -355,6 +355,18 @@ def a_backward_pass_of_the_loss_functions_own() -> Any:
     return train(loss_fn=loss_fn)
 
 
+@job
+def gradients_of_the_loss_functions_own() -> Any:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return cross_entropy(model, batch)
+        loss = cross_entropy(model, batch)
+        loss.backward()
+        return unisono.BackwardDone(loss)
+
+    return train(loss_fn=loss_fn, data=images(150), batch_size=61)
+
+
 class Decaying(torch.optim.SGD):
     """Changes gradients in place, as many optimizers outside of torch do."""
 

@@ -15,7 +15,7 @@ from unisono.received import short
 from unisono.train.model.own_update import OwnUpdate
 
 LossFunction = Callable[[Any, Any], Any]
-"""``loss_fn(model, batch) -> loss`` or ``-> (loss, weight)``."""
+"""``loss_fn(model, batch) -> loss``, ``-> (loss, weight)`` or ``-> BackwardDone(loss)``."""
 
 
 @dataclass(frozen=True, slots=True)

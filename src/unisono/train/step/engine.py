@@ -403,7 +403,7 @@ class StepEngine:
             self._clear_gradients()
             self._forward.compute(call, shard, call.load(number))
             if shard.report.weight:
-                shard.backward()
+                shard.backward(gradients.parameters)
             else:
                 self._clear_gradients()
             for each, parameter in enumerate(gradients.parameters):
@@ -428,7 +428,7 @@ class StepEngine:
                 gradients.send(partial(self._weigh, call, [each.report.weight for each in shards]))
             if shard.report.weight:
                 with gradients.listening():
-                    shard.backward()
+                    shard.backward(gradients.parameters)
             else:
                 self._clear_gradients()
             gradients.close()

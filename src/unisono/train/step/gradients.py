@@ -77,7 +77,7 @@ class Gradients:
         self._arrived: list[bool] = []
         self._missing: list[int] = []
         self._sends = self._listens = False
-        self._hears = True
+        self._hears, self._heard = True, False
         self._flats: list[Tensor] = []
         self._wide: dict[int, Tensor] = {}
         self._views: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
@@ -93,7 +93,7 @@ class Gradients:
     def begin(self, step: int = 0) -> None:
         """Forget what was taken before; the shards of this worker follow."""
         self._used = [False] * len(self.parameters)
-        self.came_twice = False
+        self.came_twice = self._heard = False
         self._tallies = self._opened(step)
         self._sums.begin()
 
@@ -148,6 +148,8 @@ class Gradients:
             if self._single:
                 self._note(number, parameter.grad)
                 self._marked(number, parameter.grad)
+                if not self._heard:
+                    self._keep(number, parameter.grad)
             elif not self._arrived[number]:
                 self._take(number, parameter.grad)
         if not self._single:
@@ -257,6 +259,7 @@ class Gradients:
             return
         if self._single:
             self._keep(number, parameter.grad)  # what came before is part of it
+            self._heard = True
             return
         if self._arrived[number]:
             self.came_twice = True

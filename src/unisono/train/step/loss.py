@@ -74,15 +74,33 @@ def _add(left: float, right: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardDone:
+    """What a loss function returns that went backward by itself: its gradients are taken as they are.
+
+    They lie in ``parameter.grad``, and are those of the mean over the shard's samples (or over what ``weight`` counts):
+    all that it has accumulated there, in however many backward passes. They are multiplied by the weight, added up over
+    all shards, and divided by the sum of the weights.
+
+    Attributes:
+        loss: the shard's mean loss: a number, or a tensor with one element.
+        weight: the number of samples, or of tokens, that it is the mean of; by default the shard's number of samples.
+    """
+
+    loss: Tensor | float
+    weight: Tensor | float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WeightedLoss:
-    """A shard's mean loss, and the number of samples or tokens it is the mean of."""
+    """A shard's mean loss, the number of samples or tokens it is the mean of, and whether its gradients are there."""
 
     loss: Tensor
     weight: float
+    has_gradients: bool = False
 
     @classmethod
     def of(cls, returned: Any, samples: int) -> "WeightedLoss":
-        """Read ``loss`` or ``(loss, weight)``.
+        """Read ``loss``, ``(loss, weight)`` or :class:`BackwardDone`.
 
         Args:
             returned: the value that the loss function returned.
@@ -92,6 +110,9 @@ class WeightedLoss:
             LossError: the loss is no scalar that depends on a parameter, or the weight is negative or not finite.
         """
         loss, weight = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, samples)
+        if has_gradients := isinstance(returned, BackwardDone):
+            loss = torch.as_tensor(returned.loss).detach()
+            weight = samples if returned.weight is None else returned.weight
         if not isinstance(loss, Tensor):
             raise LossError(f"the loss function returned {_kind(loss)}: return a scalar tensor, or (loss, weight)")
         if loss.numel() != 1:
@@ -100,13 +121,13 @@ class WeightedLoss:
                 f"the shard's samples, for instance loss.mean()"
             )
         number = float(weight)
-        if not loss.requires_grad and number != 0:
+        if not loss.requires_grad and not has_gradients and number != 0:
             raise LossError("the loss depends on no parameter: was it detached, or computed under no_grad?")
         if not 0 <= number < float("inf"):
             raise LossError(
                 f"the loss function returned the weight {number}: it counts samples or tokens, so it is >= 0"
             )
-        return cls(loss.reshape(()), number)
+        return cls(loss.reshape(()), number, has_gradients)
 
 
 def _kind(value: Any) -> str:
@@ -125,6 +146,7 @@ class Shard:
         samples: the number of its samples; 0 for an empty one.
         report: what it comes to.
         loss: the mean loss, once it is computed.
+        has_gradients: whether the loss function went backward by itself.
         mark: the digest of its gradients, if it is audited.
     """
 
@@ -132,6 +154,7 @@ class Shard:
     samples: int
     report: ShardReport = field(default_factory=ShardReport)
     loss: Tensor | None = None
+    has_gradients: bool = False
     mark: ShardDigest | None = None
 
     @classmethod
@@ -144,17 +167,36 @@ class Shard:
         self.report.loss = 0.0 if self.loss is None else float(self.loss.detach())
         return self.report
 
-    def backward(self) -> None:
-        """Have autograd compute the gradient of the loss, times the weight.
+    def backward(self, parameters: Sequence[Tensor]) -> None:
+        """Have autograd compute the gradient of the loss, times the weight; or take the gradients that are there.
+
+        Args:
+            parameters: the parameters whose gradients are wanted.
 
         Raises:
+            LossError: the loss function says that it went backward, and left no gradient; or does not say so.
             ModelError, NondeterministicOperation: torch refuses; says how to go on.
         """
         assert self.loss is not None
         weight = self.report.weight
+        if self.has_gradients:
+            _weigh([parameter.grad for parameter in parameters if parameter.grad is not None], weight)
+            return
         with _explained():
             (self.loss * weight if weight != 1.0 else self.loss).backward()
         self.loss = self.loss.detach()
+
+
+@torch.no_grad()
+def _weigh(gradients: Sequence[Tensor], weight: float) -> None:
+    if not gradients:
+        raise LossError(
+            "the loss function returned BackwardDone, and no trained parameter has a gradient: go backward in it, and "
+            "leave the gradients where they are"
+        )
+    if weight != 1.0:
+        for gradient in gradients:
+            gradient.mul_(weight)
 
 
 class ForwardPass:
@@ -186,7 +228,7 @@ class ForwardPass:
         finally:
             self._shard = None
         weighted = WeightedLoss.of(returned, shard.samples)
-        shard.loss = weighted.loss
+        shard.loss, shard.has_gradients = weighted.loss, weighted.has_gradients
         # With one shard the weight cancels out, and without it the bits are those of the plain loop.
         shard.report.weight = 1.0 if call.batch.shards == 1 and weighted.weight else weighted.weight
 
@@ -210,6 +252,11 @@ class _explained:  # noqa: N801  a context manager, named like one
             raise ModelError(
                 "BatchNorm got a shard of a single sample, most likely of a last, smaller batch: leave that out with "
                 "run.steps(…, drop_last=True), or use a batch_size that leaves a larger rest"
+            ) from error
+        if isinstance(error, RuntimeError) and "backward through the graph a second time" in text:
+            raise LossError(
+                "the graph of the loss is gone: did the loss function go backward by itself? Then return "
+                "unisono.BackwardDone(loss), and its gradients are taken as they are"
             ) from error
         if isinstance(error, RuntimeError) and "deterministic" in text and "use_deterministic_algorithms" in text:
             operation = text.split(" ", 1)[0]
