@@ -71,10 +71,9 @@ class StepEngine:
         found: a function that gets each result of an audit at once; an attempt has all results.
         repeats: a function that is called before a step is computed again, since memory did not keep what was written.
         has_lost: whether an earlier engine has made an update from a gradient that memory had not kept.
-        survives: whether this worker goes on when others are lost.
+        survives: whether this worker goes on when others are lost. Then others may need what an update was made from.
         memory: the memory in which the script sees what the workers of a host share; by default a new one.
         stays_whole: a function that gets the reason for which updates are not split for now.
-        hands_over: whether workers that are left when another one is lost may need what an update was made from.
 
     Attributes:
         has_lost: whether this engine has made such an update, or an earlier one.
@@ -99,7 +98,6 @@ class StepEngine:
         survives: bool = False,
         memory: ScriptMemory | None = None,
         stays_whole: Callable[[str], None] = lambda why: None,
-        hands_over: bool = False,
     ) -> None:
         self._job = job
         self._workers = workers
@@ -118,7 +116,7 @@ class StepEngine:
         self._checked_bytes = execution.checked_bytes
         self._audit = Audit(job.seed, execution.audit, workers)
         self.has_lost = has_lost
-        self._cause = UpdateCause() if hands_over and workers.world_size > 1 else None
+        self._cause = UpdateCause() if survives and workers.world_size > 1 else None
         self._update: Update | ShardedUpdate = update or Update()
         self.why_whole = (
             why_whole(prepared, workers, execution, survives=survives)

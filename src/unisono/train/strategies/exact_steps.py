@@ -101,7 +101,6 @@ class ExactSteps:
             survives=self.membership.is_elastic,
             memory=self._memory,
             stays_whole=self._stays_whole,
-            hands_over=self.membership.is_elastic,
         )
         if self.config.execution.shard_optimizer and workers.world_size > 1:
             self._stays_whole(self.engine.why_whole)
