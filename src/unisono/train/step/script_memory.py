@@ -1,6 +1,7 @@
 """The memory in which scripts see parameters and optimizer state, whoever shares them."""
 
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -22,6 +23,15 @@ Rows = list[tuple[Tensor, ...]]
 """Flat buffers: the weights' buckets, then those of each kind."""
 
 
+LOOKS_EVERY = 64
+"""Calls, whatever happens in bodies: as often as weights are compared around shards."""
+
+
+def _page_faults() -> int:
+    """Of this process so far, those that read nothing from a disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 class ShownState:
     """Parameters and optimizer state, as the script sees them: memory that stays where it is.
 
@@ -39,6 +49,8 @@ class ShownState:
 
     def __init__(self, buckets: Sequence[Bucket], kinds: Sequence[Kind]) -> None:
         self._key = tuple(buckets), tuple(kinds)
+        self._faults, self._calls = 0, 0
+        self._may_be_written = self._is_held = False
         self.layouts = [[*buckets], *([replace(bucket, dtype=dtype) for bucket in buckets] for _, dtype in kinds)]
         every = list(chain.from_iterable(self.layouts))
         starts = starts_of(every)
@@ -55,12 +67,26 @@ class ShownState:
         return self._key == (tuple(buckets), tuple(kinds))
 
     def is_written(self) -> bool:
-        """Whether the script has written there, as far as anybody can know."""
+        """Whether the script has written there, as far as anybody can know. The system looks at each page."""
         return sees_writes() and self.view.is_written()
+
+    def may_be_written(self) -> bool:
+        """Whether :meth:`is_written` has to be asked in a call: also now and then, for what happens outside of bodies."""
+        return self._is_held or self._may_be_written or self._calls % LOOKS_EVERY == 0
+
+    def body_begins(self) -> None:
+        """An update is done: what comes now is the script's."""
+        self._faults = _page_faults()
+
+    def body_ends(self) -> None:
+        """A call begins. Whoever has written to a page for the first time in the body has made a page fault."""
+        self._calls += 1
+        self._may_be_written = self._faults != _page_faults()
 
     def show(self, segment: Segment) -> None:
         """Show what lies at the beginning of a segment, in this layout."""
         self.view.show(segment)
+        self._is_held = False
         _SHOWING.add(self)
 
     def keep(self, rows: Rows) -> None:
@@ -77,6 +103,7 @@ class ShownState:
     def hold_still(self) -> None:
         """Hold what it shows now. It counts as written: whoever shares it will go on without the others."""
         self.view.hold(lambda memory: memory.copy_(self.view.bytes))
+        self._is_held = True
         _SHOWING.discard(self)
 
     def _tensors(self, layout: Sequence[Bucket], offsets: Sequence[int]) -> tuple[Tensor, ...]:

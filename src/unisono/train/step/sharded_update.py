@@ -130,6 +130,7 @@ class ShardedUpdate:
         """
         self.require_whole()
         if self._shared is not None:
+            self._shared.shown.body_ends()
             self._shared.require_unwritten()
         elif not self._waits:
             self._share(is_right)
@@ -163,6 +164,8 @@ class ShardedUpdate:
         if self._torn:
             self._meets()
         self._torn = False
+        if self._shared is not None:
+            self._shared.shown.body_begins()
 
     def in_memory(self, tensor: Tensor) -> Tensor:
         """A tensor of the script where it really lies, for all workers of this host, if it is shared."""
@@ -170,7 +173,10 @@ class ShardedUpdate:
 
     def is_written(self) -> bool:
         """Whether the script has written to parameters or optimizer state, which it sees by itself alone."""
-        return self._shared is not None and self._shared.shown.is_written()
+        if self._shared is None:
+            return False
+        shown = self._shared.shown
+        return shown.may_be_written() and shown.is_written()
 
     def part(self) -> None:
         """Scripts have written to what they see: from now on each worker goes on with that, in memory of its own."""
