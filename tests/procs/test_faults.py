@@ -31,17 +31,18 @@ def is_kept(name: str) -> bool:
 class Training:
     """A job that has been struck to its end."""
 
-    def __init__(self, folder: Path, *options: str, faults: Faults = Faults()) -> None:  # noqa: B008
+    def __init__(self, folder: Path, *options: str, faults: Faults = Faults(), **settings: str) -> None:  # noqa: B008
         folder.mkdir(parents=True)
         script = folder / "faults.toml"
         script.write_text(faults.to_toml())
         self.run_dir = folder / "run"
+        self._settings = SETTINGS | settings
         self._words = ("run", *options, "--run-dir", self.run_dir, "--faults", script, SCRIPT)
         self.go_on()
 
     def go_on(self) -> None:
         environment = {name: value for name, value in os.environ.items() if is_kept(name)}
-        environment |= SETTINGS
+        environment |= self._settings
         self.ended = completed(*self._words, env=environment, timeout=PATIENCE_S)
 
     def journal(self, *events: str) -> list[dict[str, Any]]:
@@ -110,16 +111,25 @@ def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(serial: 
 
 
 @pytest.mark.parametrize("workers", ["2", "3"])  # one alone: tests/unit/test_integrity.py
-def test_a_flipped_bit_does_not_pass_for_right(workers: str, serial: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_of_one_workers_copy_does_not_pass_for_right(workers: str, serial: str, tmp_path: Path) -> None:
     # The update may round the first one away in its replica, after gradients were computed with it; never the second.
     faults = Faults().flip_bit(rank=1, at_step=20, bit=0).flip_bit(rank=0, at_step=40, bit=23)
-    training = Training(tmp_path / "job", "-n", workers, faults=faults)
+    training = Training(tmp_path / "job", "-n", workers, faults=faults, UNISONO_SHARD_OPTIMIZER="0")
     assert training.digest == serial
     found = training.journal("healed", "rolled back")
     assert [line["step"] for line in found] == [20, 40]
     assert {line["event"] for line in found} == {"healed" if workers == "3" else "rolled back"}
     said = training.ended.stdout + training.ended.stderr
     assert ("rank 1 on host" if workers == "3" else "no majority says which are right") in said
+
+
+def test_a_flipped_bit_of_the_copy_that_workers_share_does_not_pass_for_right(serial: str, tmp_path: Path) -> None:
+    faults = Faults().flip_bit(rank=1, at_step=20, bit=0).flip_bit(rank=0, at_step=40, bit=23)
+    training = Training(tmp_path / "job", "-n", "3", faults=faults)
+    assert training.digest == serial
+    assert [line["step"] for line in training.journal("rolled back")] == [20, 40]
+    assert training.journal("memory shared")
+    assert not training.journal("healed")
 
 
 def test_a_flipped_bit_beside_the_weights_does_not_pass_for_right(serial: str, tmp_path: Path) -> None:

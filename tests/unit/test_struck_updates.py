@@ -52,7 +52,7 @@ JOB = Job.create(batch_size=16, shards=8, bucket_mb=1e-4)
 
 PLAYS = {
     f"{workers} workers, {make.__name__}": Play(workers, Path(), SPLIT, job=JOB, optimizer=make)
-    for workers, make in ((2, momentum), (3, momentum), (3, adam), (5, adam))
+    for workers, make in ((2, momentum), (2, adam), (3, momentum), (3, adam), (5, adam))
 } | {"one joins": Play(2, Path(), SPLIT, job=JOB, joiners=1)}
 
 

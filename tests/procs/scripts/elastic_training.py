@@ -2,7 +2,8 @@
 
 ``FAULTS`` is a list of ``{"rank", "step", "place", "signal"}``: whoever has that rank sends itself the signal, once;
 with ``"signal": "raise"`` it raises an exception, with ``"resize 3"`` it asks for 3 workers. With ``"size": 2`` it
-happens in the first step from ``step`` on in which 2 workers train. With ``"behind": 0`` it
+happens in the first step from ``step`` on in which 2 workers train; with ``"later": true`` in the first one in which
+that place is passed. With ``"behind": 0`` it
 does not before the first of the list has. Outside of steps, ``step`` says how many there have been. A ``place`` may be
 a failpoint, too.
 """
@@ -94,7 +95,7 @@ def is_now(one: dict[str, Any], step: int) -> bool:
         return False
     if "size" in one:
         return bool(step >= one["step"] and run.world_size == one["size"])
-    return bool(step == one["step"])
+    return bool(step >= one["step"] if "later" in one else step == one["step"])
 
 
 def failing_sync(fd: Any) -> None:

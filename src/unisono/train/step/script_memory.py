@@ -71,7 +71,7 @@ class ShownState:
         return sees_writes() and self.view.is_written()
 
     def may_be_written(self) -> bool:
-        """Whether :meth:`is_written` has to be asked in a call: also now and then, for what happens outside of bodies."""
+        """Whether :meth:`is_written` has to be asked in a call; also now and then, for what bodies do not do."""
         return self._is_held or self._may_be_written or self._calls % LOOKS_EVERY == 0
 
     def body_begins(self) -> None:
