@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from one_at_a_time import Blow, blows_on
@@ -51,11 +53,20 @@ def own(run: Run, told: Callable[[Run, Step], None], make: Callable[[Any], torch
     """Clips, steps, schedules and averages in the update; notes what it saw, and what no checkpoint has."""
     model = network()
     optimizer = make(model.parameters())
-    run.prepare(model, optimizer)
     scheduler = run.register("scheduler", torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7))
     average = run.register("average", AveragedModel(model, avg_fn=get_ema_avg_fn(0.5)))
     run.on("step_begins", told)
     seen: dict[int, Any] = {}
+    samples, losses = torch.tensor(0), SimpleNamespace(values=torch.empty(0))
+    further = {"samples": (samples, "sum"), "losses": (losses, {"values": "cat"})}
+    run.prepare(model, optimizer, state=further)
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        found = loss(model, batch)
+        samples.add_(len(batch[0]))
+        losses.values = torch.cat([losses.values, found.detach()[None]])
+        return found
+
     for step in run.steps(samples_of(run), epochs=1, shuffle=False):
 
         def update(step: Step = step) -> str:
@@ -67,11 +78,12 @@ def own(run: Run, told: Callable[[Run, Step], None], make: Callable[[Any], torch
             seen[step.number] = step.loss.hex()
             return float(norm).hex()
 
-        found = step.run(loss, update=update)
+        found = step.run(loss_fn, update=update)
         if step.returned is not None:  # else the run goes back, and the step comes again
             assert found.hex() == seen[step.number]
             seen[step.number] += step.returned
-    return f"{run.finish()} {state_of(optimizer)} {digest_tensors(tensors_of(average))} {sorted(seen.items())}"
+    state = f"{state_of(optimizer)} {digest_tensors(tensors_of(average))} {int(samples)} {losses.values.tolist()}"
+    return f"{run.finish()} {state} {sorted(seen.items())}"
 
 
 def gone_backward(

@@ -15,8 +15,9 @@ from unisono.received import short
 from unisono.train.assembly import Inside
 from unisono.train.group.workers import Operation
 from unisono.train.loop.evaluation import Metrics, Predict
-from unisono.train.model.prepared import Prepared, refuse_unset_memory, tensors_by_name
+from unisono.train.model.prepared import Prepared, tensors_by_name
 from unisono.train.model.tensors import digest_tensors
+from unisono.train.preparation import prepare
 from unisono.train.record.callbacks import Callback, Event
 from unisono.train.record.metrics_line import metric
 from unisono.train.step.step import Step
@@ -100,36 +101,24 @@ class Run:
 
     # -- what is trained -------------------------------------------------------------------------------------
 
-    def prepare(self, model: M, optimizer: O) -> tuple[M, O]:
+    def prepare(self, model: M, optimizer: O, *, state: Mapping[str, Any] | None = None) -> tuple[M, O]:
         """Give every worker the same weights, and get ready to train them.
 
         Args:
             model: a module, or a list of them; moved to ``run.device``.
             optimizer: an optimizer, or a list of them, over the model's parameters.
+            state: further tensors that loss functions change, by name: a tensor, ``(tensor, rule)``, or ``(object,
+                {attribute: rule})``. Rules by which they are combined: ``mean``, ``first``, ``sum``, ``max``, ``cat``.
 
         Returns:
             the same objects. A run that resumes has its weights in them.
 
         Raises:
-            ModelError: nothing to train.
+            ModelError: nothing to train, or state that cannot be combined.
             JobMismatch: the workers hold different models; names the first difference.
             CheckpointError: the run folder's checkpoint holds another model.
         """
-        modules: list[nn.Module] = list(model) if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
-        for module in modules:
-            if isinstance(module, nn.Module):
-                module.to(self.device)
-        optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        prepared = Prepared.of(model, optimizers)
-        if self.job.deterministic:
-            refuse_unset_memory(prepared.optimizers)
-        inside, trained = self.inside, self.inside.trained
-        inside.synchronisation.before_call()
-        inside.collectives.agree("model", prepared.layout())
-        is_first, trained.prepared = trained.prepared is None, prepared
-        inside.collectives.change(partial(inside.first_weights.act, prepared, resumes=is_first))
-        inside.collectives.together(inside.steps.make_together)
-        inside.listeners.tell(lambda one: one.prepared(prepared, trained.progress.position.step))
+        prepare(self.inside, model, optimizer, state)
         return model, optimizer
 
     def register(self, name: str, thing: Any) -> Any:

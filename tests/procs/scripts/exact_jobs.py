@@ -367,6 +367,48 @@ def gradients_of_the_loss_functions_own() -> Any:
     return train(loss_fn=loss_fn, data=images(150), batch_size=61)
 
 
+class Seen:
+    """What a metric outside of the model keeps."""
+
+    def __init__(self) -> None:
+        self.samples, self.total = torch.tensor(0), torch.zeros(3, dtype=torch.float64)
+        self.largest, self.losses = torch.full((10,), -torch.inf), torch.empty(0, 2)
+
+    def update(self, outputs: Tensor, loss: Tensor) -> None:
+        self.samples += len(outputs)
+        self.total = self.total + outputs[:, :3].double().sum(0)
+        self.largest = torch.maximum(self.largest, outputs.amax(0))
+        self.losses = torch.cat([self.losses, torch.stack([loss, loss.square()])[None]])
+
+
+@job
+def state_outside_of_the_model() -> Any:
+    run = unisono.init(batch_size=61, shards=8, seed=1)
+    model, seen = Net(), Seen()
+    center, shifts = torch.zeros(10), torch.zeros(2, dtype=torch.int32)
+    state = {
+        "center": center,
+        "shifts": (shifts, "sum"),
+        "seen": (seen, {"samples": "sum", "total": "sum", "largest": "max", "losses": "cat"}),
+    }
+    run.prepare(model, adam(model), state=state)
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        outputs = model(batch[0]) - center
+        loss = F.cross_entropy(outputs, batch[1])
+        seen.update(outputs.detach(), loss.detach())
+        center.mul_(0.9).add_(outputs.detach().mean(0), alpha=0.1)
+        shifts.add_(torch.tensor([1, int(batch[1][0])]))
+        return loss
+
+    for step in run.steps(images(150), epochs=2):
+        step.run(loss_fn)
+    found = {name: bits(tensor) for name, tensor in vars(seen).items()} | {"center": bits(center)}
+    sizes = [int(seen.samples), *seen.losses.shape, *shifts.tolist()]
+    assert sizes[:4] == [300, 6 * 8, 2, 6 * 8], sizes
+    return {"digest": run.finish(), "sizes": sizes, **found}
+
+
 class Decaying(torch.optim.SGD):
     """Changes gradients in place, as many optimizers outside of torch do."""
 

@@ -1,8 +1,10 @@
-"""Buffers belong to shards too: each starts from the same ones, and the results are averaged."""
+"""Buffers and further state belong to shards too: each starts from the same, and the results are combined."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -10,14 +12,18 @@ from torch import Tensor
 from unisono.checkpoint.layout import form_of
 from unisono.errors import ModelError
 from unisono.plan.split import Split
-from unisono.plan.tree import Node, SummationTree
-from unisono.reduce.buckets import ALIGNMENT
+from unisono.plan.tree import SummationTree
 from unisono.reduce.transport import Transport
-from unisono.train.model.prepared import BufferPlace
-from unisono.train.model.tensors import Values
+from unisono.train.model.combining import Combining
+from unisono.train.model.places import FRESH, BufferPlace, Rule
+from unisono.train.model.tensors import Values, set_all
 
 LARGEST_STATISTIC = 2**16
 """Elements of the largest buffer that is compared by value."""
+
+
+Combine = Callable[[Transport, Tensor, Sequence[Tensor]], Tensor]
+"""Makes one tensor of what was there and what this worker's shards have made of it. Collective."""
 
 
 @dataclass(slots=True)
@@ -32,9 +38,9 @@ class _Base:
 class Buffers:
     """Keeps the buffers of a step: what they were, and what each of this worker's shards made of them.
 
-    Floating-point buffers end as the mean over the shards, weighted by their numbers of samples, along the
-    summation tree. Other buffers (counters) end as shard 0 left them, so they advance once per step. Buffers
-    that no shard has written are not touched.
+    Each is combined by its rule. By default floating-point buffers end as the mean over the shards, weighted by their
+    numbers of samples, along the summation tree. Other buffers (counters) end as shard 0 left them, so they advance
+    once per step. Buffers that no shard has written are not touched.
     """
 
     def __init__(self, places: Sequence[BufferPlace], split: Split, rank: int) -> None:
@@ -42,6 +48,8 @@ class Buffers:
         self._split = split
         self._tree = SummationTree(split.shards)
         self._mine = split.of(rank)
+        self._combining = Combining(self._tree, self._mine)
+        self._fresh = [number for number, place in enumerate(self._places) if place.rule in FRESH]
         self._bases: list[_Base] = []
         self._results: dict[int, list[Tensor | None]] = {}
 
@@ -82,11 +90,20 @@ class Buffers:
     @torch.no_grad()
     def rewind(self) -> None:
         """Put every buffer back to where the step began."""
-        for place, base in zip(self._places, self._bases, strict=True):
-            if _written(place, base):
-                place.registry[place.key] = base.tensor
-                base.tensor.resize_(base.value.shape).copy_(base.value)
-                base.version = base.tensor._version
+        for number in range(len(self._places)):
+            self._rewind(number)
+
+    @torch.no_grad()
+    def open(self, *, first: bool) -> None:
+        """A shard begins, the first one of this worker or another."""
+        if not first:  # it finds them as the step began
+            self.rewind()
+        for number in self._fresh:
+            place = self._places[number]
+            if place.rule == "cat":  # another tensor: what shards begin with is shorter
+                place.registry[place.key] = self._nothing(number)
+            else:
+                place.tensor.zero_()
 
     def take(self, shard: int) -> None:
         """Keep what ``shard`` has made of the buffers.
@@ -102,7 +119,7 @@ class Buffers:
 
     def _require_same_form(self, made: Sequence[Tensor | None]) -> None:
         for place, base, tensor in zip(self._places, self._bases, made, strict=True):
-            if tensor is not None and (tensor.shape, tensor.dtype) != (base.value.shape, base.value.dtype):
+            if tensor is not None and not _is_like(tensor, base.value, grows=place.rule == "cat"):
                 self.rewind()
                 raise ModelError(
                     f"the buffer {place.name} had the form {form_of(base.value)} before a shard, and has "
@@ -123,14 +140,14 @@ class Buffers:
             what tells what was made of each buffer in here.
         """
         now = [(place, place.tensor, place.tensor.clone()) for place in self._places]
-        self.rewind()
+        self.open(first=False)
         try:
             with torch.enable_grad():
                 yield self._made
         finally:
             for place, tensor, value in now:
                 place.registry[place.key] = tensor
-                tensor.copy_(value)
+                set_all([(tensor, value)])
 
     def _made(self) -> list[Tensor | None]:
         return [
@@ -142,7 +159,8 @@ class Buffers:
     def reduced(self, transport: Transport, used: Sequence[bool], counts: Sequence[int]) -> Values:
         """What all shards together made of the buffers that any of them wrote. Collective.
 
-        They are as the step began afterwards, unless there is one shard: then they are as that one left them.
+        They are as the step began afterwards, unless there is one shard: then those that have a mean or are the first's
+        are as that one left them.
 
         Args:
             transport: the transport between the workers.
@@ -153,27 +171,45 @@ class Buffers:
             each buffer, and what it is to be, until the next collective call; see
             :func:`unisono.train.model.tensors.set_all`.
         """
-        if self._tree.shards == 1:
-            return []
-        self.rewind()
-        written = [number for number, is_used in enumerate(used) if is_used]
-        floats = [number for number in written if self._bases[number].tensor.is_floating_point()]
-        found: list[tuple[Tensor, Tensor]] = []
-        for dtype in dict.fromkeys(self._bases[number].tensor.dtype for number in floats):
-            same = [number for number in floats if self._bases[number].tensor.dtype == dtype]
-            found += self._average(transport, same, [count / sum(counts) for count in counts])
-        return [*found, *self._first(transport, [number for number in written if number not in floats])]
+        by_rule: dict[Rule, list[int]] = {}
+        for number, place in enumerate(self._places):
+            if used[number] and (self._tree.shards > 1 or place.rule not in ("mean", "first")):
+                by_rule.setdefault(place.rule, []).append(number)
+        numbers = range(len(self._places)) if self._tree.shards > 1 else sorted(chain.from_iterable(by_rule.values()))
+        shares = [count / sum(counts) for count in counts]
+        found = [
+            *self._added(transport, by_rule.get("mean", []), shares.__getitem__),
+            *self._grown(transport, by_rule.get("sum", [])),
+            *self._joined(transport, by_rule),
+        ]
+        for number in numbers:
+            self._rewind(number)
+        return [*found, *self._first(transport, by_rule.get("first", []))]
 
-    def _average(self, transport: Transport, numbers: Sequence[int], shares: Sequence[float]) -> Values:
-        bases = [self._bases[number] for number in numbers]
-        leaves = {Node(shard, shard + 1): self._scaled(shard, numbers, shares[shard]) for shard in self._mine}
-        cover = self._tree.cover(self._mine.start, self._mine.stop)
-        partials = [self._tree.finish(leaves, lambda left, right: left.add_(right), node) for node in cover]
-        if not self._mine:  # a server tells what they are like
-            partials = [self._scaled(0, numbers, 0.0)]
-        total = transport.reduce(("buffers", bases[0].tensor.dtype), partials)
-        means = total[: sum(base.tensor.numel() for base in bases)].split([base.tensor.numel() for base in bases])
-        return [(base.tensor, mean.view(base.tensor.shape)) for base, mean in zip(bases, means, strict=True)]
+    def _added(self, transport: Transport, numbers: Sequence[int], share: Callable[[int], float]) -> Values:
+        found: list[tuple[Tensor, Tensor]] = []
+        for dtype in dict.fromkeys(self._bases[number].tensor.dtype for number in numbers):
+            same = [number for number in numbers if self._bases[number].tensor.dtype == dtype]
+            kind = self._places[same[0]].rule
+            totals = self._combining.added(transport, ("buffers", kind, dtype), partial(self._values, same), share)
+            for number, total in zip(same, totals, strict=True):
+                found.append((self._bases[number].tensor, total.view(self._bases[number].value.shape)))
+        return found
+
+    def _grown(self, transport: Transport, numbers: Sequence[int]) -> Values:
+        before = {id(base.tensor): base.value for base in map(self._bases.__getitem__, numbers)}
+        return [
+            (tensor, before[id(tensor)] + total) for tensor, total in self._added(transport, numbers, lambda _: 1.0)
+        ]
+
+    def _joined(self, transport: Transport, by_rule: Mapping[Rule, Sequence[int]]) -> Values:
+        found: list[tuple[Tensor, Tensor]] = []
+        kinds: Sequence[tuple[Rule, Combine]] = [("max", self._combining.greatest), ("cat", self._combining.joined)]
+        for rule, combine in kinds:
+            for number in by_rule.get(rule, []):
+                made = [self._value(shard, number) for shard in self._mine]
+                found.append((self._bases[number].tensor, combine(transport, self._bases[number].value, made)))
+        return found
 
     def _first(self, transport: Transport, numbers: Sequence[int]) -> Values:
         if not numbers:
@@ -188,16 +224,27 @@ class Buffers:
             for number, value, part in zip(numbers, values, parts, strict=True)
         ]
 
-    def _scaled(self, shard: int, numbers: Sequence[int], share: float) -> Tensor:
-        values = [self._value(shard, number).reshape(-1) for number in numbers]
-        flat = torch.cat([*values, values[0].new_zeros(-sum(map(len, values)) % ALIGNMENT)])
-        # A buffer may hold infinities, and an empty shard has no part in them.
-        return flat.mul_(share) if share else flat.zero_()
+    def _values(self, numbers: Sequence[int], shard: int) -> list[Tensor]:
+        return [self._value(shard, number) for number in numbers]
 
     def _value(self, shard: int, number: int) -> Tensor:
         results = self._results.get(shard)  # an empty shard has none
         result = results[number] if results else None
-        return self._bases[number].value if result is None else result
+        if result is None:
+            return self._nothing(number) if number in self._fresh else self._bases[number].value
+        return result
+
+    def _nothing(self, number: int) -> Tensor:
+        """With which a shard begins whose results are added to what was there."""
+        base = self._bases[number].value
+        return base[:0].clone() if self._places[number].rule == "cat" else torch.zeros_like(base)
+
+    def _rewind(self, number: int) -> None:
+        place, base = self._places[number], self._bases[number]
+        if _written(place, base):
+            place.registry[place.key] = base.tensor
+            set_all([(base.tensor, base.value)])
+            base.version = base.tensor._version
 
 
 def _written(place: BufferPlace, base: _Base) -> bool:
@@ -206,6 +253,11 @@ def _written(place: BufferPlace, base: _Base) -> bool:
     if place.tensor is not base.tensor or place.tensor._version != base.version:
         return True
     return 0 < place.tensor.numel() <= LARGEST_STATISTIC and not torch.equal(place.tensor, base.value)
+
+
+def _is_like(tensor: Tensor, base: Tensor, *, grows: bool) -> bool:
+    skipped = 1 if grows else 0
+    return tensor.dtype == base.dtype and tensor.dim() == base.dim() and tensor.shape[skipped:] == base.shape[skipped:]
 
 
 def _alike(left: Tensor, right: Tensor) -> bool:

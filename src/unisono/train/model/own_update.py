@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from unisono.checkpoint.layout import form_of
 from unisono.errors import JobError, Unreadable
 from unisono.received import value_of
-from unisono.train.model.prepared import BufferPlace
-from unisono.train.model.tensors import Values
+from unisono.train.model.places import BufferPlace
+from unisono.train.model.tensors import Values, set_all
 
 Scaled = Callable[[Any], AbstractContextManager[Any]]
 """Given optimizers, changes their learning rates for a while."""
@@ -130,9 +130,7 @@ class UpdateCause:
             raise Unreadable(f"another worker gave {len(self.gradients)} gradients for {len(parameters)} parameters")
         for parameter, gradient in zip(parameters.values(), self.gradients, strict=True):
             parameter.grad = None if gradient is None else _like(parameter, gradient)
-        for number, value in self.buffers:
-            _require_form(places[number].tensor, value)
-            places[number].tensor.copy_(value)
+        set_all([(places[number].tensor, value) for number, value in self.buffers])
 
     @classmethod
     def of(cls, tree: Any, places: Sequence[BufferPlace]) -> UpdateCause:
@@ -143,7 +141,7 @@ class UpdateCause:
         """
         form = tuple[float, list[Tensor | None], list[tuple[int, Tensor]]]
         loss, gradients, buffers = value_of(form, tree, "the gradient that another worker gave")
-        if not all(0 <= number < len(places) for number, _ in buffers):
+        if not all(0 <= number < len(places) and places[number].fits(value) for number, value in buffers):
             raise Unreadable("another worker gave buffers that this one does not have")
         return cls(loss, gradients, buffers)
 

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 
 from unisono.errors import ModelError
+from unisono.train.model.places import BufferPlace, further_places, places_of
 from unisono.train.model.tensors import tensors_of
 
 
@@ -24,24 +25,29 @@ class Prepared:
         modules: the modules, always as a tuple.
         optimizers: the optimizers, always as a tuple.
         parameters: the parameters that the optimizers update, each once, by name.
-        buffers: the modules' buffers, each once.
+        buffers: the places of the modules' buffers, and of further state that shards change, each once.
     """
 
     model: Any
     modules: tuple[nn.Module, ...]
     optimizers: tuple[Optimizer, ...]
     parameters: dict[str, Tensor]
-    buffers: tuple["BufferPlace", ...]
+    buffers: tuple[BufferPlace, ...]
     _registries: list[tuple[dict[str, Any], tuple[int, ...]]] = field(repr=False)
     _buffer_names: list[tuple[dict[str, Any], list[str]]] = field(repr=False)
     _trained: tuple[int, ...] = field(repr=False)
 
     @classmethod
-    def of(cls, model: Any, optimizers: Sequence[Optimizer]) -> "Prepared":
+    def of(cls, model: Any, optimizers: Sequence[Optimizer], state: Mapping[str, Any] | None = None) -> "Prepared":
         """Take inventory. Frozen parameters lose the gradients that they had before they were frozen.
 
+        Args:
+            model: one module, or a list of them.
+            optimizers: the optimizers.
+            state: further state that shards change, see :func:`~unisono.train.model.places.further_places`.
+
         Raises:
-            ModelError: nothing to train, or something that is no module or optimizer.
+            ModelError: nothing to train, or something that is no module, optimizer or state.
         """
         modules = tuple(model) if isinstance(model, list | tuple) else (model,)
         _check_kinds(modules, optimizers)
@@ -56,7 +62,7 @@ class Prepared:
             modules,
             tuple(optimizers),
             parameters,
-            _buffers(modules),
+            _places(modules, state or {}),
             _registries(modules),
             [(layer._buffers, _present(layer._buffers)) for root in modules for layer in root.modules()],
             _trained(optimizers),
@@ -72,8 +78,12 @@ class Prepared:
         return tensors_by_name(self.modules)
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters by name, each once: the modules' own, also frozen ones, and others that optimizers update."""
+        """All parameters by name, each once: the modules' own, also frozen ones, and others that optimizers update.
+
+        Without those that are state, which shards change.
+        """
         found: dict[int, tuple[str, Tensor]] = {}
+        state = {id(place.tensor) for place in self.buffers}
         of_modules = (
             (prefix + name, parameter)
             for prefix, module in prefixed(self.modules)
@@ -81,7 +91,7 @@ class Prepared:
         )
         for name, parameter in chain(of_modules, self.parameters.items()):
             found.setdefault(id(parameter), (name, parameter))
-        return dict(found.values())
+        return {name: tensor for name, tensor in found.values() if id(tensor) not in state}
 
     def check_unchanged(self) -> None:
         """Refuse a model whose parameters, buffers or modules were replaced since ``prepare``.
@@ -111,6 +121,7 @@ class Prepared:
         """Names, shapes and dtypes of all parameters and buffers, for comparison between workers."""
         described = {name: _form(tensor) for name, tensor in self.tensors().items()}
         described |= {f"trained {name}": _form(tensor) for name, tensor in self.parameters.items()}
+        described |= {place.name: f"{place.form} {place.rule}" for place in self.buffers if place.chosen is not None}
         return described | {f"order of optimizer {n}": ", ".join(names) for n, names in enumerate(self.order())}
 
     def order(self) -> list[list[str]]:
@@ -119,21 +130,6 @@ class Prepared:
         for prefix, module in prefixed(self.modules):
             named |= {id(tensor): prefix + name for name, tensor in module.named_parameters()}
         return [[named.get(id(tensor), "?") for tensor in _owned([one])] for one in self.optimizers]
-
-
-@dataclass(frozen=True, slots=True)
-class BufferPlace:
-    """The module and the name that hold a buffer: assigning to it may put another tensor there."""
-
-    registry: dict[str, Any]
-    key: str
-    name: str
-
-    @property
-    def tensor(self) -> Tensor:
-        """The buffer that is there now."""
-        found: Tensor = self.registry[self.key]
-        return found
 
 
 def prefixed(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -195,15 +191,14 @@ def _named_parameters(modules: Sequence[nn.Module], optimizers: Sequence[Optimiz
     return named | {f"optimizer parameter {number}": tensor for number, tensor in enumerate(owned.values())}
 
 
-def _buffers(modules: Sequence[nn.Module]) -> tuple[BufferPlace, ...]:
+def _places(modules: Sequence[nn.Module], state: Mapping[str, Any]) -> tuple[BufferPlace, ...]:
+    """Each tensor once: where the script says how one is combined, by that rule."""
+    further = {id(place.tensor): place for place in further_places(state)}
     places: dict[int, BufferPlace] = {}
     for prefix, root in prefixed(modules):
-        for path, module in root.named_modules(prefix=prefix.rstrip(".")):
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    name = f"{path}.{key}" if path else key
-                    places.setdefault(id(buffer), BufferPlace(module._buffers, key, name))
-    return tuple(places.values())
+        for place in places_of(prefix, root):
+            places.setdefault(id(place.tensor), further.get(id(place.tensor), place))
+    return tuple((places | further).values())
 
 
 def _registries(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], tuple[int, ...]]]:

@@ -21,9 +21,12 @@ Values = Sequence[tuple[Tensor, Tensor]]
 
 @torch.no_grad()
 def set_all(values: Values) -> None:
-    """Set every tensor to its value."""
+    """Set every tensor to its value; one of another shape gets that of the value."""
     for tensor, value in values:
-        tensor.copy_(value)
+        if tensor.shape == value.shape:
+            tensor.copy_(value)
+        else:  # other memory: what somebody looks at cannot grow
+            tensor.set_(value.clone())  # type: ignore[call-overload]
 
 
 def set_like(tensors: Sequence[Tensor], found: Any, what: str) -> None:

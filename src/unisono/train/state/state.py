@@ -5,17 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint.layout import form_of
 from unisono.checkpoint.quick_digest import tree_digest
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import CheckpointError, Unreadable
 from unisono.plan.batches import Position
 from unisono.received import short, value_of
+from unisono.train.model.places import BufferPlace
 from unisono.train.model.prepared import Prepared, prefixed
+from unisono.train.model.tensors import set_all
 from unisono.train.state.registered import kept
 
 VERSIONS = "_metadata"
@@ -111,14 +111,17 @@ def restore_models(prepared: Prepared, snapshot: Snapshot) -> None:
             f"the checkpoint of step {snapshot.step} holds another model; {len(names)} tensors differ, first "
             f"{names[0]}: {ours.get(names[0], 'absent')} here, {theirs.get(names[0], 'absent')} in the checkpoint"
         )
-    places, values = _transient_places(prepared), list(kept(snapshot, "transient"))
-    if [form_of(place) for place in places] != [form_of(value) for value in values]:
-        raise CheckpointError(f"the checkpoint of step {snapshot.step} holds other transient buffers: another model")
+    places, values = _transient_places(prepared), value_of(dict[str, Tensor], kept(snapshot, "transient"), "transient")
+    odd = [name for name in {**places, **values} if name not in places or name not in values]
+    odd += [name for name, place in places.items() if name in values and not place.fits(values[name])]
+    if odd:
+        raise CheckpointError(
+            f"the checkpoint of step {snapshot.step} holds other transient buffers or further state: another model; "
+            f"first {odd[0]}"
+        )
     for prefix, module in prefixed(prepared.modules):
         module.load_state_dict(module_part(snapshot.model, prefix))
-    with torch.no_grad():
-        for place, value in zip(places, values, strict=True):
-            place.copy_(value)
+    set_all([(places[name].tensor, value) for name, value in values.items()])
 
 
 def holds_models(prepared: Prepared, snapshot: Snapshot) -> bool:
@@ -267,11 +270,11 @@ def _named_modules(prepared: Prepared) -> list[tuple[str, nn.Module]]:
     return [(prefix + name, each) for prefix, one in prefixed(prepared.modules) for name, each in one.named_modules()]
 
 
-def _transient_places(prepared: Prepared) -> list[Tensor]:
-    # Buffers that state_dict leaves out still decide bits, so a resumed run needs them.
-    saved = {tensor.data_ptr() for tensor in prepared.tensors().values()}
-    return [place.tensor for place in prepared.buffers if place.tensor.data_ptr() not in saved]
+def _transient_places(prepared: Prepared) -> dict[str, BufferPlace]:
+    # What state_dict leaves out still decides bits, so a resumed run needs it.
+    saved = {tensor.data_ptr() for tensor in prepared.tensors().values() if tensor.numel()}
+    return {place.name: place for place in prepared.buffers if place.tensor.data_ptr() not in saved}
 
 
-def _transient(prepared: Prepared) -> list[Tensor]:
-    return list(_transient_places(prepared))
+def _transient(prepared: Prepared) -> dict[str, Tensor]:
+    return {name: place.tensor for name, place in _transient_places(prepared).items()}

@@ -418,8 +418,7 @@ class StepEngine:
         gradients.open(last=shard is shards[-1])
         with self._told(f"step {call.step}, shard {call.first + shard.number}"):
             if shard.samples:
-                if shard is not shards[0]:  # the first one finds them as the step began
-                    self._buffers.rewind()
+                self._buffers.open(first=shard is shards[0])
                 self._forward.compute(call, shard, call.shards[shard.number - self._mine.start])
                 self._buffers.take(shard.number)
             if shard is shards[-1]:

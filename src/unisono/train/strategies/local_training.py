@@ -72,7 +72,16 @@ class LocalTraining:
         return self._rounds is not None and self._rounds.shares_work
 
     def make(self, workers: Workers) -> None:
-        """Begin rounds. Collective."""
+        """Begin rounds. Collective.
+
+        Raises:
+            JobError: there is state that no two workers may have apart.
+        """
+        if further := [place.name for place in self._trained.require_prepared().buffers if place.chosen is not None]:
+            raise JobError(
+                f"run.prepare(state=…): with strategy={str(self._trained.policy_state.strategy)!r} workers train apart "
+                f"between two rounds, and nobody combines {further[0]}. Leave state out, or use strategy='all-reduce'"
+            )
         self._trained.anticipate()
         strategy, before = self._trained.policy_state.strategy, self._before
         is_same = before is not None and before.strategy == strategy

@@ -1,0 +1,42 @@
+"""The preparation of a training: every worker gets the same weights, and is ready to train them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from unisono.train.assembly import Inside
+from unisono.train.model.prepared import Prepared, refuse_unset_memory
+
+
+def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> None:
+    """Take inventory, agree on it with the other workers, and share the weights. Collective.
+
+    Args:
+        inside: the parts of the run.
+        model: a module, or a list of them; moved to the run's device.
+        optimizer: an optimizer, or a list of them.
+        state: further tensors that loss functions change, by name.
+
+    Raises:
+        ModelError: nothing to train, or something that is no module, optimizer or state.
+        JobMismatch: the workers hold different models; names the first difference.
+        CheckpointError: the run folder's checkpoint holds another model.
+    """
+    modules: Sequence[Any] = model if isinstance(model, list | tuple) else [model]
+    for module in modules:
+        if isinstance(module, nn.Module):
+            module.to(inside.device)
+    optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    prepared, trained = Prepared.of(model, optimizers, state), inside.trained
+    if inside.job.deterministic:
+        refuse_unset_memory(prepared.optimizers)
+    inside.synchronisation.before_call()
+    inside.collectives.agree("model", prepared.layout())
+    is_first, trained.prepared = trained.prepared is None, prepared
+    inside.collectives.change(partial(inside.first_weights.act, prepared, resumes=is_first))
+    inside.collectives.together(inside.steps.make_together)
+    inside.listeners.tell(lambda one: one.prepared(prepared, trained.progress.position.step))

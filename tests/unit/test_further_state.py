@@ -1,0 +1,166 @@
+"""State outside of modules' buffers that loss functions change: combined by rule, kept, and handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import unisono
+from benchmarks.thread_crew import Trade, train
+from unisono.errors import CheckpointError, JobError, ModelError
+from unisono.job import Job
+
+Start = Callable[..., unisono.Run]
+
+INPUTS = torch.arange(33.0).sin().view(11, 3)
+
+
+class Metric:
+    """What is seen of a job, outside of its model."""
+
+    def __init__(self) -> None:
+        self.count, self.top, self.rows = torch.tensor(0), torch.full((3,), -torch.inf), torch.empty(0, 3)
+
+    def update(self, inputs: Tensor) -> None:
+        self.count = self.count + len(inputs)
+        self.top = torch.maximum(self.top, inputs.amax(0))
+        self.rows = torch.cat([self.rows, inputs])
+
+
+RULES = {"count": "sum", "top": "max", "rows": "cat"}
+
+
+class Centered(nn.Module):
+    """Keeps a running mean in a frozen parameter, as some frameworks' layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.linear = nn.Linear(3, 2)
+        with torch.no_grad():
+            for parameter in self.linear.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.center.mul_(0.5).add_(inputs.mean(0), alpha=0.5)
+        found: Tensor = self.linear(inputs - self.center)
+        return found
+
+
+def trained(run: unisono.Run, epochs: int = 2) -> tuple[Any, ...]:
+    model, metric, last = Centered(), Metric(), torch.zeros(3, dtype=torch.float64)
+    state = {"metric": (metric, RULES), "center": model.center, "last": (last, "first")}
+    run.prepare(model, torch.optim.SGD(model.linear.parameters(), lr=0.1, momentum=0.9), state=state)
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        metric.update(batch[0])
+        last.copy_(batch[0][0])
+        return F.cross_entropy(model(batch[0]), (batch[0][:, 0] > 0).long())
+
+    for step in run.steps(TensorDataset(INPUTS), epochs=epochs, shuffle=False):
+        step.run(loss_fn)
+    seen = [tensor.tolist() for tensor in (metric.count, metric.top, metric.rows, model.center, last)]
+    return run.finish(), *seen
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize("shards", [1, 3])
+def test_each_rule_comes_to_what_a_plain_loop_sees(start: Start, shards: int) -> None:
+    digest, count, top, rows, center, last = trained(start(batch_size=4, shards=shards))
+    assert count == 22
+    assert top == INPUTS.amax(0).tolist()
+    assert rows == [*INPUTS.tolist(), *INPUTS.tolist()]
+    assert last == INPUTS[8].double().tolist()
+    assert any(center)
+    assert len(digest) == 64
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("torch_settings_restored")
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_the_bits_are_those_of_one_worker(workers: int, tmp_path: Path) -> None:
+    job = Job.create(batch_size=8, shards=5)
+    (serial,) = train(Trade(job, 1, tmp_path / "serial"), trained)
+    assert train(Trade(job, workers, tmp_path / "run"), trained) == [serial] * workers
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("torch_settings_restored")
+def test_a_run_goes_on_with_it_on_another_number_of_workers(tmp_path: Path) -> None:
+    job = Job.create(batch_size=4, shards=4)
+    (serial,) = train(Trade(job, 1, tmp_path / "serial"), trained)
+    train(Trade(job, 3, tmp_path / "run", checkpoint_every=2, stop_after=4), trained)
+    assert train(Trade(job, 2, tmp_path / "run", checkpoint_every=2), trained) == [serial] * 2
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+def test_a_step_that_is_skipped_leaves_it_as_it_was(start: Start) -> None:
+    run, metric = start(batch_size=11, on_nan="skip"), Metric()
+    model = nn.Linear(3, 2)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state={"metric": (metric, RULES)})
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        metric.update(batch[0])
+        found: Tensor = model(batch[0]).sum() * (float("nan") if step.epoch else 1.0)
+        return found
+
+    for step in run.steps(TensorDataset(INPUTS), epochs=2):
+        step.run(loss_fn)
+    assert (int(metric.count), len(metric.rows)) == (11, 11)
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"a": 3}, r"'a' is 3: give a tensor, \(tensor, rule\), or"),
+        ({"a": (torch.zeros(2), "most")}, "'a' has the rule 'most': there are mean, first, sum, max, cat"),
+        ({"a": torch.zeros(2, requires_grad=True)}, "'a' requires a gradient"),
+        ({"a": (torch.tensor(1), "mean")}, r"'a' is of torch.int64, which has no mean"),
+        ({"a": (torch.zeros(2), "cat")}, r"'a' is to grow .*give \(object, \{attribute: 'cat'\}\)"),
+        ({"a": (Metric(), {"none": "sum"})}, "a Metric, has no attribute none that holds a tensor"),
+        ({"a": (Metric(), {"rows": "cat"}), "a.rows": torch.zeros(2)}, "two have one name"),
+        ({"a": INPUTS, "b": INPUTS}, "state a and state b are one tensor"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_in_clear_words(start: Start, state: Any, said: str) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ModelError, match=said):
+        start().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state=state)
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+def test_a_checkpoint_with_other_state_is_refused_by_name(start: Start) -> None:
+    def run_with(state: Any) -> None:
+        run, model = start(checkpoint_every=1), nn.Linear(3, 2)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state=state)
+        for step in run.steps(TensorDataset(INPUTS)):
+            step.run(lambda model, batch: model(batch[0]).sum())
+        run.close()
+
+    run_with({"a": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match="other transient buffers or further state: .*first state b"):
+        run_with({"b": torch.zeros(2), "a": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match="first state a"):
+        run_with({"a": torch.zeros(3)})
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("torch_settings_restored")
+def test_workers_that_train_apart_refuse_it(tmp_path: Path) -> None:
+    trade = Trade(Job.create(batch_size=8, shards=8), 2, tmp_path / "run", strategy="local-sgd:every=2")
+    with pytest.raises(JobError, match=r"local-sgd.* nobody combines state metric.count\. .*strategy='all-reduce'"):
+        train(trade, trained)
