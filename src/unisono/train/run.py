@@ -2,85 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
 
 from unisono.data.shards import Collate
+from unisono.data.streams import generators_kept
 from unisono.errors import JobError, ModelError
 from unisono.received import short
-from unisono.train.assembly import Inside
-from unisono.train.group.workers import Operation
+from unisono.train.group.workers import Operation, Workers
 from unisono.train.loop.evaluation import Metrics, Predict
+from unisono.train.loop.loop import LoopPlace
 from unisono.train.model.prepared import Prepared, tensors_by_name
 from unisono.train.model.tensors import digest_tensors
 from unisono.train.preparation import prepare
 from unisono.train.record.callbacks import Callback, Event
 from unisono.train.record.metrics_line import metric
+from unisono.train.run_view import RunView
 from unisono.train.step.step import Step
 
 M = TypeVar("M")
 O = TypeVar("O")  # noqa: E741
+T = TypeVar("T")
 
 
-class Run:
-    """One training run, as one of its workers sees it. Made by :func:`unisono.init`.
-
-    Attributes:
-        job: the job to train.
-        device: the device on which this worker computes.
-        inside: the parts of the run; scripts leave it alone.
-    """
-
-    def __init__(self, inside: Inside) -> None:
-        self.job = inside.job
-        self.device = inside.device
-        self.inside = inside
-
-    # -- who and where ---------------------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        """This worker's place in the roster, 0 … world_size-1; -1 as long as it has yet to join the others."""
-        return -1 if self.inside.membership.joins else self.inside.membership.workers.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers; 0 as long as this one has yet to join them."""
-        return 0 if self.inside.membership.joins else self.inside.membership.workers.world_size
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the worker that prints and writes files (rank 0)."""
-        return self.rank == 0
-
-    @property
-    def generation(self) -> int:
-        """The number of the roster's generation, from 1; 0 as long as this worker has yet to join."""
-        return self.inside.membership.workers.generation.number
-
-    @property
-    def dir(self) -> Path:
-        """The run folder."""
-        return self.inside.folder.path
-
-    @property
-    def metrics(self) -> Mapping[str, Any]:
-        """The newest line of ``metrics.jsonl``."""
-        return self.inside.metrics.latest
-
-    @property
-    def strategy(self) -> str:
-        """By which the workers synchronise now, as its text."""
-        return str(self.inside.steps.strategy)
-
-    def print(self, *values: Any, **options: Any) -> None:
-        """Print on the main worker alone."""
-        if self.is_main:
-            print(*values, **{"flush": True, **options})  # noqa: T201  this is the verb for it
+class Run(RunView):
+    """One training run, as one of its workers sees it. Made by :func:`unisono.init`."""
 
     def on(self, event: Event, callback: Callback) -> None:
         """Have ``callback(run, step)`` called on this worker whenever something happens in its loops.
@@ -148,6 +97,7 @@ class Run:
         drop_last: bool | None = None,
         loader_workers: int | None = None,
         collate_fn: Collate | None = None,
+        max_steps: int | None = None,
     ) -> Generator[Step, None, None]:
         """The steps of a training loop, one per global batch.
 
@@ -163,6 +113,7 @@ class Run:
             loader_workers: the number of this worker's processes that load ahead, over all epochs; 0 (the default)
                 loads in this process, while no step is computed. Decides no bit.
             collate_fn: a function that makes a batch of a list of samples; torch's ``default_collate`` by default.
+            max_steps: the number of steps of the whole job with which the loop is over, if its epochs are not before.
 
         Raises:
             DataError: the data set or the loader cannot be read by index, a batch cannot be collated, or a loader
@@ -172,7 +123,23 @@ class Run:
             SystemExit: with code 75, after a checkpoint, when a worker was asked to leave.
         """
         self._prepared()
-        return self.inside.loop.over(dataset, epochs, shuffle, drop_last, loader_workers, collate_fn)
+        return self.inside.loop.over(dataset, epochs, shuffle, drop_last, loader_workers, collate_fn, max_steps)
+
+    def enter(self) -> LoopPlace:
+        """Enter the loop that :meth:`steps` has made, before its first step: for a loop that somebody else controls.
+
+        A run that resumes has then restored all that it kept, registered objects and optimizers included. A worker that
+        joins waits here until the others take it in, and then has their state. Make and register everything before, and
+        make no collective call between this and the first step.
+
+        Returns:
+            the place from which the loop goes on: step, epoch, batch of the epoch, and whether nothing is left.
+
+        Raises:
+            JobError: there is no loop that was made and not begun.
+        """
+        self._prepared()
+        return self.inside.loop.enter_next()
 
     def log(self, name: str, value: Any) -> None:
         """Log a metric.
@@ -255,6 +222,18 @@ class Run:
         """The value that the worker ``source`` has: a tensor, a number, text, or lists and dicts of them."""
         self.inside.synchronisation.before_call()
         return self.inside.collectives.together(lambda workers: workers.broadcast(value, source))
+
+    def together(self, function: Callable[[Workers], T]) -> T:
+        """Carry out what all workers do together, such as an evaluation of which each does a part.
+
+        Args:
+            function: a function of the workers: their ``rank``, ``world_size``, ``all_reduce``, ``broadcast`` and
+                ``gather_json``. It changes no weights, and returns the same on every worker: numbers, text, tensors,
+                and lists and dicts of them. Called again if a worker is lost in it; draws of the global random
+                generators are taken back.
+        """
+        self.inside.synchronisation.before_call()
+        return self.inside.collectives.together(generators_kept()(function))
 
     def barrier(self) -> None:
         """Wait until every worker is here."""

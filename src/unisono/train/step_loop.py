@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
@@ -25,7 +25,7 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.boundary import Boundary
-from unisono.train.loop.loop import Loop
+from unisono.train.loop.loop import Loop, LoopPlace
 from unisono.train.loop.prefetch import prefetch
 from unisono.train.model.own_update import OwnUpdate
 from unisono.train.model.prepared import Prepared
@@ -77,6 +77,7 @@ class StepLoop:
     _feeds: LoopFeeds = field(init=False)
     _feed: Feed | None = field(default=None, init=False)
     _batches: Batches | None = field(default=None, init=False)
+    _coming: _Coming | None = field(default=None, init=False)  # as long as none of its steps was asked for
     _number: int = field(default=-1, init=False)
     _joined: bool = field(default=False, init=False)  # in the middle of the loop that is under way
 
@@ -91,9 +92,11 @@ class StepLoop:
         drop_last: bool | None,
         loader_workers: int | None,
         collate_fn: Collate | None,
+        max_steps: int | None,
     ) -> Generator[Step, None, None]:
         """The steps of a loop over a data set; see :meth:`Run.steps`."""
         require_kinds(StepLoop.over, locals())
+        self._forgo()
         if self.steps.under_way is not None:
             raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
         asked = Asked(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
@@ -111,15 +114,30 @@ class StepLoop:
                 else "the loader's sampler gives nothing for the first epoch: check what it chooses from"
             )
         reading = Reading(first.samples, feed.shuffle, feed.drop_last, feed.order.digest)
-        live = self._loop(batches, reading, epochs, feed)
+        coming = self._coming = _Coming(partial(self._enter, batches, reading, feed, epochs, max_steps))
+        live = self._loop(coming, feed)
         self._live = weakref.ref(live)  # a break lets go of the last one that holds it, and so ends the loop
         return live
 
     def leave(self) -> None:
         """End a loop that was left, and whose steps somebody still holds. It may have loader processes."""
+        self._forgo()
         live = None if self._live is None else self._live()
         if live is not None and getgeneratorstate(live) != GEN_RUNNING:
             live.close()
+
+    def enter_next(self) -> LoopPlace:
+        """Enter the loop that was made last, before its steps are asked for; see :meth:`Run.enter`."""
+        if self._coming is None:
+            raise JobError(
+                "run.enter: there is no loop to enter. Call it between steps = run.steps(…) and its first step"
+            )
+        loop, progress = self._coming(), self.trained.progress
+        if loop is None or loop.is_behind(progress):
+            return LoopPlace(progress.position.step, progress.position.samples, is_over=True)
+        self.move(loop.entered(progress))
+        self.between.step_begins()
+        return loop.place(self.trained.progress, self)
 
     def shards(self) -> range:
         """Which shards this worker is to load."""
@@ -237,27 +255,44 @@ class StepLoop:
                 f"has: give the DataLoader a sampler and batch_size={said} instead"
             )
 
-    def _loop(self, batches: Batches, reading: Reading, epochs: int, feed: Feed) -> Generator[Step, None, None]:
+    def _enter(self, batches: Batches, reading: Reading, feed: Feed, epochs: int, max_steps: int | None) -> Loop | None:
+        """Begin a loop, with the others; nothing if they have it behind them."""
         number = self._number = self.trained.loops
         self.trained.loops += 1
-        loop = Loop(number, reading, batches, epochs, self.config.stop_after, self.config.stop_after_epochs)
-        load = partial(prefetch, feed.source, processes=feed.processes, device=self.config.device)
+        cuts = self.config.stop_after, self.config.stop_after_epochs
+        loop = Loop(number, reading, batches, epochs, *cuts, max_steps)
         self._joined, self._feed, self._batches = self.membership.joins, feed, batches
         self.steps.is_computing = False
         self.listeners.tell(lambda one: one.loop_begins(number, batches, feed.source))
         if not self.collectives.enter(number):
             self._seed_behind(number)
-            return
+            return None
         self.policy_runner.begin()
+        return loop
+
+    def _loop(self, begun: Callable[[], Loop | None], feed: Feed) -> Generator[Step, None, None]:
+        if (loop := begun()) is None:
+            return
+        self._coming = None
+        load = partial(prefetch, feed.source, processes=feed.processes, device=self.config.device)
         try:
             yield from loop.steps(self.trained.progress, load, self)
         except GeneratorExit:  # a break; or the end of a run that is closed in the middle of the loop
             if self.is_whole():
-                self.collectives.leave(number)
-                self._seed_behind(number)
+                self._leave(loop)
             raise
-        self.collectives.leave(number)
-        self._seed_behind(number)
+        self._leave(loop)
+
+    def _leave(self, loop: Loop) -> None:
+        self.collectives.leave(loop.number)
+        self._seed_behind(loop.number)
+
+    def _forgo(self) -> None:
+        """A loop that was entered, and none of whose steps was asked for, is left."""
+        coming, self._coming = self._coming, None
+        if coming is not None and coming.loop is not None and self.is_whole():
+            self.move(coming.loop.left(self.trained.progress))
+            self._leave(coming.loop)
 
     def _seed_behind(self, loop: int) -> None:
         """Whoever has skipped the loop has to draw what the others draw."""
@@ -269,6 +304,24 @@ class StepLoop:
         if measured is not None:
             self.trained.monitors.links = Links.from_json(measured)
             self.listeners.tell(lambda one: one.links_measured(measured))
+
+
+class _Coming:
+    """A loop that a script has made, and may enter before it asks for steps.
+
+    Args:
+        begin: a function that begins the loop; called once.
+    """
+
+    def __init__(self, begin: Callable[[], Loop | None]) -> None:
+        self.loop: Loop | None = None
+        self._begin: Callable[[], Loop | None] | None = begin
+
+    def __call__(self) -> Loop | None:
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            self.loop = begin()
+        return self.loop
 
 
 def _measured_links(workers: Workers) -> dict[str, Any] | None:

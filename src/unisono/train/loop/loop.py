@@ -126,6 +126,25 @@ class LoopSteps(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LoopPlace:
+    """The place that a run has reached in a loop, before its first step there.
+
+    Attributes:
+        step: the number of steps in the whole job so far, which is the number of the next one.
+        samples: the number of samples consumed in the whole job so far.
+        epoch: the number of the epoch that the next step is in.
+        batch: the number of batches of that epoch that are over, all of the present size.
+        is_over: whether nothing is left of the loop.
+    """
+
+    step: int
+    samples: int
+    epoch: int = 0
+    batch: int = 0
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Loop:
     """One loop over a data set.
 
@@ -137,6 +156,7 @@ class Loop:
         stop_after: steps of the whole job after which the loop is cut short; None to go on to its end.
         stop_after_epochs: the loop is cut short once the whole job has used as many samples as so many passes over
             this data set; None to go on to its end.
+        max_steps: the number of steps of the whole job with which the loop is over; None to go on to its end.
     """
 
     number: int
@@ -145,6 +165,7 @@ class Loop:
     epochs: int
     stop_after: int | None
     stop_after_epochs: int | None = None
+    max_steps: int | None = None
 
     def steps(self, progress: RunProgress, load: Load, run: LoopSteps) -> Generator[Step, None, None]:
         """The steps that are left, each with its samples.
@@ -157,8 +178,8 @@ class Loop:
         Raises:
             JobMismatch: the run stands in the middle of a loop over other data.
         """
-        if self.number < progress.loop or (self.number > progress.loop and self._is_cut(progress.position)):
-            return  # the run has this loop behind it, or was cut short in one before
+        if self.is_behind(progress):
+            return
         progress = self.entered(progress)
         run.move(progress)
         run.enter()
@@ -190,6 +211,19 @@ class Loop:
         else:
             run.move(self.left(progress))
 
+    def is_behind(self, progress: RunProgress) -> bool:
+        """Whether the run has this loop behind it, or was cut short in one before."""
+        return self.number < progress.loop or (self.number > progress.loop and self._is_cut(progress.position))
+
+    def place(self, progress: RunProgress, run: LoopSteps) -> LoopPlace:
+        """Where the run stands in this loop, which it has entered."""
+        position = progress.position
+        start, batch, cut = 0, 0, self._shaped(run.shape()).of(position.epoch)
+        while start < position.offset and (stop := cut.stop(start)) is not None:
+            start, batch = stop, batch + 1
+        is_over = self._next(position, run) is None
+        return LoopPlace(position.step, position.samples, position.epoch, batch, is_over=is_over)
+
     def entered(self, progress: RunProgress) -> RunProgress:
         """Where the run stands when the loop begins: where a checkpoint left it in this loop, or at its start.
 
@@ -216,16 +250,19 @@ class Loop:
         """What a worker with these shards of batches of this shape reads in each step from ``start`` on."""
         shards, shape = part
         for position, batch in self._shaped(shape).remaining(start, self.epochs):
-            if self._is_cut(position):
+            if self._is_cut(position) or self._is_full(position):
                 return
             yield ShardsRequest(batch.epoch, tuple(batch.shard(shard) for shard in shards))
 
     def _next(self, position: Position, run: LoopSteps) -> tuple[Position, Batch] | None:
-        if run.is_stopped():
+        if run.is_stopped() or self._is_full(position):
             return None
         batches = self._shaped(run.shape())
         start = batches.next_from(position, self.epochs)
         return None if start is None or self._is_cut(start) else (start, batches.at(start))
+
+    def _is_full(self, position: Position) -> bool:
+        return self.max_steps is not None and position.step >= self.max_steps
 
     def _shaped(self, shape: BatchShape) -> Batches:
         return replace(self.batches, batch_size=shape.samples, shards=shape.shards)

@@ -1,0 +1,173 @@
+"""A loop that somebody else controls: it begins where the others are, and ends where it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import unisono
+from benchmarks.thread_crew import Trade, train
+from script_cluster import Cluster, Kill
+from struck_run import loss, momentum, network
+from unisono.errors import JobError
+from unisono.job import Job
+from unisono.train.loop.loop import LoopPlace
+
+Start = Callable[..., unisono.Run]
+
+pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm")
+
+JOB = Job.create(batch_size=8, shards=4)
+SAMPLES = 48
+"""Six batches."""
+
+EPOCHS, STEPS = 3, 18
+
+
+class Guest:
+    """Somebody else's trainer: it counts epochs and batches by itself, and knows nothing of resumed runs."""
+
+    def __init__(self) -> None:
+        self.steps, self.losses = 0, list[float]()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.losses = state["steps"], state["losses"]
+
+
+def fit(run: unisono.Run, max_steps: int | None = None) -> tuple[LoopPlace, str, Guest]:
+    model = network()
+    run.prepare(model, optimizer := momentum(model.parameters()))
+    guest = run.register("guest", Guest())
+    data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
+    steps = run.steps(data, epochs=EPOCHS, max_steps=max_steps)
+    place = run.enter()
+    assert guest.steps == (0 if place.is_over else place.step)
+    first = place.batch
+    for epoch in range(place.epoch, 0 if place.is_over else EPOCHS):
+        for batch, step in enumerate(steps, first):
+            assert (step.epoch, step.number) == (epoch, guest.steps)
+            assert step.position == epoch * SAMPLES + batch * 8
+            guest.losses.append(step.run(loss, update=optimizer.step))
+            guest.steps += 1
+            if step.is_last_in_epoch:
+                break
+        first = 0
+    for step in steps:
+        raise AssertionError(f"{step.number} is left")
+    return place, run.finish(), guest
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+    ((place, digest, guest),) = train(Trade(JOB, 1, tmp_path_factory.mktemp("serial") / "run"), fit)
+    assert place == LoopPlace(0, 0)
+    assert guest.steps == STEPS
+    return digest, guest.losses
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("torch_settings_restored")
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_guests_loop_ends_in_the_same_bits_on_any_number_of_workers(
+    workers: int, serial: tuple[str, list[float]], tmp_path: Path
+) -> None:
+    found = train(Trade(JOB, workers, tmp_path / "run"), fit)
+    assert [(digest, guest.losses) for _, digest, guest in found] == [serial] * workers
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("torch_settings_restored")
+@pytest.mark.parametrize(("stop", "place"), [(8, LoopPlace(8, 64, 1, 2)), (12, LoopPlace(12, 96, 2, 0))])
+def test_a_guest_goes_on_where_its_run_was_stopped(
+    stop: int, place: LoopPlace, serial: tuple[str, list[float]], tmp_path: Path
+) -> None:
+    trade = Trade(JOB, 3, tmp_path / "run", checkpoint_every=4, stop_after=stop)
+    assert [guest.steps for _, _, guest in train(trade, fit)] == [stop] * 3
+    found = train(replace(trade, workers=2, stop_after=None), fit)
+    assert [(each, digest, guest.losses) for each, digest, guest in found] == [(place, *serial)] * 2
+    (again,) = train(replace(trade, workers=1, stop_after=None), fit)
+    assert again[0] == LoopPlace(STEPS, EPOCHS * SAMPLES, is_over=True)
+    assert again[1] == serial[0]
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+def test_a_loop_is_over_after_as_many_steps_as_it_may_have(start: Start) -> None:
+    run = start(batch_size=8, shards=4)
+    place, _, guest = fit(run, max_steps=8)
+    assert (place.step, guest.steps) == (0, 8)
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+def test_the_last_step_that_a_loop_may_have_is_its_last(start: Start) -> None:
+    run, model = start(batch_size=8, shards=4), network()
+    run.prepare(model, momentum(model.parameters()))
+    data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
+    last = [step.is_last for step in run.steps(data, epochs=9, max_steps=2) if step.run(loss)]
+    assert last == [False, True]
+    assert list(run.steps(data, max_steps=2)) == []
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+def test_a_loop_that_was_entered_and_is_not_begun_is_left(start: Start) -> None:
+    run, model = start(batch_size=8, shards=4), network()
+    run.prepare(model, momentum(model.parameters()))
+    data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
+    with pytest.raises(JobError, match=r"run.enter: there is no loop .* steps = run.steps\(…\)"):
+        run.enter()
+    run.steps(data)
+    assert run.enter() == run.enter() == LoopPlace(0, 0)
+    for step in run.steps(data, max_steps=3):
+        step.run(loss)
+    with pytest.raises(JobError, match=r"run.enter: there is no loop"):
+        run.enter()
+    held = run.steps(data)
+    assert run.enter() == LoopPlace(3, 24)
+    run.finish()
+    held.close()
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+def test_what_all_do_together_returns_what_it_returns_and_draws_nothing(start: Start) -> None:
+    run = start(batch_size=8, shards=4)
+    before = torch.get_rng_state()
+    found = run.together(lambda workers: [workers.rank, workers.world_size, workers.gather_json(torch.rand(1).numel())])
+    assert found == [0, 1, [1]]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import unisono
+from unit.test_enter import fit
+
+place, _, guest = fit(unisono.init(batch_size=8, shards=4, checkpoint_every=4))
+print("after", guest.steps, [loss.hex() for loss in guest.losses], flush=True)
+print("entered", place.step, place.is_over, flush=True)
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("kills", [[Kill(4, 1)], [Kill(3, 0, 5), Kill(9, 2, 3), Kill(13, 1, 7)]])
+def test_whoever_joins_begins_the_guests_loop_where_the_others_are(
+    kills: list[Kill], serial: tuple[str, list[float]], tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
+    done = Cluster(tmp_path)(script, (3, 3), shards=4, kills=kills)
+    assert done.digest == serial[0]
+    assert done.said == [f"after {STEPS} {[loss.hex() for loss in serial[1]]}"]
+    assert any(int(line.split()[1]) > 3 for line in done.printed.splitlines() if line.startswith("entered"))
