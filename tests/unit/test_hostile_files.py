@@ -294,6 +294,8 @@ def used(trained: Trained) -> None:
 
 
 HOSTILE = [
+    ("progress", "readers", [{"samples": -1, "state": None}]),
+    ("progress", "readers", [{"state": None, "offset": 3}]),
     ("monitors", "seconds", "x"),
     ("monitors", "step", None),
     ("monitors", "timings", [{"step_s": "x"}]),

@@ -11,6 +11,7 @@ from unisono.adapt.view import BatchShape
 from unisono.data.shards import ShardsRequest
 from unisono.errors import JobMismatch
 from unisono.plan.batches import Batches, Position
+from unisono.train.loop.course import CutCourse
 from unisono.train.loop.loop import Loop
 from unisono.train.state.state import Reading, RunProgress
 from unisono.train.step.step import Step
@@ -22,7 +23,14 @@ def loop(
     number: int = 0, samples: int = 70, epochs: int = 2, stop_after: int | None = None, *, drop_last: bool = False
 ) -> Loop:
     """Three steps per epoch: of 32, 32 and 6 samples, in two shards each."""
-    return Loop(number, Reading(samples, True, False), Batches.even(samples, 32, 2, drop_last), epochs, stop_after)
+    course = CutCourse(Batches.even(samples, 32, 2, drop_last), Requested)
+    return Loop(number, Reading(samples, True, False), course, epochs, stop_after)
+
+
+def requested(loop: Loop, start: Position, shards: range) -> list[ShardsRequest]:
+    """What a worker with these shards reads from a position on."""
+    assert isinstance(loop.course, CutCourse)
+    return list(loop.course.requests(loop.epochs, loop.is_cut, start, (shards, BatchShape(32, 2))))
 
 
 class Requested:
@@ -56,7 +64,8 @@ class Run:
     goes_back: tuple[int, RunProgress] | None = None
 
     def steps(self, loop: Loop) -> Generator[Step, None, None]:
-        return loop.steps(self.progress, self._load, self)
+        assert isinstance(loop.course, CutCourse)
+        return replace(loop, course=replace(loop.course, load=self._load)).steps(self.progress, self)
 
     def _load(self, requests: Iterator[ShardsRequest]) -> Requested:
         self.loaded = Requested(requests)
@@ -163,7 +172,7 @@ def test_a_loop_that_is_cut_short_stays_where_it_is_and_reads_no_further() -> No
     assert [step.number for step in run.steps(cut)] == [0, 1, 2, 3]
     assert run.progress == RunProgress(Position(step=4, samples=102, epoch=1, offset=32), 0, Reading(70, True, False))
     assert run.events[-1] == "cut short"
-    assert len(list(cut.requests(Position(), (range(2), BatchShape(32, 2))))) == 4
+    assert len(requested(cut, Position(), range(2))) == 4
     assert list(run.steps(loop(number=1, stop_after=4))) == []
     assert (run.progress.loop, run.events.count("cut short")) == (0, 1)
     assert [step.number for step in run.steps(loop())] == [4, 5]
@@ -178,7 +187,7 @@ def test_a_job_is_cut_short_after_as_many_samples_as_so_many_epochs_have_in_what
     assert [step.number for step in run.steps(cut(1))] == [6, 7, 8]
     assert run.progress.position.samples == 210
     assert list(run.steps(cut(2))) == []
-    assert len(list(cut(2).requests(Position(6, 140), (range(2), BatchShape(32, 2))))) == 3
+    assert len(requested(cut(2), Position(6, 140), range(2))) == 3
 
 
 def test_a_break_counts_the_step_that_was_run_and_ends_the_loop() -> None:
@@ -211,7 +220,7 @@ def test_a_step_that_failed_leaves_the_run_before_it_in_the_same_loop() -> None:
 
 
 def test_each_request_names_the_places_of_all_the_shards_that_are_asked_for() -> None:
-    requests = list(loop(epochs=1).requests(Position(step=1, samples=32, offset=32), (range(1, 2), BatchShape(32, 2))))
+    requests = requested(loop(epochs=1), Position(step=1, samples=32, offset=32), range(1, 2))
     assert [request.places for request in requests] == [(range(48, 64),), (range(67, 70),)]
 
 

@@ -24,7 +24,8 @@ from torch.utils.data import (
 )
 
 import unisono
-from unisono.data.feed import Asked, Feed, LoopFeeds
+from unisono.data.feed import Asked, Feed
+from unisono.data.loop_feeds import LoopFeeds
 from unisono.data.sampler_order import LoopKey, SamplerOrder
 from unisono.data.shards import ShardsRequest
 from unisono.data.streams import generators_kept

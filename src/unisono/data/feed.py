@@ -1,9 +1,8 @@
 """What a loop or an evaluation reads: a data set, its order, and how it is loaded."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -90,9 +89,7 @@ class Feed:
 
     @classmethod
     def _of_loader(cls, loader: DataLoader[Any], asked: Asked, key: LoopKey, timeout_s: float) -> "Feed":
-        said = {one.name: getattr(asked, one.name) for one in fields(asked)}
-        if beside := [f"{name}={short(value)}" for name, value in said.items() if value is not None]:
-            raise JobError(f"{', '.join(beside)} beside a DataLoader: the loader decides it, so say it there")
+        refuse_beside(asked)
         parts = LoaderParts.of(loader, timeout_s)
         samples = check_dataset(parts.dataset)
         order: Order
@@ -106,28 +103,12 @@ class Feed:
         return cls(source, parts.processes, parts.batch_size, parts.is_batched, drop_last=parts.drop_last)
 
 
-class LoopFeeds:
-    """The feeds of a script's loops, one after the other.
+def refuse_beside(asked: Asked) -> None:
+    """Refuse what a script says beside a loader.
 
-    Args:
-        seed: the job's seed.
-        timeout_s: seconds after which a loader process is taken to hang.
+    Raises:
+        JobError: it says something.
     """
-
-    def __init__(self, seed: int, timeout_s: float) -> None:
-        self._seed, self._timeout_s = seed, timeout_s
-        self._passes: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
-
-    def of(self, data: Any, asked: Asked, loop: int, epochs: int) -> Feed:
-        """What a loop reads; see :meth:`Feed.of`.
-
-        A loader that had loops before goes on behind all of their epochs, whether or not they came to their end:
-        whoever has skipped them knows no more of them than how many were asked for.
-        """
-        passes = 0
-        if isinstance(data, DataLoader):
-            passes = self._passes.get(data, 0)
-            self._passes[data] = passes + epochs
-        elif asked.shuffle is None:
-            asked = replace(asked, shuffle=True)
-        return Feed.of(data, asked, LoopKey(self._seed, loop, passes), self._timeout_s)
+    said = {one.name: getattr(asked, one.name) for one in fields(asked)}
+    if beside := [f"{name}={short(value)}" for name, value in said.items() if value is not None]:
+        raise JobError(f"{', '.join(beside)} beside a DataLoader: the loader decides it, so say it there")

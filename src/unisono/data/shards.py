@@ -1,9 +1,9 @@
 """One shard's samples, fetched, augmented and collated alike wherever that happens."""
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,9 +14,17 @@ from unisono.data.draw_watch import DrawWatch
 from unisono.data.order import Order
 from unisono.data.streams import seed_generators
 from unisono.errors import DataError
+from unisono.plan.batches import Batch
 from unisono.plan.order import Indices
 
 Collate = Callable[[list[Any]], Any]
+
+
+class Source(Protocol):
+    """Gives the batches of any shard of the step that is under way."""
+
+    def of(self, batch: Batch, shards: Iterable[int]) -> list[Any]:
+        """The batches of some shards of a step; None for an empty one."""
 
 
 class ShardsRequest(NamedTuple):
@@ -64,6 +72,10 @@ class ShardSource:
         """
         return self.fetch(self.located(request))
 
+    def of(self, batch: Batch, shards: Iterable[int]) -> list[Any]:
+        """The batches of some shards of a step; see :meth:`load`."""
+        return self.load(ShardsRequest(batch.epoch, tuple(batch.shard(number) for number in shards)))
+
     def located(self, request: ShardsRequest) -> LocatedShards:
         """Which samples are requested. Only the worker asks for them: a sampler is not asked in each loader process."""
         return LocatedShards(request, tuple(self.order.samples_at(request.epoch, one) for one in request.places))
@@ -73,7 +85,7 @@ class ShardSource:
         if self.collate is None and _is_plain(self.dataset):
             return [_gathered(self.dataset, indices) if indices.size else None for indices in shards.samples]
         (epoch, places), found = shards.request, list[Any]()
-        with _one_thread():
+        with one_thread():
             quiet = self._quiet(shards)
             for number, indices in enumerate(each.tolist() for each in shards.samples):
                 if not indices:
@@ -174,7 +186,8 @@ def _gathered(dataset: Any, indices: Indices) -> list[Tensor]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Have torch compute with one thread."""
     # Loader processes have one thread, and other numbers of threads give other bits.
     threads = torch.get_num_threads()
     if threads != 1:

@@ -25,6 +25,8 @@ class Stream(IntEnum):
     AFTER = 7  # what the user's script draws behind a loop: (loop,)
     SAMPLER = 8  # the order that a loader's sampler gives: (loop, epoch), and the seed of a generator of its own
     PLACE = 9  # random augmentation of what stands at one place of such an order: (loop, epoch, place)
+    READER = 11  # one sample of a stream: (loop, epoch, sample), or (loop, epoch, sample, reader)
+    COLLATE = 12  # the collation of one shard of a stream: (loop, epoch, reader, samples before)
     QUIET = 10  # what samples find that draw nothing: (epoch,), or (loop, epoch)
 
 

@@ -36,7 +36,7 @@ class ComputedSamples:
         generation: the number of the generation.
         loop: the number of the loop.
         epoch: the number of the epoch in the loop.
-        samples: the number of samples in the data set.
+        samples: the number of samples in the data set; 0 for a stream, of which it is not known.
         per_epoch: the number of samples that an epoch uses.
         cut: the number of shards of the batch.
         shards: the samples of each shard, by its number.
@@ -176,7 +176,7 @@ def _epochs(counted: _Counted) -> list[str]:
         used = {sample for one in tries for shard in one.shards.values() for sample in shard}
         where = f"epoch {epoch}" + (f" of loop {loop}" if loop else "")
         about = tries[0]
-        if foreign := sorted(used - set(range(about.samples))):
+        if about.samples and (foreign := sorted(used - set(range(about.samples)))):
             found.append(f"{where}: samples {_some(foreign)} used, which the data set does not have")
         if len(used) < about.per_epoch:
             unused = sorted(set(range(about.samples)) - used)

@@ -167,7 +167,7 @@ class PolicyRunner:
         if (
             decision.verb == "set_batch_size"
             and reading is not None
-            and self._policy_state.batch_size > reading.samples
+            and 0 < reading.samples < self._policy_state.batch_size  # of a stream it is not known
         ):
             raise PolicyError(
                 f"the policy {decision.policy} wants batches of {decision.value} samples, and the data set has "

@@ -12,10 +12,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from unisono.adapt.view import BatchShape
-from unisono.data.feed import Asked, Feed, LoopFeeds
-from unisono.data.shards import Collate
+from unisono.data.feed import Asked, Feed
+from unisono.data.loop_feeds import LoopFeeds
+from unisono.data.shards import Collate, Source
+from unisono.data.stream_feed import StreamFeed
 from unisono.data.streams import seed_generators
-from unisono.errors import DataError, JobError, ModelError, PolicyError
+from unisono.errors import JobError, ModelError
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
@@ -25,8 +27,11 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.boundary import Boundary
+from unisono.train.loop.course import Course, CutCourse
+from unisono.train.loop.feed_checks import require_batches, require_shape, require_steps, require_strategy
 from unisono.train.loop.loop import Loop, LoopPlace
 from unisono.train.loop.prefetch import prefetch
+from unisono.train.loop.stream_course import StreamCourse
 from unisono.train.model.own_update import OwnUpdate
 from unisono.train.model.prepared import Prepared
 from unisono.train.policy_runner import PolicyRunner
@@ -75,7 +80,8 @@ class StepLoop:
     ending: Ending
     _live: weakref.ref[Generator[Step, None, None]] | None = field(default=None, init=False)
     _feeds: LoopFeeds = field(init=False)
-    _feed: Feed | None = field(default=None, init=False)
+    _feed: Feed | StreamFeed | None = field(default=None, init=False)
+    _source: Source | None = field(default=None, init=False)
     _batches: Batches | None = field(default=None, init=False)
     _coming: _Coming | None = field(default=None, init=False)  # as long as none of its steps was asked for
     _number: int = field(default=-1, init=False)
@@ -101,21 +107,16 @@ class StepLoop:
             raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
         asked = Asked(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
         feed, job = self._feeds.of(dataset, asked, self.trained.loops, epochs), self.config.job
-        self._require_batches(feed)
+        require_batches(feed, job, self.config.asked_batch_size)
+        require_strategy(feed, str(self.steps.strategy), has_own_weights=self.steps.has_own_weights)
         self.synchronisation.before_call()
         self.collectives.agree("data set", feed.same())
         batches = Batches(feed.order.cut, job.batch_size, job.shards)
         first = batches.of(0)
-        if not first.steps:
-            raise DataError(
-                f"drop_last leaves nothing of {first.samples} samples with batch_size={job.batch_size}: "
-                f"keep the last, smaller batch, or lower batch_size"
-                if first.samples
-                else "the loader's sampler gives nothing for the first epoch: check what it chooses from"
-            )
+        require_steps(feed, first, job.batch_size)
         reading = Reading(first.samples, feed.shuffle, feed.drop_last, feed.order.digest)
         coming = self._coming = _Coming(partial(self._enter, batches, reading, feed, epochs, max_steps))
-        live = self._loop(coming, feed)
+        live = self._loop(coming)
         self._live = weakref.ref(live)  # a break lets go of the last one that holds it, and so ends the loop
         return live
 
@@ -147,14 +148,13 @@ class StepLoop:
         """Of the next global batch.
 
         Raises:
-            PolicyError: a policy wants another size, and a batch sampler decides it.
+            PolicyError: a policy wants one that the data cannot have.
+            JobError: the steps of a stream are no longer made together.
         """
-        shape, usual = self.trained.policy_state.shape, self.config.job.batch_size
-        if shape.samples != usual and self._feed is not None and self._feed.is_batched:
-            raise PolicyError(
-                f"a policy wants batches of {shape.samples} samples, and the loader's batch_sampler decides which "
-                f"samples a batch has: give the DataLoader a sampler and batch_size={usual} instead"
-            )
+        shape = self.trained.policy_state.shape
+        if self._feed is not None:
+            require_shape(self._feed, shape, self.config.job)
+            require_strategy(self._feed, str(self.steps.strategy), has_own_weights=self.steps.has_own_weights)
         return shape
 
     def steps_in(self, epoch: int) -> int:
@@ -204,7 +204,7 @@ class StepLoop:
         self.ending.require_open()
         prepared = self.trained.prepared
         assert prepared is not None, "loops come after run.prepare"
-        assert self._feed is not None, "a step comes from a loop"
+        assert self._source is not None, "a step comes from a loop"
         if step is not self.steps.under_way:
             raise JobError("this step is over: call step.run in the body of the loop that it came from")
         if self.trained.is_doubted:  # the run goes back at the end of the body
@@ -213,7 +213,7 @@ class StepLoop:
         self.trained.require_same_trained()
         self.steps.is_computing = True
         return self.steps.compute(
-            StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, update, self._feed.source), self.collectives
+            StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, update, self._source), self.collectives
         )
 
     def end(self, after: RunProgress | None) -> None:
@@ -241,42 +241,30 @@ class StepLoop:
         """The body is done, or the loop."""
         return self.between.reached(is_end=is_end)
 
-    def _require_batches(self, feed: Feed) -> None:
-        """A loader's batches are global batches: they have the size that the job says."""
-        job, said = self.config.job.batch_size, self.config.asked_batch_size
-        if feed.batch_size not in (None, said):
-            raise JobError(
-                f"the loader has batch_size={feed.batch_size}, the job has batch_size={said}: a loader's batch is the "
-                f"global batch, over all workers. Say the same in unisono.init and in the DataLoader"
-            )
-        if feed.is_batched and job != said:
-            raise JobError(
-                f"batch_size={job} is set from outside, and the loader's batch_sampler decides which samples a batch "
-                f"has: give the DataLoader a sampler and batch_size={said} instead"
-            )
-
-    def _enter(self, batches: Batches, reading: Reading, feed: Feed, epochs: int, max_steps: int | None) -> Loop | None:
+    def _enter(
+        self, batches: Batches, reading: Reading, feed: Feed | StreamFeed, epochs: int, max_steps: int | None
+    ) -> Loop | None:
         """Begin a loop, with the others; nothing if they have it behind them."""
         number = self._number = self.trained.loops
         self.trained.loops += 1
+        course, source = self._course(feed, batches)
         cuts = self.config.stop_after, self.config.stop_after_epochs
-        loop = Loop(number, reading, batches, epochs, *cuts, max_steps)
-        self._joined, self._feed, self._batches = self.membership.joins, feed, batches
+        loop = Loop(number, reading, course, epochs, *cuts, max_steps)
+        self._joined, self._source, self._feed, self._batches = self.membership.joins, source, feed, batches
         self.steps.is_computing = False
-        self.listeners.tell(lambda one: one.loop_begins(number, batches, feed.source))
+        self.listeners.tell(lambda one: one.loop_begins(number, batches, feed.order))
         if not self.collectives.enter(number):
             self._seed_behind(number)
             return None
         self.policy_runner.begin()
         return loop
 
-    def _loop(self, begun: Callable[[], Loop | None], feed: Feed) -> Generator[Step, None, None]:
+    def _loop(self, begun: Callable[[], Loop | None]) -> Generator[Step, None, None]:
         if (loop := begun()) is None:
             return
         self._coming = None
-        load = partial(prefetch, feed.source, processes=feed.processes, device=self.config.device)
         try:
-            yield from loop.steps(self.trained.progress, load, self)
+            yield from loop.steps(self.trained.progress, self)
         except GeneratorExit:  # a break; or the end of a run that is closed in the middle of the loop
             if self.is_whole():
                 self._leave(loop)
@@ -293,6 +281,14 @@ class StepLoop:
         if coming is not None and coming.loop is not None and self.is_whole():
             self.move(coming.loop.left(self.trained.progress))
             self._leave(coming.loop)
+
+    def _course(self, feed: Feed | StreamFeed, batches: Batches) -> tuple[Course, Source]:
+        """The steps of a loop, and what gives their shards."""
+        if isinstance(feed, StreamFeed):
+            stream = feed.source(self.config.job.shards)
+            return StreamCourse(stream, self.config.job.shards, self.collectives.together, feed.promised), stream
+        load = partial(prefetch, feed.source, processes=feed.processes, device=self.config.device)
+        return CutCourse(batches, load), feed.source
 
     def _seed_behind(self, loop: int) -> None:
         """Whoever has skipped the loop has to draw what the others draw."""

@@ -2,79 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch.optim import Optimizer
 
 from unisono.adapt.view import BatchShape
-from unisono.data.loader import Loaded
-from unisono.data.shards import ShardsRequest
-from unisono.data.streams import generators_kept
 from unisono.errors import JobMismatch
 from unisono.job import differences
-from unisono.plan.batches import Batch, Batches, Position
+from unisono.plan.batches import Position
+from unisono.train.loop.course import Course, NextStep
 from unisono.train.model.own_update import OwnUpdate
 from unisono.train.state.state import Reading, RunProgress
 from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.step import Step
-
-# A loop's batches, for whichever shards this worker computes.
-
-Load = Callable[[Iterator[ShardsRequest]], Loaded]
-"""From what each step needs to what it gets."""
-
-Part = tuple[range, BatchShape]
-"""Which shards a worker computes, and of what batches."""
-
-Requests = Callable[[Position, Part], Iterator[ShardsRequest]]
-"""What a worker with this part reads in each step from a position on."""
-
-
-class ShardLoader:
-    """Loads step by step; starts again where it stands when this worker is given another part.
-
-    Args:
-        load: loads steps in their order.
-        requests: what they need.
-        part: what this worker computes now.
-    """
-
-    def __init__(self, load: Load, requests: Requests, part: Callable[[], Part]) -> None:
-        self._load, self._requests, self._part = load, requests, part
-        self._loaded: Loaded | None = None
-        self._loaded_for: Part | None = None
-        self._position: Position | None = None
-        self._batches: list[Any] = []
-
-    def at(self, position: Position) -> list[Any]:
-        """The batches of this worker's shards in the step that starts at ``position``; later, those of the next one.
-
-        Asked again for the same step it gives the same ones, or those of the shards that this worker has now.
-        """
-        part = self._part()
-        if position != self._position:
-            self._batches = self._next(position, part)
-        elif part != self._loaded_for:
-            with generators_kept():  # whose draws the script goes on with
-                self._batches = self._next(position, part)
-        self._position = position
-        return self._batches
-
-    def _next(self, position: Position, part: Part) -> list[Any]:
-        if self._loaded is None or part != self._loaded_for:
-            self.close()
-            self._loaded, self._loaded_for = self._load(self._requests(position, part)), part
-        return next(self._loaded)
-
-    def close(self) -> None:
-        """End what loads; whoever asks for a step again starts it anew."""
-        if self._loaded is not None:
-            self._loaded.close()
-        self._loaded = self._position = None
 
 
 class LoopSteps(Protocol):
@@ -151,7 +95,7 @@ class Loop:
     Attributes:
         number: the number of the loop in the script, from 0.
         reading: the settings that decide which samples its batches hold.
-        batches: the batches of each epoch.
+        course: the steps that it has, and what is loaded for them.
         epochs: passes over the data set.
         stop_after: steps of the whole job after which the loop is cut short; None to go on to its end.
         stop_after_epochs: the loop is cut short once the whole job has used as many samples as so many passes over
@@ -161,18 +105,17 @@ class Loop:
 
     number: int
     reading: Reading
-    batches: Batches
+    course: Course
     epochs: int
     stop_after: int | None
     stop_after_epochs: int | None = None
     max_steps: int | None = None
 
-    def steps(self, progress: RunProgress, load: Load, run: LoopSteps) -> Generator[Step, None, None]:
+    def steps(self, progress: RunProgress, run: LoopSteps) -> Generator[Step, None, None]:
         """The steps that are left, each with its samples.
 
         Args:
             progress: the place that the run has reached.
-            load: a function that loads the samples; what it returns is closed when the loop is over or left.
             run: the run's side of a loop, told of everything that happens.
 
         Raises:
@@ -183,19 +126,18 @@ class Loop:
         progress = self.entered(progress)
         run.move(progress)
         run.enter()
-        with closing(ShardLoader(load, self.requests, lambda: (run.shards(), run.shape()))) as loader:
+        with closing(self.course.loader(lambda: (run.shards(), run.shape()), self.epochs, self.ends_at)) as loader:
             while True:
-                found = self._next(progress.position, run)
-                if found is None:
+                ahead = self._ahead(progress, run)
+                if ahead is None:
                     at_end, progress = progress, run.boundary(is_end=True)
                     if progress == at_end:
                         break
                     loader.close()
                     continue
-                position, batch = found
-                after = replace(progress, position=self.batches.after(position, batch))
-                is_last = self._next(after.position, run) is None
-                step = Step(position, batch, partial(loader.at, position), run.compute, is_last=is_last)
+                position, after = ahead.position, ahead.after
+                is_last = ahead.is_last or self.ends_at(after.position)
+                step = Step(position, ahead.batch, partial(loader.at, position), run.compute, is_last=is_last)
                 run.begin(step)
                 try:
                     yield step
@@ -206,22 +148,20 @@ class Loop:
                 progress = run.boundary(is_end=False)
                 if progress != after:
                     loader.close()
-        if self._is_cut(progress.position):
+        if self.is_cut(progress.position):
             run.cut_short()
         else:
             run.move(self.left(progress))
 
     def is_behind(self, progress: RunProgress) -> bool:
         """Whether the run has this loop behind it, or was cut short in one before."""
-        return self.number < progress.loop or (self.number > progress.loop and self._is_cut(progress.position))
+        return self.number < progress.loop or (self.number > progress.loop and self.is_cut(progress.position))
 
     def place(self, progress: RunProgress, run: LoopSteps) -> LoopPlace:
         """Where the run stands in this loop, which it has entered."""
-        position = progress.position
-        start, batch, cut = 0, 0, self._shaped(run.shape()).of(position.epoch)
-        while start < position.offset and (stop := cut.stop(start)) is not None:
-            start, batch = stop, batch + 1
-        is_over = self._next(position, run) is None
+        position, shape = progress.position, run.shape()
+        batch = self.course.batches_over(progress, shape)
+        is_over = run.is_stopped() or self.ends_at(position) or self.course.is_over(position, self.epochs, shape)
         return LoopPlace(position.step, position.samples, position.epoch, batch, is_over=is_over)
 
     def entered(self, progress: RunProgress) -> RunProgress:
@@ -246,30 +186,19 @@ class Loop:
         position = progress.position
         return RunProgress(Position(step=position.step, samples=position.samples), self.number + 1)
 
-    def requests(self, start: Position, part: Part) -> Iterator[ShardsRequest]:
-        """What a worker with these shards of batches of this shape reads in each step from ``start`` on."""
-        shards, shape = part
-        for position, batch in self._shaped(shape).remaining(start, self.epochs):
-            if self._is_cut(position) or self._is_full(position):
-                return
-            yield ShardsRequest(batch.epoch, tuple(batch.shard(shard) for shard in shards))
+    def ends_at(self, position: Position) -> bool:
+        """Whether the loop goes no further than a position."""
+        return self.is_cut(position) or (self.max_steps is not None and position.step >= self.max_steps)
 
-    def _next(self, position: Position, run: LoopSteps) -> tuple[Position, Batch] | None:
-        if run.is_stopped() or self._is_full(position):
+    def _ahead(self, progress: RunProgress, run: LoopSteps) -> NextStep | None:
+        if run.is_stopped() or self.ends_at(progress.position):
             return None
-        batches = self._shaped(run.shape())
-        start = batches.next_from(position, self.epochs)
-        return None if start is None or self._is_cut(start) else (start, batches.at(start))
+        return self.course.ahead(progress, self.epochs, run.shape())
 
-    def _is_full(self, position: Position) -> bool:
-        return self.max_steps is not None and position.step >= self.max_steps
-
-    def _shaped(self, shape: BatchShape) -> Batches:
-        return replace(self.batches, batch_size=shape.samples, shards=shape.shards)
-
-    def _is_cut(self, position: Position) -> bool:
+    def is_cut(self, position: Position) -> bool:
+        """Whether the loop is cut short at a position."""
         passes = self.stop_after_epochs
-        has_passes = passes is not None and position.samples >= passes * self.batches.of(0).used
+        has_passes = passes is not None and self.course.has_passed(position, passes)
         return has_passes or (self.stop_after is not None and position.step >= self.stop_after)
 
     def _left(self, step: Step, progress: RunProgress, after: RunProgress, run: LoopSteps) -> None:

@@ -7,7 +7,7 @@ import warnings
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unisono.data.shards import ShardSource
+from unisono.data.order import Order
 from unisono.errors import UnisonoWarning
 from unisono.plan.batches import Batches
 from unisono.train.group.membership import Membership
@@ -34,7 +34,7 @@ class LoneUpdates(Listener):
         """These optimizers are the run's; what was stepped before, the script has trained beforehand."""
         self._prepared = prepared
 
-    def loop_begins(self, number: int, batches: Batches, source: ShardSource) -> None:
+    def loop_begins(self, number: int, batches: Batches, order: Order) -> None:
         """The script knows how to train."""
         self._hook.remove()
 

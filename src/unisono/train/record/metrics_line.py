@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.data.shards import ShardSource
+from unisono.data.order import Order
 from unisono.errors import JobError
 from unisono.plan.batches import Batches
 from unisono.received import short
@@ -65,7 +65,7 @@ class MetricsLine(Listener):
         """Write a line that the script logs, between two steps or beside one."""
         self._recorder.write({"step": self._trained.progress.position.step, name: value})
 
-    def loop_begins(self, number: int, batches: Batches, source: ShardSource) -> None:
+    def loop_begins(self, number: int, batches: Batches, order: Order) -> None:
         """The clock of the first step begins to run."""
         self._recorder.next_step()
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.folder import RunFolder, warn_unwritten
-from unisono.data.shards import ShardSource
+from unisono.data.order import Order
 from unisono.errors import PREEMPTED, Superseded, WorkerLost
 from unisono.host.memory import MIB, own_peak_mib
 from unisono.job import Reduction as Name
@@ -46,7 +46,7 @@ class ResultWriter(Listener):
         self._started = perf_counter()
         self._unwritten: dict[str, Any] | None = None
 
-    def loop_begins(self, number: int, batches: Batches, source: ShardSource) -> None:
+    def loop_begins(self, number: int, batches: Batches, order: Order) -> None:
         """The file tells of the newest loop's data set."""
         self._batches = batches
 
@@ -112,8 +112,8 @@ class ResultWriter(Listener):
             "weights_sha256": None,
             "steps": position.step,
             "samples": position.samples,
-            "epoch_samples": None if batches is None else batches.of(0).used,
-            "dataset_samples": None if batches is None else batches.of(0).samples,
+            "epoch_samples": None if batches is None else batches.of(0).used or None,
+            "dataset_samples": None if batches is None else batches.of(0).samples or None,
             "world_size": 0 if joins else self._membership.workers.world_size,
             "seconds": round(perf_counter() - self._started, 3),
             "exit_code": 0,

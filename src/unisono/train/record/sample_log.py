@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from unisono.data.order import Order
-from unisono.data.shards import ShardSource
 from unisono.jsonl import open_lines
 from unisono.plan.batches import Batches
 from unisono.train.step.call import Call
@@ -36,9 +35,9 @@ class SampleLog(Listener):
         self._loop: tuple[int, Batches, Order] | None = None
         self._generation, self._computed = 0, set[tuple[int, int]]()
 
-    def loop_begins(self, number: int, batches: Batches, source: ShardSource) -> None:
+    def loop_begins(self, number: int, batches: Batches, order: Order) -> None:
         """A loop over a data set begins."""
-        self._loop = number, batches, source.order
+        self._loop = number, batches, order
 
     def call_begins(self, call: Call, shards: range, generation: int) -> None:
         """This worker is about to compute these shards of a step."""

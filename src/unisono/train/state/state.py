@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from unisono.checkpoint.quick_digest import tree_digest
 from unisono.checkpoint.store import Snapshot
+from unisono.data.stream_reader import ReaderState
 from unisono.errors import CheckpointError, Unreadable
 from unisono.plan.batches import Position
 from unisono.received import short, value_of
@@ -47,15 +48,17 @@ class RunProgress:
         position: the position in the present loop, or in the next one.
         loop: the number of that loop; a script may have several, one after the other.
         reading: the settings of that loop; None before its first step.
+        readers: the states of a stream's readers; empty where there are none, or none has begun.
     """
 
     position: Position = field(default_factory=Position)
     loop: int = 0
     reading: Reading | None = None
+    readers: tuple[ReaderState, ...] = ()
 
     def as_tree(self) -> dict[str, Any]:
         """As numbers by name."""
-        return asdict(self)
+        return {**asdict(self), "readers": [asdict(one) for one in self.readers]}
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> "RunProgress":
@@ -64,8 +67,10 @@ class RunProgress:
         Raises:
             Unreadable: it is none.
         """
-        found = value_of({"position": Position, "loop": int, "reading": Reading | None}, tree, "progress")
-        if not all(number >= 0 for number in (found["loop"], *astuple(found["position"]))):
+        forms = {"position": Position, "loop": int, "reading": Reading | None, "readers": tuple[ReaderState, ...]}
+        found = value_of(forms, tree, "progress")
+        samples = (one.samples for one in found["readers"])
+        if not all(number >= 0 for number in (found["loop"], *astuple(found["position"]), *samples)):
             raise Unreadable(f"{short(tree)} does not say where a run stands")
         return cls(**found)
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from unisono.data.shards import ShardSource
+from unisono.data.shards import Source
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
 from unisono.train.model.own_update import OwnUpdate
@@ -38,7 +38,7 @@ class StepCall:
     optimizers: tuple[Optimizer, ...]
     clip: Clip
     update: OwnUpdate | None
-    source: ShardSource
+    source: Source
 
 
 class StepComputer(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from unisono.data.shards import ShardSource
+from unisono.data.order import Order
 from unisono.plan.audits import AuditResult
 from unisono.plan.batches import Batches
 from unisono.train.group.control import StepReport
@@ -63,7 +63,7 @@ class Listener:
     def prepared(self, prepared: Prepared, step: int) -> None:
         """All workers have these models, after so many steps."""
 
-    def loop_begins(self, number: int, batches: Batches, source: ShardSource) -> None:
+    def loop_begins(self, number: int, batches: Batches, order: Order) -> None:
         """A loop over a data set begins."""
 
     def step_begins(self, step: Step) -> None:

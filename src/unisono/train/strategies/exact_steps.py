@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from unisono.adapt.view import Setting
-from unisono.data.shards import ShardSource, ShardsRequest
+from unisono.data.shards import Source
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError, MemoryFault, PolicyError
 from unisono.train.config.run_config import RunConfig
@@ -221,10 +221,10 @@ class ExactSteps:
             computed=partial(self.listeners.step_computed, step, len(mine)),
         )
 
-    def _load(self, step: Step, source: ShardSource, shard: int) -> Any:
+    def _load(self, step: Step, source: Source, shard: int) -> Any:
         """The batch of any shard, whoever computes it."""
         with generators_kept():
-            (found,) = source.load(ShardsRequest(step.epoch, (step.batch.shard(shard),)))
+            (found,) = source.of(step.batch, [shard])
         return to_device(found, self.config.device)
 
     def _doubted(self, workers: Workers, note: Note, replaced: Sequence[int] = ()) -> Change[_Found]:

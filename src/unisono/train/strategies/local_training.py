@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from unisono.data.shards import ShardSource, ShardsRequest
+from unisono.data.shards import Source
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError, WorkerLost
 from unisono.failpoints import failpoint
@@ -194,9 +194,9 @@ class LocalTraining:
                 report = attempt.report
                 own.add(step.batch.part(part).size, report.loss, report.metrics, attempt.seconds)
 
-    def _loaded(self, step: Step, part: range, source: ShardSource) -> list[Any]:
+    def _loaded(self, step: Step, part: range, source: Source) -> list[Any]:
         with generators_kept():
-            shards = source.load(ShardsRequest(step.epoch, tuple(step.batch.shard(shard) for shard in part)))
+            shards = source.of(step.batch, part)
         return [to_device(shard, self._config.device) for shard in shards]
 
     def _with_others(self, collectives: CollectiveCalls, action: Callable[[LocalRounds], None]) -> None:

@@ -1,0 +1,101 @@
+"""What a loop over a stream reads."""
+
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from unisono.data.feed import Asked, refuse_beside
+from unisono.data.order import KeyedOrder, Order
+from unisono.data.sampler_order import LoopKey
+from unisono.data.shards import Collate
+from unisono.data.stream_source import StreamSource
+from unisono.errors import DataError, JobError
+
+
+@dataclass(frozen=True)
+class StreamFeed:
+    """What is read, and how.
+
+    Attributes:
+        stream: the stream.
+        key: what the draws of its samples follow from.
+        batch_size: the number of samples in a batch, if a loader says it.
+        collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
+    """
+
+    stream: Any
+    key: LoopKey
+    batch_size: int | None = None
+    collate: Collate | None = None
+
+    @property
+    def shuffle(self) -> bool:
+        """A stream has its own order."""
+        return False
+
+    @property
+    def drop_last(self) -> bool:
+        """All that is read is used."""
+        return False
+
+    @property
+    def is_batched(self) -> bool:
+        """No batch sampler decides which samples a batch has."""
+        return False
+
+    @property
+    def order(self) -> Order:
+        """The order in which samples are counted: as they are read. How many there are is not known."""
+        return KeyedOrder(0, self.key.seed)
+
+    @classmethod
+    def of(cls, data: Any, asked: Asked, key: LoopKey) -> "StreamFeed | None":
+        """Take data as a script gives it; None if they are no stream.
+
+        Raises:
+            DataError: the loader makes no batches.
+            JobError: something is asked for that a stream cannot give.
+        """
+        loader = data if isinstance(data, DataLoader) else None
+        stream = data if loader is None else loader.dataset
+        if not isinstance(stream, IterableDataset) and not hasattr(stream, "open_reader"):
+            return None
+        if loader is None:
+            _refuse(asked.shuffle, asked.drop_last, asked.loader_workers, "loader_workers")
+            return cls(stream, key, None, asked.collate_fn)
+        refuse_beside(asked)
+        _refuse(None, loader.drop_last, loader.num_workers, "num_workers")
+        if loader.batch_size is None:
+            raise DataError("batch_size=None: the loader makes no batches: give it the batch_size of the job")
+        collate = None if loader.collate_fn is default_collate else loader.collate_fn
+        return cls(stream, key, loader.batch_size, collate)
+
+    def same(self) -> Mapping[str, Any]:
+        """What has to be the same on all workers."""
+        return {"kind of stream": type(self.stream).__name__}
+
+    @property
+    def promised(self) -> int | None:
+        """The number of samples that the stream says it has; None if it says nothing."""
+        try:
+            return len(self.stream) if isinstance(self.stream, Sized) else None
+        except TypeError:  # a __len__ that says that there is none
+            return None
+
+    def source(self, readers: int) -> StreamSource:
+        """What gives the samples, read by so many readers."""
+        return StreamSource(self.stream, self.key, readers, self.collate)
+
+
+def _refuse(shuffle: bool | None, drop_last: bool | None, workers: int | None, name: str) -> None:
+    if shuffle:
+        raise JobError("shuffle=True: a stream has its own order. Shuffle in the stream, or the files that it reads")
+    if drop_last:
+        raise JobError(
+            "drop_last=True: which batch of a stream is the last whole one is only known behind it. Leave it out: "
+            "smaller batches are weighted by their size"
+        )
+    if workers:
+        raise JobError(f"{name}={workers}: streams are read in the worker's own process. Leave it out")

@@ -1,0 +1,194 @@
+"""One reader of a stream: it gives the samples of one logical shard, whichever worker asks."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data._utils import worker
+
+from unisono.data.streams import seed_generators
+from unisono.errors import DataError
+from unisono.plan.order import Stream, stream_seed
+from unisono.received import parse_json
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderState:
+    """How far a reader has come in an epoch.
+
+    Attributes:
+        samples: the number of samples that it has given.
+        state: what the stream's reader has told of itself; None if it tells nothing.
+    """
+
+    samples: int = 0
+    state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderKey:
+    """Which reader of which pass it is.
+
+    Attributes:
+        seed: the job's seed.
+        loop: the number of the loop in the script.
+        passes: the number of epochs that earlier loops of the script have asked the stream for.
+        epoch: the number of the epoch in the loop.
+        number: the number of the reader, which is that of its shard.
+        readers: the number of readers.
+    """
+
+    seed: int
+    loop: int
+    passes: int
+    epoch: int
+    number: int
+    readers: int
+
+    def stream(self, sample: int, *, alike: bool) -> int:
+        """The seed of what a sample draws.
+
+        Args:
+            sample: the number of the sample among those of the reader.
+            alike: whether all readers draw alike: else they do so in their first sample alone, before which streams
+                shuffle their files.
+        """
+        own = () if alike or not sample else (self.number,)
+        return stream_seed(self.seed, Stream.READER, self.loop, self.epoch, sample, *own)
+
+
+class _ReaderInfo:
+    """What ``get_worker_info`` returns inside of a stream, and whether the stream has looked at it."""
+
+    def __init__(self, number: int, readers: int, dataset: Any) -> None:
+        self._number, self._readers = number, readers
+        self.dataset, self.seed, self.was_asked = dataset, number, False
+
+    @property
+    def id(self) -> int:
+        self.was_asked = True
+        return self._number
+
+    @property
+    def num_workers(self) -> int:
+        self.was_asked = True
+        return self._readers
+
+
+class Reader:
+    """A reader of a copy of the stream.
+
+    A stream with ``open_reader(number, readers)`` gives the reader itself. Any other one finds the reader's number in
+    ``torch.utils.data.get_worker_info()``, as in a loader process of torch; one that does not look is read by every
+    reader, of which each takes every so many-th sample.
+
+    Args:
+        stream: the stream.
+        key: the key of the reader.
+        at: the state behind which it is to go on.
+
+    Raises:
+        DataError: the stream cannot be copied, or has become shorter than it was.
+
+    Attributes:
+        at: the state that it has reached.
+        is_over: whether nothing is left.
+    """
+
+    def __init__(self, stream: Any, key: ReaderKey, at: ReaderState) -> None:
+        self._key, self._stream = key, _copied(stream)
+        self._read, self._step = 0, 1
+        self._info = _ReaderInfo(key.number, key.readers, self._stream)
+        self._is_own = hasattr(stream, "open_reader")
+        if hasattr(self._stream, "set_epoch"):
+            self._stream.set_epoch(key.passes + key.epoch)
+        with self._inside():
+            opened = self._stream.open_reader(key.number, key.readers) if self._is_own else iter(self._stream)
+        self._iterator: Any = opened
+        self._ahead: list[Any] = []
+        self.at, self.is_over = ReaderState(), False
+        if at.state is not None:
+            self._iterator.load_state_dict(at.state)
+            self._read, self.at = at.samples, at
+        self._look_ahead()
+        if not self._is_own and not self._info.was_asked:
+            self._step = key.readers
+            self._pass_over(key.number)
+            self._look_ahead()
+        if skipped := at.samples - self.at.samples:
+            self._skip(skipped)
+
+    def take(self, count: int) -> list[Any]:
+        """The next samples; fewer where the stream ends."""
+        found: list[Any] = []
+        while len(found) < count and not self.is_over:
+            found.append(self._ahead.pop())
+            samples = self.at.samples + 1
+            self.at = self._state(samples) if len(found) == count else ReaderState(samples)
+            self._pass_over(self._step - 1)
+            self._look_ahead()
+        return found
+
+    def _state(self, samples: int) -> ReaderState:
+        """The state behind so many samples, before the stream is asked for another one."""
+        if not (self._is_own and hasattr(self._iterator, "state_dict")):
+            return ReaderState(samples)
+        told = self._iterator.state_dict()
+        try:
+            return ReaderState(samples, parse_json(json.dumps(told)))
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{type(self._iterator).__name__}.state_dict() returned what is no JSON ({error}): it travels to other "
+                f"workers and into checkpoints, so make it of numbers, text, lists and dicts"
+            ) from error
+
+    def _skip(self, samples: int) -> None:
+        if len(self.take(samples)) < samples:
+            raise DataError(
+                f"reader {self._key.number} of {type(self._stream).__name__} has come to its end behind "
+                f"{self.at.samples} samples of epoch {self._key.epoch}, and it has given {samples} before: a stream "
+                f"has to give the same samples again"
+            )
+
+    def _look_ahead(self) -> None:
+        """Read one sample more than was asked for: only so is it known whether there is one."""
+        if self._ahead or self.is_over:
+            return
+        try:
+            self._ahead.append(self._next())
+        except StopIteration:
+            self.is_over = True
+
+    def _pass_over(self, samples: int) -> None:
+        for _ in range(samples):
+            self._look_ahead()
+            self._ahead.clear()
+
+    def _next(self) -> Any:
+        seed_generators(self._key.stream(self._read, alike=self._step > 1))
+        with self._inside():
+            found = next(self._iterator)
+        self._read += 1
+        return found
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        before = worker._worker_info
+        worker._worker_info = self._info  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            worker._worker_info = before
+
+
+def _copied(stream: Any) -> Any:
+    try:
+        return deepcopy(stream)
+    except Exception as error:
+        raise DataError(
+            f"{type(stream).__name__} cannot be copied ({error}), and each of its readers needs a copy: open files and "
+            f"connections in __iter__, not before"
+        ) from error

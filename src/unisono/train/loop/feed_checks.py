@@ -1,0 +1,78 @@
+"""What a loop refuses of the data that it is given, before its first step and where policies change it."""
+
+from unisono.adapt.view import BatchShape
+from unisono.data.feed import Feed
+from unisono.data.stream_feed import StreamFeed
+from unisono.errors import DataError, JobError, PolicyError
+from unisono.job import Job
+from unisono.plan.epoch_cut import EpochCut
+
+
+def require_batches(feed: Feed | StreamFeed, job: Job, said: int | None) -> None:
+    """A loader's batches are global batches: they have the size that the job says.
+
+    Args:
+        feed: what the loop reads.
+        job: the job.
+        said: the batch size that the script says; the job may have another one from outside.
+
+    Raises:
+        JobError: they have not.
+    """
+    if feed.batch_size not in (None, said):
+        raise JobError(
+            f"the loader has batch_size={feed.batch_size}, the job has batch_size={said}: a loader's batch is the "
+            f"global batch, over all workers. Say the same in unisono.init and in the DataLoader"
+        )
+    if feed.is_batched and job.batch_size != said:
+        raise JobError(
+            f"batch_size={job.batch_size} is set from outside, and the loader's batch_sampler decides which samples a "
+            f"batch has: give the DataLoader a sampler and batch_size={said} instead"
+        )
+
+
+def require_steps(feed: Feed | StreamFeed, first: EpochCut, batch_size: int) -> None:
+    """The first epoch has to have a step, if that can be known.
+
+    Raises:
+        DataError: it has none.
+    """
+    if first.steps or isinstance(feed, StreamFeed):
+        return
+    if not first.samples:
+        raise DataError("the loader's sampler gives nothing for the first epoch: check what it chooses from")
+    raise DataError(
+        f"drop_last leaves nothing of {first.samples} samples with batch_size={batch_size}: "
+        f"keep the last, smaller batch, or lower batch_size"
+    )
+
+
+def require_shape(feed: Feed | StreamFeed, shape: BatchShape, job: Job) -> None:
+    """Policies may change the batch, where nothing else decides it.
+
+    Raises:
+        PolicyError: they have, and a batch sampler or a stream's readers decide it.
+    """
+    if feed.is_batched and shape.samples != job.batch_size:
+        raise PolicyError(
+            f"a policy wants batches of {shape.samples} samples, and the loader's batch_sampler decides which "
+            f"samples a batch has: give the DataLoader a sampler and batch_size={job.batch_size} instead"
+        )
+    if isinstance(feed, StreamFeed) and shape.shards != job.shards:
+        raise PolicyError(
+            f"a policy wants to cut batches into {shape.shards} shards, and the stream has {job.shards} readers, one "
+            f"for each shard of the job: leave shards out where the batch size is set"
+        )
+
+
+def require_strategy(feed: Feed | StreamFeed, strategy: str, *, has_own_weights: bool) -> None:
+    """Streams are read for steps that all workers make together.
+
+    Raises:
+        JobError: workers make steps by themselves.
+    """
+    if isinstance(feed, StreamFeed) and has_own_weights:
+        raise JobError(
+            f"strategy={strategy!r}: streams are read for steps that all workers make together. Use all-reduce, or a "
+            f"map-style data set"
+        )

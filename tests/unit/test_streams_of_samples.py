@@ -1,0 +1,313 @@
+"""What readers of a stream give, and what of a stream is refused."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import unisono
+from unisono.data.alike import alike
+from unisono.data.sampler_order import LoopKey
+from unisono.data.stream_feed import StreamFeed
+from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
+from unisono.data.stream_source import StreamSource
+from unisono.data.streams import generators_kept
+from unisono.errors import DataError, JobError, PolicyError, UnisonoWarning
+from unisono.train.loop.feed_checks import require_strategy
+
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
+
+Start = Callable[..., unisono.Run]
+
+
+class Numbers(IterableDataset[Any]):
+    """Numbers, split among workers if it is told to."""
+
+    def __init__(self, *, splits: bool = False, draws: bool = False, count: int = 20) -> None:
+        self.splits, self.draws, self.count, self.epoch = splits, draws, count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        info, numbers = get_worker_info() if self.splits else None, list(range(self.count))
+        random.shuffle(numbers)
+        for number in numbers if info is None else numbers[info.id :: info.num_workers]:
+            yield (number, self.epoch, torch.rand(2).sum().item() + float(np.random.rand())) if self.draws else number
+
+
+class Own(Numbers):
+    """Opens its readers itself; they go on where they are told to."""
+
+    opened = 0
+
+    def open_reader(self, number: int, readers: int) -> Any:
+        Own.opened += 1
+        return Going(range(number, 20, readers))
+
+
+class Going:
+    def __init__(self, numbers: range) -> None:
+        self.numbers, self.place, self.read = numbers, 0, 0
+
+    def __next__(self) -> int:
+        if self.place == len(self.numbers):
+            raise StopIteration
+        self.place, self.read = self.place + 1, self.read + 1
+        return self.numbers[self.place - 1]
+
+    def state_dict(self) -> Any:
+        return {"place": (self.place,)}
+
+    def load_state_dict(self, state: Any) -> None:
+        (self.place,) = state["place"]
+
+
+@pytest.fixture(autouse=True)
+def generators_as_they_were() -> Iterator[None]:
+    with generators_kept():
+        yield
+
+
+def reader(stream: Any, number: int, at: ReaderState = ReaderState(), epoch: int = 0, readers: int = 3) -> Reader:  # noqa: B008
+    return Reader(stream, ReaderKey(5, 0, 0, epoch, number, readers), at)
+
+
+STREAMS = [Numbers(), Numbers(draws=True), Numbers(splits=True), Numbers(splits=True, draws=True), Own()]
+NAMES = ["whole", "whole and drawing", "split", "split and drawing", "its own"]
+
+
+# -- readers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", STREAMS, ids=NAMES)
+def test_readers_share_the_samples_out_and_know_when_they_have_come_to_the_end(stream: Any) -> None:
+    readers = [reader(stream, number) for number in range(3)]
+    found: list[Any] = []
+    for each, count in zip(readers, (7, 7, 6), strict=True):
+        found += each.take(count - 1)
+        assert not each.is_over
+        found += each.take(5)
+        assert each.is_over
+        assert each.take(5) == []
+        assert each.at.samples == count
+    assert sorted(one[0] if isinstance(one, tuple) else one for one in found) == list(range(20))
+
+
+@pytest.mark.parametrize("stream", STREAMS, ids=NAMES)
+@pytest.mark.parametrize("before", [0, 1, 4, 7])
+def test_a_reader_goes_on_behind_any_sample_as_if_it_had_read_those_before(stream: Any, before: int) -> None:
+    whole, cut = reader(stream, 0).take(7), reader(stream, 0)
+    torch.rand(3)
+    cut.take(before)
+    torch.rand(5)
+    assert reader(stream, 0, cut.at).take(9) == whole[before:]
+    assert cut.take(9) == whole[before:]
+
+
+def test_a_reader_of_its_own_does_not_read_again_what_it_has_given() -> None:
+    at = reader(Own(), 1)
+    at.take(3)
+    assert at.at == ReaderState(3, {"place": [3]})
+    again = reader(Own(), 1, at.at)
+    assert again.take(2) == [10, 13]
+    assert again._iterator.read == 3  # with the one that it looks ahead
+
+
+def test_samples_of_other_readers_and_epochs_draw_other_numbers() -> None:
+    found = [
+        reader(Numbers(splits=True, draws=True), number, epoch=epoch).take(4) for number in (0, 1) for epoch in (0, 1)
+    ]
+    drawn = [draw for samples in found for _, _, draw in samples[1:]]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_a_stream_is_told_the_epoch_and_is_not_touched_itself() -> None:
+    stream = Numbers(draws=True)
+    assert {epoch for _, epoch, _ in reader(stream, 0, epoch=4).take(5)} == {4}
+    assert stream.epoch == 0
+
+
+def test_the_script_is_in_no_worker_of_torch_behind_a_reader() -> None:
+    reader(Numbers(splits=True), 1).take(2)
+    assert get_worker_info() is None
+
+
+def test_what_was_read_for_a_step_is_given_again_and_read_again_elsewhere() -> None:
+    here, there = (StreamSource(Numbers(draws=True), LoopKey(5, 0), 3) for _ in range(2))
+    first = here.give(0, 1, ReaderState(), 4)
+    second = here.give(0, 1, first.after, 4)
+    assert here.give(0, 1, first.after, 4) is second
+    assert here.give(0, 1, ReaderState(), 4).samples == first.samples
+    assert there.give(0, 1, first.after, 4).samples == second.samples
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+class Pairs(IterableDataset[Any]):
+    def __init__(self, count: int = 70, promised: int | None = None) -> None:
+        self.count, self.promised = count, promised
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(0)
+        for number in range(self.count):
+            yield torch.randn(6, generator=generator), number % 3
+
+
+class Promising(Pairs):
+    def __len__(self) -> int:
+        return 80
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def prepared(run: unisono.Run) -> nn.Module:
+    model = nn.Linear(6, 3)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return model
+
+
+def test_steps_of_a_stream_know_where_they_stand(start: Start) -> None:
+    run = start()
+    prepared(run)
+    seen = []
+    for step in run.steps(Pairs(), epochs=2):
+        step.run(loss_of)
+        seen.append((step.epoch, step.position, step.size, step.is_last_in_epoch, step.is_last))
+    assert seen == [
+        (0, 0, 32, False, False), (0, 32, 32, False, False), (0, 64, 6, True, False),
+        (1, 70, 32, False, False), (1, 102, 32, False, False), (1, 134, 6, True, True),
+    ]  # fmt: skip
+
+
+def test_a_loader_over_a_stream_and_the_trainer_take_it_as_well(start: Start, tmp_path: Any) -> None:
+    digests = []
+    for number, stream in enumerate((Pairs(), DataLoader(Pairs(), 32))):
+        run = start(run_dir=tmp_path / f"{number}")
+        model = nn.Linear(6, 3)
+        trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, run=run)
+        trainer.fit(stream, 2)
+        digests.append(trainer.finish())
+    assert digests[0] == digests[1]
+
+
+def test_a_stream_with_another_number_of_samples_than_it_promises_is_warned_of(start: Start) -> None:
+    run = start()
+    prepared(run)
+    with pytest.warns(UnisonoWarning, match="epoch 0 of the stream has 70 samples, and its __len__ says 80"):
+        assert sum(step.size for step in run.steps(Promising()) if step.run(loss_of)) == 70
+
+
+class Resizes(unisono.Policy):
+    def after_step(self, view: unisono.View) -> None:
+        self.set_batch_size(16 if view.step == 1 else 64, shards=2 if view.step == 1 else 4)
+
+
+def test_a_policy_may_change_the_batch_of_a_stream_and_not_the_number_of_its_readers(start: Start) -> None:
+    run = start(policies=[Resizes()])
+    prepared(run)
+    sizes = []
+    with pytest.raises(PolicyError, match="4 shards, and the stream has 2 readers"):
+        for step in run.steps(Pairs()):
+            step.run(loss_of)
+            sizes.append(step.size)
+    assert sizes == [32, 16]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+class ByChance(Pairs):
+    def __iter__(self) -> Iterator[Any]:
+        chance = random.SystemRandom()
+        for inputs, label in super().__iter__():
+            yield inputs + chance.random(), label
+
+
+class Shorter(Numbers):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+class Locked(Pairs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Telling(Own):
+    def open_reader(self, number: int, readers: int) -> Any:
+        found = Going(range(9))
+        found.state_dict = lambda: {"place": object()}  # type: ignore[method-assign]
+        return found
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (ByChance(), "ByChance gave other samples when it was read a second time"),
+        (Locked(), "Locked cannot be copied"),
+        (Telling(), r"Going.state_dict\(\) returned what is no JSON"),
+        (Pairs(0), "the stream is empty"),
+    ],
+    ids=["by chance", "locked", "no JSON", "empty"],
+)
+def test_streams_that_cannot_be_kept_say_why(start: Start, stream: Any, message: str) -> None:
+    run = start()
+    prepared(run)
+    with pytest.raises(DataError, match=message):
+        next(run.steps(stream))
+
+
+def test_a_stream_that_has_become_shorter_says_so() -> None:
+    with pytest.raises(DataError, match="has come to its end behind 3 samples of epoch 0, and it has given 5 before"):
+        reader(Shorter(), 0, ReaderState(5))
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "message"),
+    [
+        (Pairs, {"shuffle": True}, "shuffle=True: a stream has its own order"),
+        (Pairs, {"drop_last": True}, "drop_last=True: which batch of a stream is the last whole one"),
+        (Pairs, {"loader_workers": 2}, "loader_workers=2: streams are read in the worker's own process"),
+        (lambda: DataLoader(Pairs(), 32, num_workers=1), {}, "num_workers=1: streams are read"),
+        (lambda: DataLoader(Pairs(), 16), {}, "the loader has batch_size=16, the job has batch_size=32"),
+        (lambda: DataLoader(Pairs(), 32), {"shuffle": False}, "shuffle=False beside a DataLoader"),
+    ],
+)
+def test_what_a_stream_cannot_give_is_refused(start: Start, make: Any, how: Any, message: str) -> None:
+    run = start()
+    prepared(run)
+    with pytest.raises(JobError, match=message):
+        run.steps(make(), **how)
+
+
+def test_streams_need_steps_that_all_workers_make_together() -> None:
+    feed = StreamFeed(Pairs(), LoopKey(5, 0))
+    require_strategy(feed, "all-reduce", has_own_weights=False)
+    with pytest.raises(JobError, match="strategy='local-sgd': streams are read for steps that all workers"):
+        require_strategy(feed, "local-sgd", has_own_weights=True)
+
+
+def test_a_stream_is_trained_on_and_not_evaluated(start: Start) -> None:
+    run = start()
+    prepared(run)
+    with pytest.raises(DataError, match="can only be read from front to back"):
+        run.evaluate(Pairs(), {"loss": loss_of})
+
+
+def test_samples_are_alike_if_all_that_can_be_compared_in_them_is() -> None:
+    one: dict[str, Any] = {"a": [torch.tensor([1.0, float("nan")]), np.arange(3)], "b": ("x", 2, b"y", object())}
+    assert alike(one, {"a": [one["a"][0].clone(), np.arange(3)], "b": ("x", 2, b"y", object())})
+    for other in ({"a": one["a"]}, {**one, "b": ("x", 3, b"y", object())}, {**one, "a": [torch.ones(2), np.arange(3)]}):
+        assert not alike(one, other)
