@@ -19,9 +19,9 @@ def serve(task: type[T], work: Callable[[T, Path], BaseModel]) -> None:
     Nothing is taken apart at the end: DDP's reducer may wait there for ever, holding the lock of the interpreter, for a
     thread of Gloo's that needs it (seen with torch 2.13).
     """
-    folder = Path(sys.argv[1])
+    folder, place = Path(sys.argv[1]), Place.of()  # before a run hides it
     found = work(task.model_validate_json((folder / "task.json").read_text()), folder)
-    (folder / f"found-{Place.of().rank}.json").write_text(found.model_dump_json())
+    (folder / f"found-{place.rank}.json").write_text(found.model_dump_json())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

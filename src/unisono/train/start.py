@@ -20,6 +20,7 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
 from unisono.job import Compression, Job, Precision, Reduction
 from unisono.membership.environment import Environment
+from unisono.membership.launch_variables import OF_THIS_PROCESS
 from unisono.membership.rendezvous import Generation
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
@@ -49,10 +50,12 @@ class HostProcess:
 
     Attributes:
         jobs: the jobs of the runs so far. What is refused is no run.
+        variables: the environment's variables, from which a run hides those of the launcher.
     """
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
+        self.variables = OF_THIS_PROCESS
 
     def apply_numerics(self, job: Job, device: torch.device) -> Callable[[], None]:
         """Set torch up for a job; returns what sets it back."""
@@ -161,7 +164,7 @@ def init(
     """
     arguments, process = locals(), HOST_PROCESS.get()
     require_kinds(init, arguments)
-    config = configure(arguments, os.environ, len(process.jobs) + 1)
+    config = configure(arguments, process.variables.all(), len(process.jobs) + 1)
     process.jobs.append(config.job)
     job, device, about = config.job, config.device, config.adaptation
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
@@ -174,6 +177,7 @@ def init(
         folder = opened.enter_context(closing(agreed_folder(calls, membership, config)))
         checkpoints = opened.enter_context(closing(_checkpoints(folder, config.recording)))
         leave = opened.enter_context(closing(process.leave_request()))
+        opened.callback(process.variables.hide())
         what = Opened(membership, folder, checkpoints, calls, leave, marks, policy_state, opened.pop_all())
     run = Run(assemble(config, what))
     process.note_run(run)
