@@ -90,5 +90,16 @@ def test_a_run_on_three_workers_goes_on_with_two(
     assert [line["step"] for line in again.journal("resumed")] == [steps]
 
 
+@pytest.mark.parametrize("stream", ["whole", "own"])
+def test_a_loop_that_is_entered_before_its_first_step_begins_where_the_others_are(
+    stream: str, serial: dict[str, Done], tmp_path: Path
+) -> None:
+    kills = [Kill(3, 0), Kill(7, 1, 4)]
+    assert found(train(Cluster(tmp_path), stream, (3, 3), kills=kills, ENTERS="1")) == found(serial[stream])
+    cluster, folder = Cluster(tmp_path / "more"), tmp_path / "more" / "run"
+    train(cluster, stream, 3, folder=folder, UNISONO_CHECKPOINT_EVERY="1", UNISONO_STOP_AFTER="4", ENTERS="1")
+    assert train(cluster, stream, 2, folder=folder, ENTERS="1").outcome == serial[stream].outcome
+
+
 def test_audits_read_shards_of_others(serial: dict[str, Done], tmp_path: Path) -> None:
     assert train(Cluster(tmp_path), "split", 3, UNISONO_AUDIT="0.5").outcome == serial["split"].outcome

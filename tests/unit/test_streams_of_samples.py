@@ -208,6 +208,21 @@ def test_a_stream_with_another_number_of_samples_than_it_promises_is_warned_of(s
         assert sum(step.size for step in run.steps(Promising()) if step.run(loss_of)) == 70
 
 
+class Few(Pairs):
+    """One file, for whichever reader comes first."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        return super().__iter__() if info is None or info.id == 0 else iter(())
+
+
+def test_readers_that_have_nothing_are_warned_of(start: Start) -> None:
+    run = start()
+    prepared(run)
+    with pytest.warns(UnisonoWarning, match="1 of the 2 readers of the stream have nothing to read, number 1 among"):
+        assert [step.size for step in run.steps(Few(40)) if step.run(loss_of)] == [16, 16, 8]
+
+
 class Resizes(unisono.Policy):
     def after_step(self, view: unisono.View) -> None:
         self.set_batch_size(16 if view.step == 1 else 64, shards=2 if view.step == 1 else 4)

@@ -96,7 +96,13 @@ streams: dict[str, Callable[[], Any]] = {
     "loader": lambda: DataLoader(Split(), BATCH),
 }
 for _ in range(2):
-    for step in run.steps(streams[os.environ["STREAM"]](), epochs=EPOCHS):
+    steps = run.steps(streams[os.environ["STREAM"]](), epochs=EPOCHS)
+    if "ENTERS" in os.environ:
+        entered = [run.enter()]
+    for step in steps:
+        if "ENTERS" in os.environ and entered:
+            place = entered.pop()
+            assert (place.step, place.samples, place.epoch) == (step.number, step.position, step.epoch)
         step.run(loss_of)
         ids = [number for shard in step.shards if shard is not None for number in shard[0].tolist()]
         if "LEDGER" in os.environ:

@@ -104,6 +104,8 @@ class StreamCourse:
                 raise DataError("the stream is empty: check the path, the split or the filter it was made with")
             return None
         is_last_in_epoch = all(one.is_over for one in told)
+        if not position.epoch and not position.offset:
+            self._warn_of_empty(told)
         start, stop = position.offset, position.offset + bounds[-1]
         self._batch = Batch(position.epoch, start, stop, bounds, is_last_in_epoch)
         self.source.begin(states)
@@ -119,6 +121,17 @@ class StreamCourse:
         after = replace(progress, position=moved, readers=tuple(one.after for one in told))
         after = _epoch_over(after) if is_last_in_epoch else after
         return NextStep(position, self._batch, after, after.position.epoch >= epochs)
+
+    def _warn_of_empty(self, told: Sequence[Told]) -> None:
+        empty = [one.number for one in told if one.is_over and not one.samples]
+        if empty:
+            warnings.warn(
+                f"{len(empty)} of the {self.readers} readers of the stream have nothing to read, number {empty[0]} "
+                f"among them, and their shards are empty: batches are smaller by as much, and workers wait. Split the "
+                f"stream into at least {self.readers} parts (files), one for each shard, or set fewer shards",
+                UnisonoWarning,
+                stacklevel=2,
+            )
 
     def _told(
         self, epoch: int, states: Sequence[ReaderState], shape: BatchShape, workers: Workers
