@@ -32,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     patch.setenv("TMPDIR", folder.name)
     patch.setattr(tempfile, "tempdir", folder.name)
+    patch.setenv("KERAS_BACKEND", "torch")
+    patch.setenv("KERAS_HOME", folder.name)  # it writes its settings
 
 
 @pytest.hookimpl(tryfirst=True)

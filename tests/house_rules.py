@@ -19,6 +19,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("study",),
     ("launch",),
+    ("integrations",),
     ("train",),
     ("adapt", "sync", "checkpoint", "data", "reduce", "membership"),
     ("plan",),

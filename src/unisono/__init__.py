@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import unisono.integrations.keras as keras
     from unisono.adapt.ada_scale import AdaScale, LinearScaling
     from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
     from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
@@ -59,6 +60,7 @@ __all__ = [
     "__version__",
     "digest",
     "init",
+    "keras",
     "load",
 ]
 
@@ -93,8 +95,13 @@ _HOMES = {
     "load": "unisono.train.state.first_weights",
 }
 
+_GUESTS = {"keras": "unisono.integrations.keras"}
+"""Modules that need packages of their own."""
+
 
 def __getattr__(name: str) -> Any:
+    if name in _GUESTS:
+        return import_module(_GUESTS[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)

@@ -85,6 +85,8 @@ SHORT = {
     "char_lm.py --layers 1 --width 32 --context 32 --steps 3": 3,
     "gan.py": 2,
     "digits.py": 2,
+    "keras_convnet.py": 3,
+    "keras_train_step.py": 2,
     "plain_loop.py --which unisono": 2,
     "goodput.py": 2,
     "scaling.py": 2,

@@ -79,6 +79,27 @@ class Evaluation:
         table = self.workers.gather_rows(local, self._counts()).tolist()
         return {name: _mean([row[column] for row in table]) for column, name in enumerate(agreed)}
 
+    def sums(self, add: Callable[[Any, Any], Tensor]) -> Tensor:
+        """What the rows that a function returns for all blocks add up to, along the summation tree.
+
+        Args:
+            add: a function that gets the model and a batch, and returns a row of numbers, always as many.
+        """
+        tree, mine = SummationTree(self.cut.steps), self._mine(self.workers.rank)
+        leaves = {Node(block, block + 1): row for block, row in zip(mine, self._rows(add), strict=True)}
+        covers = [tree.cover(one.start, one.stop) for one in map(self._mine, range(self.workers.world_size))]
+        partials = [tree.finish(leaves, torch.add, node) for node in covers[self.workers.rank]]
+        length = max(one or 0 for one in self.workers.gather_json(len(partials[0]) if partials else None))
+        local = torch.stack(partials) if partials else torch.zeros(0, length, dtype=torch.float64)
+        rows = self.workers.gather_rows(local, [len(cover) for cover in covers])
+        nodes = [node for cover in covers for node in cover]
+        total: Tensor = tree.finish(dict(zip(nodes, rows, strict=True)), torch.add)
+        return total
+
+    def _rows(self, add: Callable[[Any, Any], Tensor]) -> Iterator[Tensor]:
+        for _, batch in self._blocks():
+            yield add(self.prepared.model, batch).double()
+
     def outputs(self, predict_fn: Predict | None) -> Any:
         """The outputs for all samples, in order."""
         predict = predict_fn or _predict

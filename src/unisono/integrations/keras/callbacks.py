@@ -1,0 +1,179 @@
+"""Keras' callbacks on several workers: who calls them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+from keras.callbacks import Callback as KerasCallback
+
+from unisono.errors import JobError
+
+WRITERS = ("ProgbarLogger", "CSVLogger", "TensorBoard", "RemoteMonitor")
+"""Callbacks of Keras that write or show, and decide nothing: the main worker alone calls them."""
+
+IsMain = Callable[[], bool]
+
+
+class OnMain(KerasCallback):  # type: ignore[misc]  # Keras has no types
+    """Calls a callback on the main worker alone, from where this worker becomes the main one.
+
+    Args:
+        inner: the callback; None for none.
+        is_main: whether this is the main worker now.
+    """
+
+    def __init__(self, inner: Any, is_main: IsMain) -> None:
+        super().__init__()
+        self.inner, self._is_main = inner, is_main
+        self._has_begun = False
+        self._epoch: int | None = None
+
+    def set_model(self, model: Any) -> None:
+        """Hand the model on."""
+        super().set_model(model)
+        if self.inner is not None:
+            self.inner.set_model(model)
+
+    def set_params(self, params: Any) -> None:
+        """Hand the parameters on."""
+        super().set_params(params)
+        if self.inner is not None:
+            self.inner.set_params(params)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """An epoch begins."""
+        self._tell("on_epoch_begin", epoch, logs, epoch=epoch, is_new=True)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """An epoch is over."""
+        self._tell("on_epoch_end", epoch, logs, epoch=epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """A step begins."""
+        self._tell("on_train_batch_begin", batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """A step is done."""
+        self._tell("on_train_batch_end", batch, logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """An evaluation begins."""
+        self._tell("on_test_begin", logs)
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """A batch is about to be evaluated."""
+        self._tell("on_test_batch_begin", batch, logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """All batches up to this one are evaluated."""
+        self._tell("on_test_batch_end", batch, logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """An evaluation is over."""
+        self._tell("on_test_end", logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """The training is over."""
+        if self._has_begun:
+            self._tell("on_train_end", logs)
+
+    def stands_at(self, epoch: int) -> None:
+        """The training goes on in the middle of an epoch, which others have begun."""
+        self._epoch = epoch
+
+    def _tell(self, event: str, *values: Any, epoch: int | None = None, is_new: bool = False) -> None:
+        self._epoch = self._epoch if epoch is None else epoch
+        if self.inner is None or not self._is_main():
+            return
+        if not self._has_begun:
+            self._begin(is_new=is_new)
+        getattr(self.inner, event)(*values)
+
+    def _begin(self, *, is_new: bool) -> None:
+        """The callback hears of what has begun without it."""
+        self._has_begun = True
+        if isinstance(self.inner, keras.callbacks.CSVLogger) and self._epoch:
+            self.inner.append = True
+            cut_rows(Path(self.inner.filename), self._epoch, self.inner.sep)
+        self.inner.on_train_begin()
+        if self._epoch is not None and not is_new:
+            self.inner.on_epoch_begin(self._epoch)
+
+
+def cut_rows(path: Path, epoch: int, separator: str) -> None:
+    """Leave the rows of earlier epochs in a CSV file: this one, and what follows, are written anew."""
+    if not path.is_file():
+        return
+    with path.open(newline="") as file:
+        rows = list(csv.reader(file, delimiter=separator))
+    kept = rows[:1] + [row for row in rows[1:] if row and row[0].isdigit() and int(row[0]) < epoch]
+    with path.open("w", newline="") as file:
+        csv.writer(file, delimiter=separator).writerows(kept)
+
+
+class Saving:
+    """A model as a ``ModelCheckpoint`` sees it: only the main worker's saves write.
+
+    Args:
+        model: the model.
+        is_main: whether this is the main worker now.
+    """
+
+    def __init__(self, model: Any, is_main: IsMain) -> None:
+        self._model, self._is_main = model, is_main
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def save(self, *values: Any, **options: Any) -> None:
+        """Save the model on the main worker."""
+        if self._is_main():
+            self._model.save(*values, **options)
+
+    def save_weights(self, *values: Any, **options: Any) -> None:
+        """Save the weights on the main worker."""
+        if self._is_main():
+            self._model.save_weights(*values, **options)
+
+
+def listed(given: Any, model: Any, is_main: IsMain, verbose: Any, **params: Any) -> Any:
+    """Keras' list of callbacks, with those that write on the main worker alone.
+
+    Args:
+        given: what ``fit`` was given: a callback, a list of them, or None.
+        model: the model.
+        is_main: whether this is the main worker now.
+        verbose: 0 for no progress bar.
+        params: what Keras tells callbacks.
+
+    Raises:
+        JobError: a callback keeps checkpoints of its own, by which Keras would begin anew.
+    """
+    chosen = [] if given is None else keras.tree.flatten(given)
+    for one in chosen:
+        if isinstance(one, keras.callbacks.BackupAndRestore):
+            raise JobError(
+                "BackupAndRestore: leave it out. unisono.init(checkpoint_every=…, run_dir=…) keeps more, and goes on "
+                "in the middle of an epoch"
+            )
+    shown = [one for one in chosen if type(one).__name__ == "ProgbarLogger"]
+    if not shown:
+        chosen.append(keras.callbacks.ProgbarLogger() if verbose else None)
+    wrapped = [OnMain(one, is_main) if one is None or _writes(one) else one for one in chosen]
+    # The progress bar comes last, behind the history, as in Keras.
+    history = next((one for one in wrapped if isinstance(one, keras.callbacks.History)), None)
+    if history is None:
+        wrapped.insert(len(wrapped) - (not shown), keras.callbacks.History())
+    found = keras.callbacks.CallbackList(wrapped, add_history=True, model=model, verbose=verbose, **params)
+    for one in found.callbacks:
+        if isinstance(one, keras.callbacks.ModelCheckpoint):
+            one.set_model(Saving(model, is_main))
+    return found
+
+
+def _writes(callback: Any) -> bool:
+    return any(kind.__module__.startswith("keras.") and kind.__name__ in WRITERS for kind in type(callback).__mro__)

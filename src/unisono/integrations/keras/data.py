@@ -1,0 +1,156 @@
+"""What Keras users give to ``fit``: arrays in any structure, data sets and loaders, as a run reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+
+from unisono.data.streams import generators_kept
+from unisono.errors import DataError
+
+
+@dataclass(frozen=True)
+class KerasData:
+    """Data, and how a batch of it becomes ``(x, y, sample_weight)``.
+
+    Attributes:
+        data: a data set, or a ``DataLoader``.
+        form: the structure of the arrays: a number for each array, None where there is none; None for other data.
+        has_weights: whether samples have weights of their own.
+    """
+
+    data: Any
+    form: Any = None
+    has_weights: bool = False
+
+    @classmethod
+    def of(
+        cls, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Mapping[int, float] | None = None
+    ) -> KerasData:
+        """Take what ``fit``, ``evaluate`` or ``predict`` was given.
+
+        Raises:
+            DataError: there is no way to read it by index, or the arrays have different lengths; says what to do.
+        """
+        if isinstance(x, DataLoader | Dataset):
+            beside = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
+            if given := [name for name, value in beside.items() if value is not None]:
+                raise DataError(
+                    f"{' and '.join(given)} beside a {type(x).__name__}: let it return (x, y, sample_weight)"
+                )
+            return cls(x, has_weights=True)
+        if class_weight is not None:
+            if sample_weight is not None:
+                raise DataError(
+                    "class_weight and sample_weight at the same time: multiply them, and give sample_weight"
+                )
+            sample_weight = _weights_of(y, class_weight)
+        whole = [x, y, sample_weight]
+        while len(whole) > 1 and whole[-1] is None:
+            whole.pop()
+        return cls._of_arrays(tuple(whole))
+
+    @classmethod
+    def _of_arrays(cls, whole: tuple[Any, ...]) -> KerasData:
+        leaves = [_tensor(leaf) for leaf in keras.tree.flatten(whole) if leaf is not None]
+        lengths = sorted({len(leaf) for leaf in leaves})
+        if len(lengths) != 1:
+            raise DataError(f"the arrays have {' and '.join(map(str, lengths)) or 'no'} samples: give as many of each")
+        numbers = iter(range(len(leaves)))
+        form = keras.tree.map_structure(lambda leaf: None if leaf is None else next(numbers), whole)
+        return cls(TensorDataset(*leaves), form, len(whole) > 2)
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        source: Any = self.data.dataset if isinstance(self.data, DataLoader) else self.data
+        return len(source)
+
+    @property
+    def is_loader(self) -> bool:
+        """Whether a loader decides order and batches."""
+        return isinstance(self.data, DataLoader)
+
+    def steps(self, batch_size: int) -> int:
+        """The number of batches in a pass."""
+        return len(self.data) if self.is_loader else math.ceil(len(self) / batch_size)
+
+    def unpack(self, batch: Any) -> tuple[Any, ...]:
+        """What ``train_step`` gets for a collated batch."""
+        if self.form is None:
+            return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+        found: tuple[Any, ...] = keras.tree.map_structure(
+            lambda number: None if number is None else batch[number], self.form
+        )
+        return found
+
+    def first(self) -> tuple[Any, ...]:
+        """A batch of the first two samples, by which a model gets its shapes."""
+        source = self.data.dataset if self.is_loader else self.data
+        collate = self.data.collate_fn if self.is_loader else default_collate
+        with generators_kept():
+            return self.unpack(collate([source[index] for index in range(min(2, len(source)))]))
+
+    def cut(self, steps: int | None, batch_size: int) -> KerasData:
+        """The samples of the first batches alone.
+
+        Raises:
+            DataError: a loader decides it.
+        """
+        if steps is None or steps >= self.steps(batch_size):
+            return self
+        if self.is_loader:
+            raise DataError(f"only {steps} of the loader's {len(self.data)} batches: give it a Subset of its data set")
+        return KerasData(Subset(self.data, range(steps * batch_size)), self.form, self.has_weights)
+
+
+def split(arrays: Sequence[Any], share: float) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The first samples, and the last ones that are held out for validation.
+
+    Args:
+        arrays: x, y and sample_weight, each any structure of arrays, or None.
+        share: the share of the samples that is held out.
+
+    Raises:
+        DataError: they are no arrays, or one of the parts would be empty.
+    """
+    leaves = [leaf for leaf in keras.tree.flatten(list(arrays)) if leaf is not None]
+    if not leaves or not all(hasattr(leaf, "__getitem__") and hasattr(leaf, "shape") for leaf in leaves):
+        raise DataError(f"validation_split={share} needs arrays: give validation_data=… instead")
+    samples = int(leaves[0].shape[0])
+    bound = math.floor(samples * (1.0 - share))
+    if not 0 < bound < samples:
+        raise DataError(f"validation_split={share} of {samples} samples leaves nothing to train or to validate with")
+
+    def part(of: slice) -> tuple[Any, ...]:
+        return tuple(keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[of], one) for one in arrays)
+
+    return part(slice(0, bound)), part(slice(bound, None))
+
+
+def _tensor(leaf: Any) -> Tensor:
+    array = leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
+    if not isinstance(array, np.ndarray | Tensor):
+        raise DataError(
+            f"{type(leaf).__name__} cannot be read by index: give arrays, a map-style data set or a DataLoader; "
+            f"samples are shared out among workers by their numbers"
+        )
+    tensor = torch.as_tensor(np.ascontiguousarray(array)) if isinstance(array, np.ndarray) else array.detach()
+    if tensor.dim() == 0:
+        raise DataError("an array of one number has no samples: give one row for each")
+    return tensor.to(getattr(torch, keras.config.floatx())) if tensor.is_floating_point() else tensor
+
+
+def _weights_of(y: Any, class_weight: Mapping[int, float]) -> Tensor:
+    labels = _tensor(y)
+    if labels.dim() > 1:
+        labels = labels.argmax(-1) if labels.shape[-1] != 1 else labels.squeeze(-1)
+    weights = [class_weight.get(int(label), 1.0) for label in labels.double().round().tolist()]
+    return torch.tensor(weights, dtype=getattr(torch, keras.config.floatx()))

@@ -1,0 +1,164 @@
+"""One ``fit``: its epochs and batches as callbacks hear of them, and what of it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.errors import CheckpointError
+from unisono.integrations.keras.callback_state import CallbackState
+from unisono.integrations.keras.callbacks import OnMain
+from unisono.integrations.keras.shard_step import PREFIX
+from unisono.integrations.keras.update import OptimizerState
+from unisono.integrations.keras.variables import results_of
+from unisono.train.step.step import Step
+
+Validate = Callable[[int], Mapping[str, float]]
+"""Given an epoch, evaluates if it is time; returns the values by name."""
+
+
+@dataclass
+class Fitting:
+    """Where a ``fit`` stands.
+
+    Attributes:
+        model: the Keras model.
+        callbacks: Keras' list of callbacks.
+        first_epoch: the number of the first epoch.
+        validate: what evaluates at the end of an epoch.
+        logs: the newest values of all metrics.
+        is_here: whether this worker takes part, or goes on where it was; not if the run is behind it.
+    """
+
+    model: Any
+    callbacks: Any
+    first_epoch: int
+    validate: Validate
+    logs: dict[str, float] = field(default_factory=dict)
+    is_here: bool = field(default=False, init=False)
+    _epoch: int = -1
+    _batch: int = 0
+    _is_told: bool = False
+    _kept: list[CallbackState] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """The training begins, or goes on where others are."""
+        self.model.stop_training = False
+        self.callbacks.on_train_begin()
+        self._kept = [CallbackState(one) for one in self.callbacks.callbacks if not isinstance(one, OnMain)]
+        for one in self._kept:
+            one.warn()
+
+    def step_begins(self, step: Step) -> None:
+        """A global batch is about to be computed."""
+        epoch = self.first_epoch + step.epoch
+        if self._epoch != step.epoch:
+            self._epoch, self._batch = step.epoch, 0
+            self.model.reset_metrics()
+            self.callbacks.on_epoch_begin(epoch)
+            self.model.train()
+        elif not self._is_told:
+            self.model.train()
+            for one in self.callbacks.callbacks:
+                if isinstance(one, OnMain):
+                    one.stands_at(epoch)
+        self.is_here = self._is_told = True
+        self.callbacks.on_train_batch_begin(self._batch)
+
+    def step_ends(self, step: Step) -> bool:
+        """It is computed.
+
+        Returns:
+            whether the training is to end here.
+        """
+        values = {name.removeprefix(PREFIX): one for name, one in step.metrics.items() if name.startswith(PREFIX)}
+        self.logs = {**results_of(self.model), **values}
+        self.callbacks.on_train_batch_end(self._batch, self.logs)
+        self._batch += 1
+        if step.is_last_in_epoch or self.model.stop_training:
+            self.model.eval()
+            epoch = self.first_epoch + step.epoch
+            self.logs = {**self.logs, **self.validate(epoch)}
+            self.callbacks.on_epoch_end(epoch, self.logs)
+        return bool(self.model.stop_training)
+
+    def end(self) -> Any:
+        """The training is over.
+
+        Returns:
+            the history.
+        """
+        if self.is_here:  # a run that resumes behind this training has weights of later steps
+            self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
+        self.callbacks.on_train_end(self.logs)
+        return self.model.history
+
+    def state(self) -> dict[str, Any]:
+        """What a worker needs that goes on here."""
+        told = [[type(one.callback).__name__, one.state()] for one in self._kept]
+        stops = bool(self.model.stop_training)
+        return {"epoch": self._epoch, "batch": self._batch, "stops": stops, "logs": dict(self.logs), "callbacks": told}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on where it was.
+
+        Raises:
+            CheckpointError: it was with other callbacks.
+        """
+        here, there = [type(one.callback).__name__ for one in self._kept], [name for name, _ in state["callbacks"]]
+        if here != there:
+            raise CheckpointError(f"fit has the callbacks {', '.join(here)}, and its state is of {', '.join(there)}")
+        self._epoch, self._batch, self.logs = state["epoch"], state["batch"], dict(state["logs"])
+        self.model.stop_training = state["stops"]
+        self.is_here = True
+        for one, (_, kept) in zip(self._kept, state["callbacks"], strict=True):
+            one.load(kept)
+
+
+class Fittings:
+    """All of a model's trainings and its optimizer, as checkpoints and other workers get them.
+
+    Args:
+        model: the Keras model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._optimizer = OptimizerState(model)
+        self._begun: list[Fitting] = []
+        self._awaited: dict[int, Mapping[str, Any]] = {}
+
+    def begin(self, fit: Fitting) -> None:
+        """One more begins."""
+        fit.begin()
+        number = len(self._begun)
+        self._begun.append(fit)
+        if (state := self._awaited.pop(number, None)) is not None:
+            fit.load(state)
+
+    def recall(self, state: Mapping[str, Any]) -> None:
+        """The newest training was over when the run was where it goes on: have its history.
+
+        Args:
+            state: what all of this will be set to.
+        """
+        number = len(self._begun) - 1
+        if number < len(state["fits"]):
+            self._begun[number].load(state["fits"][number])
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it."""
+        return {"optimizer": self._optimizer.state_dict(), "fits": [one.state() for one in self._begun]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set all of it; what is of a training that this worker has yet to begin waits for that.
+
+        Raises:
+            CheckpointError: it is of another optimizer, or of other callbacks.
+        """
+        self._optimizer.load_state_dict(state["optimizer"])
+        for number, one in enumerate(state["fits"]):
+            if number < len(self._begun):
+                self._begun[number].load(one)
+            else:
+                self._awaited[number] = one

@@ -1,0 +1,76 @@
+"""What of a Keras model cannot be kept exact, and is refused with the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from unisono.errors import JobError, ModelError
+
+MEANS = ("sum_over_batch_size", "mean")
+"""Reductions of losses that are means over samples: the mean over the global batch is that over its shards."""
+
+WEIGHTED_MEAN = "mean_with_sample_weight"
+
+
+def require_kept(model: Any) -> None:
+    """Refuse a model, or what it was compiled with, that cannot be trained on several workers as it is on one.
+
+    Args:
+        model: the Keras model.
+
+    Raises:
+        JobError: there is an active ``keras.distribution``.
+        ModelError: it is no Keras model, or was compiled with what cannot be kept; says what to do.
+    """
+    if not isinstance(model, keras.Model):
+        raise ModelError(f"unisono.keras.Model needs a Keras model, got {type(model).__name__}")
+    if keras.distribution.distribution() is not None:
+        raise JobError(
+            "a keras.distribution is active, and Unisono shares the batches out itself: leave "
+            "keras.distribution.set_distribution out"
+        )
+    if not model.compiled:
+        return
+    if model.jit_compile:
+        raise ModelError("compile(jit_compile=True): compiled steps have other bits; leave it out, or say False")
+    if model.steps_per_execution != 1:
+        raise ModelError(f"compile(steps_per_execution={model.steps_per_execution}): each step is one update; use 1")
+    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ModelError(
+            "the optimizer scales the loss, which float16 needs: use keras.mixed_precision with mixed_bfloat16, or "
+            "compile(auto_scale_loss=False)"
+        )
+
+
+def require_mean(model: Any, *, has_weights: bool) -> None:
+    """Refuse losses whose value over a batch is no mean over its samples.
+
+    Args:
+        model: the compiled model.
+        has_weights: whether samples have weights of their own.
+
+    Raises:
+        ModelError: there is one; names its reduction.
+    """
+    for loss in keras.tree.flatten(model.loss):
+        reduction = getattr(loss, "reduction", MEANS[0])
+        if reduction in MEANS or (reduction == WEIGHTED_MEAN and not has_weights):
+            continue
+        raise ModelError(
+            f"the loss {getattr(loss, 'name', loss)} has reduction={reduction!r}, so over a shard it is no mean "
+            f"over the shard's samples: use reduction='sum_over_batch_size', and another learning rate"
+        )
+
+
+def optimizers_of(model: Any) -> Iterator[Any]:
+    """The optimizers that a model's own code can reach as its attributes, each once."""
+    seen: set[int] = set()
+    for value in [model.optimizer, *vars(model).values()]:
+        several = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+        for one in several:
+            if isinstance(one, keras.optimizers.Optimizer) and id(one) not in seen:
+                seen.add(id(one))
+                yield one

@@ -1,0 +1,301 @@
+"""A Keras model whose ``fit``, ``evaluate`` and ``predict`` share their work out among the workers of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from operator import is_
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from unisono.errors import JobError, ModelError
+from unisono.integrations.keras.callbacks import listed
+from unisono.integrations.keras.data import KerasData, split
+from unisono.integrations.keras.fitting import Fitting, Fittings
+from unisono.integrations.keras.kept import require_kept, require_mean
+from unisono.integrations.keras.shard_step import EvaluationStep, PredictStep, TrainStep
+from unisono.integrations.keras.update import KerasUpdate
+from unisono.integrations.keras.variables import is_built, require_sums, results_of, set_metrics, shared_state
+from unisono.train.run import Run
+from unisono.train.state.registered import kept
+
+OWN = ("keras_model", "run", "_fits", "_name", "_update", "_prepared_for")
+
+USUAL_BATCH = 32
+"""KerasData in a batch of ``evaluate`` and ``predict``, as in Keras."""
+
+
+class Model:
+    """A Keras model that is trained on all workers of a run, to the same bits on any number of them.
+
+    What is not named here is the Keras model's own: attributes, ``compile``, ``summary``, ``save``, ``load_weights``.
+
+    Args:
+        model: the Keras model, built after ``unisono.init``.
+        run: the run, from ``unisono.init``.
+
+    Attributes:
+        keras_model: the Keras model.
+        run: the run.
+
+    Raises:
+        ModelError: it is no Keras model.
+        JobError: there is an active ``keras.distribution``.
+    """
+
+    keras_model: Any
+    run: Run
+
+    def __init__(self, model: Any, run: Run) -> None:
+        require_kept(model)
+        self.keras_model, self.run = model, run
+        self._fits, self._name = Fittings(model), ""
+        self._update: KerasUpdate | None = None
+        self._prepared_for: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OWN:  # it is being made
+            raise AttributeError(name)
+        return getattr(self.keras_model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.keras_model, name, value)
+
+    def __call__(self, *values: Any, **options: Any) -> Any:
+        """Call the Keras model."""
+        return self.keras_model(*values, **options)
+
+    def compile(self, *values: Any, **options: Any) -> None:
+        """Compile the Keras model.
+
+        Raises:
+            ModelError: ``jit_compile=True``, ``steps_per_execution`` above 1, or a scaled loss.
+        """
+        self.keras_model.compile(*values, **options)
+        require_kept(self.keras_model)
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        """Train, as Keras' ``fit`` does: with the model's own ``train_step``, once per shard of each global batch.
+
+        Args:
+            x: arrays in any structure, a map-style data set or a ``DataLoader``.
+            y: the targets, likewise.
+            batch_size: the samples of a global batch: what ``unisono.init`` says.
+            epochs: the epoch to end before.
+            verbose: 0 for no progress bar.
+            callbacks: Keras' callbacks. Those that write do so on the main worker.
+            validation_split: the share of the samples, the last ones, that is held out.
+            validation_data: ``(x, y)``, ``(x, y, sample_weight)``, or what ``x`` may be.
+            shuffle: whether to shuffle arrays in each epoch.
+            class_weight: a weight for each class.
+            sample_weight: a weight for each sample.
+            initial_epoch: the epoch to begin with.
+            validation_steps: the number of batches to validate with.
+            validation_batch_size: the samples in one of them.
+            validation_freq: the number of epochs from one validation to the next, or those that end with one.
+
+        Returns:
+            Keras' ``History``, the same on all workers.
+
+        Raises:
+            DataError: data that cannot be shared out; says what to do.
+            JobError: another batch size than the job's.
+            ModelError: what cannot be kept; says what to do.
+        """
+        model, run = self.keras_model, self.run
+        model._assert_compile_called("fit")
+        self._require_batch_size(batch_size, x)
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
+        samples = KerasData.of(x, y, sample_weight, class_weight)
+        require_mean(model, has_weights=samples.has_weights)
+        self._get_ready(samples)
+        steps = samples.steps(run.job.batch_size)
+        called = listed(callbacks, model, lambda: run.is_main, verbose, epochs=epochs, steps=steps)
+        validate = partial(
+            self._validate, validation_data, validation_freq, called, validation_batch_size, validation_steps
+        )
+        fit = Fitting(model, called, initial_epoch, validate)
+        self._fits.begin(fit)
+        self._train(fit, samples, epochs - initial_epoch, shuffle)
+        history = fit.end()
+        restored = run.inside.trained.restored
+        if not fit.is_here and restored is not None:
+            self._fits.recall(kept(restored, "registered")[self._name])
+        return history
+
+    def _train(self, fit: Fitting, samples: KerasData, epochs: int, shuffle: bool) -> None:
+        if epochs < 1:
+            return
+        assert self._update is not None, "the model is ready"
+        train_step = TrainStep(self.keras_model, samples.unpack, frozenset(results_of(self.keras_model)), self.run.log)
+        for step in self.run.steps(samples.data, epochs, shuffle=None if samples.is_loader else bool(shuffle)):
+            fit.step_begins(step)
+            step.run(train_step, update=self._update.step)
+            if fit.step_ends(step):
+                break
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Loss and metrics over data, shared out among the workers, with the model's own ``test_step``.
+
+        What the metrics add up is added up over all samples, so each result is that of all of them (AUC, too).
+
+        Args:
+            x: arrays in any structure, a map-style data set or a ``DataLoader``.
+            y: the targets, likewise.
+            batch_size: the samples in a batch, 32 by default.
+            verbose: 0 to show nothing.
+            sample_weight: a weight for each sample.
+            steps: the number of batches; all by default.
+            callbacks: Keras' callbacks, which hear of the beginning and the end.
+            return_dict: whether to return values by name, instead of in Keras' order.
+
+        Returns:
+            the values.
+        """
+        model, run = self.keras_model, self.run
+        model._assert_compile_called("evaluate")
+        size = batch_size or USUAL_BATCH
+        samples = KerasData.of(x, y, sample_weight).cut(steps, size)
+        self._get_ready(samples)
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            count = samples.steps(size)
+            callbacks = listed(callbacks, model, lambda: run.is_main, verbose, epochs=1, steps=count)
+        callbacks.on_test_begin()
+        set_metrics(model, self._summed(samples, size))
+        logs = results_of(model)
+        callbacks.on_test_batch_end(samples.steps(size) - 1, logs)
+        callbacks.on_test_end(logs)
+        return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """The model's outputs, shared out among the workers, on each worker.
+
+        Args:
+            x: arrays in any structure, a map-style data set or a ``DataLoader``.
+            batch_size: the samples in a batch, 32 by default.
+            verbose: taken as in Keras; nothing is shown.
+            steps: the number of batches; all by default.
+            callbacks: Keras' callbacks, which hear of the beginning and the end.
+
+        Returns:
+            NumPy arrays, in the structure of the outputs, with one row per sample.
+        """
+        model, run = self.keras_model, self.run
+        size = batch_size or USUAL_BATCH
+        samples = KerasData.of(x).cut(steps, size)
+        self._get_ready(samples)
+        called = listed(callbacks, model, lambda: run.is_main, 0, epochs=1, steps=samples.steps(size))
+        called.on_predict_begin()
+        found = run.predict(
+            samples.data, PredictStep(model, samples.unpack), batch_size=None if samples.is_loader else size
+        )
+        called.on_predict_end()
+        return keras.tree.map_structure(_array, found)
+
+    def _get_ready(self, samples: KerasData) -> None:
+        """Build the model, and prepare it unless that was done for what it is now."""
+        model, run = self.keras_model, self.run
+        require_kept(model)
+        if not is_built(model):
+            first = samples.first()
+            model._symbolic_build(data_batch=(*first, *[None] * (3 - len(first))))
+        present = self._present()
+        if len(present) == len(self._prepared_for) and all(map(is_, present, self._prepared_for)):
+            return
+        require_sums(model)
+        if not self._prepared_for:
+            self._name = _free_name(run)
+            run.register(self._name, self._fits)
+        self._update = KerasUpdate(model)
+        run.prepare(model, self._update, state=shared_state(model))
+        self._prepared_for = self._present()
+
+    def _present(self) -> list[Any]:
+        """What the run is prepared for: it has to be told of others."""
+        model = self.keras_model
+        return [
+            model.optimizer,
+            *model.trainable_variables,
+            *(variable for variable, _ in shared_state(model).values()),
+        ]
+
+    def _summed(self, samples: KerasData, batch_size: int) -> torch.Tensor:
+        """What the metrics' variables add up to over all samples."""
+        inside = self.run.inside
+        inside.synchronisation.before_call()
+        step = EvaluationStep(self.keras_model, samples.unpack)
+        size = None if samples.is_loader else batch_size
+        return inside.evaluator.carry_out(lambda one: one.sums(step), samples.data, size, None)
+
+    def _validate(
+        self, data: Any, frequency: Any, callbacks: Any, batch_size: int | None, steps: int | None, epoch: int
+    ) -> dict[str, float]:
+        if data is None or not self.keras_model._should_eval(epoch, frequency):
+            return {}
+        x, y, weights = (*data, None, None)[:3] if isinstance(data, tuple | list) else (data, None, None)
+        size = batch_size or self.run.job.batch_size
+        logs = self.evaluate(x, y, size, sample_weight=weights, steps=steps, callbacks=callbacks, return_dict=True)
+        return {f"val_{name}": value for name, value in logs.items()}
+
+    def _require_batch_size(self, batch_size: int | None, x: Any) -> None:
+        asked = self.run.inside.loop.config.asked_batch_size
+        if batch_size not in (None, asked):
+            raise JobError(
+                f"fit(batch_size={batch_size}), and the job has batch_size={asked}, over all workers: say the same in "
+                f"unisono.init"
+            )
+
+
+def _array(value: Any) -> np.ndarray[Any, Any]:
+    if not isinstance(value, torch.Tensor):
+        raise ModelError(f"predict_step returned a {type(value).__name__}: return tensors with one row per sample")
+    return value.cpu().numpy()
+
+
+def _free_name(run: Run) -> str:
+    """A name for what checkpoints keep; there may be several models."""
+    taken = run.inside.trained.registered
+    return next(
+        name for name in ("keras", *(f"keras {number}" for number in range(2, len(taken) + 3))) if name not in taken
+    )

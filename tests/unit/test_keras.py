@@ -1,0 +1,77 @@
+"""A Keras model on several workers: the same weights and the same history, whatever happens to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras  # noqa: F401 (it sets a variable of the environment, which is no test's)
+import pytest
+
+from script_cluster import Cluster, Done, Kill
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),  # Keras makes arrays of tensors in NumPy's old way
+]
+
+SCRIPT = Path(__file__).parents[1] / "procs" / "scripts" / "keras_training.py"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    return Cluster(tmp_path_factory.mktemp("keras"))
+
+
+@pytest.fixture(scope="module")
+def serial(cluster: Cluster) -> Done:
+    return cluster(SCRIPT, 1, shards=8)
+
+
+def said(done: Done) -> list[str]:
+    return [line for line in done.said if not line.startswith("after step")]
+
+
+def said_of_training(done: Done) -> list[str]:
+    # A run that resumes in its second loop evaluates, behind the first one, the weights that it resumes with.
+    return [line for line in said(done) if not line.startswith("after evaluation")]
+
+
+def same(done: Done, serial: Done) -> None:
+    assert said_of_training(done) == said_of_training(serial)
+    assert done.outcome == serial.outcome
+    assert (done.folder / "best.weights.h5").is_file()
+
+
+def rows(done: Done) -> list[str]:
+    """What a callback has written."""
+    return (done.folder / "epochs.csv").read_text().splitlines()
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_weights_and_history_are_the_same_on_any_number_of_workers(
+    cluster: Cluster, serial: Done, workers: int
+) -> None:
+    done = cluster(SCRIPT, workers, shards=8)
+    assert len(said(serial)) == 4
+    assert said(done) == said(serial)
+    assert rows(done) == rows(serial)
+    same(done, serial)
+
+
+@pytest.mark.parametrize("points", [0, 5])
+def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster, serial: Done, points: int) -> None:
+    kills = [Kill(3, 1, points), Kill(7, 0, points), Kill(11, 2, points), Kill(15, 0, points), Kill(21, 1, points)]
+    done = cluster(SCRIPT, 3, shards=8, kills=kills, arguments=["unlogged"])
+    assert len(done.world.formed) > 5
+    assert said(done) == said(serial)
+    same(done, serial)
+
+
+@pytest.mark.parametrize("stop", [6, 16, 19])
+def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Done, stop: int, tmp_path: Path) -> None:
+    cluster(SCRIPT, 3, shards=8, folder=tmp_path, UNISONO_STOP_AFTER=str(stop))
+    done = cluster(SCRIPT, 2, shards=8, folder=tmp_path)
+    assert done.journal("resumed")
+    assert rows(done) == rows(serial)
+    same(done, serial)

@@ -1,0 +1,210 @@
+"""What a Keras model does on a run: as Keras does by itself, or refused with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import unisono
+from unisono.errors import DataError, JobError, ModelError, UnisonoWarning
+
+Start = Callable[..., unisono.Run]
+
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.usefixtures("one_worker"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),  # Keras makes arrays of tensors in NumPy's old way
+]
+
+DRAWN = np.random.RandomState(1)
+X = DRAWN.rand(90, 6).astype("float32")
+Y = DRAWN.randint(0, 3, 90)
+WEIGHTS = DRAWN.rand(90).astype("float32")
+
+
+def network(*, batch_norm: bool = False) -> Any:
+    keras.utils.clear_session()
+    norm = [keras.layers.BatchNormalization()] if batch_norm else []
+    first, last = keras.layers.Dense(8, "relu"), keras.layers.Dense(3, "softmax")
+    model = keras.Sequential([keras.Input((6,)), first, *norm, last])
+    for layer in (first, last):
+        layer.set_weights([np.linspace(-1, 1, one.size).reshape(one.shape) for one in layer.get_weights()])
+    return model
+
+
+def compiled(model: Any, **options: Any) -> Any:
+    auc = keras.metrics.SparseTopKCategoricalAccuracy(2, name="second")
+    settings = {"loss": "sparse_categorical_crossentropy", "weighted_metrics": ["accuracy", auc], **options}
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5), **settings)
+    return model
+
+
+def both(start: Start, *, batch_norm: bool = False, shards: int = 4, **how: Any) -> tuple[Any, Any, Any, Any]:
+    """A model and its history from Keras alone, and from a run."""
+    alone = compiled(network(batch_norm=batch_norm))
+    before = alone.fit(X, Y, batch_size=40, shuffle=False, verbose=0, **how).history
+    run = start(batch_size=40, shards=shards)
+    ours = compiled(unisono.keras.Model(network(batch_norm=batch_norm), run))
+    return alone, before, ours, ours.fit(X, Y, batch_size=40, shuffle=False, verbose=0, **how).history
+
+
+def test_with_one_shard_weights_and_history_are_those_of_keras_to_the_last_bit(start: Start) -> None:
+    alone, before, ours, history = both(start, batch_norm=True, shards=1, epochs=3, validation_split=0.2)
+    assert history == before
+    assert all(np.array_equal(*pair) for pair in zip(alone.get_weights(), ours.get_weights(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [{}, {"class_weight": {0: 1.0, 1: 3.0, 2: 0.5}}, {"sample_weight": WEIGHTS}],
+    ids=["even", "classes", "samples"],
+)
+def test_uneven_shards_and_a_partial_batch_give_the_mean_of_keras(start: Start, weights: dict[str, Any]) -> None:
+    alone, before, ours, history = both(start, epochs=3, **weights)
+    assert before.keys() == history.keys()
+    for name, values in before.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-4, err_msg=name)
+    for one, other in zip(alone.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6)
+
+
+def test_evaluation_and_prediction_are_those_of_keras(start: Start) -> None:
+    alone, _, ours, _ = both(start, epochs=1)
+    alone.set_weights(ours.get_weights())
+    found, expected = (one.evaluate(X, Y, sample_weight=WEIGHTS, verbose=0) for one in (ours, alone))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(ours.predict(X), alone.predict(X, verbose=0), rtol=1e-5)
+    assert len(ours.predict(X, batch_size=8, steps=3)) == 24
+
+
+def test_a_loader_and_a_data_set_are_taken_as_they_are(start: Start) -> None:
+    data = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    _, _, ours, history = both(start, epochs=1)
+    again = compiled(unisono.keras.Model(network(), start(batch_size=40, shards=4)))
+    assert again.fit(DataLoader(data, batch_size=40), verbose=0).history == history
+    assert again.evaluate(data, verbose=0) == ours.evaluate(X, Y, verbose=0)
+    np.testing.assert_array_equal(again.predict(data), ours.predict(X))
+
+
+def test_what_a_train_step_returns_besides_metrics_is_the_mean_over_the_batch(start: Start) -> None:
+    class Logging(keras.Sequential):  # type: ignore[misc]  # Keras has no types
+        def train_step(self, data: Any) -> dict[str, Any]:
+            return {**super().train_step(data), "mean": data[0].mean()}
+
+    keras.utils.clear_session()
+    layers = [keras.Input((6,)), keras.layers.Dense(3, activation="softmax")]
+    model = compiled(unisono.keras.Model(Logging(layers), start(batch_size=90, shards=4)))
+    (found,) = model.fit(X, Y, verbose=0).history["mean"]
+    assert found == pytest.approx(X.mean(), rel=1e-5)
+
+
+def test_frozen_layers_stay_and_thawed_ones_are_trained_after_another_compile(start: Start) -> None:
+    model = unisono.keras.Model(network(batch_norm=True), start(batch_size=30, shards=2))
+    model.layers[0].trainable = False
+    first = model.layers[0].get_weights()
+    compiled(model).fit(X, Y, verbose=0)
+    assert all(np.array_equal(*pair) for pair in zip(first, model.layers[0].get_weights(), strict=True))
+    model.layers[0].trainable = True
+    compiled(model).fit(X, Y, verbose=0)
+    assert not any(np.array_equal(*pair) for pair in zip(first, model.layers[0].get_weights(), strict=True))
+
+
+def test_the_wrapped_model_is_read_and_set_through_the_wrapper(start: Start, tmp_path: Path) -> None:
+    model = compiled(unisono.keras.Model(network(), start()))
+    model.trainable = False
+    assert model.keras_model.trainable is False
+    model.save_weights(path := tmp_path / "some.weights.h5")
+    before = model.get_weights()
+    model.set_weights([one + 1 for one in before])
+    model.load_weights(path)
+    assert all(np.array_equal(*pair) for pair in zip(before, model.get_weights(), strict=True))
+    assert model(X[:2]).shape == (2, 3)
+    with pytest.raises(AttributeError):
+        _ = model.unheard_of
+
+
+class Twice(keras.Sequential):  # type: ignore[misc]  # Keras has no types
+    """Has two optimizers."""
+
+    def train_step(self, data: Any) -> Any:
+        values = super().train_step(data)
+        self.other.apply([one.value.grad for one in self.trainable_variables], self.trainable_variables)
+        return values
+
+
+class FromOne(keras.metrics.SparseCategoricalAccuracy):  # type: ignore[misc]  # Keras has no types
+    """Begins with one."""
+
+    def reset_state(self) -> None:
+        self.total.assign(1.0)
+
+
+def twice() -> Any:
+    model = Twice([keras.Input((6,)), keras.layers.Dense(3, activation="softmax")])
+    model.other = keras.optimizers.SGD(0.1)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "jit": (lambda model: compiled(model, jit_compile=True), ModelError, "leave it out"),
+    "executions": (lambda model: compiled(model, steps_per_execution=2), ModelError, "use 1"),
+    "sum": (
+        lambda model: compiled(model, loss=keras.losses.SparseCategoricalCrossentropy(reduction="sum")).fit(X, Y),
+        ModelError,
+        "use reduction='sum_over_batch_size'",
+    ),
+    "metric": (lambda model: compiled(model, metrics=[FromOne()]).fit(X, Y), ModelError, "begin with zeros"),
+    "batch size": (lambda model: compiled(model).fit(X, Y, batch_size=7), JobError, "say the same in unisono.init"),
+    "generator": (lambda model: compiled(model).fit(iter([(X, Y)])), DataError, "give arrays, a map-style data set"),
+    "lengths": (lambda model: compiled(model).fit(X, Y[:7]), DataError, "7 and 90 samples"),
+    "both weights": (
+        lambda model: compiled(model).fit(X, Y, sample_weight=WEIGHTS, class_weight={0: 2.0}),
+        DataError,
+        "at the same time",
+    ),
+    "backup": (
+        lambda model: compiled(model).fit(X, Y, callbacks=[keras.callbacks.BackupAndRestore("there")]),
+        JobError,
+        "checkpoint_every",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_kept_is_refused_with_what_to_do(start: Start, what: str) -> None:
+    act, kind, words = REFUSED[what]
+    model = unisono.keras.Model(network(), start())
+    with pytest.raises(kind, match=words):
+        act(model)
+
+
+def test_two_optimizers_in_one_train_step_are_refused(start: Start) -> None:
+    model = compiled(unisono.keras.Model(twice(), start()))
+    with pytest.raises(ModelError, match="called optimizers 2 times"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_only_keras_models_are_taken(start: Start) -> None:
+    with pytest.raises(ModelError, match="needs a Keras model, got Linear"):
+        unisono.keras.Model(torch.nn.Linear(1, 1), start())
+
+
+class Remembering(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    """Keeps what no checkpoint can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = object()
+
+
+def test_a_callback_that_cannot_be_kept_is_named(start: Start) -> None:
+    model = compiled(unisono.keras.Model(network(), start()))
+    with pytest.warns(UnisonoWarning, match="the callback Remembering has seen, which checkpoints"):
+        model.fit(X, Y, verbose=0, callbacks=[Remembering()])
