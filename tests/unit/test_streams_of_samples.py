@@ -43,6 +43,15 @@ class Numbers(IterableDataset[Any]):
             yield (number, self.epoch, torch.rand(2).sum().item() + float(np.random.rand())) if self.draws else number
 
 
+class Eager(Numbers):
+    """Shuffles before it returns an iterator, and not when that is asked."""
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = torch.randperm(20).tolist()
+        random.shuffle(numbers)
+        return iter(numbers)
+
+
 class Own(Numbers):
     """Opens its readers itself; they go on where they are told to."""
 
@@ -80,8 +89,8 @@ def reader(stream: Any, number: int, at: ReaderState = ReaderState(), epoch: int
     return Reader(stream, ReaderKey(5, 0, 0, epoch, number, readers), at)
 
 
-STREAMS = [Numbers(), Numbers(draws=True), Numbers(splits=True), Numbers(splits=True, draws=True), Own()]
-NAMES = ["whole", "whole and drawing", "split", "split and drawing", "its own"]
+STREAMS = [Numbers(), Numbers(draws=True), Numbers(splits=True), Numbers(splits=True, draws=True), Own(), Eager()]
+NAMES = ["whole", "whole and drawing", "split", "split and drawing", "its own", "eager"]
 
 
 # -- readers ----------------------------------------------------------------------------------------------------------

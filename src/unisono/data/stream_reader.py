@@ -105,6 +105,7 @@ class Reader:
         self._is_own = hasattr(stream, "open_reader")
         if hasattr(self._stream, "set_epoch"):
             self._stream.set_epoch(key.passes + key.epoch)
+        seed_generators(key.stream(0, alike=True))
         with self._inside():
             opened = self._stream.open_reader(key.number, key.readers) if self._is_own else iter(self._stream)
         self._iterator: Any = opened
