@@ -15,7 +15,8 @@ import unisono
 from benchmarks.thread_crew import Trade, train
 from script_cluster import Cluster, Kill
 from struck_run import loss, momentum, network
-from unisono.errors import JobError
+from unisono.adapt.policy import Policy
+from unisono.errors import JobError, JobMismatch
 from unisono.job import Job
 from unisono.train.loop.loop import LoopPlace
 
@@ -171,3 +172,53 @@ def test_whoever_joins_begins_the_guests_loop_where_the_others_are(
     assert done.digest == serial[0]
     assert done.said == [f"after {STEPS} {[loss.hex() for loss in serial[1]]}"]
     assert any(int(line.split()[1]) > 3 for line in done.printed.splitlines() if line.startswith("entered"))
+
+
+def of_sizes(run: unisono.Run, *sizes: int | None, total: int = 2) -> tuple[str, list[int], list[int]]:
+    """Loops with batches of these sizes, one after the other."""
+    model = network()
+    run.prepare(model, momentum(model.parameters()))
+    data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
+    found, numbers = list[int](), list[int]()
+    for size in sizes:
+        for step in run.steps(data, epochs=total, batch_size=size):
+            step.run(loss)
+            found.append(step.size)
+            numbers.append(step.number)
+    return run.finish(), found, numbers
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("torch_settings_restored")
+def test_each_loop_may_have_a_batch_size_of_its_own_and_the_bits_stay(tmp_path: Path) -> None:
+    found = [train(Trade(JOB, w, tmp_path / str(w)), lambda run: of_sizes(run, 16, None, 12)) for w in (1, 2, 3)]
+    ((serial, sizes, numbers),) = found[0]
+    assert sizes == [16] * 6 + [8] * 12 + [12] * 8
+    assert numbers == list(range(26))
+    assert all(each == [(serial, sizes, numbers)] * (1 + place) for place, each in enumerate(found))
+    whole = train(Trade(Job.create(batch_size=16, shards=4), 1, tmp_path / "job"), lambda run: of_sizes(run, None))
+    late = train(Trade(JOB, 1, tmp_path / "late"), lambda run: of_sizes(run, 16))
+    assert whole == late
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("torch_settings_restored")
+def test_a_run_goes_on_with_the_batch_size_of_its_loop_and_with_no_other(tmp_path: Path) -> None:
+    (serial,) = train(Trade(JOB, 1, tmp_path / "serial"), lambda run: of_sizes(run, 16, 12))
+    for stop in (3, 8):
+        trade = Trade(JOB, 3, tmp_path / str(stop), checkpoint_every=1, stop_after=stop)
+        train(trade, lambda run: of_sizes(run, 16, 12))
+        again = replace(trade, workers=2, stop_after=None)
+        other = (12, 12) if stop < 6 else (16, 16)
+        with pytest.raises(JobMismatch, match=r"batches of \d+ samples here, and had \d+ when its checkpoint"):
+            train(replace(again, workers=1), lambda run, other=other: of_sizes(run, *other))  # type: ignore[misc]
+        assert [digest for digest, _, _ in train(again, lambda run: of_sizes(run, 16, 12))] == [serial[0]] * 2
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+def test_a_batch_size_that_cannot_be_is_refused_in_clear_words(start: Start) -> None:
+    with pytest.raises(JobError, match=r"batch_size=0\): needs a number of samples from 1 on"):
+        of_sizes(start(batch_size=8, shards=4), 0)
+    with pytest.raises(JobError, match=r"batch_size=16\): policies go by the batch of the job, which has 8"):
+        of_sizes(start(batch_size=8, shards=4, policies=[Policy()]), 16)

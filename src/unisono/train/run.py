@@ -98,6 +98,7 @@ class Run(RunView):
         loader_workers: int | None = None,
         collate_fn: Collate | None = None,
         max_steps: int | None = None,
+        batch_size: int | None = None,
     ) -> Generator[Step, None, None]:
         """The steps of a training loop, one per global batch.
 
@@ -114,16 +115,20 @@ class Run(RunView):
                 loads in this process, while no step is computed. Decides no bit.
             collate_fn: a function that makes a batch of a list of samples; torch's ``default_collate`` by default.
             max_steps: the number of steps of the whole job with which the loop is over, if its epochs are not before.
+            batch_size: the number of samples in this loop's global batches; by default the job's.
 
         Raises:
             DataError: the data set or the loader cannot be read by index, a batch cannot be collated, or a loader
                 process failed, died or gave nothing for as long as ``failure_timeout_s``.
-            JobError: ``loader_workers`` is no number of processes, or a loader's ``batch_size`` is not the job's.
+            JobError: ``loader_workers`` is no number of processes, or a loader's ``batch_size`` is not the loop's; or
+                ``batch_size`` cannot be had together with policies.
             JobMismatch: the data set differs between workers, or from the one that a checkpoint was reading.
             SystemExit: with code 75, after a checkpoint, when a worker was asked to leave.
         """
         self._prepared()
-        return self.inside.loop.over(dataset, epochs, shuffle, drop_last, loader_workers, collate_fn, max_steps)
+        return self.inside.loop.over(
+            dataset, epochs, shuffle, drop_last, loader_workers, collate_fn, max_steps, batch_size
+        )
 
     def enter(self) -> LoopPlace:
         """Enter the loop that :meth:`steps` has made, before its first step: for a loop that somebody else controls.

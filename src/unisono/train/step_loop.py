@@ -18,6 +18,7 @@ from unisono.data.shards import Collate, Source
 from unisono.data.stream_feed import StreamFeed
 from unisono.data.streams import seed_generators
 from unisono.errors import JobError, ModelError
+from unisono.job import Job
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
@@ -84,10 +85,13 @@ class StepLoop:
     _source: Source | None = field(default=None, init=False)
     _batches: Batches | None = field(default=None, init=False)
     _coming: _Coming | None = field(default=None, init=False)  # as long as none of its steps was asked for
+    _has_sizes: bool = field(default=False, init=False)  # loops of the script have batch sizes of their own
     _number: int = field(default=-1, init=False)
+    _loop_job: Job = field(init=False)  # the job, with the batch size of the loop that is under way
     _joined: bool = field(default=False, init=False)  # in the middle of the loop that is under way
 
     def __post_init__(self) -> None:
+        self._loop_job = self.config.job
         self._feeds = LoopFeeds(self.config.job.seed, self.config.fault_tolerance.failure_timeout_s)
 
     def over(
@@ -99,6 +103,7 @@ class StepLoop:
         loader_workers: int | None,
         collate_fn: Collate | None,
         max_steps: int | None,
+        batch_size: int | None,
     ) -> Generator[Step, None, None]:
         """The steps of a loop over a data set; see :meth:`Run.steps`."""
         require_kinds(StepLoop.over, locals())
@@ -106,11 +111,11 @@ class StepLoop:
         if self.steps.under_way is not None:
             raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
         asked = Asked(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
-        feed, job = self._feeds.of(dataset, asked, self.trained.loops, epochs), self.config.job
-        require_batches(feed, job, self.config.asked_batch_size)
+        feed, job = self._feeds.of(dataset, asked, self.trained.loops, epochs), self._job_of(batch_size)
+        require_batches(feed, job, self.config.asked_batch_size if batch_size is None else batch_size)
         require_strategy(feed, str(self.steps.strategy), has_own_weights=self.steps.has_own_weights)
         self.synchronisation.before_call()
-        self.collectives.agree("data set", feed.same())
+        self.collectives.agree("data set", {**feed.same(), "batch size": job.batch_size})
         batches = Batches(feed.order.cut, job.batch_size, job.shards)
         first = batches.of(0)
         require_steps(feed, first, job.batch_size)
@@ -119,6 +124,25 @@ class StepLoop:
         live = self._loop(coming)
         self._live = weakref.ref(live)  # a break lets go of the last one that holds it, and so ends the loop
         return live
+
+    def _job_of(self, batch_size: int | None) -> Job:
+        """The job as a loop carries it out: its own batch size holds, unless another one is set from outside.
+
+        Raises:
+            JobError: the batch size is below 1, or policies go by that of the job.
+        """
+        job, asked = self.config.job, self.config.asked_batch_size
+        self._has_sizes |= batch_size is not None
+        if batch_size is None or batch_size == asked or self.config.script_batch_size is not None:
+            return job
+        if batch_size < 1:
+            raise JobError(f"run.steps(batch_size={batch_size}): needs a number of samples from 1 on")
+        if not self.trained.policy_state.is_empty:
+            raise JobError(
+                f"run.steps(batch_size={batch_size}): policies go by the batch of the job, which has "
+                f"{job.batch_size}. Say it in unisono.init, or leave the policies out"
+            )
+        return job.model_copy(update={"batch_size": batch_size})
 
     def leave(self) -> None:
         """End a loop that was left, and whose steps somebody still holds. It may have loader processes."""
@@ -153,7 +177,7 @@ class StepLoop:
         """
         shape = self.trained.policy_state.shape
         if self._feed is not None:
-            require_shape(self._feed, shape, self.config.job)
+            require_shape(self._feed, shape, self._loop_job)
             require_strategy(self._feed, str(self.steps.strategy), has_own_weights=self.steps.has_own_weights)
         return shape
 
@@ -251,11 +275,15 @@ class StepLoop:
         cuts = self.config.stop_after, self.config.stop_after_epochs
         loop = Loop(number, reading, course, epochs, *cuts, max_steps)
         self._joined, self._source, self._feed, self._batches = self.membership.joins, source, feed, batches
+        self._loop_job = self.config.job.model_copy(update={"batch_size": batches.batch_size})
         self.steps.is_computing = False
         self.listeners.tell(lambda one: one.loop_begins(number, batches, feed.order))
         if not self.collectives.enter(number):
             self._seed_behind(number)
             return None
+        if self._has_sizes and not loop.is_behind(progress := self.trained.progress):
+            is_under_way = loop.is_under_way(progress)
+            self.trained.policy_state.begin_loop(batches.batch_size, is_under_way=is_under_way)
         self.policy_runner.begin()
         return loop
 

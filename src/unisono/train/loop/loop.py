@@ -157,6 +157,10 @@ class Loop:
         """Whether the run has this loop behind it, or was cut short in one before."""
         return self.number < progress.loop or (self.number > progress.loop and self.is_cut(progress.position))
 
+    def is_under_way(self, progress: RunProgress) -> bool:
+        """Whether the run stands in the middle of this loop."""
+        return self.number == progress.loop and progress.reading is not None
+
     def place(self, progress: RunProgress, run: LoopSteps) -> LoopPlace:
         """Where the run stands in this loop, which it has entered."""
         position, shape = progress.position, run.shape()

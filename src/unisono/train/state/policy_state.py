@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import BatchShape, Decision, Figure, Verb, View, decisions_digest
-from unisono.errors import JobError, PolicyError, Unreadable
+from unisono.errors import JobError, JobMismatch, PolicyError, Unreadable
 from unisono.plan.topology import TOPOLOGIES
 from unisono.received import short, value_of
 from unisono.sync.named import strategy_of
@@ -203,6 +203,24 @@ class PolicyState:
                     self.measures_links = True
                 case "stop":
                     self.stopped = loop
+
+    def begin_loop(self, batch_size: int, *, is_under_way: bool) -> None:
+        """A loop begins whose batches have so many samples, as long as no policy changes that.
+
+        Args:
+            batch_size: the number of samples.
+            is_under_way: whether the run stands in the middle of the loop.
+
+        Raises:
+            JobMismatch: the batches of its steps so far had another size.
+        """
+        if is_under_way and self.is_empty and batch_size != self.batch_size:
+            raise JobMismatch(
+                f"the loop that resumes has batches of {batch_size} samples here, and had {self.batch_size} when its "
+                f"checkpoint was written: go on with those, or begin in another run folder"
+            )
+        if self.is_empty:
+            self.batch_size = batch_size
 
     @contextmanager
     def scaled(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
