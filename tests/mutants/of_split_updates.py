@@ -71,8 +71,8 @@ MUTANTS = (
     Mutant(
         "memory moves although the script holds it",
         SHARED,
-        "    return next((number for number, tensor, _ in moving if is_held_elsewhere(tensor)), NOBODY)\n",
-        "    return NOBODY\n",
+        "        if tensor.is_shared() or is_held_elsewhere(tensor):\n",
+        "        if False:\n",
         SCRIPTS,
     ),
     Mutant(
@@ -85,8 +85,8 @@ MUTANTS = (
     Mutant(
         "nobody looks for writes of the script",
         UPDATE,
-        "        return shown.may_be_written() and shown.is_written()\n",
-        "        return False\n",
+        "        is_written = self._shared.shown.is_found_written()\n",
+        "        is_written = False\n",
         SCRIPTS,
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import struct
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.thread_crew import Trade, train
 from struck_run import JOB, momentum, trained
@@ -18,6 +20,9 @@ from unisono.errors import JobError
 from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import Execution, SplitUpdate
 from unisono.train.run import Run
+from unisono.train.step.parts import Parts
+from unisono.train.step.pieces import Slice
+from unisono.train.step.script_memory import Kind
 from unisono.train.step.step import Step
 
 pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")]
@@ -243,5 +248,113 @@ def test_the_journal_names_the_parameter_that_cannot_move(tmp_path: Path) -> Non
     _, journal = ends(tmp_path / "split", 2, "auto", told=Reference(1, as_data))
     assert {line["why"] for line in journal["update not split"]} == {
         "something else than the model holds the memory of 0.weight, or what an optimizer keeps of it: a state_dict(), "
-        ".data, a NumPy array, or a loss with its graph"
+        ".data, a NumPy array, another process, or a loss with its graph"
     }
+
+
+def of(run: Run) -> torch.optim.Optimizer:
+    (optimizer,) = run.inside.trained.require_prepared().optimizers
+    return optimizer
+
+
+def hooked(run: Run, step: Step) -> None:
+    """Weights decay in a hook that is registered when updates are split already."""
+    if step.number == 2:
+        weight = first_of(run)
+
+        def decay(*_: Any) -> None:
+            weight.data.mul_(0.9)
+
+        of(run).register_step_pre_hook(decay)
+
+
+def hooked_on_one_worker(run: Run, step: Step) -> None:
+    """Only the main worker watches its optimizer, and changes nothing."""
+    if step.number == 2 and run.is_main:
+        of(run).register_step_post_hook(lambda *_: None)
+
+
+def stepped_otherwise(run: Run, step: Step) -> None:
+    if step.number == 2:
+        optimizer, weight = of(run), first_of(run)
+        make = optimizer.step
+
+        def halved(*given: Any) -> None:
+            make(*given)
+            weight.data.mul_(0.9)
+
+        optimizer.step = halved  # type: ignore[method-assign, assignment]
+
+
+def regrouped(run: Run, step: Step) -> None:
+    """A parameter moves to a group with another learning rate."""
+    if step.number == 2:
+        (group,) = of(run).param_groups
+        *first, last = group["params"]
+        group["params"] = first
+        of(run).add_param_group({**group, "params": [last], "lr": group["lr"] * 0.5})
+
+
+def cleared_twice(run: Run, step: Step) -> None:
+    if step.number in (1, 2):
+        of(run).state.clear()
+
+
+def laid_out_otherwise(run: Run, step: Step) -> None:
+    if step.number == 2:
+        weight = first_of(run)
+        weight.data = torch.empty(weight.shape[::-1]).t().copy_(weight.data)
+
+
+def with_a_vector(run: Run, step: Step) -> None:
+    """The script keeps something of its own beside what the optimizer keeps."""
+    if step.number == 2:
+        of(run).state[first_of(run)]["mine"] = torch.ones(3)
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        hooked,
+        hooked_on_one_worker,
+        stepped_otherwise,
+        regrouped,
+        cleared_twice,
+        laid_out_otherwise,
+        with_a_vector,
+    ],
+)
+def test_what_a_script_does_to_its_optimizer_later_counts(
+    change: Callable[[Run, Step], None], is_elastic: bool, tmp_path: Path
+) -> None:
+    expected, _ = ends(tmp_path / "serial", 1, split=False, told=change)
+    found, journal = ends(tmp_path / "split", 3, "auto", told=change, is_elastic=is_elastic)
+    assert found == expected
+    assert "rolled back" not in journal
+
+
+def test_a_step_count_that_the_script_sets_back_is_set_back_for_all_slices() -> None:
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 256))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    weight.grad = torch.ones(256)
+    optimizer.step()
+    reference = optimizer.state[weight]["step"]
+    places: dict[Kind | None, list[Tensor]] = {None: [weight.detach()]}
+    for name in ("exp_avg", "exp_avg_sq"):
+        places[name, torch.float32] = [optimizer.state[weight][name]]
+    parts = Parts([optimizer], [weight], [[Slice(0, 0, 128)], [Slice(0, 128, 256)]], places)
+    parts.publish()
+    assert optimizer.state[weight]["step"] is reference
+    alone = copy.deepcopy((weight, optimizer.state_dict()))
+    reference.zero_()
+    parts.begin([optimizer])
+    for piece in range(2):
+        parts.update([optimizer], piece)
+    assert reference == 1
+    other = torch.optim.Adam([alone[0]], lr=0.1)
+    other.load_state_dict(alone[1])
+    other.state[alone[0]]["step"].zero_()
+    alone[0].grad = torch.ones(256)
+    other.step()
+    assert torch.equal(weight, alone[0])

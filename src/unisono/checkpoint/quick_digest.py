@@ -44,16 +44,20 @@ class Summing:
         return sum_of_words(tensor) if found is None else found.sum()
 
 
+def total_of(sums: Sequence[int], numbers: Iterable[int] | None = None) -> int:
+    """The same, and 0 for no sums: totals of some tensors, or of parts of one, add up to the total of all."""
+    found = zip(itertools.count() if numbers is None else numbers, sums, strict=numbers is not None)
+    return sum(_FACTOR * (2 * number + 1) * each for number, each in found) % MODULUS
+
+
 def combined(sums: Sequence[int], numbers: Iterable[int] | None = None) -> int:
     """One number of 64 bits, above 0, for the sums of several tensors; another one if a single sum is another one.
 
     Args:
         sums: the sums of the tensors' words.
-        numbers: the tensors' numbers, by default in their order. What digests of some tensors, or of parts of one, add
-            up to is the digest of all.
+        numbers: the tensors' numbers, by default in their order.
     """
-    found = zip(itertools.count() if numbers is None else numbers, sums, strict=numbers is not None)
-    return sum(_FACTOR * (2 * number + 1) * each for number, each in found) % MODULUS or 1
+    return total_of(sums, numbers) or 1
 
 
 def tree_digest(tree: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.checkpoint.quick_digest import Summing, Sums, combined, flipped_bits
+from unisono.checkpoint.quick_digest import Summing, Sums, flipped_bits, total_of
 from unisono.train.model.buffers import Buffers
 
 MOST_FLIPPED = 2
@@ -88,8 +88,8 @@ class AtRest:
         numbers = [*self._numbers, *range(self._buffers_from, self._buffers_from + len(buffers))]
         sums = self._summing([*self._weights, *buffers, *self._parts, *(self._state() if self._is_only else ())])
         parts = sums[len(numbers) : len(numbers) + len(self._parts)]
-        own = combined(parts, self._numbers_of_parts) if parts else 0
-        return Seen(combined(sums[: len(numbers)], numbers), own, self._has_flipped(sums))
+        own = total_of(parts, self._numbers_of_parts)
+        return Seen(total_of(sums[: len(numbers)], numbers), own, self._has_flipped(sums))
 
     def note(self, sums: Sequence[int] | None = None) -> None:
         """An update is done: everything stays as it is until the next one.

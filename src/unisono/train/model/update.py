@@ -108,6 +108,14 @@ class UpdateWatch:
         self._told(optimizer)
 
 
+def has_own_step(optimizer: Optimizer) -> bool:
+    """Whether the script has put another function in place of this optimizer's ``step``. Schedulers wrap it only."""
+    step: Any = vars(optimizer).get("step", type(optimizer).step)
+    while getattr(step, "__globals__", {}).get("__name__") == optim.lr_scheduler.__name__:
+        step = step.__wrapped__
+    return step is not type(optimizer).step
+
+
 def may_change_gradients(optimizer: Optimizer) -> bool:
     """Whether a step of this optimizer, or a hook of it, might change gradients in place."""
     hooks = (
@@ -161,8 +169,8 @@ class Update:
         """All tensors are this worker's own."""
         return tensor
 
-    def is_written(self) -> bool:
-        """What the script writes, the update goes on from."""
+    def must_part(self) -> bool:
+        """There is nothing to part with."""
         return False
 
     def part(self) -> None:

@@ -108,7 +108,7 @@ class StepEngine:
         self._forward = ForwardPass(job, prepared, device)
         self._writes = ForwardWrites(prepared.weights())
         self._buffers = Buffers(prepared.buffers, workers.transport.split, workers.rank)
-        self._gradients: dict[tuple[int, ...], Gradients] = {}
+        self._gradients: dict[tuple[object, ...], Gradients] = {}
         self._monitoring = execution.monitoring
         self._known: dict[float, list[str]] = {signature_of(()): []}
         self._scaled, self._found, self._repeats = scaled, found, repeats
@@ -450,7 +450,7 @@ class StepEngine:
         used = [*gradients.used, *self._buffers.used]
         word = ControlWord(self._split, len(used))
         own = Balance(gradients.balance, gradients.copies)
-        is_written = self._update.is_written()
+        is_written = self._update.must_part()
         flags = replace(flags, again=gradients.came_twice, lost=self.has_lost, written=is_written, balance=own)
         words = self._workers.transport.all_gather(word.pack(reports, used, flags))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
@@ -503,7 +503,7 @@ class StepEngine:
         return int(self._job.bucket_mb * 2**20)
 
     def _gradients_of(self, call: Call) -> Gradients:
-        key = tuple(map(id, call.optimizers))
+        key = (*map(id, call.optimizers), *map(Tensor.stride, self._prepared.parameters.values()))
         if key not in self._gradients:
             require_agreement(self._workers.transport, call.decided)  # what follows is made together
             compressed = torch.bfloat16 if self._job.compression == "bf16" else None

@@ -1,6 +1,6 @@
 """Optimizers like the script's, of slices of its parameters."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -117,6 +117,7 @@ class Parts:
             parameter = self._parameters[part.number]
             gradient = parameter.grad
             tensor.grad = None if gradient is None else slice_of(laid_out_like(parameter, gradient), part)
+        self._scalars.follow()
         self._scalars.keep()
 
     def update(self, optimizers: Sequence[Optimizer], piece: int) -> None:
@@ -142,8 +143,11 @@ class Parts:
             inner = self._inner[id(optimizer)]
             for number, tensor in self._first.items():
                 for name, value in inner.state.get(tensor, {}).items():
-                    if name in SCALARS or not isinstance(value, Tensor):
-                        optimizer.state[self._parameters[number]][name] = value
+                    outer = optimizer.state[self._parameters[number]]
+                    if name in SCALARS and isinstance(value, Tensor) and isinstance(outer.get(name), Tensor):
+                        outer[name].data = value  # whoever holds the script's tensor sees it go on
+                    elif name in SCALARS or not isinstance(value, Tensor):
+                        outer[name] = value
 
     def _kept_of(self, tensor: Tensor) -> list[Tensor]:
         return [
@@ -178,7 +182,7 @@ class Parts:
                 if not isinstance(value, Tensor):
                     mine[name] = value
                 elif name in SCALARS:
-                    self._scalars.add(mine, name, old(part.number, name))
+                    self._scalars.add(mine, name, old(part.number, name), (id(optimizer), part.number, name))
                 else:
                     mine[name] = slice_of(places[name, value.dtype][part.number], part)
 
@@ -221,25 +225,34 @@ class _Scalars:
     """Numbers that stand in few tensors, so that all of them are kept at once."""
 
     def __init__(self) -> None:
-        self._added: dict[torch.dtype, list[tuple[dict[str, Any], str, Tensor]]] = {}
+        self._added: dict[torch.dtype, list[tuple[dict[str, Any], str, Tensor, Hashable]]] = {}
         self._flats: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self._firsts: dict[torch.dtype, Tensor] = {}
 
     @property
     def flats(self) -> list[Tensor]:
         return [flat for flat, _ in self._flats.values()]
 
-    def add(self, state: dict[str, Any], name: str, value: Tensor) -> None:
-        """One more, with the value that it has now."""
-        self._added.setdefault(value.dtype, []).append((state, name, value))
+    def add(self, state: dict[str, Any], name: str, value: Tensor, kind: Hashable) -> None:
+        """One more, with the value that it has now. Those of a kind are the same number, each for a slice."""
+        self._added.setdefault(value.dtype, []).append((state, name, value, kind))
 
     def settle(self) -> None:
         """That were all: each stands in the state for which it was added."""
         for dtype, added in self._added.items():
-            flat = torch.stack([value.detach().reshape(()) for _, _, value in added])
-            for number, (state, name, _) in enumerate(added):
+            flat = torch.stack([value.detach().reshape(()) for _, _, value, _ in added])
+            firsts: dict[Hashable, int] = {}
+            for number, (state, name, _, kind) in enumerate(added):
                 state[name] = flat[number]
+                firsts.setdefault(kind, number)
+            self._firsts[dtype] = torch.tensor([firsts[kind] for *_, kind in added])
             self._flats[dtype] = flat, flat.clone()
         self._added.clear()
+
+    def follow(self) -> None:
+        """Each as the first of its kind, which the script sees and may have written to."""
+        for dtype, (flat, _) in self._flats.items():
+            flat.copy_(flat[self._firsts[dtype]])
 
     def keep(self) -> None:
         """Keep what they are now."""

@@ -5,6 +5,7 @@ import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from threading import RLock
 from weakref import WeakSet
 
 import torch
@@ -50,7 +51,8 @@ class ShownState:
     def __init__(self, buckets: Sequence[Bucket], kinds: Sequence[Kind]) -> None:
         self._key = tuple(buckets), tuple(kinds)
         self._faults, self._calls = 0, 0
-        self._may_be_written = self._is_held = False
+        self._may_be_written = self._is_held = self._is_told = False
+        self._lock = RLock()
         self.layouts = [[*buckets], *([replace(bucket, dtype=dtype) for bucket in buckets] for _, dtype in kinds)]
         every = list(chain.from_iterable(self.layouts))
         starts = starts_of(every)
@@ -70,17 +72,24 @@ class ShownState:
         """Whether the script has written there, as far as anybody can know. The system looks at each page."""
         return sees_writes() and self.view.is_written()
 
-    def may_be_written(self) -> bool:
-        """Whether :meth:`is_written` has to be asked in a call; also now and then, for what bodies do not do."""
-        return self._is_held or self._may_be_written or self._calls % LOOKS_EVERY == 0
+    def is_found_written(self) -> bool:
+        """The same, looked at only after a body with page faults, and now and then for what bodies do not do.
+
+        What is found is told to the others, and stays true until the update is done.
+        """
+        with self._lock:
+            self._is_told = True
+            looks = self._is_held or self._may_be_written or self._calls % LOOKS_EVERY == 0
+            return looks and self.is_written()
 
     def body_begins(self) -> None:
         """An update is done: what comes now is the script's."""
-        self._faults = _page_faults()
+        self._is_told, self._faults = False, _page_faults()
 
     def body_ends(self) -> None:
         """A call begins. Whoever has written to a page for the first time in the body has made a page fault."""
         self._calls += 1
+        self._is_told = False
         self._may_be_written = self._faults != _page_faults()
 
     def show(self, segment: Segment) -> None:
@@ -101,10 +110,15 @@ class ShownState:
         _SHOWING.discard(self)
 
     def hold_still(self) -> None:
-        """Hold what it shows now. It counts as written: whoever shares it will go on without the others."""
-        self.view.hold(lambda memory: memory.copy_(self.view.bytes))
-        self._is_held = True
-        _SHOWING.discard(self)
+        """Hold what it shows now. It counts as written: whoever shares it will go on without the others.
+
+        Not in the middle of an update, which goes on from what all were told.
+        """
+        with self._lock:
+            if not self._is_told:
+                self.view.hold(lambda memory: memory.copy_(self.view.bytes))
+                self._is_held = True
+                _SHOWING.discard(self)
 
     def _tensors(self, layout: Sequence[Bucket], offsets: Sequence[int]) -> tuple[Tensor, ...]:
         placed: dict[int, Tensor] = {}

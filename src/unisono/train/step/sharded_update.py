@@ -1,7 +1,10 @@
 """The update split between the workers of one host: they share their parameters, and each updates a part of them."""
 
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,8 +22,9 @@ from unisono.train.model.update import tell_schedulers
 from unisono.train.step.host_state import HostState, kinds_in
 from unisono.train.step.parts import Parts, kinds_of
 from unisono.train.step.pieces import Slice
-from unisono.train.step.script_memory import Kind, ScriptMemory
-from unisono.train.step.shared_state import NOBODY, CopiedState, SharedState, held_elsewhere
+from unisono.train.step.script_memory import Kind, ScriptMemory, ShownState
+from unisono.train.step.shared_state import NOBODY, CopiedState, SharedState, oddity
+from unisono.train.step.why_whole import why_unfit
 
 Settings = tuple[tuple[str, bool], ...]
 """Which of a group's settings are on: by them optimizers decide what they keep."""
@@ -80,6 +84,7 @@ class ShardedUpdate:
         self._updates = 0  # since it is shared
         self._active: Sequence[Optimizer] = ()
         self._torn = False
+        self._left: Mapping[int, Sequence[Kind]] = {}  # kept when the newest whole update was done
 
     @property
     def bytes_shared(self) -> int:
@@ -138,7 +143,7 @@ class ShardedUpdate:
     @torch.no_grad()
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
         """Update this worker's part, or all. The weights are half updated until ``finish``."""
-        if self._shared is not None and not (self._shared.is_current() and self._have_made(optimizers)):
+        if self._shared is not None and not self._have_made(optimizers):
             self._part()
         if self._shared is None:
             self._update_whole(optimizers)
@@ -171,15 +176,15 @@ class ShardedUpdate:
         """A tensor of the script where it really lies, for all workers of this host, if it is shared."""
         return tensor if self._shared is None else self._shared.in_memory(tensor)
 
-    def is_written(self) -> bool:
-        """Whether the script has written to parameters or optimizer state, which it sees by itself alone."""
+    def must_part(self) -> bool:
+        """Whether this worker cannot go on sharing: its script has written to the state, replaced it, or hooks in."""
         if self._shared is None:
             return False
-        shown = self._shared.shown
-        return shown.may_be_written() and shown.is_written()
+        is_written = self._shared.shown.is_found_written()
+        return is_written or not self._shared.is_current() or bool(why_unfit(self._optimizers))
 
     def part(self) -> None:
-        """Scripts have written to what they see: from now on each worker goes on with that, in memory of its own."""
+        """From now on each worker goes on with what its script sees, in memory of its own."""
         if self._shared is not None:
             self._part()
 
@@ -187,6 +192,8 @@ class ShardedUpdate:
         """From now on this worker has parameters and optimizer state of its own."""
         if self._shared is not None and not self._torn:
             self._part()
+        # Else whoever has given these functions, and all that hangs on it, would wait for the collector of cycles.
+        self._moves = self._moved = _nothing
 
     def _meets(self) -> bool:
         """Whether all workers are here; if not, this one makes the update alone."""
@@ -224,32 +231,32 @@ class ShardedUpdate:
             optimizer.step()
         for settings, numbers in self._needed(optimizers):
             self._made.setdefault(settings, set()).update(numbers)
+        self._left = self._held()
         self._waits = max(0, self._waits - 1)
 
     def _have_made(self, optimizers: Sequence[Optimizer]) -> bool:
         """Whether these optimizers have made before what they keep of all that they now update."""
-        return all(numbers <= self._made.get(settings, set()) for settings, numbers in self._needed(optimizers))
+        return all(
+            NOBODY not in numbers and numbers <= self._made.get(settings, set())
+            for settings, numbers in self._needed(optimizers)
+        )
 
     def _needed(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Settings, set[int]]]:
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            settings = tuple((name, bool(value)) for name, value in group.items() if name != "params")
-            yield settings, {self._numbers[id(one)] for one in group["params"] if one.grad is not None}
+            settings = tuple((name, _is_on(value)) for name, value in group.items() if name != "params")
+            yield settings, {self._numbers.get(id(one), NOBODY) for one in group["params"] if one.grad is not None}
 
     @torch.no_grad()
     def _share(self, is_right: Callable[[], bool]) -> None:
         """Move into shared memory what all workers hold alike, each its part. Collective."""
-        held = {number: self._kinds_of(number) for number in range(len(self._parameters))}
+        held = self._held()
         shown = self._memory.laid_out(self._buckets, kinds_in(held))
         self._moves()
-        elsewhere = held_elsewhere(shown, self._parameters, self._optimizers)
-        told = [self._digest(), int(is_right() and self._has_room(held)), elsewhere]
-        everybody = self._transport.all_gather(torch.tensor(told)).tolist()
-        if (number := max(row[-1] for row in everybody)) != NOBODY:
-            self._stays_whole(
-                f"something else than the model holds the memory of {self._names[number]}, or what an optimizer keeps "
-                f"of it: a state_dict(), .data, a NumPy array, or a loss with its graph"
-            )
-        if any(row != [told[0], 1, NOBODY] for row in everybody):
+        why = "a bit of its memory has flipped" if not is_right() else self._why_not(held, shown)
+        told = torch.tensor([self._digest(), int(not why)])
+        everybody = self._transport.all_gather(told).tolist()
+        if any(row != [everybody[0][0], 1] for row in everybody):
+            self._stays_whole(why or "another worker cannot share its memory for now, or holds other values")
             self._wait_longer()
             return
         state = HostState(self._buckets, held, self._transport, shown, keeps=self._survives)
@@ -276,6 +283,20 @@ class ShardedUpdate:
     def _wait_longer(self) -> None:
         self._waits, self._patience = self._patience, 2 * self._patience
 
+    def _why_not(self, held: Mapping[int, Sequence[Kind]], shown: ShownState) -> str:
+        """Why the state cannot be shared as it is now; empty if it can."""
+        if why := why_unfit(self._optimizers):
+            return why
+        if held != self._left:
+            return "the script has changed what the optimizers keep"
+        if (why := oddity(shown, self._parameters, self._optimizers, self._names)) or self._has_room(held):
+            return why
+        return "there is too little memory to share it"
+
+    def _held(self) -> dict[int, list[Kind]]:
+        """What is kept of each parameter, by its number."""
+        return {number: self._kinds_of(number) for number in range(len(self._parameters))}
+
     def _kinds_of(self, number: int) -> list[Kind]:
         parameter = self._parameters[number]
         return [kind for one in self._optimizers if parameter in one.state for kind in kinds_of(one.state[parameter])]
@@ -288,4 +309,20 @@ class ShardedUpdate:
             parameter.numel() * (parameter.itemsize + sum(dtype.itemsize for _, dtype in held[number]))
             for number, parameter in enumerate(self._parameters)
         )
-        return sum(sizes) / MIB < room_mib(read_limits())
+        needed = sum(sizes)
+        most, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if most != resource.RLIM_INFINITY and psutil.Process().memory_info().vms + MAPPED * needed > most:
+            return False
+        return needed / MIB < room_mib(read_limits())
+
+
+MAPPED = 4
+"""How often a worker maps what is shared, at most: to update it, to see it, and twice while that changes."""
+
+
+def _is_on(value: Any) -> bool:
+    return value.numel() > 1 or bool(value) if isinstance(value, Tensor) else bool(value)
+
+
+def _nothing() -> None:
+    return None

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -49,6 +50,7 @@ class SharedState:
         state.begin([self.parts.words(place) for place in range(len(pieces))])
         self._pieces = len(pieces)
         self._kept: list[tuple[Optimizer, Tensor, str, Tensor]] = []
+        self._grouped = _grouping(optimizers)
 
     @property
     def shown(self) -> ShownState:
@@ -92,8 +94,14 @@ class SharedState:
 
     def is_current(self) -> bool:
         """Whether modules and optimizers still hold what is shared, and the script has put nothing in its place."""
-        return not any(_moving(self.shown, self._parameters, self._optimizers)) and all(
-            optimizer.state.get(parameter, {}).get(name) is value for optimizer, parameter, name, value in self._kept
+        is_same = self._grouped == _grouping(self._optimizers)
+        return (
+            is_same
+            and not any(_moving(self.shown, self._parameters, self._optimizers))
+            and all(
+                optimizer.state.get(parameter, {}).get(name) is value
+                for optimizer, parameter, name, value in self._kept
+            )
         )
 
     def keep(self, rows: Rows) -> None:
@@ -166,10 +174,23 @@ NOBODY = -1
 """No parameter's number."""
 
 
-def held_elsewhere(shown: ShownState, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> int:
-    """The number of a parameter whose memory cannot move, since somebody else holds it; or what is kept of it."""
-    moving = _moving(shown, parameters, optimizers)
-    return next((number for number, tensor, _ in moving if is_held_elsewhere(tensor)), NOBODY)
+def oddity(
+    shown: ShownState, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer], names: Sequence[str]
+) -> str:
+    """Why tensors of the script cannot lie in the memory that is shown; empty if they can."""
+    for number, parameter in enumerate(parameters):
+        if parameter.numel() and parameter.stride() != shown.tensors[None][number].stride():
+            return f"{names[number]} has gaps between its elements, or other strides than before"
+        for state in (optimizer.state.get(parameter, {}) for optimizer in optimizers):
+            if odd := next((name for name, _ in kinds_of(state) if state[name].shape != parameter.shape), ""):
+                return f"an optimizer keeps {odd} of {names[number]} in another shape than that"
+    for number, tensor, _ in _moving(shown, parameters, optimizers):
+        if tensor.is_shared() or is_held_elsewhere(tensor):
+            return (
+                f"something else than the model holds the memory of {names[number]}, or what an optimizer keeps of it: "
+                f"a state_dict(), .data, a NumPy array, another process, or a loss with its graph"
+            )
+    return ""
 
 
 def _moving(
@@ -180,6 +201,14 @@ def _moving(
         states = (optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state)
         kept = ((kind, state[kind[0]]) for state in states for kind in kinds_of(state))
         for kind, tensor in chain([(None, parameter)], kept):
-            place = shown.tensors[kind][number]
-            if tensor.data_ptr() != place.data_ptr():
+            place = shown.tensors[kind][number] if kind in shown.tensors else _NOWHERE
+            if tensor.data_ptr() != place.data_ptr() or (tensor.numel() and tensor.stride() != place.stride()):
                 yield number, tensor, place
+
+
+_NOWHERE = torch.empty(0)
+"""The place of what an optimizer did not keep when memory was laid out."""
+
+
+def _grouping(optimizers: Sequence[Optimizer]) -> list[list[list[int]]]:
+    return [[[id(one) for one in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]

@@ -10,7 +10,7 @@ from unisono.train.config.run_config import Execution
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import COUNTS_HOLDERS
-from unisono.train.model.update import READERS, may_change_gradients
+from unisono.train.model.update import READERS, has_own_step, may_change_gradients
 
 
 def why_whole(prepared: Prepared, workers: Workers, execution: Execution, *, survives: bool) -> str:
@@ -28,7 +28,7 @@ def why_whole(prepared: Prepared, workers: Workers, execution: Execution, *, sur
     wanted, seat = execution.shard_optimizer, workers.transport.seat
     if not wanted:
         return "nobody has asked to split them"
-    why = _why_unfit(prepared.optimizers)
+    why = why_unfit(prepared.optimizers)
     if why and wanted is True:
         raise JobError(f"shard_optimizer=True {why}")
     if seat is None or any(one.device.type != "cpu" for one in prepared.parameters.values()):
@@ -47,7 +47,8 @@ def why_whole(prepared: Prepared, workers: Workers, execution: Execution, *, sur
     return why or ("some workers only serve" if workers.servers else "")
 
 
-def _why_unfit(optimizers: Sequence[Optimizer]) -> str:
+def why_unfit(optimizers: Sequence[Optimizer]) -> str:
+    """Why the updates of these optimizers cannot be split as they are now; empty if they can."""
     owned = [id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
     if len(owned) != len(set(owned)):
         return "cannot split the update of parameters that several optimizers update"
@@ -55,6 +56,8 @@ def _why_unfit(optimizers: Sequence[Optimizer]) -> str:
         if type(optimizer) not in READERS:
             names = ", ".join(kind.__name__ for kind in READERS)
             return f"cannot split {type(optimizer).__name__}: it splits optimizers that go element by element ({names})"
+        if has_own_step(optimizer):
+            return f"cannot split {type(optimizer).__name__} with a step of the script's own in place of its step"
         if may_change_gradients(optimizer):
-            return "leaves no room for hooks on an optimizer's step: remove them, or go without"
+            return "leaves no room for hooks on an optimizer's step, or for SGD with nesterov and foreach: go without"
     return ""
