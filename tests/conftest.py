@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -33,7 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("TMPDIR", folder.name)
     patch.setattr(tempfile, "tempdir", folder.name)
     patch.setenv("KERAS_BACKEND", "torch")
-    patch.setenv("KERAS_HOME", folder.name)  # it writes its settings
+    patch.setenv("KERAS_HOME", folder.name)
+    (Path(folder.name) / "keras.json").write_text("{}")  # or it writes its own
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -86,7 +86,7 @@ SHORT = {
     "gan.py": 2,
     "digits.py": 2,
     "keras_convnet.py": 3,
-    "keras_train_step.py": 2,
+    "keras_train_step.py": 3,
     "plain_loop.py --which unisono": 2,
     "goodput.py": 2,
     "scaling.py": 2,
@@ -95,7 +95,10 @@ SHORT = {
     "slow_worker.py --shard-ms 0": 3,
     "resnet_cifar10.py --image-size 32 --width 0.125 --synthetic --batch-size 16 --workers 2": 2,
 }
-"""Examples, each with the number of workers that it is tried on."""
+"""Examples, each with the number of workers that it is tried on.
+
+Those of Keras are tried on the same: it numbers the layers of a process, and their names are part of the digest.
+"""
 
 Ended = dict[str, dict[str, object]]
 """The results of examples."""

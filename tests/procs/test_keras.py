@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 SCRIPT = Path(__file__).parent / "scripts" / "keras_training.py"
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm", "serial_launches")
 def test_weights_are_the_same_in_processes_of_which_one_is_killed(serial_runs: SerialRuns, tmp_path: Path) -> None:
     faults = tmp_path / "faults.toml"
     faults.write_text("[[fault]]\nkind = 'kill'\nrank = 1\nat_step = 9\n")
@@ -30,4 +30,5 @@ def test_keras_is_not_loaded_by_itself_and_another_backend_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=110, check=False
     )
-    assert "JobError: unisono.keras needs Keras on torch, and here it is on numpy: set the environment" in done.stderr
+    assert "JobError: unisono.keras needs Keras on torch" in done.stderr
+    assert "set the environment variable KERAS_BACKEND=torch" in done.stderr

@@ -152,6 +152,23 @@ def twice() -> Any:
     return model
 
 
+def test_an_epoch_has_as_many_steps_as_is_said_and_the_learning_rate_warms_up_in_them(start: Start) -> None:
+    rates: list[float] = []
+    model = compiled(unisono.keras.Model(network(), start(batch_size=40)))
+    noted = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
+    )
+    warm = unisono.keras.LearningRateWarmup(4)
+    history = model.fit(
+        X, Y, epochs=4, initial_epoch=1, steps_per_epoch=2, verbose=0, callbacks=[warm, noted], validation_data=(X, Y)
+    )
+    assert history.epoch == [1, 2, 3]
+    assert len(history.history["val_loss"]) == 3
+    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+    with pytest.raises(JobError, match="at least 1"):
+        unisono.keras.LearningRateWarmup(0)
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "jit": (lambda model: compiled(model, jit_compile=True), ModelError, "leave it out"),
     "executions": (lambda model: compiled(model, steps_per_execution=2), ModelError, "use 1"),

@@ -65,7 +65,16 @@ history = model.fit(
 )
 run.print("after fit:", json.dumps(history.history), history.epoch, counting.batches)
 values = model.evaluate(images, keras.utils.to_categorical(labels), verbose=0)
-again = model.fit(images, keras.utils.to_categorical(labels), epochs=3, initial_epoch=1, verbose=0)
+warm = unisono.keras.LearningRateWarmup(6)
+again = model.fit(
+    images,
+    keras.utils.to_categorical(labels),
+    epochs=4,
+    initial_epoch=1,
+    steps_per_epoch=3,
+    verbose=0,
+    callbacks=[warm],
+)
 run.print("after evaluation:", values)
 run.print("after two fits:", json.dumps(history.history), json.dumps(again.history))
 rows = model.predict(images[:50], batch_size=8)

@@ -25,7 +25,8 @@ class Fitting:
     Attributes:
         model: the Keras model.
         callbacks: Keras' list of callbacks.
-        first_epoch: the number of the first epoch.
+        epochs: the numbers of the epochs.
+        steps: the number of steps in an epoch; None for those of a pass over the data.
         validate: what evaluates at the end of an epoch.
         logs: the newest values of all metrics.
         is_here: whether this worker takes part, or goes on where it was; not if the run is behind it.
@@ -33,12 +34,14 @@ class Fitting:
 
     model: Any
     callbacks: Any
-    first_epoch: int
+    epochs: range
+    steps: int | None
     validate: Validate
     logs: dict[str, float] = field(default_factory=dict)
     is_here: bool = field(default=False, init=False)
     _epoch: int = -1
     _batch: int = 0
+    _done: int = 0
     _is_told: bool = False
     _kept: list[CallbackState] = field(default_factory=list)
 
@@ -52,9 +55,9 @@ class Fitting:
 
     def step_begins(self, step: Step) -> None:
         """A global batch is about to be computed."""
-        epoch = self.first_epoch + step.epoch
-        if self._epoch != step.epoch:
-            self._epoch, self._batch = step.epoch, 0
+        epoch = self.epochs[self._done // self.steps if self.steps else step.epoch]
+        if self._epoch != epoch:
+            self._epoch, self._batch = epoch, 0
             self.model.reset_metrics()
             self.callbacks.on_epoch_begin(epoch)
             self.model.train()
@@ -75,13 +78,13 @@ class Fitting:
         values = {name.removeprefix(PREFIX): one for name, one in step.metrics.items() if name.startswith(PREFIX)}
         self.logs = {**results_of(self.model), **values}
         self.callbacks.on_train_batch_end(self._batch, self.logs)
-        self._batch += 1
-        if step.is_last_in_epoch or self.model.stop_training:
+        self._batch, self._done = self._batch + 1, self._done + 1
+        is_last = self._done % self.steps == 0 if self.steps else step.is_last_in_epoch
+        if is_last or self.model.stop_training:
             self.model.eval()
-            epoch = self.first_epoch + step.epoch
-            self.logs = {**self.logs, **self.validate(epoch)}
-            self.callbacks.on_epoch_end(epoch, self.logs)
-        return bool(self.model.stop_training)
+            self.logs = {**self.logs, **self.validate(self._epoch)}
+            self.callbacks.on_epoch_end(self._epoch, self.logs)
+        return bool(self.model.stop_training) or self._done == (self.steps or 0) * len(self.epochs)
 
     def end(self) -> Any:
         """The training is over.
@@ -97,8 +100,8 @@ class Fitting:
     def state(self) -> dict[str, Any]:
         """What a worker needs that goes on here."""
         told = [[type(one.callback).__name__, one.state()] for one in self._kept]
-        stops = bool(self.model.stop_training)
-        return {"epoch": self._epoch, "batch": self._batch, "stops": stops, "logs": dict(self.logs), "callbacks": told}
+        place = {"epoch": self._epoch, "batch": self._batch, "done": self._done}
+        return {**place, "stops": bool(self.model.stop_training), "logs": dict(self.logs), "callbacks": told}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on where it was.
@@ -109,7 +112,8 @@ class Fitting:
         here, there = [type(one.callback).__name__ for one in self._kept], [name for name, _ in state["callbacks"]]
         if here != there:
             raise CheckpointError(f"fit has the callbacks {', '.join(here)}, and its state is of {', '.join(there)}")
-        self._epoch, self._batch, self.logs = state["epoch"], state["batch"], dict(state["logs"])
+        self._epoch, self._batch, self._done = state["epoch"], state["batch"], state["done"]
+        self.logs = dict(state["logs"])
         self.model.stop_training = state["stops"]
         self.is_here = True
         for one, (_, kept) in zip(self._kept, state["callbacks"], strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from math import ceil
 from operator import is_
 from typing import Any
 
@@ -94,6 +95,7 @@ class Model:
         class_weight: Mapping[int, float] | None = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: Any = 1,
@@ -113,6 +115,7 @@ class Model:
             class_weight: a weight for each class.
             sample_weight: a weight for each sample.
             initial_epoch: the epoch to begin with.
+            steps_per_epoch: the number of steps in an epoch, over as many passes as they need; by default one pass.
             validation_steps: the number of batches to validate with.
             validation_batch_size: the samples in one of them.
             validation_freq: the number of epochs from one validation to the next, or those that end with one.
@@ -133,26 +136,28 @@ class Model:
         samples = KerasData.of(x, y, sample_weight, class_weight)
         require_mean(model, has_weights=samples.has_weights)
         self._get_ready(samples)
-        steps = samples.steps(run.job.batch_size)
+        steps = steps_per_epoch or samples.steps(run.job.batch_size)
         called = listed(callbacks, model, lambda: run.is_main, verbose, epochs=epochs, steps=steps)
         validate = partial(
             self._validate, validation_data, validation_freq, called, validation_batch_size, validation_steps
         )
-        fit = Fitting(model, called, initial_epoch, validate)
+        fit = Fitting(model, called, range(initial_epoch, epochs), steps_per_epoch, validate)
         self._fits.begin(fit)
-        self._train(fit, samples, epochs - initial_epoch, shuffle)
+        if fit.epochs:
+            self._train(fit, samples, shuffle)
         history = fit.end()
         restored = run.inside.trained.restored
         if not fit.is_here and restored is not None:
             self._fits.recall(kept(restored, "registered")[self._name])
         return history
 
-    def _train(self, fit: Fitting, samples: KerasData, epochs: int, shuffle: bool) -> None:
-        if epochs < 1:
-            return
+    def _train(self, fit: Fitting, samples: KerasData, shuffle: bool) -> None:
         assert self._update is not None, "the model is ready"
+        passes = len(fit.epochs)
+        if fit.steps is not None:
+            passes = ceil(passes * fit.steps / samples.steps(self.run.job.batch_size))
         train_step = TrainStep(self.keras_model, samples.unpack, frozenset(results_of(self.keras_model)), self.run.log)
-        for step in self.run.steps(samples.data, epochs, shuffle=None if samples.is_loader else bool(shuffle)):
+        for step in self.run.steps(samples.data, passes, shuffle=None if samples.is_loader else bool(shuffle)):
             fit.step_begins(step)
             step.run(train_step, update=self._update.step)
             if fit.step_ends(step):
