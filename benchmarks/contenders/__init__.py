@@ -86,7 +86,7 @@ def everybody(workers: int, threads: int) -> list[Contender]:
         Contender("plain-threads", f"plain loop, {counted(all_threads, 'thread')}", "plain", 1, all_threads),
         Contender(UNISONO, f"Unisono, {crew}", "unisono", workers, threads),
         Contender(
-            "unisono-whole", f"Unisono, {crew}, whole updates", "unisono", workers, threads, {"shard_optimizer": False}
+            "unisono-sharded", f"Unisono, {crew}, update split", "unisono", workers, threads, {"shard_optimizer": True}
         ),
         *[
             Contender(f"ddp-{size}", f"DDP, {crew}, buckets of {size} MB", "ddp", workers, threads, {"bucket_mb": size})

@@ -45,7 +45,7 @@ def test_killing_workers_in_the_middle_of_an_update_that_they_split_changes_no_b
     # Who finishes the update after the third.
     faults.append({"place": "update left alone", "step": 12, "later": True, "rank": 1, "behind": 2})
     options = ("-n", "7", "--max-restarts", "9")
-    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0", UNISONO_SHARD_OPTIMIZER="auto"))
+    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0", UNISONO_SHARD_OPTIMIZER="1"))
     training = started[0]
     assert training.end() == serial.end()
     assert len(training.journal("lost")) == len(faults)

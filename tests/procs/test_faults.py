@@ -114,7 +114,7 @@ def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(serial: 
 def test_a_flipped_bit_of_one_workers_copy_does_not_pass_for_right(workers: str, serial: str, tmp_path: Path) -> None:
     # The update may round the first one away in its replica, after gradients were computed with it; never the second.
     faults = Faults().flip_bit(rank=1, at_step=20, bit=0).flip_bit(rank=0, at_step=40, bit=23)
-    training = Training(tmp_path / "job", "-n", workers, faults=faults, UNISONO_SHARD_OPTIMIZER="0")
+    training = Training(tmp_path / "job", "-n", workers, faults=faults)
     assert training.digest == serial
     found = training.journal("healed", "rolled back")
     assert [line["step"] for line in found] == [20, 40]
@@ -125,7 +125,7 @@ def test_a_flipped_bit_of_one_workers_copy_does_not_pass_for_right(workers: str,
 
 def test_a_flipped_bit_of_the_copy_that_workers_share_does_not_pass_for_right(serial: str, tmp_path: Path) -> None:
     faults = Faults().flip_bit(rank=1, at_step=20, bit=0).flip_bit(rank=0, at_step=40, bit=23)
-    training = Training(tmp_path / "job", "-n", "3", faults=faults)
+    training = Training(tmp_path / "job", "-n", "3", faults=faults, UNISONO_SHARD_OPTIMIZER="1")
     assert training.digest == serial
     assert [line["step"] for line in training.journal("rolled back")] == [20, 40]
     assert training.journal("memory shared")

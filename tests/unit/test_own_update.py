@@ -201,7 +201,7 @@ def test_workers_with_weights_of_their_own_refuse_it(tmp_path: Path) -> None:
 def test_an_update_of_the_scripts_own_is_not_split_and_the_journal_says_why(tmp_path: Path) -> None:
     job = Job.create(batch_size=8, shards=8)
     (serial,) = train(Trade(job, 1, tmp_path / "serial"), lambda run: updating(run, own=False))
-    split = Execution(shard_optimizer="auto")
+    split = Execution(shard_optimizer="auto", split_from_mib=0)
     assert train(Trade(job, 3, tmp_path / "auto", split), updating) == [serial] * 3
     journal = (tmp_path / "auto" / "journal.jsonl").read_text()
     assert journal.count("the script makes the update by itself") == 1

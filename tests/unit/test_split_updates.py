@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from benchmarks.thread_crew import Trade, train
 from struck_run import JOB, momentum, trained
 from unisono.errors import JobError
 from unisono.train.config.numerics import apply_numerics
-from unisono.train.config.run_config import Execution, SplitUpdate
+from unisono.train.config.run_config import SPLIT_FROM_MIB, Execution, SplitUpdate
 from unisono.train.run import Run
 from unisono.train.step.parts import Parts
 from unisono.train.step.pieces import Slice
@@ -67,13 +68,10 @@ def ends(
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("split", [True, "auto"])
-def test_workers_that_share_memory_split_updates_to_the_same_bits(
-    workers: int, split: SplitUpdate, tmp_path: Path
-) -> None:
+def test_workers_that_share_memory_split_updates_to_the_same_bits(workers: int, tmp_path: Path) -> None:
     expected, told = ends(tmp_path / "serial", 1, split=False)
     assert "memory shared" not in told
-    found, told = ends(tmp_path / "split", workers, split)
+    found, told = ends(tmp_path / "split", workers, split=True)
     assert found == expected
     assert len(told["memory shared"]) == 1
     assert "update not split" not in told
@@ -98,6 +96,43 @@ def test_other_optimizers_make_whole_updates_and_the_journal_says_why(tmp_path: 
 def test_who_insists_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="shard_optimizer=True cannot split Own"):
         ends(tmp_path / "own", 2, split=True, make=own)
+
+
+class Wide(nn.Module):
+    """Has parameters of so many MiB; all but the first element are unused."""
+
+    def __init__(self, mib: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(mib * 2**18))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight[:4]
+
+
+@pytest.mark.parametrize(
+    ("mib", "fused", "why"),
+    [
+        (SPLIT_FROM_MIB, False, ""),
+        (
+            SPLIT_FROM_MIB - 1,
+            False,
+            f"the parameters take 31.0 MiB, and below {SPLIT_FROM_MIB} a split update saves no time",
+        ),
+        (SPLIT_FROM_MIB, True, "a fused optimizer goes over memory once, so that a split update saves no time"),
+    ],
+)
+def test_updates_are_split_by_themselves_where_that_saves_time(mib: int, fused: bool, why: str, tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        model = Wide(mib)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=fused))
+        for step in run.steps(TensorDataset(torch.ones(4 * JOB.batch_size, 4))):
+            step.run(lambda model, batch: model(batch[0]).mean())
+
+    train(Trade(JOB, 2, tmp_path, Execution(overlap=False, shard_optimizer="auto")), script)
+    lines = map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines())
+    told = {line["event"]: line.get("why", "") for line in lines}
+    assert ("memory shared" in told) == (not why)
+    assert told.get("update not split", "") == why
 
 
 def first_of(run: Run) -> torch.Tensor:
@@ -151,7 +186,7 @@ def test_what_the_script_writes_to_the_weights_counts_once_whoever_shares_them(
     write: Callable[[Run, Step], None], workers: int, tmp_path: Path
 ) -> None:
     expected, _ = ends(tmp_path / "serial", 1, split=False, told=write)
-    found, journal = ends(tmp_path / "split", workers, "auto", told=write)
+    found, journal = ends(tmp_path / "split", workers, True, told=write)
     assert found == expected
     assert "memory shared" in journal
     assert "rolled back" not in journal
@@ -202,7 +237,7 @@ def test_a_scripts_own_reference_to_memory_that_is_shared_stays_true(
     workers: int, step: int, take: Callable[[Run], Any], tmp_path: Path
 ) -> None:
     expected, _ = ends(tmp_path / "serial", 1, split=False, told=Reference(step, take))
-    found, journal = ends(tmp_path / "split", workers, "auto", told=Reference(step, take))
+    found, journal = ends(tmp_path / "split", workers, True, told=Reference(step, take))
     assert found == expected
     assert ("memory shared" in journal) == (step > 1 or take is of_the_momentum)
 
@@ -237,7 +272,7 @@ class Forked:
 def test_a_process_that_the_script_forks_keeps_the_weights_of_that_moment(tmp_path: Path) -> None:
     expected, _ = ends(tmp_path / "serial", 1, split=False)
     forked = Forked()
-    found, journal = ends(tmp_path / "split", 2, "auto", told=forked)
+    found, journal = ends(tmp_path / "split", 2, True, told=forked)
     assert found == expected
     assert "memory shared" in journal
     ((before, seen),) = forked.seen
@@ -245,7 +280,7 @@ def test_a_process_that_the_script_forks_keeps_the_weights_of_that_moment(tmp_pa
 
 
 def test_the_journal_names_the_parameter_that_cannot_move(tmp_path: Path) -> None:
-    _, journal = ends(tmp_path / "split", 2, "auto", told=Reference(1, as_data))
+    _, journal = ends(tmp_path / "split", 2, True, told=Reference(1, as_data))
     assert {line["why"] for line in journal["update not split"]} == {
         "something else than the model holds the memory of 0.weight, or what an optimizer keeps of it: a state_dict(), "
         ".data, a NumPy array, another process, or a loss with its graph"
@@ -329,7 +364,7 @@ def test_what_a_script_does_to_its_optimizer_later_counts(
     change: Callable[[Run, Step], None], is_elastic: bool, tmp_path: Path
 ) -> None:
     expected, _ = ends(tmp_path / "serial", 1, split=False, told=change)
-    found, journal = ends(tmp_path / "split", 3, "auto", told=change, is_elastic=is_elastic)
+    found, journal = ends(tmp_path / "split", 3, True, told=change, is_elastic=is_elastic)
     assert found == expected
     assert "rolled back" not in journal
 

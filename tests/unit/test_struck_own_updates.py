@@ -116,7 +116,9 @@ def plays(folder: Path) -> dict[str, Play]:
         "a minority is healed": replace(two, workers=3, troubles=(flipped("b", 1),)),
         "three go back": replace(two, workers=3, troubles=(flipped("b", 3), flipped("c", 3, bit=21))),
         "one computes wrongly": replace(two, workers=3, execution=replace(LOOKING, audit=1.0)),
-        "the other updates are split": replace(two, workers=3, execution=replace(LOOKING, shard_optimizer="auto")),
+        "the other updates are split": replace(
+            two, workers=3, execution=replace(LOOKING, shard_optimizer="auto", split_from_mib=0)
+        ),
     }
 
 

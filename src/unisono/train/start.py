@@ -135,7 +135,7 @@ def init(
         overlap: whether to reduce gradients while the backward pass is still under way. Decides no bit. By default
             wherever that saves time: not over shared memory when the workers' threads keep all cores busy.
         shard_optimizer: whether the workers of one host share their parameters and split the update and the optimizer's
-            state; ``auto``, the default, does so where that can be. Decides no bit.
+            state; ``auto``, the default, where that can be and saves time. Decides no bit.
         run_dir: the run folder; one that holds checkpoints of the same job is resumed. By default a new one
             under ``runs/``.
         checkpoint_every: the number of steps between automatic checkpoints; by default none are written.

@@ -96,7 +96,10 @@ class FaultTolerance:
 
 
 SplitUpdate = bool | Literal["auto"]
-"""Whether updates are split; ``auto`` where they can be."""
+"""Whether updates are split; ``auto`` where they can be, and where that saves time."""
+
+SPLIT_FROM_MIB = 32
+"""Of parameters, from which on a split update saves more than the workers' meetings take: see docs/performance.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class Execution:
         overlap: whether gradients are reduced during the backward pass; None to do so where it pays.
         shard_optimizer: whether the workers of a host share their parameters, and each updates a part of them; ``auto``
             to do so where that can be.
+        split_from_mib: the MiB of parameters from which on ``auto`` splits updates.
         monitoring: the steps that are watched, and how closely.
         checked_bytes: the number of bytes of gradients whose memory is checked in each step; None for all of them.
         audit: the share of the shards that are computed again, from 0 to 1.
@@ -119,6 +123,7 @@ class Execution:
     checked_bytes: int | None = CHECKS["some"]
     audit: float = 0.0
     looks: bool = False
+    split_from_mib: float = SPLIT_FROM_MIB
 
     def overlaps(self, transport: Transport, threads: int, cores: Callable[[], int] = usable_cores) -> bool:
         """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from unisono.errors import JobError
+from unisono.host.memory import MIB
 from unisono.reduce.segment import sees_writes
 from unisono.train.config.run_config import Execution
 from unisono.train.group.workers import Workers
@@ -44,7 +45,17 @@ def why_whole(prepared: Prepared, workers: Workers, execution: Execution, *, sur
         return "this version of torch does not say who holds the memory of a parameter"
     if seat[1] == 1:
         return "a worker is alone on its host"
-    return why or ("some workers only serve" if workers.servers else "")
+    why = why or ("some workers only serve" if workers.servers else "")
+    return why or (_why_in_vain(prepared, execution.split_from_mib) if wanted == "auto" else "")
+
+
+def _why_in_vain(prepared: Prepared, least_mib: float) -> str:
+    """Why a split update would save no time; empty if it would."""
+    if (size := sum(one.nbytes for one in prepared.parameters.values()) / MIB) < least_mib:
+        return f"the parameters take {size:.1f} MiB, and below {least_mib:g} a split update saves no time"
+    if any(group.get("fused") for optimizer in prepared.optimizers for group in optimizer.param_groups):
+        return "a fused optimizer goes over memory once, so that a split update saves no time"
+    return ""
 
 
 def why_unfit(optimizers: Sequence[Optimizer]) -> str:
