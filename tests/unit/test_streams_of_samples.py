@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import unisono
-from unisono.data.alike import alike
 from unisono.data.sampler_order import LoopKey
 from unisono.data.stream_feed import StreamFeed
 from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
-from unisono.data.stream_source import StreamSource
+from unisono.data.stream_source import StreamSource, alike
 from unisono.data.streams import generators_kept
 from unisono.errors import DataError, JobError, PolicyError, UnisonoWarning
 from unisono.train.loop.feed_checks import require_strategy

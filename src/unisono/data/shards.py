@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
-from unisono.data.draw_watch import DrawWatch
 from unisono.data.order import Order
-from unisono.data.streams import seed_generators
+from unisono.data.streams import DrawWatch, seed_generators
 from unisono.errors import DataError
 from unisono.plan.batches import Batch
 from unisono.plan.order import Indices

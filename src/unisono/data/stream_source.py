@@ -1,12 +1,13 @@
 """A stream as one worker reads it: the readers of its shards, and what each of them has given."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import default_collate
 
-from unisono.data.alike import alike
 from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import Collate, one_thread
 from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
@@ -131,3 +132,25 @@ class StreamSource:
                 seed_generators(stream_seed(self._key.seed, Stream.COLLATE, *key))
                 self._batches[number] = self._collate(list(given.samples))
         return self._batches[number]
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two samples hold the same: tensors, arrays, numbers, text and bytes, in lists, tuples and mappings.
+
+    Of other things only the type is compared.
+    """
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return (
+            one.shape == other.shape
+            and one.dtype == other.dtype
+            and bool(((one == other) | ((one != one) & (other != other))).all())
+        )
+    if isinstance(one, np.ndarray):
+        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(alike(*pair) for pair in zip(one, other, strict=True))
+    return not isinstance(one, int | float | str | bytes) or bool(one == other or (one != one and other != other))

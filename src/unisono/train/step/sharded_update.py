@@ -84,7 +84,7 @@ class ShardedUpdate:
         self._updates = 0  # since it is shared
         self._active: Sequence[Optimizer] = ()
         self._torn = False
-        self._left: Mapping[int, Sequence[Kind]] = {}  # kept when the newest whole update was done
+        self._left: Mapping[int, Sequence[Kind]] = {}  # kept when the whole update before it is shared was done
 
     @property
     def bytes_shared(self) -> int:
@@ -231,8 +231,9 @@ class ShardedUpdate:
             optimizer.step()
         for settings, numbers in self._needed(optimizers):
             self._made.setdefault(settings, set()).update(numbers)
-        self._left = self._held()
         self._waits = max(0, self._waits - 1)
+        if not self._waits:
+            self._left = self._held()
 
     def _have_made(self, optimizers: Sequence[Optimizer]) -> bool:
         """Whether these optimizers have made before what they keep of all that they now update."""
