@@ -126,7 +126,7 @@ def running(
     variables: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Iterator[Job]:
-    """A job that is ended with the block, if it runs by then.
+    """A job of ``unisono run`` that is ended with the block, if it runs by then.
 
     Args:
         options: of ``unisono run``.
@@ -136,24 +136,37 @@ def running(
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         run_dir = folder or Path(name) / "run"
-        ours = [sys.executable, "-m", "benchmarks.programs.with_its_parent", str(os.getpid())]
-        command = [*ours, sys.executable, "-m", "unisono", "run", *options, "--run-dir", str(run_dir), *script]
-        with run_dir.with_name("output.txt").open("ab") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**cleaned(os.environ), **(variables or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            yield Job(run_dir, process)
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)  # a job that is stopped would not hear the other one
-                process.terminate()
-            process.wait()
+        command = ["-m", "unisono", "run", *options, "--run-dir", str(run_dir), *script]
+        with launched(command, variables or {}, run_dir) as job:
+            yield job
+
+
+@contextmanager
+def launched(command: Sequence[str], variables: Mapping[str, str], folder: Path) -> Iterator[Job]:
+    """A program that starts workers, or is one. It is ended with the block, if it runs by then.
+
+    Args:
+        command: what Python is given.
+        variables: on top of the environment.
+        folder: where it leaves what it does. Beside it is what it prints.
+    """
+    ours = [sys.executable, "-m", "benchmarks.programs.with_its_parent", str(os.getpid())]
+    with folder.with_name("output.txt").open("ab") as output:
+        process = subprocess.Popen(
+            [*ours, sys.executable, *command],
+            cwd=ROOT,
+            env={**cleaned(os.environ), **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield Job(folder, process)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)  # a job that is stopped would not hear the other one
+            process.terminate()
+        process.wait()
 
 
 def shared_fork_server() -> dict[str, str]:

@@ -1,22 +1,18 @@
 """What something costs: a job that does it beside one that does not, both alive at once, in turns."""
 
 import random
-import signal
 import statistics
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING
-
-import psutil
 
 from benchmarks.elastic_job import PROGRAM, Job, running
 from benchmarks.figures import times_as_long
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
+from benchmarks.side_by_side import batch_for, names, one_round, turn_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,15 +44,6 @@ PAIRS = {
     "audit": {"none": Kind(), "audited": Kind(variables={"UNISONO_AUDIT": "0.01"})},
 }
 """What is compared; of each pair the second beside the first."""
-
-WARM_UP_STEPS = 20
-SETTLING = 2
-"""Steps that are not counted after a job was woken."""
-
-STEPS_IN_A_TURN = 20
-"""At least: so that enough are left of it when the machine stands still for a while."""
-
-FIRST_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +78,14 @@ class Choice:
 
 def run(choice: Choice) -> Report:
     """Both jobs are there at once, and one of them sleeps."""
-    choice = replace(choice, turn_s=max(choice.turn_s, STEPS_IN_A_TURN * choice.step_ms / 1000))
+    choice = replace(choice, turn_s=turn_seconds(choice.turn_s, choice.step_ms))
     meter, order = NoiseMeter(), random.Random(choice.seed)  # noqa: S311  the order is to be repeatable
-    batch = batch_for(choice)
+    batch = batch_for(choice.step_ms, 2 * choice.workers, partial(starting, choice, choice.kinds[0]))
     found: dict[str, list[list[float]]] = {kind: [] for kind in choice.kinds}
     for _ in range(choice.rounds):
         meter.calibrate()
-        for kind, seconds in one_round(choice, batch, order).items():
+        start = partial(starting, choice, batch=batch)
+        for kind, seconds in one_round(choice.kinds, start, choice.turns, choice.turn_s, order).items():
             found[kind].append(seconds)
     return Report(
         name=choice.pair,
@@ -108,36 +96,6 @@ def run(choice: Choice) -> Report:
     )
 
 
-def batch_for(choice: Choice) -> int:
-    """The batch with which a step takes about as long as it is to take: as many times the first one."""
-    with starting(choice, choice.kinds[0], FIRST_BATCH) as job:
-        await_steps(job, WARM_UP_STEPS)
-        took = slowest_median(job, 0.0, time.time())
-    whole = 2 * choice.workers
-    return max(whole, round(FIRST_BATCH * choice.step_ms / 1000 / took / whole) * whole)
-
-
-def one_round(choice: Choice, batch: int, order: random.Random) -> dict[str, list[float]]:
-    """Fresh jobs; a step's seconds in each turn."""
-    seconds: dict[str, list[float]] = {kind: [] for kind in choice.kinds}
-    with ExitStack() as stack:
-        jobs: dict[str, Job] = {}
-        for kind in order.sample(choice.kinds, len(choice.kinds)):
-            jobs[kind] = stack.enter_context(starting(choice, kind, batch))
-            await_steps(jobs[kind], WARM_UP_STEPS)
-            stack.callback(send, jobs[kind], signal.SIGCONT)  # before it is ended
-            send(jobs[kind], signal.SIGSTOP)
-        for _ in range(choice.turns):
-            for kind in order.sample(choice.kinds, len(choice.kinds)):
-                send(jobs[kind], signal.SIGCONT)
-                begin = time.time()
-                time.sleep(choice.turn_s)
-                jobs[kind].until(partial(has_a_step, jobs[kind], begin), "every worker is awake again and trains")
-                send(jobs[kind], signal.SIGSTOP)
-                seconds[kind].append(slowest_median(jobs[kind], begin, time.time()))
-    return seconds
-
-
 @contextmanager
 def starting(choice: Choice, kind: str, batch: int) -> "Iterator[Job]":
     """A job of this kind."""
@@ -146,42 +104,6 @@ def starting(choice: Choice, kind: str, batch: int) -> "Iterator[Job]":
     with running(["-n", str(choice.workers), *one.options], script, one.variables) as job:
         job.until(lambda: len(names(job)) == choice.workers, "all workers train")
         yield job
-
-
-def send(job: Job, number: signal.Signals) -> None:
-    """Have all processes of a job stop, or go on. Not the guard: it ends the others if this process is killed."""
-    assert job.launcher is not None
-    launcher = psutil.Process(job.launcher.pid)
-    for one in [launcher, *launcher.children(recursive=True)]:
-        with suppress(psutil.NoSuchProcess):
-            if not any(word.endswith("guard.py") for word in one.cmdline()):
-                one.send_signal(number)
-
-
-def await_steps(job: Job, steps: int) -> None:
-    """Wait for so many."""
-    job.until(lambda: all(len(job.commits(name)) >= steps for name in names(job)), f"{steps} steps")
-
-
-def names(job: Job) -> list[str]:
-    """Of the workers."""
-    return [path.stem.removeprefix("commits-") for path in job.folder.glob("commits-*.txt")]
-
-
-def has_a_step(job: Job, begin: float) -> bool:
-    """Whether every worker has committed enough since then to tell how long a step takes: a busy machine is slow."""
-    return all(sum(at >= begin for _, at in job.commits(name)) >= SETTLING + 2 for name in names(job))
-
-
-def slowest_median(job: Job, begin: float, end: float) -> float:
-    """A step's seconds in a time, of the worker for which it took longest."""
-    return max(median_step([at for _, at in job.commits(name)], begin, end) for name in names(job))
-
-
-def median_step(times: Sequence[float], begin: float, end: float) -> float:
-    """A step's seconds in a time, without those in which the job had just been woken."""
-    inside = [at for at in times if begin <= at <= end][SETTLING:]
-    return statistics.median(after - before for before, after in pairwise(inside))
 
 
 def grid(choice: Choice, batch: int, found: dict[str, list[list[float]]]) -> Grid:

@@ -20,9 +20,9 @@ from benchmarks import (
     coordinator_sockets,
     growth,
     network,
-    pairs,
     recovery,
     shards,
+    side_by_side,
     soak,
     stale,
     strategies,
@@ -398,16 +398,16 @@ def test_survivors_stall_as_long_as_the_one_that_stalls_longest() -> None:
 
 
 def test_the_steps_right_after_a_job_was_woken_do_not_count() -> None:
-    assert pairs.median_step([0.0, 5.0, 6.0, 7.0, 9.0, 10.0, 30.0], 4.0, 20.0) == 2.0 - 0.5
+    assert side_by_side.median_step([0.0, 5.0, 6.0, 7.0, 9.0, 10.0, 30.0], 4.0, 20.0) == 2.0 - 0.5
 
 
 def test_a_turn_in_which_one_worker_has_made_too_few_steps_to_tell_how_long_they_take_goes_on(tmp_path: Path) -> None:
     job = Job(tmp_path)
     for name, times in {"0": [1, 2, 3, 4, 5], "1": [1, 2, 3, 4]}.items():
         (tmp_path / f"commits-{name}.txt").write_text("".join(f"{at} {at}.0\n" for at in times))
-    assert not pairs.has_a_step(job, 2.0)  # of the second three are left, and of these two do not count
-    assert pairs.has_a_step(job, 1.0)
-    assert pairs.slowest_median(job, 1.0, 5.0) == 1.0
+    assert not side_by_side.has_a_step(job, 2.0)  # of the second three are left, and of these two do not count
+    assert side_by_side.has_a_step(job, 1.0)
+    assert side_by_side.slowest_median(job, 1.0, 5.0) == 1.0
 
 
 def test_a_soak_repeats_itself_and_spares_what_is_to_live_long() -> None:
