@@ -15,7 +15,7 @@ EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/te
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs test check lint unit procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
+.PHONY: help demo docs test check lint unit procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -77,6 +77,9 @@ bench-growth: $(READY)  ## workers come and go: how long the others stand still,
 
 bench-elastic: $(READY)  ## what it costs to be elastic while nobody comes or goes
 	@$(BIN)/python -m benchmarks elastic $(OPTIONS)
+
+bench-guests: $(READY)  ## a step of a framework that trains on a run, beside the same framework alone
+	@$(BIN)/python -m benchmarks guests $(OPTIONS)
 
 bench-coordinator: $(READY)  ## what the coordinator costs with 16 to 4096 workers, but for the sockets
 	@$(BIN)/python -m benchmarks coordinator $(OPTIONS)

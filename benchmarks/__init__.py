@@ -7,6 +7,7 @@
     python -m benchmarks recovery     a worker is killed: how long the others stand still, how soon a new one takes part
     python -m benchmarks growth       workers come and go: how long the others stand still, what a start costs them
     python -m benchmarks elastic      what it costs to be elastic while nobody comes or goes
+    python -m benchmarks guests       what a run costs frameworks that train on it
     python -m benchmarks soak         half an hour of faults: what grows meanwhile, and whether the bits are right
 
 What is compared is interleaved in random order, in fresh processes, with the same threads and the same allocator, so

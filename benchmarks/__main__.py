@@ -18,6 +18,7 @@ from benchmarks import (
     disturbed,
     flips,
     growth,
+    guests,
     network,
     pairs,
     recovery,
@@ -32,6 +33,7 @@ from benchmarks import (
 )
 from benchmarks.contenders import everybody
 from benchmarks.crew import Allocator, CrewFailed
+from benchmarks.frameworks import COMPARISONS
 from benchmarks.link import Cable, NoLink
 from benchmarks.open_files import TooFewFiles
 from benchmarks.report import RESULTS, Report
@@ -295,6 +297,22 @@ def elastic_command(
     """What it costs to be elastic while nothing happens: beside a job whose workers stay the same."""
     choice = _side_by_side("elastic", model, workers, step_ms, quick=quick)
     _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
+
+
+@app.command("guests")
+def guests_command(
+    only: Annotated[list[str] | None, typer.Option(help=f"one of {', '.join(COMPARISONS)}; repeat for more")] = None,
+    step_ms: StepMs = 50.0,
+    rounds: Rounds = None,
+    turns: Turns = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """What a run costs frameworks that train on it: each alone and with Unisono."""
+    chosen = _known(only, COMPARISONS, "--only") or tuple(COMPARISONS)
+    often = {"rounds": rounds or (1 if quick else 5), "turns": turns or (1 if quick else 20)}
+    _publish(guests.run(guests.Choice(chosen, step_ms, seed=seed, **often)), output)
 
 
 @app.command("monitor")

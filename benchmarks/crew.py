@@ -87,6 +87,13 @@ class Crew:
             "MASTER_ADDR": self.hosts[0].address,
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": host.interface,
+            **self.settings,
+        }
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Variables for threads and allocator."""
+        return {
             "OMP_NUM_THREADS": str(self.threads),
             "MKL_NUM_THREADS": str(self.threads),
             **tune({}, platform.libc_ver()[0], wanted=self.allocator == "tuned").variables,

@@ -19,6 +19,7 @@ from benchmarks import (
     coordinator,
     coordinator_sockets,
     growth,
+    guests,
     network,
     recovery,
     shards,
@@ -399,6 +400,11 @@ def test_survivors_stall_as_long_as_the_one_that_stalls_longest() -> None:
 
 def test_the_steps_right_after_a_job_was_woken_do_not_count() -> None:
     assert side_by_side.median_step([0.0, 5.0, 6.0, 7.0, 9.0, 10.0, 30.0], 4.0, 20.0) == 2.0 - 0.5
+
+
+def test_a_framework_with_a_run_is_compared_with_itself_alone_turn_by_turn() -> None:
+    seconds = {"alone": [[0.05, 0.1], [0.05, 0.2]], "unisono": [[0.051, 0.102], [0.051, 0.204]]}
+    assert guests.row("keras", 64, seconds)[1:] == ("64", "75.0 ms", "76.5 ms", "1.020")
 
 
 def test_a_turn_in_which_one_worker_has_made_too_few_steps_to_tell_how_long_they_take_goes_on(tmp_path: Path) -> None:

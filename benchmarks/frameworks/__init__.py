@@ -1,0 +1,67 @@
+"""Frameworks that can be guests of a run: each module trains one model, with the framework alone and with Unisono."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol
+
+Note = Callable[[], None]
+"""Is called on each worker behind each of its steps."""
+
+
+class Train(Protocol):
+    """How a module of this package trains."""
+
+    def __call__(self, way: str, batch_size: int, workers: int, note: Note) -> None:
+        """Train until the process is stopped.
+
+        Args:
+            way: one of the two that are compared.
+            batch_size: the samples of a global batch, over all workers.
+            workers: how many train together; Unisono gets as many shards.
+            note: to be called behind each step.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A framework, alone and with Unisono.
+
+    Attributes:
+        title: for people.
+        framework: a module of this package.
+        package: what has to be installed.
+        workers: how many train together.
+        alone: the way that Unisono is compared with: the framework by itself, on one worker or on several.
+    """
+
+    title: str
+    framework: str
+    package: str
+    workers: int = 1
+    alone: str = "alone"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it can be measured here."""
+        return find_spec(self.package) is not None
+
+    @property
+    def ways(self) -> tuple[str, str]:
+        """What is compared; the second beside the first."""
+        return self.alone, UNISONO
+
+
+UNISONO = "unisono"
+
+COMPARISONS = {
+    "keras": Comparison("Keras 3, a ConvNet, one worker", "keras", "keras"),
+}
+"""By name; one for each framework, and one more where it has a DDP of its own."""
+
+
+def train_of(framework: str) -> Train:
+    """How a framework trains. Imports only what that one needs."""
+    train: Train = import_module(f"benchmarks.frameworks.{framework}").train
+    return train
