@@ -176,7 +176,7 @@ def network() -> nn.Module:
 
 def samples_of(run: Run) -> TensorDataset:
     """Enough for all steps."""
-    return TensorDataset(torch.linspace(-2, 2, STEPS * run.job.batch_size * 4).sin().view(-1, 4))
+    return TensorDataset(torch.linspace(-2, 2, STEPS * run.job.require_batch_size("samples") * 4).sin().view(-1, 4))
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> str:

@@ -19,8 +19,10 @@ DEFAULT_SHARDS = 8
 """The most shards that a job gets by default."""
 
 
-def default_shards(batch_size: int) -> int:
-    """The largest power of two up to 8 that leaves at least 16 samples per shard."""
+def default_shards(batch_size: int | None) -> int:
+    """The largest power of two up to 8 that leaves at least 16 samples per shard; 8 of a batch not yet known."""
+    if batch_size is None:
+        return DEFAULT_SHARDS
     shards = 1
     while shards < DEFAULT_SHARDS and batch_size // (2 * shards) >= SAMPLES_PER_SHARD:
         shards *= 2
@@ -31,7 +33,7 @@ class Job(BaseModel):
     """The settings that decide the bits of the final weights, besides the script itself.
 
     Attributes:
-        batch_size: samples in one global batch.
+        batch_size: samples in one global batch; None if each loop says it.
         shards: fixed slices of the global batch; also the largest number of workers the job can use.
         seed: the seed of every random stream.
         threads: torch threads per worker; one thread and two give other bits.
@@ -46,7 +48,7 @@ class Job(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    batch_size: int = Field(ge=1, lt=2**63)
+    batch_size: int | None = Field(default=None, ge=1, lt=2**63)
     shards: int = Field(ge=1, lt=2**63)
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     threads: int = Field(default=1, ge=1, le=2**16)
@@ -59,7 +61,7 @@ class Job(BaseModel):
 
     @model_validator(mode="after")
     def _shards_fit(self) -> "Job":
-        if self.shards > self.batch_size:
+        if self.batch_size is not None and self.shards > self.batch_size:
             raise ValueError(
                 f"shards={self.shards} is more than batch_size={self.batch_size}: a shard is a slice of the "
                 f"batch, so set shards to at most {self.batch_size} (default here: "
@@ -68,18 +70,31 @@ class Job(BaseModel):
         return self
 
     @classmethod
-    def create(cls, *, batch_size: Any, shards: int | None = None, **settings: Any) -> "Job":
+    def create(cls, *, batch_size: Any = None, shards: int | None = None, **settings: Any) -> "Job":
         """A job from settings, with ``shards`` following from the batch size unless given.
 
         Raises:
             JobError: a setting is of the wrong type or out of range; names it, its value and the range.
         """
         if shards is None:  # of a batch size that is refused, any
-            shards = default_shards(batch_size) if isinstance(batch_size, int) else 1
+            shards = default_shards(batch_size) if isinstance(batch_size, int | None) else 1
         try:
             return cls.model_validate({"batch_size": batch_size, "shards": shards, **settings}, strict=True)
         except ValidationError as error:
             raise JobError(_explain(error)) from None
+
+    def require_batch_size(self, what: str) -> int:
+        """The samples in one global batch.
+
+        Args:
+            what: the thing that goes by them, for the error.
+
+        Raises:
+            JobError: the job has no batch size.
+        """
+        if self.batch_size is None:
+            raise JobError(f"{what}: needs the batch of the job. Say it in unisono.init(batch_size=…)")
+        return self.batch_size
 
     def require_workers(self, workers: int) -> None:
         """Refuse more workers than there are shards.
@@ -89,7 +104,7 @@ class Job(BaseModel):
         """
         if workers <= self.shards:
             return
-        if workers > self.batch_size:
+        if self.batch_size is not None and workers > self.batch_size:
             raise JobError(
                 f"{workers} workers cannot share a batch of {self.batch_size} samples: start at most "
                 f"{self.batch_size} workers, or raise batch_size"

@@ -18,7 +18,7 @@ from unisono.train.step.call import Clip
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker", "torch_settings_restored")]
 
 WRONG = {
-    "batch_size": ("many", 1.5, True, None),
+    "batch_size": ("many", 1.5, True),
     "seed": (1.5, "1"),
     "shards": ("four", 1.5),
     "threads": ("two",),

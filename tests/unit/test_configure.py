@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import unisono
+from unisono.adapt.batch_size_policies import BatchSizeSchedule
 from unisono.adapt.norms import Monitoring
 from unisono.errors import JobError
 from unisono.received import short
@@ -87,8 +89,30 @@ def test_what_is_configured_does_not_change() -> None:
 
 def test_a_batch_from_outside_goes_before_the_scripts_which_is_kept_for_the_journal() -> None:
     config = configured({"UNISONO_BATCH_SIZE": "64"})
-    assert (config.job.batch_size, config.job.shards, config.script_batch_size) == (64, 4, 32)
-    assert configured().script_batch_size is None
+    assert (config.job.batch_size, config.job.shards, config.asked_batch_size) == (64, 4, 32)
+    assert (config.batch_set_by, configured().batch_set_by) == ("UNISONO_BATCH_SIZE", None)
+
+
+def test_a_job_without_a_batch_size_has_eight_shards_and_the_batch_from_outside() -> None:
+    job = configured(batch_size=None).job
+    assert (job.batch_size, job.shards) == (None, 8)
+    told = configured({"UNISONO_BATCH_SIZE": "64"}, batch_size=None)
+    assert (told.job.batch_size, told.job.shards, told.asked_batch_size) == (64, 4, None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "settings", "words"),
+    [
+        ({}, {"policies": [BatchSizeSchedule()]}, "policies=batch-size-schedule"),
+        ({"UNISONO_POLICIES": "goodput,topology"}, {}, "UNISONO_POLICIES=goodput,topology"),
+        ({"UNISONO_BATCH_SCALE": "2"}, {}, "UNISONO_BATCH_SCALE=2"),
+    ],
+)
+def test_what_goes_by_the_batch_of_the_job_needs_it(
+    environ: dict[str, str], settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(JobError, match=re.escape(f"{words}: needs the batch of the job. Say it in unisono.init(")):
+        configured(environ, batch_size=None, **settings)
 
 
 def test_a_scaled_batch_has_as_many_times_the_shards_and_a_policy_for_the_learning_rate() -> None:

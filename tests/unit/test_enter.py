@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 from benchmarks.thread_crew import Trade, train
@@ -199,6 +199,38 @@ def test_each_loop_may_have_a_batch_size_of_its_own_and_the_bits_stay(tmp_path: 
     whole = train(Trade(Job.create(batch_size=16, shards=4), 1, tmp_path / "job"), lambda run: of_sizes(run, None))
     late = train(Trade(JOB, 1, tmp_path / "late"), lambda run: of_sizes(run, 16))
     assert whole == late
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("torch_settings_restored")
+def test_a_job_without_a_batch_size_takes_that_of_each_loop_and_the_bits_stay(tmp_path: Path) -> None:
+    def script(run: unisono.Run) -> tuple[str, list[int], float]:
+        model = network()
+        run.prepare(model, momentum(model.parameters()))
+        data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
+        sizes = list[int]()
+        for steps in (run.steps(DataLoader(data, batch_size=16)), run.steps(data, batch_size=12)):
+            for step in steps:
+                step.run(loss)
+                sizes.append(step.size)
+        found = run.evaluate(data, lambda model, batch: {"loss": loss(model, batch)})
+        return run.finish(), sizes, found["loss"]
+
+    late = Job.create(shards=4)
+    ((_, sizes, _),) = serial = train(Trade(late, 1, tmp_path / "1"), script)
+    assert sizes == [16] * 3 + [12] * 4
+    for workers in (2, 3):
+        assert train(Trade(late, workers, tmp_path / str(workers)), script) == serial * workers
+    (told,) = train(Trade(JOB, 1, tmp_path / "told"), lambda run: of_sizes(run, 16, 12, total=1))
+    (untold,) = train(Trade(late, 1, tmp_path / "untold"), lambda run: of_sizes(run, 16, 12, total=1))
+    assert told == untold
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+def test_a_loop_whose_batch_nobody_says_is_refused_with_the_ways_to_say_it(start: Start) -> None:
+    with pytest.raises(JobError, match=r"nobody says how many samples a global batch has.*DataLoader.*unisono\.init"):
+        of_sizes(start(batch_size=None), None)
 
 
 @pytest.mark.cluster

@@ -43,7 +43,7 @@ def prepared_model() -> Prepared:
 
 
 def trained_under(strategy: Strategy) -> Trained:
-    trained = Trained({}, PolicyState((), JOB.batch_size, JOB.shards, strategy=strategy))
+    trained = Trained({}, PolicyState((), JOB.require_batch_size("policies"), JOB.shards, strategy=strategy))
     trained.prepared = prepared_model()
     return trained
 

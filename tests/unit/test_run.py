@@ -829,9 +829,10 @@ def test_the_environment_sets_what_the_script_leaves_open(start: Start, monkeypa
 
 
 def test_small_shards_with_batch_norm_are_warned_of(start: Start) -> None:
-    model = nn.BatchNorm1d(6)
+    model, run = nn.BatchNorm1d(6), start(batch_size=32, shards=4)
+    run.prepare(model, sgd(model))
     with pytest.warns(UnisonoWarning, match=r"BatchNorm with 8 samples per shard.*shards=2"):
-        start(batch_size=32, shards=4).prepare(model, sgd(model))
+        next(run.steps(TensorDataset(torch.ones(32, 6))))
 
 
 class Stream(IterableDataset[int]):

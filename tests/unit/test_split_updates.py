@@ -125,7 +125,7 @@ def test_updates_are_split_by_themselves_where_that_saves_time(mib: int, fused: 
     def script(run: Run) -> None:
         model = Wide(mib)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=fused))
-        for step in run.steps(TensorDataset(torch.ones(4 * JOB.batch_size, 4))):
+        for step in run.steps(TensorDataset(torch.ones(4 * JOB.require_batch_size("samples"), 4))):
             step.run(lambda model, batch: model(batch[0]).mean())
 
     train(Trade(JOB, 2, tmp_path, Execution(overlap=False, shard_optimizer="auto")), script)

@@ -82,7 +82,7 @@ def _replayed(record: Record, names: Sequence[str]) -> Replay:
     from unisono.study.replay.replay import replay as replayed  # it loads torch
 
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 (a string); a module of the user's lies where he stands
-    return replayed(record, policies_named(names, record.job.batch_size))
+    return replayed(record, policies_named(names, record.batch_size))
 
 
 def _show_timeline(record: Record, out: Console, *, everything: bool, as_json: bool) -> None:

@@ -186,7 +186,7 @@ def _base(config: RunConfig, opened: Opened) -> _Base:
     trained = Trained(about, opened.policy_state)
     results = ResultWriter(folder, trained, membership, config)
     metrics, timer, callbacks = MetricsLine(folder, trained, membership), Timer(), Callbacks()
-    notices = Notices(config.job, folder, membership)
+    notices = Notices(folder, membership)
     told = [metrics, *_watching(config, opened), notices, results, callbacks, timer, LoneUpdates(membership)]
     listeners = Listeners(told)
     ending.also(lambda: listeners.tell(lambda one: one.close()))

@@ -97,7 +97,7 @@ class PolicyRunner:
             epoch=epoch,
             samples=position.samples,
             batch_size=self._policy_state.batch_size,
-            base_batch_size=self._job.batch_size,
+            base_batch_size=self._job.require_batch_size("policies"),
             shards=self._policy_state.shards,
             base_shards=self._job.shards,
             world_size=setting.world_size or self._membership.workers.world_size,

@@ -80,7 +80,7 @@ HOST_PROCESS: ContextVar[HostProcess] = ContextVar("HOST_PROCESS", default=HostP
 
 def init(
     *,
-    batch_size: int,
+    batch_size: int | None = None,
     seed: int = 0,
     shards: int | None = None,
     threads: int | None = None,
@@ -115,10 +115,12 @@ def init(
     srun. An argument goes before the environment, the environment before the default.
 
     Args:
-        batch_size: the number of samples in one global batch, shared by all workers.
+        batch_size: the number of samples in one global batch, shared by all workers; by default each loop's own, which
+            its ``DataLoader`` has or ``run.steps`` says.
         seed: the seed of every random stream.
         shards: the number of slices of the global batch, and the most workers the job can use; by default the largest
-            power of two up to 8 that leaves 16 samples per shard. The bits of the weights depend on it.
+            power of two up to 8 that leaves 16 samples per shard, and 8 without ``batch_size``. The bits of the weights
+            depend on it.
         threads: the number of torch threads per worker; by default 1. The bits depend on it.
         reduction: ``exact``, or ``native`` for the backend's own all-reduce with its own order of additions.
         precision: ``bf16`` runs forward passes under autocast.
@@ -220,9 +222,9 @@ def _checkpoints(folder: RunFolder, recording: Recording) -> Checkpoints:
 
 def _begun(run: Run, config: RunConfig) -> Run:
     inside = run.inside
-    if config.script_batch_size is not None and run.is_main:
-        about = {"script": config.script_batch_size, "batch_size": run.job.batch_size}
-        inside.folder.journal("batch size set from outside", variable="UNISONO_BATCH_SIZE", **about)
+    if config.batch_set_by is not None and run.is_main:
+        about = {"script": config.asked_batch_size, "batch_size": run.job.batch_size}
+        inside.folder.journal("batch size set from outside", variable=config.batch_set_by, **about)
     inside.ending.also(FailureNote(inside.results).close)
     _announce(run, config.communication.environment)
     seed_generators(stream_seed(run.job.seed, Stream.SCRIPT, -1))
@@ -241,11 +243,15 @@ def _announce(run: Run, environment: Environment) -> None:
     launcher = "unisono" if run.inside.membership.is_elastic else environment.launcher
     run.inside.folder.journal("started", world_size=run.world_size, launcher=launcher, pid=os.getpid())
     print(  # noqa: T201  the choice of launcher is something to see
-        f"unisono: launched by {_launched(run, environment)}; {run.job.shards} shards, batch {run.job.batch_size}, "
+        f"unisono: launched by {_launched(run, environment)}; {run.job.shards} shards, {_batch(run.job)}, "
         f"{run.job.threads} thread{'s' if run.job.threads > 1 else ''} per worker, {run.device}, run folder {run.dir}",
         file=sys.stderr,
         flush=True,
     )
+
+
+def _batch(job: Job) -> str:
+    return "the batch of each loop" if job.batch_size is None else f"batch {job.batch_size}"
 
 
 def _launched(run: Run, environment: Environment) -> str:

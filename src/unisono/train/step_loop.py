@@ -18,7 +18,6 @@ from unisono.data.shards import Collate, Source
 from unisono.data.stream_feed import StreamFeed
 from unisono.data.streams import seed_generators
 from unisono.errors import JobError, ModelError
-from unisono.job import Job
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
@@ -87,11 +86,9 @@ class StepLoop:
     _coming: _Coming | None = field(default=None, init=False)  # as long as none of its steps was asked for
     _has_sizes: bool = field(default=False, init=False)  # loops of the script have batch sizes of their own
     _number: int = field(default=-1, init=False)
-    _loop_job: Job = field(init=False)  # the job, with the batch size of the loop that is under way
     _joined: bool = field(default=False, init=False)  # in the middle of the loop that is under way
 
     def __post_init__(self) -> None:
-        self._loop_job = self.config.job
         self._feeds = LoopFeeds(self.config.job.seed, self.config.fault_tolerance.failure_timeout_s)
 
     def over(
@@ -111,38 +108,44 @@ class StepLoop:
         if self.steps.under_way is not None:
             raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
         asked = Asked(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
-        feed, job = self._feeds.of(dataset, asked, self.trained.loops, epochs), self._job_of(batch_size)
-        require_batches(feed, job, self.config.asked_batch_size if batch_size is None else batch_size)
+        feed = self._feeds.of(dataset, asked, self.trained.loops, epochs)
+        samples, shards = self._batch_of(feed, batch_size), self.config.job.shards
         require_strategy(feed, str(self.steps.strategy), has_own_weights=self.steps.has_own_weights)
         self.synchronisation.before_call()
-        self.collectives.agree("data set", {**feed.same(), "batch size": job.batch_size})
-        batches = Batches(feed.order.cut, job.batch_size, job.shards)
+        self.collectives.agree("data set", {**feed.same(), "batch size": samples})
+        batches = Batches(feed.order.cut, samples, shards)
         first = batches.of(0)
-        require_steps(feed, first, job.batch_size)
+        require_steps(feed, first, samples)
         reading = Reading(first.samples, feed.shuffle, feed.drop_last, feed.order.digest)
         coming = self._coming = _Coming(partial(self._enter, batches, reading, feed, epochs, max_steps))
         live = self._loop(coming)
         self._live = weakref.ref(live)  # a break lets go of the last one that holds it, and so ends the loop
         return live
 
-    def _job_of(self, batch_size: int | None) -> Job:
-        """The job as a loop carries it out: its own batch size holds, unless another one is set from outside.
+    def _batch_of(self, feed: Feed | StreamFeed, batch_size: int | None) -> int:
+        """The samples in a loop's global batches: its own number holds, unless another one is set from outside.
 
         Raises:
-            JobError: the batch size is below 1, or policies go by that of the job.
+            JobError: nobody says it, it is below 1, the loader has another one, or policies go by that of the job.
         """
-        job, asked = self.config.job, self.config.asked_batch_size
-        self._has_sizes |= batch_size is not None
-        if batch_size is None or batch_size == asked or self.config.script_batch_size is not None:
-            return job
-        if batch_size < 1:
+        config, by_script = self.config, self.config.asked_batch_size
+        if batch_size is not None and batch_size < 1:
             raise JobError(f"run.steps(batch_size={batch_size}): needs a number of samples from 1 on")
-        if not self.trained.policy_state.is_empty:
+        said = batch_size or by_script or feed.batch_size
+        if said is None:
+            raise JobError(
+                "run.steps: nobody says how many samples a global batch has. Give it a DataLoader that does, "
+                "run.steps(…, batch_size=…), or unisono.init(batch_size=…)"
+            )
+        self._has_sizes |= said != by_script
+        found = said if config.batch_set_by is None else config.job.require_batch_size(config.batch_set_by)
+        require_batches(feed, found, said)
+        if said != by_script and not self.trained.policy_state.is_empty:
             raise JobError(
                 f"run.steps(batch_size={batch_size}): policies go by the batch of the job, which has "
-                f"{job.batch_size}. Say it in unisono.init, or leave the policies out"
+                f"{config.job.batch_size}. Say it in unisono.init, or leave the policies out"
             )
-        return job.model_copy(update={"batch_size": batch_size})
+        return found
 
     def leave(self) -> None:
         """End a loop that was left, and whose steps somebody still holds. It may have loader processes."""
@@ -176,8 +179,8 @@ class StepLoop:
             JobError: the steps of a stream are no longer made together.
         """
         shape = self.trained.policy_state.shape
-        if self._feed is not None:
-            require_shape(self._feed, shape, self._loop_job)
+        if self._feed is not None and self._batches is not None:
+            require_shape(self._feed, shape, BatchShape(self._batches.batch_size, self._batches.shards))
             require_strategy(self._feed, str(self.steps.strategy), has_own_weights=self.steps.has_own_weights)
         return shape
 
@@ -275,7 +278,6 @@ class StepLoop:
         cuts = self.config.stop_after, self.config.stop_after_epochs
         loop = Loop(number, reading, course, epochs, *cuts, max_steps)
         self._joined, self._source, self._feed, self._batches = self.membership.joins, source, feed, batches
-        self._loop_job = self.config.job.model_copy(update={"batch_size": batches.batch_size})
         self.steps.is_computing = False
         self.listeners.tell(lambda one: one.loop_begins(number, batches, feed.order))
         if not self.collectives.enter(number):

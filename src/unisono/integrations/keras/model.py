@@ -136,7 +136,7 @@ class Model:
         samples = KerasData.of(x, y, sample_weight, class_weight)
         require_mean(model, has_weights=samples.has_weights)
         self._get_ready(samples)
-        steps = steps_per_epoch or samples.steps(run.job.batch_size)
+        steps = steps_per_epoch or samples.steps(run.job.require_batch_size("fit"))
         called = listed(callbacks, model, lambda: run.is_main, verbose, epochs=epochs, steps=steps)
         validate = partial(
             self._validate, validation_data, validation_freq, called, validation_batch_size, validation_steps
@@ -155,7 +155,7 @@ class Model:
         assert self._update is not None, "the model is ready"
         passes = len(fit.epochs)
         if fit.steps is not None:
-            passes = ceil(passes * fit.steps / samples.steps(self.run.job.batch_size))
+            passes = ceil(passes * fit.steps / samples.steps(self.run.job.require_batch_size("fit")))
         train_step = TrainStep(self.keras_model, samples.unpack, frozenset(results_of(self.keras_model)), self.run.log)
         for step in self.run.steps(samples.data, passes, shuffle=None if samples.is_loader else bool(shuffle)):
             fit.step_begins(step)

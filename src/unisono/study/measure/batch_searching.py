@@ -95,7 +95,7 @@ def finished_trial(folder: Path, batch: int, peak: float | None, limit: float | 
         raise JobError(
             "the script took no step, so nothing is known of its memory: it needs a loop over run.steps with data in it"
         )
-    whole = [line for line in lines if line["batch_size"] == record.job.batch_size] or lines
+    whole = [line for line in lines if line["batch_size"] == record.batch_size] or lines
     timed = whole[max(1, len(whole) // UNTIMED_SHARE) :]
     rates = [line["batch_size"] / line["seconds"]["total"] for line in timed]
     result = RunFolder(folder).read_result() or {}

@@ -114,7 +114,7 @@ def measured_run(folder: Path, warmup_steps: int) -> MeasuredRun:
         epoch_s=_epoch_s(timed, epoch_samples),
         times=StepBreakdown.medians(step_times(timed)),
         peak_memory_mib=max((peak_mib(one) for one in workers), default=0.0) or None,
-        batch_size=record.job.batch_size,
+        batch_size=record.batch_size,
         learning_rate=rate,
         accuracy=_accuracy(record.metrics),
         digest=result.get("weights_sha256"),

@@ -55,6 +55,11 @@ class Record:
         return cls(folder.path, job, journal, metrics, damaged)
 
     @property
+    def batch_size(self) -> int:
+        """The samples in the first global batch; 0 if nothing tells."""
+        return self.job.batch_size or next((line["batch_size"] for line in self.steps), 0)
+
+    @property
     def steps(self) -> list[Mapping[str, Any]]:
         """The lines of steps alone."""
         return [line for line in self.metrics if "loss" in line and "step" in line]

@@ -55,8 +55,8 @@ def replay(record: Record, policies: Sequence[Policy]) -> Replay:
     job = record.job
     seen = lines_that_hold(record.journal, "observed")
     observed = [(line["step"], str(line.get("policy")), line.get("figures") or {}) for line in seen]
-    steps = recorded_steps(record.metrics, job.batch_size, job.shards, observed)
-    policy_state = PolicyState(policies, job.batch_size, job.shards)
+    steps = recorded_steps(record.metrics, record.batch_size, job.shards, observed)
+    policy_state = PolicyState(policies, record.batch_size, job.shards)
     _require_figures(record, steps, policy_state)
     untimed = sum("workers" not in step.view.metrics for step in steps)
     unwatched = sum("gradient_norm" not in step.view.metrics for step in steps) if policy_state.needs_monitor else 0

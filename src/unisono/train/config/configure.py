@@ -44,6 +44,9 @@ VERIFY_EVERY = 100
 WARMUP_STEPS = 100
 """Steps, with the script's own batch, over whose samples the learning rate grows."""
 
+BATCH = ("UNISONO_BATCH_SIZE", "UNISONO_BATCH_SCALE")
+"""Variables that set the batch."""
+
 IN_JOB = ("seed", "reduction", "precision", "compression", "bucket_mb", "deterministic", "on_nan")
 """Arguments that go into the job as they are."""
 
@@ -81,8 +84,8 @@ def configure(said: Mapping[str, Any], environ: Mapping[str, str], number: int =
         stop_after=told.whole("UNISONO_STOP_AFTER"),
         stop_after_epochs=told.whole("UNISONO_STOP_AFTER_EPOCHS"),
         plugins=told.names("UNISONO_PLUGINS"),
-        script_batch_size=None if told.whole("UNISONO_BATCH_SIZE") is None else said["batch_size"],
-        asked_batch_size=said["batch_size"],
+        batch_set_by=next((name for name in BATCH if told.whole(name) is not None), None),
+        script_batch_size=said["batch_size"],
     )
 
 
@@ -188,8 +191,11 @@ def _split_update(said: Mapping[str, Any], told: _Told, recording: Recording) ->
 
 
 def _adaptation(said: Mapping[str, Any], told: _Told, job: Job, recording: Recording, split: SplitUpdate) -> Adaptation:
+    policies = (*said["policies"], *_policies_from_outside(said, told, job))
+    if policies:
+        job.require_batch_size(f"policies={', '.join(policy.name for policy in policies)}")
     return Adaptation(
-        (*said["policies"], *_policies_from_outside(said, told, job)),
+        policies,
         strategy_of(said["strategy"] or told.get("UNISONO_STRATEGY") or AllReduce()),
         StrategyConstraints(job.reduction, split is True, recording.trace is not None or recording.samples),
         said["balance"] == "speed",
@@ -201,7 +207,9 @@ def _policies_from_outside(said: Mapping[str, Any], told: _Told, job: Job) -> li
 
     It grows from the script's to so many times that: Goyal et al., arXiv 1706.02677.
     """
-    named = policies_named(told.names("UNISONO_POLICIES"), job.batch_size, "UNISONO_POLICIES")
+    names = told.names("UNISONO_POLICIES")
+    batch_size = job.require_batch_size(f"UNISONO_POLICIES={','.join(names)}") if names else 0
+    named = policies_named(names, batch_size, "UNISONO_POLICIES")
     factor, warmup = told.whole("UNISONO_BATCH_SCALE") or 1, told.whole("UNISONO_BATCH_SCALE_WARMUP") or WARMUP_STEPS
     if factor == 1:
         return named
@@ -210,7 +218,8 @@ def _policies_from_outside(said: Mapping[str, Any], told: _Told, job: Job) -> li
             f"UNISONO_BATCH_SCALE={factor} multiplies the learning rate, and so does the LinearScaling among "
             f"this run's policies: leave one of the two out"
         )
-    return [*named, LinearScaling(factor, warmup * job.batch_size // factor)]
+    own = job.require_batch_size(f"UNISONO_BATCH_SCALE={factor}") // factor
+    return [*named, LinearScaling(factor, warmup * own)]
 
 
 def _execution(

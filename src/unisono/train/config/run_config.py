@@ -241,8 +241,8 @@ class RunConfig:
         stop_after: the number of steps of the whole job after which a loop is cut short; None to go on to its end.
         stop_after_epochs: the same in passes over the data set.
         plugins: the plugins from outside, ``module:function`` each.
-        script_batch_size: the batch that the script asks for, where the environment sets another one; else None.
-        asked_batch_size: the batch that the script asks for, whatever the environment makes of it; None if unknown.
+        batch_set_by: the variable of the environment that sets the batch, whatever the script and its loops ask for.
+        script_batch_size: the batch that the script asks for, where the environment sets it; None if its loops say it.
     """
 
     job: Job
@@ -255,5 +255,10 @@ class RunConfig:
     stop_after: int | None = None
     stop_after_epochs: int | None = None
     plugins: tuple[str, ...] = ()
+    batch_set_by: str | None = None
     script_batch_size: int | None = None
-    asked_batch_size: int | None = None
+
+    @property
+    def asked_batch_size(self) -> int | None:
+        """The batch that the script asks for, whatever the environment makes of it; None if its loops say it."""
+        return self.job.batch_size if self.batch_set_by is None else self.script_batch_size

@@ -17,7 +17,7 @@ from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import Collate, ShardsRequest
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import DataError
-from unisono.job import Job
+from unisono.job import SAMPLES_PER_SHARD, Job
 from unisono.plan.epoch_cut import EpochCut
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import even_bounds
@@ -191,7 +191,7 @@ class Evaluator:
         asked = Asked(batch_size=batch_size, collate_fn=collate)
         feed = Feed.of(dataset, asked, LoopKey(job.seed, NO_LOOP), self._timeout_s)
         self._collectives.agree("data set", feed.same())
-        size = batch_size or feed.batch_size or -(-job.batch_size // job.shards)
+        size = batch_size or feed.batch_size or -(-(job.batch_size or SAMPLES_PER_SHARD * job.shards) // job.shards)
         step, cut = self._trained.progress.position.step, feed.order.cut(EVALUATION_EPOCH, size)
         if not cut.steps:
             raise DataError("the loader has no batch to evaluate: drop_last or its sampler leaves nothing")

@@ -4,17 +4,16 @@ from unisono.adapt.view import BatchShape
 from unisono.data.feed import Feed
 from unisono.data.stream_feed import StreamFeed
 from unisono.errors import DataError, JobError, PolicyError
-from unisono.job import Job
 from unisono.plan.epoch_cut import EpochCut
 
 
-def require_batches(feed: Feed | StreamFeed, job: Job, said: int | None) -> None:
+def require_batches(feed: Feed | StreamFeed, batch_size: int, said: int) -> None:
     """A loader's batches are global batches: they have the size that the job says.
 
     Args:
         feed: what the loop reads.
-        job: the job.
-        said: the batch size that the script says; the job may have another one from outside.
+        batch_size: the number of samples in a global batch.
+        said: the batch size that the script says; there may be another one from outside.
 
     Raises:
         JobError: they have not.
@@ -24,9 +23,9 @@ def require_batches(feed: Feed | StreamFeed, job: Job, said: int | None) -> None
             f"the loader has batch_size={feed.batch_size}, the job has batch_size={said}: a loader's batch is the "
             f"global batch, over all workers. Say the same in unisono.init and in the DataLoader"
         )
-    if feed.is_batched and job.batch_size != said:
+    if feed.is_batched and batch_size != said:
         raise JobError(
-            f"batch_size={job.batch_size} is set from outside, and the loader's batch_sampler decides which samples a "
+            f"batch_size={batch_size} is set from outside, and the loader's batch_sampler decides which samples a "
             f"batch has: give the DataLoader a sampler and batch_size={said} instead"
         )
 
@@ -47,20 +46,25 @@ def require_steps(feed: Feed | StreamFeed, first: EpochCut, batch_size: int) -> 
     )
 
 
-def require_shape(feed: Feed | StreamFeed, shape: BatchShape, job: Job) -> None:
+def require_shape(feed: Feed | StreamFeed, shape: BatchShape, base: BatchShape) -> None:
     """Policies may change the batch, where nothing else decides it.
+
+    Args:
+        feed: what the loop reads.
+        shape: the shape of the next global batch.
+        base: the shape that the script says.
 
     Raises:
         PolicyError: they have, and a batch sampler or a stream's readers decide it.
     """
-    if feed.is_batched and shape.samples != job.batch_size:
+    if feed.is_batched and shape.samples != base.samples:
         raise PolicyError(
             f"a policy wants batches of {shape.samples} samples, and the loader's batch_sampler decides which "
-            f"samples a batch has: give the DataLoader a sampler and batch_size={job.batch_size} instead"
+            f"samples a batch has: give the DataLoader a sampler and batch_size={base.samples} instead"
         )
-    if isinstance(feed, StreamFeed) and shape.shards != job.shards:
+    if isinstance(feed, StreamFeed) and shape.shards != base.shards:
         raise PolicyError(
-            f"a policy wants to cut batches into {shape.shards} shards, and the stream has {job.shards} readers, one "
+            f"a policy wants to cut batches into {shape.shards} shards, and the stream has {base.shards} readers, one "
             f"for each shard of the job: leave shards out where the batch size is set"
         )
 

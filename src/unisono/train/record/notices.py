@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unisono.checkpoint.folder import RunFolder
+from unisono.data.order import Order
 from unisono.errors import UnisonoWarning
-from unisono.job import SAMPLES_PER_SHARD, Job
+from unisono.job import SAMPLES_PER_SHARD
 from unisono.plan.audits import AuditResult
+from unisono.plan.batches import Batches
 from unisono.train.group.membership import Membership
 from unisono.train.model.prepared import Prepared, batch_norm_in
 from unisono.train.state.trained import Doubt
@@ -22,25 +24,31 @@ class Notices(Listener):
     """Tells people what happens in a run. Only the main worker speaks, whichever worker that is at the moment.
 
     Args:
-        job: the job to train.
         folder: the run folder, with the journal.
         membership: the members of the job.
     """
 
-    def __init__(self, job: Job, folder: RunFolder, membership: Membership) -> None:
-        self._job, self._folder, self._membership = job, folder, membership
+    def __init__(self, folder: RunFolder, membership: Membership) -> None:
+        self._folder, self._membership = folder, membership
+        self._prepared: Prepared | None = None
         self._told_of_scheduler = False
         self._bytes_shared = 0
         self._why_whole = ""
 
     def prepared(self, prepared: Prepared, step: int) -> None:
-        """BatchNorm over shards so small that its statistics are noisy."""
-        per_shard = self._job.batch_size // self._job.shards
-        if self._membership.is_main and per_shard < SAMPLES_PER_SHARD and batch_norm_in(prepared.modules):
+        """The models whose layers the next loop is told of."""
+        self._prepared = prepared
+
+    def loop_begins(self, number: int, batches: Batches, order: Order) -> None:
+        """BatchNorm over shards so small that its statistics are noisy; once."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or not self._membership.is_main or not batch_norm_in(prepared.modules):
+            return
+        if (per_shard := batches.batch_size // batches.shards) < SAMPLES_PER_SHARD:
             _warn(
                 f"BatchNorm with {per_shard} samples per shard: its statistics are taken over each shard, and "
                 f"get noisy below {SAMPLES_PER_SHARD}, which costs accuracy. Use a larger batch_size, fewer shards "
-                f"(shards={max(1, self._job.batch_size // SAMPLES_PER_SHARD)}), or GroupNorm or LayerNorm"
+                f"(shards={max(1, batches.batch_size // SAMPLES_PER_SHARD)}), or GroupNorm or LayerNorm"
             )
 
     def resumed(self, replaced: Sequence[str]) -> None:

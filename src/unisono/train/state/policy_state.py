@@ -110,7 +110,7 @@ class PolicyState:
         job, about = config.job, config.adaptation
         return cls(
             about.policies,
-            job.batch_size,
+            job.batch_size or job.shards,  # a loop that says its own comes later
             job.shards,
             balances=about.balances,
             strategy=about.strategy,
