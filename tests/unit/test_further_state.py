@@ -27,14 +27,19 @@ class Metric:
 
     def __init__(self) -> None:
         self.count, self.top, self.rows = torch.tensor(0), torch.full((3,), -torch.inf), torch.empty(0, 3)
+        self.least, self.scores, self.targets = torch.full((3,), torch.inf), list[Tensor](), list[Tensor]()
 
     def update(self, inputs: Tensor) -> None:
         self.count = self.count + len(inputs)
         self.top = torch.maximum(self.top, inputs.amax(0))
         self.rows = torch.cat([self.rows, inputs])
+        self.least = torch.minimum(self.least, inputs.amin(0))
+        for half in inputs[:, 0].split(2):  # several times a shard
+            self.scores.append(half)
+        self.targets.append(inputs > 0)
 
 
-RULES = {"count": "sum", "top": "max", "rows": "cat"}
+RULES = {"count": "sum", "top": "max", "rows": "cat", "least": "min", "scores": "cat", "targets": "cat"}
 
 
 class Centered(nn.Module):
@@ -68,17 +73,21 @@ def trained(run: unisono.Run, epochs: int = 2) -> tuple[Any, ...]:
 
     for step in run.steps(TensorDataset(INPUTS), epochs=epochs, shuffle=False):
         step.run(loss_fn)
-    seen = [tensor.tolist() for tensor in (metric.count, metric.top, metric.rows, model.center, last)]
-    return run.finish(), *seen
+    tensors = (metric.count, metric.top, metric.rows, model.center, last, metric.least)
+    lists = [torch.cat(listed).tolist() for listed in (metric.scores, metric.targets)]
+    return run.finish(), *(tensor.tolist() for tensor in tensors), *lists
 
 
 @pytest.mark.unit
 @pytest.mark.usefixtures("one_worker")
 @pytest.mark.parametrize("shards", [1, 3])
 def test_each_rule_comes_to_what_a_plain_loop_sees(start: Start, shards: int) -> None:
-    digest, count, top, rows, center, last = trained(start(batch_size=4, shards=shards))
+    digest, count, top, rows, center, last, least, scores, targets = trained(start(batch_size=4, shards=shards))
     assert count == 22
     assert top == INPUTS.amax(0).tolist()
+    assert least == INPUTS.amin(0).tolist()
+    assert scores == [*INPUTS[:, 0].tolist(), *INPUTS[:, 0].tolist()]
+    assert targets == [*(INPUTS > 0).tolist(), *(INPUTS > 0).tolist()]
     assert rows == [*INPUTS.tolist(), *INPUTS.tolist()]
     assert last == INPUTS[8].double().tolist()
     assert any(center)
@@ -92,6 +101,51 @@ def test_the_bits_are_those_of_one_worker(workers: int, tmp_path: Path) -> None:
     job = Job.create(batch_size=8, shards=5)
     (serial,) = train(Trade(job, 1, tmp_path / "serial"), trained)
     assert train(Trade(job, workers, tmp_path / "run"), trained) == [serial] * workers
+
+
+def trained_with_few(run: unisono.Run) -> list[float]:
+    model, metric = Centered().linear, Metric()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state={"metric": (metric, {"scores": "cat"})})
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        if batch[0][0, 0] > 0:
+            metric.scores.extend(batch[0][:, 0].unbind())  # numbers without a dimension
+        found: Tensor = model(batch[0]).sum()
+        return found
+
+    for step in run.steps(TensorDataset(INPUTS), shuffle=False):
+        step.run(loss_fn)
+    run.finish()
+    return [] if not metric.scores else torch.cat(metric.scores).tolist()
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("torch_settings_restored")
+def test_a_list_may_get_something_of_some_shards_alone(tmp_path: Path) -> None:
+    job = Job.create(batch_size=3, shards=3)  # the last batch has 2 samples
+    expected = [value for value in INPUTS[:, 0].tolist() if value > 0]
+    assert train(Trade(job, 3, tmp_path / "run"), trained_with_few) == [expected] * 3
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("torch_settings_restored")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_list_of_unlike_tensors_is_refused_by_all_workers(workers: int, tmp_path: Path) -> None:
+    def unlike(run: unisono.Run) -> None:
+        model, metric = Centered().linear, Metric()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.prepare(model, optimizer, state={"metric": (metric, {"scores": "cat"})})
+
+        def loss_fn(model: Any, batch: Any) -> Tensor:
+            metric.scores.append(batch[0] if batch[0][0, 0] > 0 else batch[0][0])
+            found: Tensor = model(batch[0]).sum()
+            return found
+
+        for step in run.steps(TensorDataset(INPUTS), shuffle=False):
+            step.run(loss_fn)
+
+    with pytest.raises(ModelError, match="added tensors of different dtype or shape to state metric.scores"):
+        train(Trade(Job.create(batch_size=11, shards=4), workers, tmp_path / "run"), unlike)
 
 
 @pytest.mark.cluster
@@ -126,10 +180,11 @@ def test_a_step_that_is_skipped_leaves_it_as_it_was(start: Start) -> None:
     ("state", "said"),
     [
         ({"a": 3}, r"'a' is 3: give a tensor, \(tensor, rule\), or"),
-        ({"a": (torch.zeros(2), "most")}, "'a' has the rule 'most': there are mean, first, sum, max, cat"),
+        ({"a": (torch.zeros(2), "most")}, "'a' has the rule 'most': there are mean, first, sum, max, min, cat"),
         ({"a": torch.zeros(2, requires_grad=True)}, "'a' requires a gradient"),
         ({"a": (torch.tensor(1), "mean")}, r"'a' is of torch.int64, which has no mean"),
         ({"a": (torch.zeros(2), "cat")}, r"'a' is to grow .*give \(object, \{attribute: 'cat'\}\)"),
+        ({"a": (Metric(), {"scores": "sum"})}, "'a.scores' is a list of tensors, to which shards append: its rule can"),
         ({"a": (Metric(), {"none": "sum"})}, "a Metric, has no attribute none that holds a tensor"),
         ({"a": (Metric(), {"rows": "cat"}), "a.rows": torch.zeros(2)}, "two have one name"),
         ({"a": INPUTS, "b": INPUTS}, "state a and state b are one tensor"),

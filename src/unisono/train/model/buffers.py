@@ -15,15 +15,15 @@ from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
 from unisono.reduce.transport import Transport
 from unisono.train.model.combining import Combining
-from unisono.train.model.places import FRESH, BufferPlace, Rule
-from unisono.train.model.tensors import Values, set_all
+from unisono.train.model.places import FRESH, BufferPlace, Placed, Rule
+from unisono.train.model.tensors import set_all
 
 LARGEST_STATISTIC = 2**16
 """Elements of the largest buffer that is compared by value."""
 
 
-Combine = Callable[[Transport, Tensor, Sequence[Tensor]], Tensor]
-"""Makes one tensor of what was there and what this worker's shards have made of it. Collective."""
+Combine = Callable[[Transport, Tensor, Sequence[Tensor]], Tensor | None]
+"""Makes one tensor of what was there and what this worker's shards have made of it. Collective; None if it cannot."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Buffers:
         for number in self._fresh:
             place = self._places[number]
             if place.rule == "cat":  # another tensor: what shards begin with is shorter
-                place.registry[place.key] = self._nothing(number)
+                place.put(self._nothing(number))
             else:
                 place.tensor.zero_()
 
@@ -119,7 +119,7 @@ class Buffers:
 
     def _require_same_form(self, made: Sequence[Tensor | None]) -> None:
         for place, base, tensor in zip(self._places, self._bases, made, strict=True):
-            if tensor is not None and not _is_like(tensor, base.value, grows=place.rule == "cat"):
+            if tensor is not None and not place.fits(tensor, base.value):
                 self.rewind()
                 raise ModelError(
                     f"the buffer {place.name} had the form {form_of(base.value)} before a shard, and has "
@@ -146,7 +146,7 @@ class Buffers:
                 yield self._made
         finally:
             for place, tensor, value in now:
-                place.registry[place.key] = tensor
+                place.put(tensor)
                 set_all([(tensor, value)])
 
     def _made(self) -> list[Tensor | None]:
@@ -156,7 +156,7 @@ class Buffers:
         ]
 
     @torch.no_grad()
-    def reduced(self, transport: Transport, used: Sequence[bool], counts: Sequence[int]) -> Values:
+    def reduced(self, transport: Transport, used: Sequence[bool], counts: Sequence[int]) -> Placed:
         """What all shards together made of the buffers that any of them wrote. Collective.
 
         They are as the step began afterwards, unless there is one shard: then those that have a mean or are the first's
@@ -168,8 +168,7 @@ class Buffers:
             counts: the number of samples of each shard.
 
         Returns:
-            each buffer, and what it is to be, until the next collective call; see
-            :func:`unisono.train.model.tensors.set_all`.
+            each buffer, and what it is to be, until the next collective call.
         """
         by_rule: dict[Rule, list[int]] = {}
         for number, place in enumerate(self._places):
@@ -186,32 +185,39 @@ class Buffers:
             self._rewind(number)
         return [*found, *self._first(transport, by_rule.get("first", []))]
 
-    def _added(self, transport: Transport, numbers: Sequence[int], share: Callable[[int], float]) -> Values:
-        found: list[tuple[Tensor, Tensor]] = []
+    def _added(self, transport: Transport, numbers: Sequence[int], share: Callable[[int], float]) -> Placed:
+        found: list[tuple[BufferPlace, Tensor]] = []
         for dtype in dict.fromkeys(self._bases[number].tensor.dtype for number in numbers):
             same = [number for number in numbers if self._bases[number].tensor.dtype == dtype]
             kind = self._places[same[0]].rule
             totals = self._combining.added(transport, ("buffers", kind, dtype), partial(self._values, same), share)
             for number, total in zip(same, totals, strict=True):
-                found.append((self._bases[number].tensor, total.view(self._bases[number].value.shape)))
+                found.append((self._places[number], total.view(self._bases[number].value.shape)))
         return found
 
-    def _grown(self, transport: Transport, numbers: Sequence[int]) -> Values:
-        before = {id(base.tensor): base.value for base in map(self._bases.__getitem__, numbers)}
-        return [
-            (tensor, before[id(tensor)] + total) for tensor, total in self._added(transport, numbers, lambda _: 1.0)
-        ]
+    def _grown(self, transport: Transport, numbers: Sequence[int]) -> Placed:
+        before = {id(self._places[number]): self._bases[number].value for number in numbers}
+        return [(place, before[id(place)] + total) for place, total in self._added(transport, numbers, lambda _: 1.0)]
 
-    def _joined(self, transport: Transport, by_rule: Mapping[Rule, Sequence[int]]) -> Values:
-        found: list[tuple[Tensor, Tensor]] = []
-        kinds: Sequence[tuple[Rule, Combine]] = [("max", self._combining.greatest), ("cat", self._combining.joined)]
-        for rule, combine in kinds:
+    def _joined(self, transport: Transport, by_rule: Mapping[Rule, Sequence[int]]) -> Placed:
+        found: list[tuple[BufferPlace, Tensor]] = []
+        kinds: Mapping[Rule, Combine] = {
+            "max": partial(self._combining.furthest, torch.maximum),
+            "min": partial(self._combining.furthest, torch.minimum),
+            "cat": self._combining.joined,
+        }
+        for rule, combine in kinds.items():
             for number in by_rule.get(rule, []):
                 made = [self._value(shard, number) for shard in self._mine]
-                found.append((self._bases[number].tensor, combine(transport, self._bases[number].value, made)))
+                if (value := combine(transport, self._bases[number].value, made)) is None:
+                    raise ModelError(
+                        f"shards of one step have added tensors of different dtype or shape to "
+                        f"{self._places[number].name}: only their first dimension may differ"
+                    )
+                found.append((self._places[number], value))
         return found
 
-    def _first(self, transport: Transport, numbers: Sequence[int]) -> Values:
+    def _first(self, transport: Transport, numbers: Sequence[int]) -> Placed:
         if not numbers:
             return []
         values = [self._value(0, number) if 0 in self._mine else self._bases[number].value for number in numbers]
@@ -220,7 +226,7 @@ class Buffers:
         transport.broadcast(joined, self._split.owner(0))
         parts = joined.split([value.nbytes for value in values])
         return [
-            (self._bases[number].tensor, part.clone().view(value.dtype).view(value.shape))
+            (self._places[number], part.clone().view(value.dtype).view(value.shape))
             for number, value, part in zip(numbers, values, parts, strict=True)
         ]
 
@@ -242,7 +248,7 @@ class Buffers:
     def _rewind(self, number: int) -> None:
         place, base = self._places[number], self._bases[number]
         if _written(place, base):
-            place.registry[place.key] = base.tensor
+            place.put(base.tensor)
             set_all([(base.tensor, base.value)])
             base.version = base.tensor._version
 
@@ -253,11 +259,6 @@ def _written(place: BufferPlace, base: _Base) -> bool:
     if place.tensor is not base.tensor or place.tensor._version != base.version:
         return True
     return 0 < place.tensor.numel() <= LARGEST_STATISTIC and not torch.equal(place.tensor, base.value)
-
-
-def _is_like(tensor: Tensor, base: Tensor, *, grows: bool) -> bool:
-    skipped = 1 if grows else 0
-    return tensor.dtype == base.dtype and tensor.dim() == base.dim() and tensor.shape[skipped:] == base.shape[skipped:]
 
 
 def _alike(left: Tensor, right: Tensor) -> bool:

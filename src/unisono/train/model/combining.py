@@ -8,9 +8,11 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from unisono.checkpoint.layout import DTYPES
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import ALIGNMENT
 from unisono.reduce.transport import Transport
+from unisono.train.model.listed_place import MOST_DIMENSIONS
 
 
 class Combining:
@@ -49,25 +51,55 @@ class Combining:
         found: Sequence[Tensor] = total[: sum(sizes)].split(sizes)
         return found
 
-    def greatest(self, transport: Transport, base: Tensor, made: Sequence[Tensor]) -> Tensor:
-        """The greatest of each element, over what was there and what all shards have made of it."""
-        own = reduce(torch.maximum, made, base)
+    def furthest(self, pick: Pick, transport: Transport, base: Tensor, made: Sequence[Tensor]) -> Tensor:
+        """The greatest or least of each element, over what was there and what all shards have made of it."""
+        own = reduce(pick, made, base)
         rows = transport.all_gather(own.reshape(-1))
         # Whichever zero is taken, the sum has no sign.
-        return reduce(torch.maximum, rows.unbind()).view(base.shape) + torch.zeros((), dtype=base.dtype)
+        return reduce(pick, rows.unbind()).view(base.shape) + torch.zeros((), dtype=base.dtype)
 
-    def joined(self, transport: Transport, base: Tensor, made: Sequence[Tensor]) -> Tensor:
-        """What was there, and behind it what all shards have made, in the order of shards."""
-        own = torch.cat([base[:0], *made])
-        lengths = transport.all_gather(torch.tensor([len(own)])).reshape(-1).tolist()
-        padding = own.new_zeros((max(lengths) - len(own), *own.shape[1:]))
-        rows = transport.all_gather(torch.cat([own, padding]).reshape(-1))
-        parts = (row[: length * _row_size(base)] for row, length in zip(rows.unbind(), lengths, strict=True))
-        return torch.cat([base, *(part.view(-1, *base.shape[1:]) for part in parts if part.numel())])
+    def joined(self, transport: Transport, base: Tensor, made: Sequence[Tensor]) -> Tensor | None:
+        """What was there, and behind it what all shards have made, in the order of shards; None if they are unlike."""
+        own = [tensor for tensor in made if len(tensor)]
+        forms = transport.all_gather(_form_of(own)).tolist()
+        told = {tuple(form) for _, *form in forms if any(form)}
+        if not told:
+            return base.clone()
+        told |= {tuple(_form_of([base]).tolist()[1:])} if len(base) else set()
+        code, dimensions, *shape = told.pop()
+        if told or code < 0:
+            return None
+        most = max(rows for rows, *_ in forms)
+        like = torch.empty((0, *shape[: dimensions - 1]), dtype=_CODES[code - 1], device=base.device)
+        row_bytes = like.new_empty((1, *like.shape[1:])).nbytes
+        data = torch.cat([like, *own]).reshape(-1).view(torch.uint8)
+        sent = transport.all_gather(torch.cat([data, data.new_zeros(most * row_bytes - len(data))]))
+        parts = [row[: rows * row_bytes] for row, (rows, *_) in zip(sent.unbind(), forms, strict=True)]
+        joined = torch.cat(parts).view(like.dtype).view(-1, *like.shape[1:])
+        return torch.cat([base, joined]) if len(base) else joined
 
 
-def _row_size(base: Tensor) -> int:
-    return base[0:1].numel() if len(base) else base.new_zeros((1, *base.shape[1:])).numel()
+Pick = Callable[[Tensor, Tensor], Tensor]
+"""Picks the greater or the lesser one of two tensors' elements."""
+
+_CODES = tuple(DTYPES[name] for name in sorted(DTYPES))
+
+
+def _form_of(tensors: Sequence[Tensor]) -> Tensor:
+    """How many rows tensors have together, and their dtype, dimensions and further sizes, as numbers.
+
+    The sizes are zeros where there are no tensors, and -1 where they differ.
+    """
+    forms = {(one.dtype, one.shape[1:]) for one in tensors}
+    row = torch.zeros(3 + MOST_DIMENSIONS, dtype=torch.int64)
+    if len(forms) == 1:
+        ((dtype, shape),) = forms
+        row[1], row[2] = _CODES.index(dtype) + 1, len(shape) + 1
+        row[3 : 3 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
+    elif forms:
+        row[1:] = -1
+    row[0] = sum(map(len, tensors))
+    return row
 
 
 def _flat(tensors: Sequence[Tensor], share: float) -> Tensor:

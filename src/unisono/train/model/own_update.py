@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from unisono.checkpoint.layout import form_of
 from unisono.errors import JobError, Unreadable
 from unisono.received import value_of
-from unisono.train.model.places import BufferPlace
-from unisono.train.model.tensors import Values, set_all
+from unisono.train.model.places import BufferPlace, Placed, set_places
 
 Scaled = Callable[[Any], AbstractContextManager[Any]]
 """Given optimizers, changes their learning rates for a while."""
@@ -100,7 +99,7 @@ class UpdateCause:
 
     @torch.no_grad()
     def keep(
-        self, loss: float, parameters: Mapping[str, Tensor], places: Sequence[BufferPlace], buffers: Values
+        self, loss: float, parameters: Mapping[str, Tensor], places: Sequence[BufferPlace], buffers: Placed
     ) -> None:
         """Copy them, before the script changes any.
 
@@ -110,10 +109,10 @@ class UpdateCause:
             places: all buffers.
             buffers: the buffers that changed, and what they are now.
         """
-        numbers = {id(place.tensor): number for number, place in enumerate(places)}
+        numbers = {id(place): number for number, place in enumerate(places)}
         self.loss = loss
         self.gradients = [self._copied(number, one.grad) for number, one in enumerate(parameters.values())]
-        self.buffers = [(numbers[id(tensor)], value.clone()) for tensor, value in buffers]
+        self.buffers = [(numbers[id(place)], value.clone()) for place, value in buffers]
 
     def tree(self) -> list[Any]:
         """All of it, to be broadcast."""
@@ -130,7 +129,7 @@ class UpdateCause:
             raise Unreadable(f"another worker gave {len(self.gradients)} gradients for {len(parameters)} parameters")
         for parameter, gradient in zip(parameters.values(), self.gradients, strict=True):
             parameter.grad = None if gradient is None else _like(parameter, gradient)
-        set_all([(places[number].tensor, value) for number, value in self.buffers])
+        set_places([(places[number], value) for number, value in self.buffers])
 
     @classmethod
     def of(cls, tree: Any, places: Sequence[BufferPlace]) -> UpdateCause:

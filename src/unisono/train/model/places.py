@@ -1,18 +1,17 @@
-"""Where tensors are that shards change: buffers of modules, and further state of the script."""
+"""Places of tensors that shards change: buffers of modules, and what else a run is given."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
 from unisono.checkpoint.layout import form_of
-from unisono.errors import ModelError
-from unisono.received import short
+from unisono.train.model.tensors import set_all
 
-Rule = Literal["mean", "first", "sum", "max", "cat"]
+Rule = Literal["mean", "first", "sum", "max", "min", "cat"]
 """What becomes of a tensor that each shard has changed by itself."""
 
 RULES: tuple[str, ...] = get_args(Rule)
@@ -53,13 +52,37 @@ class BufferPlace:
         """Dtype and shape, as JSON values; the length of what grows is left out."""
         return self._form_of(self.tensor)
 
-    def fits(self, value: Tensor) -> bool:
-        """Whether a tensor may come to be here."""
-        return value.dim() == self.tensor.dim() and self._form_of(value) == self.form
+    def fits(self, value: Tensor, present: Tensor | None = None) -> bool:
+        """Whether a tensor may come to be here.
+
+        Args:
+            value: the tensor.
+            present: what it is to follow; the tensor that is there now by default.
+        """
+        present = self.tensor if present is None else present
+        return value.dim() == present.dim() and self._form_of(value) == self._form_of(present)
+
+    def put(self, tensor: Tensor) -> None:
+        """Have a tensor here, in place of the one that was."""
+        self.registry[self.key] = tensor
+
+    def set(self, value: Tensor) -> None:
+        """Set the tensor that is here to a value."""
+        set_all([(self.tensor, value)])
 
     def _form_of(self, tensor: Tensor) -> list[Any]:
         dtype, shape = form_of(tensor)
         return [dtype, shape[1:] if self.rule == "cat" else shape]
+
+
+Placed = Sequence[tuple[BufferPlace, Tensor]]
+"""Places, each with the value that its tensor is to have."""
+
+
+def set_places(values: Placed) -> None:
+    """Set the tensor of each place to its value."""
+    for place, value in values:
+        place.set(value)
 
 
 def places_of(prefix: str, root: nn.Module) -> Iterator[BufferPlace]:
@@ -68,72 +91,3 @@ def places_of(prefix: str, root: nn.Module) -> Iterator[BufferPlace]:
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 yield BufferPlace(module._buffers, key, f"{path}.{key}" if path else key)
-
-
-def further_places(state: Mapping[str, Any]) -> list[BufferPlace]:
-    """The places of further state, as ``run.prepare`` is given it.
-
-    Args:
-        state: the state by name: a tensor, ``(tensor, rule)``, or ``(object, {attribute: rule})``.
-
-    Raises:
-        ModelError: it is something else; says what it may be.
-    """
-    places: list[BufferPlace] = []
-    for name, given in state.items():
-        match given:
-            case Tensor():
-                places.append(_place({name: given}, name, f"state {name}", None, grows=False))
-            case (Tensor() as tensor, rule):
-                places.append(_place({name: tensor}, name, f"state {name}", rule, grows=False))
-            case (thing, dict(attributes)):
-                places += [
-                    _place(_registry(thing, key, name), key, f"state {name}.{key}", attributes[key], grows=True)
-                    for key in attributes
-                ]
-            case _:
-                raise ModelError(
-                    f"run.prepare(state=…): {name!r} is {short(given)}: give a tensor, (tensor, rule), or (object, "
-                    f"{{attribute: rule}}), with a rule of {', '.join(RULES)}"
-                )
-    _require_apart(places)
-    return places
-
-
-def _registry(thing: Any, key: str, name: str) -> dict[str, Any]:
-    """The dictionary of an object that holds an attribute."""
-    registries: Sequence[dict[str, Any]] = [vars(thing)] if hasattr(thing, "__dict__") else []
-    if isinstance(thing, nn.Module):
-        registries = [*registries, thing._buffers, thing._parameters]
-    for registry in registries:
-        if isinstance(registry.get(key), Tensor):
-            return registry
-    raise ModelError(
-        f"run.prepare(state=…): {name!r}, a {type(thing).__name__}, has no attribute {key} that holds a tensor. Lists "
-        f"of tensors and numbers of Python cannot be combined: keep them as a tensor"
-    )
-
-
-def _place(registry: dict[str, Any], key: str, name: str, rule: Any, *, grows: bool) -> BufferPlace:
-    tensor, said = registry[key], f"run.prepare(state=…): {name.removeprefix('state ')!r}"
-    if rule is not None and rule not in RULES:
-        raise ModelError(f"{said} has the rule {short(rule)}: there are {', '.join(RULES)}")
-    if tensor.requires_grad:
-        raise ModelError(f"{said} requires a gradient: what is trained belongs to an optimizer; else detach it")
-    if rule == "mean" and not tensor.is_floating_point():
-        raise ModelError(f"{said} is of {tensor.dtype}, which has no mean: use first, sum or max, or a float")
-    if rule == "cat" and not (grows and tensor.dim()):
-        raise ModelError(
-            f"{said} is to grow (cat), which only an attribute with a first dimension can: give (object, "
-            f"{{attribute: 'cat'}}), and let shards assign torch.cat([object.attribute, new])"
-        )
-    return BufferPlace(registry, key, name, rule)
-
-
-def _require_apart(places: Sequence[BufferPlace]) -> None:
-    seen: dict[int, str] = {}
-    if len({place.name for place in places}) < len(places):
-        raise ModelError(f"run.prepare(state=…): two have one name: {', '.join(place.name for place in places)}")
-    for place in places:
-        if (other := seen.setdefault(id(place.tensor), place.name)) != place.name:
-            raise ModelError(f"run.prepare(state=…): {other} and {place.name} are one tensor: give it once")

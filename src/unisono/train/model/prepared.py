@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 
 from unisono.errors import ModelError
-from unisono.train.model.places import BufferPlace, further_places, places_of
+from unisono.train.model.further_state import further_places
+from unisono.train.model.places import BufferPlace, places_of
 from unisono.train.model.tensors import tensors_of
 
 
@@ -44,7 +45,7 @@ class Prepared:
         Args:
             model: one module, or a list of them.
             optimizers: the optimizers.
-            state: further state that shards change, see :func:`~unisono.train.model.places.further_places`.
+            state: further state that shards change, see :func:`~unisono.train.model.further_state.further_places`.
 
         Raises:
             ModelError: nothing to train, or something that is no module, optimizer or state.

@@ -14,9 +14,8 @@ from unisono.data.stream_reader import ReaderState
 from unisono.errors import CheckpointError, Unreadable
 from unisono.plan.batches import Position
 from unisono.received import short, value_of
-from unisono.train.model.places import BufferPlace
+from unisono.train.model.places import BufferPlace, set_places
 from unisono.train.model.prepared import Prepared, prefixed
-from unisono.train.model.tensors import set_all
 from unisono.train.state.registered import kept
 
 VERSIONS = "_metadata"
@@ -126,7 +125,7 @@ def restore_models(prepared: Prepared, snapshot: Snapshot) -> None:
         )
     for prefix, module in prefixed(prepared.modules):
         module.load_state_dict(module_part(snapshot.model, prefix))
-    set_all([(places[name].tensor, value) for name, value in values.items()])
+    set_places([(places[name], value) for name, value in values.items()])
 
 
 def holds_models(prepared: Prepared, snapshot: Snapshot) -> bool:

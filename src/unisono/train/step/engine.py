@@ -27,8 +27,8 @@ from unisono.train.model.at_rest import AtRest, Seen, kept_by
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.forward_writes import ForwardWrites
 from unisono.train.model.own_update import OwnUpdate, Scaled, UpdateCause
+from unisono.train.model.places import Placed, set_places
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.tensors import Values, set_all
 from unisono.train.model.update import Update, may_change_gradients
 from unisono.train.step.audit import Audit
 from unisono.train.step.call import Call
@@ -198,7 +198,7 @@ class StepEngine:
             buffers = self._buffers.reduced(self._workers.transport, used_buffers, counts)
 
         def make() -> None:
-            set_all(buffers)
+            set_places(buffers)
             with nullcontext() if call.update else self._scaled(call.optimizers):
                 if call.update is None:
                     self._update.apply(call.optimizers)
@@ -221,7 +221,7 @@ class StepEngine:
         """What a worker that is behind needs to make the update of a call by itself, once it is made here."""
         return self._cause if call.update is not None else None
 
-    def _make_own(self, call: Call, update: OwnUpdate, attempt: Attempt, buffers: Values) -> None:
+    def _make_own(self, call: Call, update: OwnUpdate, attempt: Attempt, buffers: Placed) -> None:
         """Let the script make the update, of weights that are this worker's own."""
         self.has_lost |= not attempt.gradients.has_kept()
         self._update.part()
