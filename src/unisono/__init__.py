@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import unisono.integrations.keras as keras
+    import unisono.integrations.torchmetrics as torchmetrics
     from unisono.adapt.ada_scale import AdaScale, LinearScaling
     from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
     from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
@@ -62,6 +63,7 @@ __all__ = [
     "init",
     "keras",
     "load",
+    "torchmetrics",
 ]
 
 _HOMES = {
@@ -95,7 +97,7 @@ _HOMES = {
     "load": "unisono.train.state.first_weights",
 }
 
-_GUESTS = {"keras": "unisono.integrations.keras"}
+_GUESTS = {"keras": "unisono.integrations.keras", "torchmetrics": "unisono.integrations.torchmetrics"}
 """Modules that need packages of their own."""
 
 
