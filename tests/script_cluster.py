@@ -30,6 +30,7 @@ from one_at_a_time import Blow, SimulatedMembership, Worker, World
 from torch_settings import TorchSettings
 from unisono.data.streams import generators_kept
 from unisono.errors import UnisonoWarning
+from unisono.host.script_end import ScriptEnd
 from unisono.job import Job
 from unisono.train.run import Run
 from unisono.train.start import HOST_PROCESS, HostProcess
@@ -216,14 +217,12 @@ class WorkerThread(HostProcess):
         place: of the worker in its world.
 
     Attributes:
-        run: that it has started.
         leave: notes that it is asked to leave.
     """
 
     def __init__(self, place: ScriptMembership) -> None:
-        super().__init__()
+        super().__init__(ScriptEnd(is_told=True))
         self._place = place
-        self.run: Run | None = None
         self.leave = LeaveRequest()
 
     def apply_numerics(self, job: Job, device: torch.device) -> Callable[[], None]:
@@ -243,7 +242,7 @@ class WorkerThread(HostProcess):
         """It is closed when the script ends."""
         assert run.job.shards == self._place.world.shards
         run.on("step_begins", self._place.world.step_begins)
-        self.run = run
+        self.newest = run
 
 
 class Scene:
@@ -265,9 +264,10 @@ class Scene:
         HOST_PROCESS.set(thread := WorkerThread(membership))
         try:
             exec(self._code, {"__name__": "__main__", "__file__": self.argv[0]})  # noqa: S102 (what this is for)
+            thread.script_end.reached()
         finally:
-            if thread.run is not None:
-                thread.run.close()
+            if thread.newest is not None:
+                thread.newest.close()
 
     def kill(self, pid: int, number: int) -> None:
         """As ``os.kill``, for scripts whose workers kill themselves, or ask themselves to leave."""

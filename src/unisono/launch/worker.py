@@ -19,6 +19,7 @@ from types import ModuleType, TracebackType
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import FIRST_SIGNAL
 from unisono.host.parent_death import end_with_parent
+from unisono.host.script_end import OF_THIS_PROCESS
 from unisono.launch.ending.failure import Failure, dismissal_in, note_end
 from unisono.launch.settings import Script
 from unisono.launch.terminal.terminal import WorkerName
@@ -43,8 +44,9 @@ def main() -> None:
     if "UNISONO_WORKER" in os.environ:
         faulthandler.register(signal.SIGUSR1)  # a worker that hangs is asked where, before it is killed
     script = Script.from_argv(sys.argv[1:])
+    OF_THIS_PROCESS.is_told = True
     try:
-        run(script)
+        to_its_end(script)
     except SystemExit as error:
         ends.append((os.getpid(), code_of(error)))
         raise
@@ -72,6 +74,17 @@ def keep_from_children(descriptor: str | None) -> None:
     """The socket that the workers meet at is for this process, not for programs that the script starts."""
     if descriptor is not None:
         os.set_inheritable(int(descriptor), False)
+
+
+def to_its_end(script: Script) -> None:
+    """Run a script, and tell when it has ended well."""
+    try:
+        run(script)
+    except SystemExit as error:
+        if code_of(error) == 0:
+            OF_THIS_PROCESS.reached()
+        raise
+    OF_THIS_PROCESS.reached()
 
 
 def run(script: Script) -> None:

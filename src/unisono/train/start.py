@@ -18,6 +18,8 @@ from unisono.adapt.policy import Policy
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
+from unisono.host.script_end import OF_THIS_PROCESS as END_OF_SCRIPT
+from unisono.host.script_end import ScriptEnd
 from unisono.job import Compression, Job, Precision, Reduction
 from unisono.membership.environment import Environment
 from unisono.membership.launch_variables import OF_THIS_PROCESS
@@ -51,11 +53,15 @@ class HostProcess:
     Attributes:
         jobs: the jobs of the runs so far. What is refused is no run.
         variables: the environment's variables, from which a run hides those of the launcher.
+        script_end: the end of the script.
+        newest: the newest run; None before the first one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, script_end: ScriptEnd = END_OF_SCRIPT) -> None:
         self.jobs: list[Job] = []
         self.variables = OF_THIS_PROCESS
+        self.script_end = script_end
+        self.newest: Run | None = None
 
     def apply_numerics(self, job: Job, device: torch.device) -> Callable[[], None]:
         """Set torch up for a job; returns what sets it back."""
@@ -71,6 +77,7 @@ class HostProcess:
 
     def note_run(self, run: Run) -> None:
         """A run has started; it is closed at the end of the process, if not before."""
+        self.newest = run
         atexit.register(run.inside.ending.close)
 
 

@@ -78,6 +78,11 @@ class KerasData:
         """Whether a loader decides order and batches."""
         return isinstance(self.data, DataLoader)
 
+    @property
+    def batch_size(self) -> int | None:
+        """The samples in a batch, if a loader decides it."""
+        return self.data.batch_size if isinstance(self.data, DataLoader) else None
+
     def steps(self, batch_size: int) -> int:
         """The number of batches in a pass."""
         return len(self.data) if self.is_loader else math.ceil(len(self) / batch_size)

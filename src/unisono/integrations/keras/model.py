@@ -20,13 +20,16 @@ from unisono.integrations.keras.kept import require_kept, require_mean
 from unisono.integrations.keras.shard_step import EvaluationStep, PredictStep, TrainStep
 from unisono.integrations.keras.update import KerasUpdate
 from unisono.integrations.keras.variables import is_built, require_sums, results_of, set_metrics, shared_state
+from unisono.integrations.run_of_script import compare_first_weights, run_for
 from unisono.train.run import Run
 from unisono.train.state.registered import kept
 
 OWN = ("keras_model", "run", "_fits", "_name", "_update", "_prepared_for")
 
 USUAL_BATCH = 32
-"""KerasData in a batch of ``evaluate`` and ``predict``, as in Keras."""
+"""Samples in a batch where nobody says how many, as in Keras."""
+
+SEED = "call keras.utils.set_random_seed(…) before the model is built"
 
 
 class Model:
@@ -35,8 +38,10 @@ class Model:
     What is not named here is the Keras model's own: attributes, ``compile``, ``summary``, ``save``, ``load_weights``.
 
     Args:
-        model: the Keras model, built after ``unisono.init``.
-        run: the run, from ``unisono.init``.
+        model: the Keras model.
+        run: the run, from ``unisono.init``. By default the one that is open; if there is none a new one, which is
+            finished when the script ends well.
+        settings: arguments of :func:`unisono.init` for a new run. Without ``batch_size`` each ``fit`` has its own.
 
     Attributes:
         keras_model: the Keras model.
@@ -44,15 +49,15 @@ class Model:
 
     Raises:
         ModelError: it is no Keras model.
-        JobError: there is an active ``keras.distribution``.
+        JobError: there is an active ``keras.distribution``; or settings that cannot work, or that come too late.
     """
 
     keras_model: Any
     run: Run
 
-    def __init__(self, model: Any, run: Run) -> None:
+    def __init__(self, model: Any, run: Run | None = None, **settings: Any) -> None:
         require_kept(model)
-        self.keras_model, self.run = model, run
+        self.keras_model, self.run = model, run_for("unisono.keras.Model", run, settings)
         self._fits, self._name = Fittings(model), ""
         self._update: KerasUpdate | None = None
         self._prepared_for: list[Any] = []
@@ -105,7 +110,8 @@ class Model:
         Args:
             x: arrays in any structure, a map-style data set or a ``DataLoader``.
             y: the targets, likewise.
-            batch_size: the samples of a global batch: what ``unisono.init`` says.
+            batch_size: the samples of a global batch, over all workers; by default those of ``unisono.init``, and 32 if
+                it says none. A loader decides it itself.
             epochs: the epoch to end before.
             verbose: 0 for no progress bar.
             callbacks: Keras' callbacks. Those that write do so on the main worker.
@@ -130,34 +136,35 @@ class Model:
         """
         model, run = self.keras_model, self.run
         model._assert_compile_called("fit")
-        self._require_batch_size(batch_size, x)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
         samples = KerasData.of(x, y, sample_weight, class_weight)
         require_mean(model, has_weights=samples.has_weights)
         self._get_ready(samples)
-        steps = steps_per_epoch or samples.steps(run.job.require_batch_size("fit"))
+        size = self._size(batch_size, samples)
+        steps = steps_per_epoch or samples.steps(size)
         called = listed(callbacks, model, lambda: run.is_main, verbose, epochs=epochs, steps=steps)
         validate = partial(
-            self._validate, validation_data, validation_freq, called, validation_batch_size, validation_steps
+            self._validate, validation_data, validation_freq, called, validation_batch_size or size, validation_steps
         )
         fit = Fitting(model, called, range(initial_epoch, epochs), steps_per_epoch, validate)
         self._fits.begin(fit)
         if fit.epochs:
-            self._train(fit, samples, shuffle)
+            self._train(fit, samples, shuffle, size)
         history = fit.end()
         restored = run.inside.trained.restored
         if not fit.is_here and restored is not None:
             self._fits.recall(kept(restored, "registered")[self._name])
         return history
 
-    def _train(self, fit: Fitting, samples: KerasData, shuffle: bool) -> None:
+    def _train(self, fit: Fitting, samples: KerasData, shuffle: bool, size: int) -> None:
         assert self._update is not None, "the model is ready"
         passes = len(fit.epochs)
         if fit.steps is not None:
-            passes = ceil(passes * fit.steps / samples.steps(self.run.job.require_batch_size("fit")))
+            passes = ceil(passes * fit.steps / samples.steps(size))
         train_step = TrainStep(self.keras_model, samples.unpack, frozenset(results_of(self.keras_model)), self.run.log)
-        for step in self.run.steps(samples.data, passes, shuffle=None if samples.is_loader else bool(shuffle)):
+        shuffled = None if samples.is_loader else bool(shuffle)
+        for step in self.run.steps(samples.data, passes, shuffle=shuffled, batch_size=size):
             fit.step_begins(step)
             step.run(train_step, update=self._update.step)
             if fit.step_ends(step):
@@ -252,6 +259,7 @@ class Model:
         if not self._prepared_for:
             self._name = _free_name(run)
             run.register(self._name, self._fits)
+            compare_first_weights(run, model, SEED)
         self._update = KerasUpdate(model)
         run.prepare(model, self._update, state=shared_state(model))
         self._prepared_for = self._present()
@@ -274,22 +282,18 @@ class Model:
         return inside.evaluator.carry_out(lambda one: one.sums(step), samples.data, size, None)
 
     def _validate(
-        self, data: Any, frequency: Any, callbacks: Any, batch_size: int | None, steps: int | None, epoch: int
+        self, data: Any, frequency: Any, callbacks: Any, batch_size: int, steps: int | None, epoch: int
     ) -> dict[str, float]:
         if data is None or not self.keras_model._should_eval(epoch, frequency):
             return {}
         x, y, weights = (*data, None, None)[:3] if isinstance(data, tuple | list) else (data, None, None)
-        size = batch_size or self.run.job.batch_size
-        logs = self.evaluate(x, y, size, sample_weight=weights, steps=steps, callbacks=callbacks, return_dict=True)
+        logs = self.evaluate(x, y, batch_size, sample_weight=weights, steps=steps, callbacks=callbacks, return_dict=True)
         return {f"val_{name}": value for name, value in logs.items()}
 
-    def _require_batch_size(self, batch_size: int | None, x: Any) -> None:
+    def _size(self, batch_size: int | None, samples: KerasData) -> int:
+        """The samples of a global batch of ``fit``."""
         asked = self.run.inside.loop.config.asked_batch_size
-        if batch_size not in (None, asked):
-            raise JobError(
-                f"fit(batch_size={batch_size}), and the job has batch_size={asked}, over all workers: say the same in "
-                f"unisono.init"
-            )
+        return samples.batch_size or batch_size or asked or USUAL_BATCH
 
 
 def _array(value: Any) -> np.ndarray[Any, Any]:
