@@ -1,4 +1,4 @@
-"""Keras' own "Simple MNIST convnet" on real handwritten digits: three lines are Unisono's, all others are Keras'.
+"""Keras' own "Simple MNIST convnet" on real handwritten digits: one line is Unisono's besides its import.
 
     python examples/keras_convnet.py                      one worker
     unisono run -n 3 examples/keras_convnet.py            three workers, the same weights to the last bit
@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 
 import unisono
 
-run = unisono.init(batch_size=128, seed=0)
+keras.utils.set_random_seed(0)
 
 # Model / data parameters
 num_classes = 10
@@ -52,7 +52,7 @@ model = keras.Sequential(
         layers.Dense(num_classes, activation="softmax"),
     ]
 )
-model = unisono.keras.Model(model, run)
+model = unisono.keras.Model(model)
 
 batch_size = 128
 epochs = 5
@@ -62,6 +62,5 @@ model.compile(loss="categorical_crossentropy", optimizer="adam", metrics=["accur
 model.fit(x_train, y_train, batch_size=batch_size, epochs=epochs, validation_split=0.1, verbose=2)
 
 score = model.evaluate(x_test, y_test, verbose=0)
-run.print("Test loss:", score[0])
-run.print("Test accuracy:", score[1])
-run.finish()
+print("Test loss:", score[0])
+print("Test accuracy:", score[1])

@@ -16,7 +16,7 @@ import torch
 
 import unisono
 
-run = unisono.init(batch_size=64, seed=0)
+keras.utils.set_random_seed(0)
 
 
 class CustomModel(keras.Model):
@@ -53,11 +53,10 @@ class CustomModel(keras.Model):
 
 inputs = keras.Input(shape=(32,))
 hidden = keras.layers.Dropout(0.1)(keras.layers.Dense(32, activation="relu")(inputs))
-model = unisono.keras.Model(CustomModel(inputs, keras.layers.Dense(1)(hidden)), run)
+model = unisono.keras.Model(CustomModel(inputs, keras.layers.Dense(1)(hidden)))
 model.compile(optimizer=keras.optimizers.Adam(clipnorm=1.0))
 
 x = np.random.random((1000, 32)).astype("float32")
 y = x.sum(axis=1, keepdims=True)
 history = model.fit(x, y, epochs=5, verbose=2)
-run.print("history:", history.history)
-run.finish()
+print("history:", history.history)

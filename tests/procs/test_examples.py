@@ -100,6 +100,9 @@ SHORT = {
 Those of Keras are tried on the same: it numbers the layers of a process, and their names are part of the digest.
 """
 
+ENDS = "HOST_PROCESS.get().script_end.reached()\n"
+"""Runs that end with their script do so."""
+
 Ended = dict[str, dict[str, object]]
 """The results of examples."""
 
@@ -107,10 +110,11 @@ Ended = dict[str, dict[str, object]]
 def run_all(folder: Path, commands: Sequence[str], workers: int | None = None) -> Ended:
     """Run three steps of each, one after the other in the same processes: torch is loaded once."""
     calls = "".join(
-        f"sys.argv = {[name, *flags]!r}\nrunpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')\n"
+        f"sys.argv = {[name, *flags]!r}\nrunpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')\n{ENDS}"
         for name, *flags in map(str.split, commands)
     )
-    (folder / "all.py").write_text(f"import runpy, sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n{calls}")
+    begin = f"import runpy, sys\nfrom unisono.train.start import HOST_PROCESS\nsys.path.insert(0, {str(EXAMPLES)!r})\n"
+    (folder / "all.py").write_text(begin + calls)
     done = on(workers, "all.py", folder=folder, UNISONO_STOP_AFTER="3", UNISONO_RUN_DIR="run")
     assert done.returncode == 0, done.stdout
     paths = [folder / "run", *(folder / "run" / f"run-{number}" for number in range(2, len(commands) + 1))]

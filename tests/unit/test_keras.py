@@ -15,7 +15,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation"),  # Keras makes arrays of tensors in NumPy's old way
 ]
 
-SCRIPT = Path(__file__).parents[1] / "procs" / "scripts" / "keras_training.py"
+SCRIPTS = Path(__file__).parents[1] / "procs" / "scripts"
+SCRIPT = SCRIPTS / "keras_training.py"
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +76,12 @@ def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Do
     assert done.journal("resumed")
     assert rows(done) == rows(serial)
     same(done, serial)
+
+
+def test_a_run_that_begins_and_ends_by_itself_is_the_same_on_any_number_of_workers(cluster: Cluster) -> None:
+    one = cluster(SCRIPTS / "keras_one_line.py", 1, shards=8)
+    kills = [Kill(2, 1, 0), Kill(5, 0, 5), Kill(11, 2, 5), Kill(14, 0, 0)]
+    several = [cluster(SCRIPTS / "keras_one_line.py", workers, shards=8) for workers in (2, 3, 5)]
+    for done in (*several, cluster(SCRIPTS / "keras_one_line.py", 3, shards=8, kills=kills)):
+        assert (done.outcome, said(done)) == (one.outcome, said(one))
+    assert one.metrics[18]["batch_size"] == 20

@@ -84,6 +84,21 @@ def test_evaluation_and_prediction_are_those_of_keras(start: Start) -> None:
     assert len(ours.predict(X, batch_size=8, steps=3)) == 24
 
 
+def test_a_run_begins_by_itself_and_a_second_model_trains_on_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("UNISONO_RUN_DIR", str(tmp_path))
+    ours = compiled(unisono.keras.Model(network(), shards=4, seed=2))
+    with ours.run as run:
+        assert (run.job.shards, run.job.seed, run.job.batch_size) == (4, 2, None)
+        sizes: list[int] = []
+        run.on("step_ends", lambda _, step: sizes.append(step.size))
+        ours.fit(X, Y, verbose=0)
+        ours.fit(X, Y, batch_size=45, verbose=0)
+        assert sizes == [32, 32, 26, 45, 45]
+        assert unisono.keras.Model(network()).run is run
+
+
 def test_a_loader_and_a_data_set_are_taken_as_they_are(start: Start) -> None:
     data = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
     _, _, ours, history = both(start, epochs=1)
@@ -178,7 +193,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         "use reduction='sum_over_batch_size'",
     ),
     "metric": (lambda model: compiled(model, metrics=[FromOne()]).fit(X, Y), ModelError, "begin with zeros"),
-    "batch size": (lambda model: compiled(model).fit(X, Y, batch_size=7), JobError, "say the same in unisono.init"),
+    "settings": (lambda model: unisono.keras.Model(network(), seed=1, shards=2), JobError, "beside a run that is open"),
     "generator": (lambda model: compiled(model).fit(iter([(X, Y)])), DataError, "give arrays, a map-style data set"),
     "lengths": (lambda model: compiled(model).fit(X, Y[:7]), DataError, "7 and 90 samples"),
     "both weights": (

@@ -93,9 +93,18 @@ class CheckpointStore:
             warnings.warn(f"no checkpoint of step {snapshot.step} is written: {why}", UnisonoWarning, stacklevel=3)
             return
         begun = perf_counter()
+        self._pending = self._written(FrozenSnapshot.of(snapshot, verified), begun)
+
+    def _written(self, frozen: FrozenSnapshot, begun: float) -> Future[str | None]:
+        """Have it written in the background, or now if the process exits: no thread takes anything more then."""
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="unisono-checkpoint")
-        self._pending = self._writer.submit(self._write, FrozenSnapshot.of(snapshot, verified), begun)
+        try:
+            return self._writer.submit(self._write, frozen, begun)
+        except RuntimeError:
+            now: Future[str | None] = Future()
+            now.set_result(self._write(frozen, begun))
+            return now
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written; warn of what went wrong."""

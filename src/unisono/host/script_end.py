@@ -19,8 +19,8 @@ RETURNS = ("RETURN_VALUE", "RETURN_CONST")
 class ScriptEnd:
     """Does what is left to do when a script has ended well: behind its last line, or in ``sys.exit`` with code 0.
 
-    Whoever runs the script tells when that is (:meth:`reached`). Where Python itself runs it, that is found out when the
-    process exits.
+    Whoever runs the script tells when that is (:meth:`reached`). Where Python itself runs it, that is found out when
+    the process exits.
 
     Attributes:
         is_told: whether somebody tells.

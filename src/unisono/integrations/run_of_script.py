@@ -1,16 +1,12 @@
-"""The run that a guest trains on: the one it was given, the one that is open, or one that lasts as long as the script."""
+"""The run that a guest trains on: one that it was given, the one that is open, or one that ends with the script."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
-from warnings import warn
 
-from torch import nn
-
-from unisono.errors import JobError, UnisonoWarning
-from unisono.train.model.tensors import digest
+from unisono.errors import JobError
 from unisono.train.run import Run
 from unisono.train.start import HOST_PROCESS, init
 
@@ -46,22 +42,3 @@ def _finish(run: Run) -> None:
         run.close()
     else:
         run.finish()
-
-
-def compare_first_weights(run: Run, model: nn.Module, cure: str) -> None:
-    """Warn if the workers have built a model with different weights: all begin with the main worker's. Collective.
-
-    Args:
-        run: the run, which has not prepared the model yet.
-        model: the model, as this worker has built it.
-        cure: what to do about it.
-    """
-    own = digest(model)
-    found = run.together(lambda workers: workers.gather_json(own))
-    if len(set(found)) > 1 and run.is_main:
-        warn(
-            f"the workers have built the model with different weights, and all go on with those of the main worker. "
-            f"Another start of the script begins with others: {cure}",
-            UnisonoWarning,
-            stacklevel=2,
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from math import ceil
 from operator import is_
@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import torch
 
-from unisono.errors import JobError, ModelError
+from unisono.errors import ModelError
 from unisono.integrations.keras.callbacks import listed
 from unisono.integrations.keras.data import KerasData, split
 from unisono.integrations.keras.fitting import Fitting, Fittings
@@ -20,16 +20,15 @@ from unisono.integrations.keras.kept import require_kept, require_mean
 from unisono.integrations.keras.shard_step import EvaluationStep, PredictStep, TrainStep
 from unisono.integrations.keras.update import KerasUpdate
 from unisono.integrations.keras.variables import is_built, require_sums, results_of, set_metrics, shared_state
-from unisono.integrations.run_of_script import compare_first_weights, run_for
+from unisono.integrations.run_of_script import run_for
 from unisono.train.run import Run
 from unisono.train.state.registered import kept
+from unisono.train.step.step import Step
 
 OWN = ("keras_model", "run", "_fits", "_name", "_update", "_prepared_for")
 
 USUAL_BATCH = 32
 """Samples in a batch where nobody says how many, as in Keras."""
-
-SEED = "call keras.utils.set_random_seed(…) before the model is built"
 
 
 class Model:
@@ -131,7 +130,7 @@ class Model:
 
         Raises:
             DataError: data that cannot be shared out; says what to do.
-            JobError: another batch size than the job's.
+            JobError: a batch size that cannot be had.
             ModelError: what cannot be kept; says what to do.
         """
         model, run = self.keras_model, self.run
@@ -141,30 +140,30 @@ class Model:
         samples = KerasData.of(x, y, sample_weight, class_weight)
         require_mean(model, has_weights=samples.has_weights)
         self._get_ready(samples)
-        size = self._size(batch_size, samples)
-        steps = steps_per_epoch or samples.steps(size)
+        config = run.inside.loop.config
+        size = samples.batch_size or batch_size or config.asked_batch_size or USUAL_BATCH
+        steps_in_pass = samples.steps(size if config.batch_set_by is None else run.job.batch_size or size)
+        steps = steps_per_epoch or steps_in_pass
         called = listed(callbacks, model, lambda: run.is_main, verbose, epochs=epochs, steps=steps)
         validate = partial(
             self._validate, validation_data, validation_freq, called, validation_batch_size or size, validation_steps
         )
+        shuffled = None if samples.is_loader else bool(shuffle)
         fit = Fitting(model, called, range(initial_epoch, epochs), steps_per_epoch, validate)
         self._fits.begin(fit)
         if fit.epochs:
-            self._train(fit, samples, shuffle, size)
+            passes = ceil(len(fit.epochs) * (steps_per_epoch or steps_in_pass) / steps_in_pass)
+            self._train(fit, samples, run.steps(samples.data, passes, shuffle=shuffled, batch_size=size))
         history = fit.end()
         restored = run.inside.trained.restored
         if not fit.is_here and restored is not None:
             self._fits.recall(kept(restored, "registered")[self._name])
         return history
 
-    def _train(self, fit: Fitting, samples: KerasData, shuffle: bool, size: int) -> None:
+    def _train(self, fit: Fitting, samples: KerasData, steps: Iterable[Step]) -> None:
         assert self._update is not None, "the model is ready"
-        passes = len(fit.epochs)
-        if fit.steps is not None:
-            passes = ceil(passes * fit.steps / samples.steps(size))
         train_step = TrainStep(self.keras_model, samples.unpack, frozenset(results_of(self.keras_model)), self.run.log)
-        shuffled = None if samples.is_loader else bool(shuffle)
-        for step in self.run.steps(samples.data, passes, shuffle=shuffled, batch_size=size):
+        for step in steps:
             fit.step_begins(step)
             step.run(train_step, update=self._update.step)
             if fit.step_ends(step):
@@ -259,7 +258,6 @@ class Model:
         if not self._prepared_for:
             self._name = _free_name(run)
             run.register(self._name, self._fits)
-            compare_first_weights(run, model, SEED)
         self._update = KerasUpdate(model)
         run.prepare(model, self._update, state=shared_state(model))
         self._prepared_for = self._present()
@@ -287,13 +285,10 @@ class Model:
         if data is None or not self.keras_model._should_eval(epoch, frequency):
             return {}
         x, y, weights = (*data, None, None)[:3] if isinstance(data, tuple | list) else (data, None, None)
-        logs = self.evaluate(x, y, batch_size, sample_weight=weights, steps=steps, callbacks=callbacks, return_dict=True)
+        logs = self.evaluate(
+            x, y, batch_size, sample_weight=weights, steps=steps, callbacks=callbacks, return_dict=True
+        )
         return {f"val_{name}": value for name, value in logs.items()}
-
-    def _size(self, batch_size: int | None, samples: KerasData) -> int:
-        """The samples of a global batch of ``fit``."""
-        asked = self.run.inside.loop.config.asked_batch_size
-        return samples.batch_size or batch_size or asked or USUAL_BATCH
 
 
 def _array(value: Any) -> np.ndarray[Any, Any]:

@@ -206,7 +206,8 @@ def _start(case: Case) -> Cause:
         return Cause(
             "unseeded randomness: the first weights are drawn before unisono.init has seeded anything, or from a "
             "generator that no seed covers",
-            "call unisono.init before the model is built; it seeds torch, NumPy and Python's random",
+            "call unisono.init before the model is built; it seeds torch, NumPy and Python's random. Or seed them "
+            "before",
             (Topic.EARLY, Topic.UNSEEDED, Topic.GENERATOR, Topic.TIME),
         )
     return Cause(

@@ -104,7 +104,8 @@ def shared_weights(workers: Workers, prepared: Prepared) -> Values:
     if workers.rank == 0 and len(set(digests)) > 1:
         warnings.warn(
             "the workers built models with different weights, and now all have those of rank 0: the next run "
-            "would start from others. Build the model after unisono.init, which seeds the random generators",
+            "would start from others. Build the model after unisono.init, which seeds the random generators, or seed "
+            "them before",
             UnisonoWarning,
             stacklevel=3,
         )
