@@ -1,13 +1,18 @@
 """Runs of a single worker in the process of the test."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
+import torch
 
 import unisono
+from struck_run import JOB
 from unisono.data.streams import generators_kept
+from unisono.train.config.numerics import apply_numerics
 
 Start = Callable[..., unisono.Run]
 
@@ -34,3 +39,17 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield started
     for run in reversed(runs):
         run.close()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads for all worlds of struck runs: starting some anew for each takes longer than the world."""
+    before, threads, most = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads(), 16
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(most) as pool:
+        all_there = Barrier(most)
+        for each in [pool.submit(all_there.wait) for _ in range(most)]:
+            each.result()
+        yield pool
+    torch.set_num_threads(threads)
+    before.apply()

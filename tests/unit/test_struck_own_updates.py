@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from one_at_a_time import Blow, blows_on
-from struck_run import JOB, Play, act_out, flipped, loss, momentum, network, samples_of, state_of
+from struck_run import Play, act_out, flipped, loss, momentum, network, samples_of, state_of
 from unisono.job import Job
-from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import Execution
+from unisono.train.model.forward_writes import FIRST
 from unisono.train.model.tensors import digest_tensors, tensors_of
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone
@@ -29,24 +29,11 @@ from unisono.train.step.step import Step
 
 pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore:BatchNorm")]
 
-THREADS = 16
-
 BLOWS = int(os.environ.get("UNISONO_BLOWS", "100")) // 2
 
+PLAIN = Execution(overlap=False)
 LOOKING = Execution(overlap=False, looks=True)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPoolExecutor]:
-    before, threads = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads()
-    torch.set_num_threads(1)
-    with ThreadPoolExecutor(THREADS) as pool:
-        all_there = threading.Barrier(THREADS)
-        for each in [pool.submit(all_there.wait) for _ in range(THREADS)]:
-            each.result()
-        yield pool
-    torch.set_num_threads(threads)
-    before.apply()
+SPLIT = Execution(overlap=False, shard_optimizer="auto", split_from_mib=0)
 
 
 def own(run: Run, told: Callable[[Run, Step], None], make: Callable[[Any], torch.optim.Optimizer] = momentum) -> str:
@@ -182,7 +169,7 @@ def test_optimizers_that_the_script_steps_by_itself_end_where_they_do_without(
 def test_whoever_is_behind_makes_the_update_that_others_have_made(
     verify_every: int, pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    play = Play(4, tmp_path, LOOKING if verify_every else Execution(overlap=False), verify_every, script=own)
+    play = Play(4, tmp_path, LOOKING if verify_every else PLAIN, verify_every, script=own)
     whole = act_out(pool, play)
     (serial,) = set(whole.digests.values())
     passed = whole.world.points["a"]
@@ -193,3 +180,62 @@ def test_whoever_is_behind_makes_the_update_that_others_have_made(
             assert struck.world.struck == 1
             assert set(struck.digests.values()) == {serial}, (through, point)
             assert set(struck.digests) == set("bcd")
+
+
+def halving(
+    run: Run,
+    told: Callable[[Run, Step], None],
+    make: Callable[[Any], torch.optim.Optimizer] = momentum,
+    first_step: int = 0,
+) -> str:
+    """Changes weights, a buffer and what the optimizer keeps in the loop's body, from a step on."""
+    model, bodies = network(), torch.zeros(())
+    model.register_buffer("bodies", bodies)
+    optimizer = make(model.parameters())
+    run.prepare(model, optimizer)
+    run.on("step_begins", told)
+    first, *_, last = model.parameters()
+    for step in run.steps(samples_of(run), epochs=1 + first_step, shuffle=False, max_steps=first_step + 4):
+        step.run(loss)
+        if step.number >= first_step and not run.inside.trained.is_doubted:
+            bodies += 1
+            first.data.mul_(0.5)
+            optimizer.state[last]["momentum_buffer"] *= 0.5
+    return f"{run.finish()} {state_of(optimizer)} {int(bodies)}"
+
+
+@pytest.mark.parametrize("verify_every", [0, 100])
+def test_what_the_body_changes_behind_an_update_counts_once_on_whoever_is_behind(
+    verify_every: int, pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    play = Play(4, tmp_path, LOOKING if verify_every else PLAIN, verify_every, script=halving)
+    whole = act_out(pool, play)
+    (serial,) = set(whole.digests.values())
+    passed = whole.world.points["a"]
+    updates = [point for point, name in enumerate(passed) if name == "act worked out"]
+    for through in ("b", "bc", "d"):
+        for point in updates:
+            struck = act_out(pool, play, Blow("a", point, frozenset(through)))
+            assert struck.world.struck == 1
+            assert set(struck.digests.values()) == {serial}, (through, point, struck.error)
+            assert set(struck.digests) == set("bcd")
+
+
+@pytest.mark.parametrize(("first_step", "execution"), [(FIRST + 1, PLAIN), (0, SPLIT), (FIRST + 1, SPLIT)])
+def test_a_first_change_that_nobody_could_expect_ends_the_job_rather_than_in_other_weights(
+    first_step: int, execution: Execution, pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    play = Play(4, tmp_path, execution, 0, script=partial(halving, first_step=first_step))
+    whole = act_out(pool, play)
+    (serial,) = set(whole.digests.values())
+    passed = whole.world.points["a"]
+    updates = [point for point, name in enumerate(passed) if name == "act worked out"][-6:]
+    errors = set()
+    for through in ("b", "bc", "d"):
+        for point in updates:
+            struck = act_out(pool, play, Blow("a", point, frozenset(through)))
+            assert set(struck.digests.values()) <= {serial}, (through, point)
+            if struck.error is not None:
+                errors.add(str(struck.error).partition(": ")[2])
+    (error,) = errors
+    assert error.startswith("the loop's body has changed weights, and a worker that lacks the update before that")

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import os
 import random
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import pytest
-import torch
 
 import struck_training
 from one_at_a_time import Blow, blows_on
-from struck_run import JOB, Outcome, Play, act_out, flipped, wrong
+from struck_run import Outcome, Play, act_out, flipped, wrong
 from unisono.errors import JobMismatch, WorkerLost
 from unisono.failpoints import POINTS
 from unisono.testing.fault import FlippedPlace
-from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import Execution
 
 pytestmark = pytest.mark.cluster
-
-THREADS = 16
 
 BLOWS = int(os.environ.get("UNISONO_BLOWS", "100")) // 5
 """So many are tried on each job, drawn from a seed."""
@@ -33,19 +27,6 @@ BLOWS = int(os.environ.get("UNISONO_BLOWS", "100")) // 5
 LOOKING = Execution(overlap=False, looks=True)
 AUDITED = replace(LOOKING, audit=1.0)
 SPLIT = replace(LOOKING, shard_optimizer=True)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPoolExecutor]:
-    before, threads = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads()
-    torch.set_num_threads(1)
-    with ThreadPoolExecutor(THREADS) as pool:
-        all_there = threading.Barrier(THREADS)
-        for each in [pool.submit(all_there.wait) for _ in range(THREADS)]:
-            each.result()
-        yield pool
-    torch.set_num_threads(threads)
-    before.apply()
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
@@ -18,12 +17,9 @@ import torch
 from one_at_a_time import Blow, some_of
 from struck_run import Outcome, Play, act_out, momentum
 from unisono.job import Job
-from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import Execution
 
 pytestmark = pytest.mark.cluster
-
-THREADS = 16
 
 BLOWS = int(os.environ.get("UNISONO_BLOWS", "100")) // 8
 """So many are tried on each job, drawn from a seed, and about as many pairs of them."""
@@ -54,19 +50,6 @@ PLAYS = {
     f"{workers} workers, {make.__name__}": Play(workers, Path(), SPLIT, job=JOB, optimizer=make)
     for workers, make in ((2, momentum), (2, adam), (3, momentum), (3, adam), (5, adam))
 } | {"one joins": Play(2, Path(), SPLIT, job=JOB, joiners=1)}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPoolExecutor]:
-    before, threads = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads()
-    torch.set_num_threads(1)
-    with ThreadPoolExecutor(THREADS) as pool:
-        all_there = threading.Barrier(THREADS)
-        for each in [pool.submit(all_there.wait) for _ in range(THREADS)]:
-            each.result()
-        yield pool
-    torch.set_num_threads(threads)
-    before.apply()
 
 
 Serial = Callable[[Play], str]

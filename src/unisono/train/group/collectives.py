@@ -89,6 +89,13 @@ class Recovers(Protocol):
     def gives_alone(self) -> None:
         """Members get a state that this one alone has, so that nobody can compare it. Called before :meth:`give`."""
 
+    def gives_result(self) -> None:
+        """Members get what came of a change that they have not made, and not its cause. Called before :meth:`give`.
+
+        Raises:
+            JobMismatch: the script has changed it since, and would do so there once more.
+        """
+
     def heal(self, workers: Workers, transfer: StateTransfer, what: str) -> None:
         """Some workers hold another state than most: they get the right one. Collective.
 
@@ -125,6 +132,9 @@ class Stateless(Recovers):
         return None
 
     def gives_alone(self) -> None:
+        """Nothing is given."""
+
+    def gives_result(self) -> None:
         """Nothing is given."""
 
     def heal(self, workers: Workers, transfer: StateTransfer, what: str) -> None:
@@ -394,11 +404,14 @@ class CollectiveCalls:
         workers, told = self._membership.workers, None
         transfer = self._trusted(transfer)
         if workers.rank == transfer.source:
-            if self._changed and transfer.is_alone and transfer.behind - transfer.joiners:
+            cause, members = self._cause() if transfer.behind else None, transfer.behind - transfer.joiners
+            if self._changed and transfer.is_alone and members:
                 self.recovery.gives_alone()
+            if self._changed and cause is None and members:
+                self.recovery.gives_result()
             is_lacking = self._changed or transfer.joiners
             given = self.recovery.give() if is_lacking else None
-            told = [self.done, self._changed, self._value, given, self._cause() if transfer.behind else None]
+            told = [self.done, self._changed, self._value, given, cause]
             failpoint("state captured")
         told = workers.broadcast(told, transfer.source)
         form = tuple[int, bool, Any, Any, Any]

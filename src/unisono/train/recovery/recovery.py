@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
-from unisono.errors import PREEMPTED, Dismissed
+from unisono.errors import PREEMPTED, Dismissed, JobMismatch
 from unisono.failpoints import failpoint
 from unisono.received import value_of
 from unisono.train.group.collectives import Recovers
@@ -172,6 +172,15 @@ class Recovery(Recovers):
         """Nobody can compare the state with its own."""
         if (digests := self.digests()) is not None:
             self._integrity.suspect(self._trained.progress.position.step, digests)
+
+    def gives_result(self) -> None:
+        """Members get what came of an update. Where states are compared, a wrong one is found."""
+        if self._steps.was_written and not self._integrity.is_on:
+            raise JobMismatch(
+                f"step {self._trained.progress.position.step}: the loop's body has changed weights, and a worker that "
+                f"lacks the update before that cannot get it without that change: start the job again, it goes on from "
+                f"its newest checkpoint. With verify_every above 0 a run goes back by itself"
+            )
 
     def take(self, given: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
         """Set the state that another worker has given."""

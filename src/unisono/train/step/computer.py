@@ -68,6 +68,10 @@ class StepComputer(Protocol):
     def has_flipped(self) -> bool:
         """Whether a bit is not as the last update has left it, where this worker has the only copy."""
 
+    @property
+    def was_written(self) -> bool:
+        """Whether the script had changed what the last update had left, when the last engine was closed."""
+
     def make(self, workers: Workers) -> None:
         """Begin in a generation, under the present strategy. Collective."""
 

@@ -75,6 +75,11 @@ class CurrentSteps:
         return self._computer is not None and self._computer.has_flipped
 
     @property
+    def was_written(self) -> bool:
+        """Whether the script had changed since the last update what that had left, when steps were computed last."""
+        return self._exact.was_written or self._local.was_written
+
+    @property
     def computer(self) -> StepComputer:
         """Who computes now."""
         assert self._computer is not None, "all workers have the same models"

@@ -9,6 +9,7 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from unisono.adapt.norms import GradientNorms
 from unisono.adapt.squared_norms import SquaredNorms
@@ -24,10 +25,11 @@ from unisono.train.group.control import Balance, ControlWord, Flags, ShardReport
 from unisono.train.group.majority import Verdict, judged
 from unisono.train.group.workers import Workers
 from unisono.train.model.at_rest import AtRest, Seen, kept_by
+from unisono.train.model.body_writes import BodyWrites
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.forward_writes import ForwardWrites
 from unisono.train.model.own_update import OwnUpdate, Scaled, UpdateCause
-from unisono.train.model.places import Placed, set_places
+from unisono.train.model.places import set_places
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.update import Update, may_change_gradients
 from unisono.train.step.audit import Audit
@@ -117,6 +119,7 @@ class StepEngine:
         self._audit = Audit(job.seed, execution.audit, workers)
         self.has_lost = has_lost
         self._cause = UpdateCause() if survives and workers.world_size > 1 else None
+        self._body = BodyWrites(self._lasting, partial(kept_by, prepared.optimizers))
         self._update: Update | ShardedUpdate = update or Update()
         self.why_whole = (
             why_whole(prepared, workers, execution, survives=survives)
@@ -153,6 +156,8 @@ class StepEngine:
         """
         if self._split != (split := self._workers.split(call.batch.shards)):
             self._resplit(split)
+        if self._cause is not None:
+            self._body.begin()
         self._update.begin(lambda: not self.has_flipped)
         self._buffers.begin()
         if self._at_rest is not None:
@@ -197,13 +202,18 @@ class StepEngine:
         with self._or_rewound():
             buffers = self._buffers.reduced(self._workers.transport, used_buffers, counts)
 
+        keeps = self.cause(call)
+
         def make() -> None:
             set_places(buffers)
+            if keeps is not None:
+                parameters = self._prepared.trained_by(call.optimizers)
+                keeps.keep(attempt.report.loss, parameters, self._prepared.buffers, buffers)
             with nullcontext() if call.update else self._scaled(call.optimizers):
                 if call.update is None:
                     self._update.apply(call.optimizers)
                 else:
-                    self._make_own(call, call.update, attempt, buffers)
+                    self._make_own(call.update, call.optimizers, attempt)
                 if self._at_rest is not None:
                     self._at_rest.note(self._update.sums())  # before others can read or write what it has updated
                 self._update.finish()
@@ -212,6 +222,8 @@ class StepEngine:
             self.has_lost |= not changes and not gradients.has_kept()
             if call.update is None:  # which leaves gradients as it wants to
                 gradients.release(used)
+            if self._cause is not None:
+                self._body.committed()
             attempt.seconds["update"] = perf_counter() - started
 
         gradients.show()
@@ -219,16 +231,22 @@ class StepEngine:
 
     def cause(self, call: Call) -> UpdateCause | None:
         """What a worker that is behind needs to make the update of a call by itself, once it is made here."""
-        return self._cause if call.update is not None else None
+        is_needed = call.update is not None or (self._body.needs_cause and not self.bytes_shared)
+        return self._cause if is_needed else None
 
-    def _make_own(self, call: Call, update: OwnUpdate, attempt: Attempt, buffers: Placed) -> None:
+    @property
+    def is_written(self) -> bool:
+        """Whether the script has changed since the last update what that has left."""
+        return self._body.are_new or self._update.must_part()
+
+    def _lasting(self) -> list[Tensor]:
+        return [*self._prepared.weights().values(), *(place.tensor for place in self._prepared.buffers)]
+
+    def _make_own(self, update: OwnUpdate, optimizers: Sequence[Optimizer], attempt: Attempt) -> None:
         """Let the script make the update, of weights that are this worker's own."""
         self.has_lost |= not attempt.gradients.has_kept()
         self._update.part()
-        if self._cause is not None:
-            parameters = self._prepared.trained_by(call.optimizers)
-            self._cause.keep(attempt.report.loss, parameters, self._prepared.buffers, buffers)
-        update.make(attempt.report.loss, call.optimizers, self._scaled)
+        update.make(attempt.report.loss, optimizers, self._scaled)
 
     def _clipped(self, call: Call, gradients: Gradients) -> float:
         if not call.clip.limits:
@@ -300,6 +318,7 @@ class StepEngine:
     def _let_go(self) -> None:
         """What this worker looks at may move: hold nothing of it."""
         self._writes.let_go()
+        self._body.let_go()
         if self._at_rest is not None:
             self._at_rest.let_go()
 

@@ -21,6 +21,7 @@ from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.own_update import UpdateCause
+from unisono.train.model.update import Update
 from unisono.train.recovery.integrity import Integrity, Note
 from unisono.train.recovery.verification import AuditJudge
 from unisono.train.state.ending import Requests
@@ -49,6 +50,7 @@ class ExactSteps:
         listeners: the run's listeners.
         newest_loss: a function that returns the newest loss in ``metrics.jsonl``.
         engine: the engine of this generation; None while these steps are not in use.
+        was_written: whether the script had changed what the last update had left, when the last engine was closed.
     """
 
     config: RunConfig
@@ -61,6 +63,7 @@ class ExactSteps:
     listeners: Listeners
     newest_loss: Callable[[], float]
     engine: StepEngine | None = field(default=None, init=False)
+    was_written: bool = field(default=False, init=False)
     has_own_weights: ClassVar[bool] = False
     is_open: ClassVar[bool] = False
     shares_work: ClassVar[bool] = False
@@ -108,6 +111,7 @@ class ExactSteps:
     def drop(self) -> None:
         """The generation is over, or the strategy."""
         if self.engine is not None:
+            self.was_written = self.engine.is_written
             self.engine.close()
             self._had_lost = self.engine.has_lost
             self.engine = None
@@ -268,12 +272,16 @@ class ExactSteps:
         return math.nan if update is None else report.loss, report.metrics, figures
 
     def _follow(self, call: StepCall, cause: Any) -> None:
-        """Others have made an update of the script's own: make it here, from the gradient that they had."""
-        assert call.update is not None, "all workers run one script"
+        """Others have made an update: make it here, from the gradient that they had."""
         prepared = self.trained.require_prepared()
         given = UpdateCause.of(cause, prepared.buffers)
         given.set(prepared.trained_by(call.optimizers), prepared.buffers)
-        call.update.make(given.loss, call.optimizers, self.trained.policy_state.scaled)
+        scaled = self.trained.policy_state.scaled
+        if call.update is not None:
+            call.update.make(given.loss, call.optimizers, scaled)
+            return
+        with scaled(call.optimizers):
+            Update().apply(call.optimizers)
 
     def _require_whole_update(self) -> None:
         """Split no update that the script makes by itself.

@@ -40,7 +40,7 @@ class LocalTraining:
     """
 
     has_own_weights = True
-    has_lost = has_flipped = False
+    has_lost = has_flipped = was_written = False
 
     def __init__(
         self,
