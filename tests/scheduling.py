@@ -9,6 +9,7 @@ TOGETHER = {
     "test_exact.py": "the jobs on 1, 2, 3, 5 and 8 workers",
     "test_examples.py": "three steps of all examples",
     "test_hosts.py": "the two hosts",
+    "test_library_streams.py": "the files, and the serial runs over them",
     "test_study.py": "the study that was killed and started again",
     "test_fork_server.py": "the template",
     "test_workers.py": "what three workers have found",
