@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import unisono.integrations.keras as keras
+    import unisono.integrations.lightning as lightning
     import unisono.integrations.torchmetrics as torchmetrics
     from unisono.adapt.ada_scale import AdaScale, LinearScaling
     from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
@@ -62,6 +63,7 @@ __all__ = [
     "digest",
     "init",
     "keras",
+    "lightning",
     "load",
     "torchmetrics",
 ]
@@ -97,7 +99,11 @@ _HOMES = {
     "load": "unisono.train.state.first_weights",
 }
 
-_GUESTS = {"keras": "unisono.integrations.keras", "torchmetrics": "unisono.integrations.torchmetrics"}
+_GUESTS = {
+    "keras": "unisono.integrations.keras",
+    "lightning": "unisono.integrations.lightning",
+    "torchmetrics": "unisono.integrations.torchmetrics",
+}
 """Modules that need packages of their own."""
 
 

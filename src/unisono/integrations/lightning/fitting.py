@@ -1,0 +1,188 @@
+"""One ``fit``: it enters the run's loop where the others are, and gives Lightning the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+from unisono.errors import JobError
+from unisono.integrations.lightning.batch import GlobalBatch, let_pass
+from unisono.integrations.lightning.fit_state import FitState
+from unisono.integrations.lightning.framework import part
+from unisono.integrations.lightning.loader import TrainingLoader
+from unisono.integrations.lightning.metrics import Metrics
+from unisono.integrations.lightning.training import Training
+from unisono.train.run import Run
+from unisono.train.state.registered import kept
+from unisono.train.step.step import Step
+
+_Leaves = part("utilities.exceptions")._TunerExitException
+
+ENDLESS = 2**31 - 1
+"""Epochs of a training that something else than their number ends."""
+
+
+class OneFit:
+    """Gives Lightning's loops the steps of the run, and has them stand where the run does.
+
+    Args:
+        run: the run.
+        trainer: the trainer, whose loader is set up.
+
+    Attributes:
+        training: what computes the steps.
+        is_over: whether the training has come to its end.
+    """
+
+    def __init__(self, run: Run, trainer: Any) -> None:
+        self.training = Training(run, trainer, Metrics(trainer.lightning_module))
+        self.is_over = False
+        self._run, self._trainer = run, trainer
+        self._state = FitState(self.training)
+        self._steps: Generator[Step, None, None] | None = None
+        self._again: Mapping[str, Any] | None = None
+        self._has_begun = False
+        self._let_go: Callable[[], None] = lambda: None
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether a collective call can be made: not between the loop's entrance and its first step."""
+        return self._has_begun
+
+    def prepare(self) -> None:
+        """Give all workers the same weights."""
+        module, trainer = self._trainer.lightning_module, self._trainer
+        self._let_go = let_pass(module)
+        # One way out: the run leaves at the end of a step, with a checkpoint.
+        trainer._signal_connector.teardown()
+        self._run.prepare(module, trainer.optimizers, state=self.training.metrics.shared_state())
+
+    def enter(self, loader: TrainingLoader) -> bool:
+        """Enter the loop where the others are.
+
+        Returns:
+            whether something is left of it.
+        """
+        epochs = self._trainer.max_epochs
+        self._steps = self._run.steps(
+            loader.loader, ENDLESS if epochs in (None, -1) else epochs, batch_size=loader.loader.batch_size
+        )
+        place = self._run.enter()
+        self.is_over = place.is_over
+        if self._again is not None:  # it was restored: Lightning is to skip what begins an epoch
+            self._trainer.fit_loop._restarting = True
+        return not place.is_over
+
+    def next_step(self) -> GlobalBatch:
+        """Go on to the next step."""
+        assert self._steps is not None, "the loop was entered"
+        if (again := self._again) is not None:
+            self._again = None
+            self._state.load(again)  # what Lightning has set back on its way here
+        self._has_begun = True
+        try:
+            step = self.training.step = next(self._steps)
+        except StopIteration:
+            self.is_over = True
+            raise _Leaves from None
+        return GlobalBatch.of(step.size)
+
+    def end(self) -> None:
+        """The training is over."""
+        self.is_over = True
+        if self._steps is not None:
+            self._steps.close()
+
+    def close(self) -> None:
+        """Give the module back as it was."""
+        self._let_go()
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands."""
+        return self._state.state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Stand there."""
+        self._state.load(state)
+        if not self._has_begun:
+            self._again = state
+
+
+class Fits:
+    """The trainings of a script, one after the other, as checkpoints and other workers get them.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._name = ""
+        self._begun: list[OneFit] = []
+        self._awaited: dict[int, Mapping[str, Any]] = {}
+
+    def begin(self, trainer: Any) -> OneFit:
+        """One more begins, or was over where the run goes on.
+
+        Raises:
+            JobError: there is no loader that the run can read.
+        """
+        loader = _loader_of(trainer)
+        fit = OneFit(self._run, trainer)
+        if loader is None:
+            fit.is_over = True
+            return fit
+        fit.prepare()
+        if not self._name:
+            self._name = _free_name(self._run)
+            self._run.register(self._name, self)
+        number = len(self._begun)
+        self._begun.append(fit)
+        if (state := self._awaited.pop(number, None)) is not None:
+            fit.load(state)
+        if not fit.enter(loader):
+            self._recall(number)
+        return fit
+
+    def _recall(self, number: int) -> None:
+        """A training was over when the run was where it goes on: have its callbacks know what they knew."""
+        restored = self._run.inside.trained.restored
+        if restored is not None:
+            fits = kept(restored, "registered")[self._name]["fits"]
+            if number < len(fits):
+                self._begun[number].load(fits[number])
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of them."""
+        return {"fits": [one.state() for one in self._begun]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set all of them; what is of one that this worker has yet to begin waits for that."""
+        for number, one in enumerate(state["fits"]):
+            if number < len(self._begun):
+                self._begun[number].load(one)
+            else:
+                self._awaited[number] = one
+
+
+def _loader_of(trainer: Any) -> TrainingLoader | None:
+    """The loader that the trainer reads; None if there is nothing to train."""
+    loop = trainer.fit_loop
+    loop.setup_data()
+    if loop.skip:
+        return None
+    combined = loop._combined_loader
+    if len(combined.flattened) != 1 or combined.iterables is not combined.flattened[0]:
+        raise JobError(
+            f"the trainer reads {len(combined.flattened)} training loaders in a collection: give it one loader, over a "
+            f"data set that returns all of a sample (torch.utils.data.StackDataset puts several together)"
+        )
+    found: TrainingLoader = combined.flattened[0]
+    return found
+
+
+def _free_name(run: Run) -> str:
+    """A name for what checkpoints keep; there may be several strategies."""
+    taken = run.inside.trained.registered
+    names = ("lightning", *(f"lightning {number}" for number in range(2, len(taken) + 3)))
+    return next(name for name in names if name not in taken)

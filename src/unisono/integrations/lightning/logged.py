@@ -1,0 +1,160 @@
+"""What ``self.log`` says of shards and of evaluated batches, and how all workers come to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import LossError
+from unisono.integrations.lightning.framework import part
+
+_Results = part("trainer.connectors.logger_connector.result")._ResultCollection
+
+PREFIX = "lightning "
+"""What the names of logged values begin with in a run's metrics."""
+
+MEANS = ("mean", "avg", torch.mean)
+SUMS = ("sum", torch.sum, sum)
+
+
+@dataclass(frozen=True, slots=True)
+class LogKind:
+    """What a call of ``self.log`` says besides the value, as plain values.
+
+    Attributes:
+        fx: the hook that called.
+        name: the name of the value.
+        attribute: the attribute of the module that holds the torchmetrics metric; empty for a number.
+        prog_bar: whether the progress bar shows it.
+        logger: whether loggers write it.
+        on_step: whether it is wanted for each step.
+        on_epoch: whether it is wanted for each epoch.
+        reduce: the way in which values of several steps become one: mean, sum, min or max.
+        has_size: whether the caller said how many samples it is the mean of.
+        add_dataloader_idx: whether the loader's number becomes part of the name.
+        dtype: the type of the number: float32 or float64.
+    """
+
+    fx: str
+    name: str
+    attribute: str = ""
+    prog_bar: bool = False
+    logger: bool = True
+    on_step: bool = False
+    on_epoch: bool = True
+    reduce: str = "mean"
+    has_size: bool = False
+    add_dataloader_idx: bool = True
+    dtype: str = "float32"
+
+    def state(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class LogCall:
+    """One call of ``self.log``.
+
+    Attributes:
+        kind: what it says besides the value.
+        value: the number; None for a metric.
+        batch_size: the number of samples that the caller said, or None.
+    """
+
+    kind: LogKind
+    value: float | None
+    batch_size: int | None
+
+
+class HeardLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is not looked into by mypy
+    """Stands where a loop of Lightning keeps results, and notes what is logged instead of adding it up."""
+
+    def __init__(self) -> None:
+        super().__init__(training=True)
+        self.calls: list[LogCall] = []
+
+    def log(self, fx: str, name: str, value: Any, **said: Any) -> None:
+        """Note a call.
+
+        Raises:
+            LossError: shards cannot be combined in the way that is asked for.
+        """
+        is_number, reduce = isinstance(value, Tensor), said.get("reduce_fx", torch.mean)
+        reduce = reduce.lower() if isinstance(reduce, str) else reduce
+        if is_number and reduce not in MEANS and reduce not in SUMS:
+            raise LossError(
+                f"self.log({name!r}, reduce_fx={said['reduce_fx']!r}): shards are combined by mean and sum. Log a "
+                f"torchmetrics.MaxMetric or another metric that adds up instead"
+            )
+        kind = LogKind(
+            fx,
+            name,
+            "" if is_number else str(said.get("metric_attribute") or ""),
+            bool(said.get("prog_bar", False)),
+            bool(said.get("logger", True)),
+            bool(said.get("on_step", False)),
+            bool(said.get("on_epoch", True)),
+            "sum" if is_number and reduce in SUMS else "mean",
+            is_number and said.get("batch_size") is not None,
+            bool(said.get("add_dataloader_idx", True)),
+            "float64" if is_number and value.dtype == torch.float64 else "float32",
+        )
+        self.calls.append(LogCall(kind, float(value.detach()) if is_number else None, said.get("batch_size")))
+
+
+@contextmanager
+def heard(trainer: Any, loop: Any) -> Iterator[HeardLogs]:
+    """What is logged in here is noted, and Lightning's own results stay as they are.
+
+    Args:
+        trainer: the trainer.
+        loop: the loop that keeps the results.
+    """
+    connector, kept, ears = trainer._logger_connector, loop._results, HeardLogs()
+    fx = connector._current_fx
+    loop._results = ears
+    try:
+        yield ears
+    finally:
+        loop._results, connector._current_fx = kept, fx
+
+
+def tell(trainer: Any, kind: LogKind, value: Any, batch_size: int) -> None:
+    """Log a value where Lightning keeps results, as ``self.log`` does.
+
+    Args:
+        trainer: the trainer.
+        kind: what the call said.
+        value: a number, or a torchmetrics metric.
+        batch_size: the number of samples that a number is the mean of.
+    """
+    connector, results = trainer._logger_connector, trainer._results
+    if connector.should_reset_tensors(kind.fx):  # the first batch of an epoch
+        results.reset(metrics=False, fx=kind.fx)
+    connector._current_fx = kind.fx
+    if not kind.attribute:
+        value = torch.tensor(value, dtype=getattr(torch, kind.dtype), device=trainer.strategy.root_device)
+    add(results, kind, value, batch_size)
+
+
+def add(results: Any, kind: LogKind, value: Any, batch_size: int) -> None:
+    """Add a tensor or a metric to a collection of results."""
+    results.log(
+        kind.fx,
+        kind.name,
+        value,
+        prog_bar=kind.prog_bar,
+        logger=kind.logger,
+        on_step=kind.on_step,
+        on_epoch=kind.on_epoch,
+        reduce_fx=kind.reduce,
+        add_dataloader_idx=kind.add_dataloader_idx,
+        batch_size=batch_size,
+        metric_attribute=kind.attribute or None,
+    )

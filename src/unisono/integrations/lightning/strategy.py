@@ -1,0 +1,178 @@
+"""A strategy for Lightning's ``Trainer`` that shares each batch out among the workers of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.integrations.lightning.batch import GlobalBatch
+from unisono.integrations.lightning.fitting import Fits, OneFit
+from unisono.integrations.lightning.framework import part, pl
+from unisono.integrations.lightning.kept import require_kept
+from unisono.integrations.lightning.loader import TrainingLoader
+from unisono.integrations.lightning.ranks import WorkersEnvironment, follow, rank_of
+from unisono.integrations.run_of_script import run_for
+from unisono.train.run import Run
+
+_Leaves = part("utilities.exceptions")._TunerExitException
+_TrainerFn = part("trainer.states").TrainerFn
+
+
+class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightning is not looked into by mypy
+    """Trains with Lightning on all workers of a run, to the same bits on any number of them.
+
+    Args:
+        run: the run, from ``unisono.init``; by default the one that is open, or else one that is started here, and
+            finished when the script ends well.
+        accelerator: Lightning's accelerator; by default the trainer chooses it.
+        checkpoint_io: the plugin that writes Lightning's checkpoints; by default torch's.
+        precision_plugin: the plugin for the precision; by default the trainer chooses it.
+        settings: arguments of ``unisono.init`` for the run that is started here.
+
+    Attributes:
+        run: the run.
+        cluster_environment: what Lightning asks about workers.
+    """
+
+    strategy_name = "unisono"
+
+    def __init__(
+        self,
+        run: Run | None = None,
+        *,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(accelerator, checkpoint_io, precision_plugin)
+        self.run = run_for("unisono.lightning.Strategy", run, settings)
+        self.cluster_environment = WorkersEnvironment(self.run)
+        self._fits = Fits(self.run)
+        self._fitting: OneFit | None = None
+        follow(self.run)
+
+    # -- who and where ---------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this worker."""
+        return self.run.device
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the main worker, now."""
+        return self.run.is_main
+
+    @property
+    def global_rank(self) -> int:
+        """The worker's rank, now."""
+        return rank_of(self.run)
+
+    @property
+    def local_rank(self) -> int:
+        """Each worker has one device, and the run has chosen it."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """One, so that nothing that a script derives of it depends on the number of workers."""
+        return 1
+
+    def model_to_device(self) -> None:
+        """Move the model to this worker's device."""
+        self.model.to(self.root_device)
+
+    # -- what workers tell each other ------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for nobody: what Lightning's loops do is the same on all workers. A ``fit`` begins at the last one."""
+        if name == "run-stage" and self._trainer.state.fn == _TrainerFn.FITTING:
+            require_kept(self._trainer)
+            self._fitting = self._fits.begin(self._trainer)
+            if self._fitting.is_over:
+                raise _Leaves
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What the main worker has, where that may be asked for; else what all have."""
+        may_ask = not self.run.inside.ending.is_closed and (self._fitting is None or self._fitting.may_ask)
+        return self.run.broadcast(obj, src) if may_ask and _is_plain(obj) else obj
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """What all workers have: results are those of the global batch already."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """What all workers have: results are those of the global batch already."""
+        return tensor
+
+    # -- training --------------------------------------------------------------------------------------------
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Every batch comes to ``optimizer_step``; in the last one of an epoch Lightning updates whatever there is."""
+        return self._fitting is not None and not self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Lightning gets the loader's steps, one for each global batch."""
+        return TrainingLoader(dataloader, self._next_step) if self._trainer_trains() else dataloader
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch, unless it is shared out."""
+        return batch if isinstance(batch, GlobalBatch) else super().batch_to_device(batch, device, dataloader_idx)
+
+    def shard_to_device(self, batch: Any) -> Any:
+        """Have a shard pass the hooks that a batch passes."""
+        module = self.lightning_module
+        batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch), dataloader_idx=0)
+        return self.batch_to_device(batch)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step, on a shard where Lightning has the global batch."""
+        assert self._fitting is not None, "a fit has begun"
+        return self._fitting.training.training_step(super().training_step, *args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Keep the loss of a shard."""
+        assert self._fitting is not None, "a fit has begun"
+        return self._fitting.training.backward(closure_loss, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Compute the step, and have Lightning clip the mean gradient and update the weights."""
+        assert self._fitting is not None, "a fit has begun"
+        usual = super().optimizer_step
+
+        def update(gone_backward: Callable[[], Any]) -> Any:
+            return usual(optimizer, gone_backward, model, **kwargs)
+
+        return self._fitting.training.compute(closure, update)
+
+    def on_train_end(self) -> None:
+        """The loop is over, wherever in its epochs it stands."""
+        if self._fitting is not None:
+            self._fitting.end()
+
+    def teardown(self) -> None:
+        """Let go of what the training has set."""
+        if self._fitting is not None:
+            self._fitting.close()
+            self._fitting = None
+        super().teardown()
+
+    def _next_step(self) -> GlobalBatch:
+        assert self._fitting is not None, "a fit has begun"
+        return self._fitting.next_step()
+
+    @property
+    def _trainer(self) -> Any:
+        return self.lightning_module.trainer
+
+    def _trainer_trains(self) -> bool:
+        return bool(self._trainer.state.fn == _TrainerFn.FITTING and self._trainer.training)
+
+
+def _is_plain(obj: Any) -> bool:
+    return obj is None or isinstance(obj, bool | int | float | str)
