@@ -10,15 +10,18 @@ from unisono.errors import JobError
 from unisono.train.run import Run
 from unisono.train.start import HOST_PROCESS, init
 
+NO_DEFAULTS: Mapping[str, Any] = {}
 
-def run_for(guest: str, run: Run | None, settings: Mapping[str, Any]) -> Run:
+
+def run_for(guest: str, run: Run | None, settings: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS) -> Run:
     """The run that a guest trains on.
 
     Args:
         guest: the call of the script, for messages.
         run: the run that the script gives; None for the one that is open, or for a new one, which is finished when the
             script ends well.
-        settings: arguments of :func:`unisono.init` for a new one.
+        settings: arguments of :func:`unisono.init` for a new one, as the script says them.
+        defaults: further ones for a new one; one that is given or open has its own.
 
     Raises:
         JobError: there are settings, and a run already; or a setting is out of range.
@@ -29,7 +32,7 @@ def run_for(guest: str, run: Run | None, settings: Mapping[str, Any]) -> Run:
         if settings:
             raise JobError(f"{guest}({', '.join(settings)}=…) beside a run that is open: say it where that begins")
         return newest
-    found = init(**settings) if run is None else run
+    found = init(**{**defaults, **settings}) if run is None else run
     if run is None:
         found.inside.ending.also(process.script_end.then(partial(_finish, found)))
     return found

@@ -9,13 +9,26 @@ from typing import Any
 
 import keras
 from keras.callbacks import Callback as KerasCallback
+from keras.src.callbacks.monitor_callback import MonitorCallback
 
 from unisono.errors import JobError
+from unisono.integrations.kept_attributes import KeptAttributes
 
 WRITERS = ("ProgbarLogger", "CSVLogger", "TensorBoard", "RemoteMonitor")
 """Callbacks of Keras that write or show, and decide nothing: the main worker alone calls them."""
 
+DERIVED = ("min_delta", "monitor_op")
+"""Attributes that a callback which watches a metric sets anew from its settings."""
+
+OF_KERAS = ("_model", "params", "model")
+"""Attributes that Keras sets."""
+
 IsMain = Callable[[], bool]
+
+
+def state_of(callback: Any) -> KeptAttributes:
+    """The state of a callback that all workers call, which has heard that the training begins."""
+    return KeptAttributes(callback, (*OF_KERAS, *(DERIVED if isinstance(callback, MonitorCallback) else ())))
 
 
 class OnMain(KerasCallback):  # type: ignore[misc]  # Keras has no types

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.errors import CheckpointError
-from unisono.integrations.keras.callback_state import CallbackState
-from unisono.integrations.keras.callbacks import OnMain
+from unisono.integrations.kept_attributes import KeptAttributes
+from unisono.integrations.keras.callbacks import OnMain, state_of
 from unisono.integrations.keras.shard_step import PREFIX
 from unisono.integrations.keras.update import OptimizerState
 from unisono.integrations.keras.variables import results_of
@@ -43,15 +43,15 @@ class Fitting:
     _batch: int = 0
     _done: int = 0
     _is_told: bool = False
-    _kept: list[CallbackState] = field(default_factory=list)
+    _kept: list[KeptAttributes] = field(default_factory=list)
 
     def begin(self) -> None:
         """The training begins, or goes on where others are."""
         self.model.stop_training = False
         self.callbacks.on_train_begin()
-        self._kept = [CallbackState(one) for one in self.callbacks.callbacks if not isinstance(one, OnMain)]
+        self._kept = [state_of(one) for one in self.callbacks.callbacks if not isinstance(one, OnMain)]
         for one in self._kept:
-            one.warn()
+            one.warn("keras")
 
     def step_begins(self, step: Step) -> None:
         """A global batch is about to be computed."""
@@ -99,7 +99,7 @@ class Fitting:
 
     def state(self) -> dict[str, Any]:
         """What a worker needs that goes on here."""
-        told = [[type(one.callback).__name__, one.state()] for one in self._kept]
+        told = [[type(one.thing).__name__, one.state()] for one in self._kept]
         place = {"epoch": self._epoch, "batch": self._batch, "done": self._done}
         return {**place, "stops": bool(self.model.stop_training), "logs": dict(self.logs), "callbacks": told}
 
@@ -109,7 +109,7 @@ class Fitting:
         Raises:
             CheckpointError: it was with other callbacks.
         """
-        here, there = [type(one.callback).__name__ for one in self._kept], [name for name, _ in state["callbacks"]]
+        here, there = [type(one.thing).__name__ for one in self._kept], [name for name, _ in state["callbacks"]]
         if here != there:
             raise CheckpointError(f"fit has the callbacks {', '.join(here)}, and its state is of {', '.join(there)}")
         self._epoch, self._batch, self._done = state["epoch"], state["batch"], state["done"]

@@ -20,6 +20,7 @@ from unisono.integrations.keras.kept import require_kept, require_mean
 from unisono.integrations.keras.shard_step import EvaluationStep, PredictStep, TrainStep
 from unisono.integrations.keras.update import KerasUpdate
 from unisono.integrations.keras.variables import is_built, require_sums, results_of, set_metrics, shared_state
+from unisono.integrations.names import free_name
 from unisono.integrations.run_of_script import run_for
 from unisono.train.run import Run
 from unisono.train.state.registered import kept
@@ -256,7 +257,7 @@ class Model:
             return
         require_sums(model)
         if not self._prepared_for:
-            self._name = _free_name(run)
+            self._name = free_name(run, "keras")
             run.register(self._name, self._fits)
         self._update = KerasUpdate(model)
         run.prepare(model, self._update, state=shared_state(model))
@@ -295,11 +296,3 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
     if not isinstance(value, torch.Tensor):
         raise ModelError(f"predict_step returned a {type(value).__name__}: return tensors with one row per sample")
     return value.cpu().numpy()
-
-
-def _free_name(run: Run) -> str:
-    """A name for what checkpoints keep; there may be several models."""
-    taken = run.inside.trained.registered
-    return next(
-        name for name in ("keras", *(f"keras {number}" for number in range(2, len(taken) + 3))) if name not in taken
-    )

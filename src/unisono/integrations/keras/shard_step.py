@@ -12,8 +12,8 @@ import keras
 from torch import Tensor
 
 from unisono.errors import LossError, ModelError
+from unisono.integrations.attributes import put
 from unisono.integrations.keras.kept import optimizers_of
-from unisono.integrations.keras.update import put
 from unisono.integrations.keras.variables import flat_metrics, seeds_drawn
 from unisono.train.step.loss import BackwardDone
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unisono.checkpoint.layout import form_of
 from unisono.errors import CheckpointError
+from unisono.integrations.attributes import put
 
 
 class KerasUpdate(torch.optim.Optimizer):
@@ -43,16 +44,6 @@ def _scaled(optimizer: Any, factor: float) -> Iterator[None]:
     usual = optimizer._get_current_learning_rate
     with put(optimizer, "_get_current_learning_rate", lambda: usual() * factor):
         yield
-
-
-@contextmanager
-def put(thing: Any, name: str, method: Any) -> Iterator[None]:
-    """An object has another method in here, by itself: others of its class have their own."""
-    vars(thing)[name] = method
-    try:
-        yield
-    finally:
-        del vars(thing)[name]
 
 
 class OptimizerState:

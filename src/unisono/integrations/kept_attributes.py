@@ -1,67 +1,67 @@
-"""What is kept of Keras' callbacks: in checkpoints, and for workers that join."""
+"""What is kept of other people's objects that have no state of their own: in checkpoints, and for workers that join."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from typing import Any
 from warnings import warn
 
-from keras.src.callbacks.monitor_callback import MonitorCallback
-
 from unisono.checkpoint.codec import flatten
 from unisono.errors import CheckpointError, UnisonoWarning
 
-DERIVED = ("min_delta", "monitor_op")
-"""Attributes that a callback which watches a metric sets anew from its settings."""
 
-OF_KERAS = ("_model", "params", "model")
-"""Attributes that Keras sets."""
+class KeptAttributes:
+    """The state of an object that all workers call: its attributes that have changed since it was looked at first.
 
-
-class CallbackState:
-    """The state of a callback that all workers call: its attributes that have changed since the training began.
-
-    A callback with ``state_dict`` and ``load_state_dict`` says itself what that is.
+    An object with ``state_dict`` and ``load_state_dict`` says itself what that is.
 
     Args:
-        callback: the callback, which has heard that the training begins.
+        thing: the object, such as a callback, as a training begins.
+        skipped: the names of attributes that belong to the framework.
+
+    Attributes:
+        thing: the object.
     """
 
-    def __init__(self, callback: Any) -> None:
-        self.callback = callback
+    def __init__(self, thing: Any, skipped: Collection[str] = ()) -> None:
+        self.thing, self._skipped = thing, skipped
         self._base = {} if self._says_itself else deepcopy(self._plain())
 
     @property
     def _says_itself(self) -> bool:
-        return hasattr(self.callback, "state_dict") and hasattr(self.callback, "load_state_dict")
+        return hasattr(self.thing, "state_dict") and hasattr(self.thing, "load_state_dict")
 
     def state(self) -> dict[str, Any]:
         """What has changed."""
         if self._says_itself:
-            return dict(self.callback.state_dict())
+            return dict(self.thing.state_dict())
         plain = self._plain()
         changed = {name for name, value in plain.items() if name not in self._base or not same(value, self._base[name])}
         return {name: deepcopy(plain[name]) for name in sorted(changed)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Have that again; everything else is as the training began."""
+        """Have that again; everything else is as it was at first."""
         if self._says_itself:
-            self.callback.load_state_dict(state)
+            self.thing.load_state_dict(state)
             return
         for name, value in deepcopy({**self._base, **state}).items():
-            setattr(self.callback, name, value)
+            setattr(self.thing, name, value)
 
-    def warn(self) -> None:
-        """Warn of attributes that cannot be kept."""
-        kind = type(self.callback)
-        if self._says_itself or kind.__module__.startswith("keras."):
+    def warn(self, of_framework: str) -> None:
+        """Warn of attributes that cannot be kept.
+
+        Args:
+            of_framework: the name of the package whose own objects are known to need none.
+        """
+        kind = type(self.thing)
+        if self._says_itself or kind.__module__.startswith(f"{of_framework}."):
             return
         plain = self._plain()
         lost = [
             name
-            for name, value in vars(self.callback).items()
-            if name not in plain and name not in OF_KERAS and name not in DERIVED and not callable(value)
+            for name, value in vars(self.thing).items()
+            if name not in plain and name not in self._skipped and not callable(value)
         ]
         if lost:
             warn(
@@ -73,8 +73,9 @@ class CallbackState:
             )
 
     def _plain(self) -> dict[str, Any]:
-        skipped = {*OF_KERAS, *(DERIVED if isinstance(self.callback, MonitorCallback) else ())}
-        return {name: value for name, value in vars(self.callback).items() if name not in skipped and _is_kept(value)}
+        return {
+            name: value for name, value in vars(self.thing).items() if name not in self._skipped and _is_kept(value)
+        }
 
 
 def same(one: Any, other: Any) -> bool:
