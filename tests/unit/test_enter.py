@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -254,3 +255,42 @@ def test_a_batch_size_that_cannot_be_is_refused_in_clear_words(start: Start) -> 
         of_sizes(start(batch_size=8, shards=4), 0)
     with pytest.raises(JobError, match=r"batch_size=16\): policies go by the batch of the job, which has 8"):
         of_sizes(start(batch_size=8, shards=4, policies=[Policy()]), 16)
+
+
+def fit_behind(run: unisono.Run, begin: int) -> str:
+    """The first steps in one loop, and what is left of the data in another run, as a framework's checkpoint has it."""
+    torch.manual_seed(0)
+    model = network()
+    optimizer = momentum(model.parameters())
+    data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
+    if begin:
+        weights, moments = deepcopy(BEHIND[begin])
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+    run.prepare(model, optimizer)
+    for step in run.steps(data, epochs=EPOCHS, begin=begin):
+        step.run(loss)
+        BEHIND[step.number + 1] = deepcopy((model.state_dict(), optimizer.state_dict()))
+    return run.finish()
+
+
+BEHIND: dict[int, Any] = {}
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("torch_settings_restored")
+def test_a_loop_begins_behind_the_steps_that_a_checkpoint_of_somebody_elses_has(tmp_path: Path) -> None:
+    BEHIND.clear()
+    whole = train(Trade(JOB, 1, tmp_path / "whole"), lambda run: fit_behind(run, 0))
+    for begin, workers in ((7, 3), (12, 2), (STEPS, 1)):
+        rest = train(Trade(JOB, workers, tmp_path / f"rest-{begin}"), lambda run, begin=begin: fit_behind(run, begin))
+        assert rest == whole * workers
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+def test_the_steps_behind_which_a_loop_begins_are_a_number(start: Start) -> None:
+    run, model = start(batch_size=8, shards=4), network()
+    run.prepare(model, momentum(model.parameters()))
+    with pytest.raises(JobError, match=r"run.steps\(begin=-1\): needs a number of steps, from 0 on"):
+        run.steps(TensorDataset(torch.zeros(8, 4)), begin=-1)

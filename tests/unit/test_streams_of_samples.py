@@ -329,6 +329,13 @@ def test_a_stream_is_trained_on_and_not_evaluated(start: Start) -> None:
         run.evaluate(Pairs(), {"loss": loss_of})
 
 
+def test_a_stream_cannot_begin_behind_steps_that_nobody_has_read(start: Start) -> None:
+    run = start()
+    prepared(run)
+    with pytest.raises(DataError, match=r"run.steps\(begin=2\) of a stream: it would have to be read"):
+        next(run.steps(Pairs(), begin=2))
+
+
 def test_samples_are_alike_if_all_that_can_be_compared_in_them_is() -> None:
     one: dict[str, Any] = {"a": [torch.tensor([1.0, float("nan")]), np.arange(3)], "b": ("x", 2, b"y", object())}
     assert alike(one, {"a": [one["a"][0].clone(), np.arange(3)], "b": ("x", 2, b"y", object())})

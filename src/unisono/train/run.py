@@ -99,6 +99,7 @@ class Run(RunView):
         collate_fn: Collate | None = None,
         max_steps: int | None = None,
         batch_size: int | None = None,
+        begin: int = 0,
     ) -> Generator[Step, None, None]:
         """The steps of a training loop, one per global batch.
 
@@ -116,6 +117,8 @@ class Run(RunView):
             collate_fn: a function that makes a batch of a list of samples; torch's ``default_collate`` by default.
             max_steps: the number of steps of the whole job with which the loop is over, if its epochs are not before.
             batch_size: the number of samples in this loop's global batches; by default the job's.
+            begin: the number of this loop's first steps that are over, by a checkpoint of a framework's own which the
+                script has loaded. They count as steps of the job. A run that resumes by itself knows where it stands.
 
         Raises:
             DataError: the data set or the loader cannot be read by index, a batch cannot be collated, or a loader
@@ -127,7 +130,7 @@ class Run(RunView):
         """
         self._prepared()
         return self.inside.loop.over(
-            dataset, epochs, shuffle, drop_last, loader_workers, collate_fn, max_steps, batch_size
+            dataset, epochs, shuffle, drop_last, loader_workers, collate_fn, max_steps, batch_size, begin
         )
 
     def enter(self) -> LoopPlace:

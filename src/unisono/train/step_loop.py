@@ -101,10 +101,13 @@ class StepLoop:
         collate_fn: Collate | None,
         max_steps: int | None,
         batch_size: int | None,
+        begin: int,
     ) -> Generator[Step, None, None]:
         """The steps of a loop over a data set; see :meth:`Run.steps`."""
         require_kinds(StepLoop.over, locals())
         self._forgo()
+        if begin < 0:
+            raise JobError(f"run.steps(begin={begin}): needs a number of steps, from 0 on")
         if self.steps.under_way is not None:
             raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
         asked = Asked(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
@@ -112,12 +115,12 @@ class StepLoop:
         samples, shards = self._batch_of(feed, batch_size), self.config.job.shards
         require_strategy(feed, str(self.steps.strategy), has_own_weights=self.steps.has_own_weights)
         self.synchronisation.before_call()
-        self.collectives.agree("data set", {**feed.same(), "batch size": samples})
+        self.collectives.agree("data set", {**feed.same(), "batch size": samples, "begin": begin})
         batches = Batches(feed.order.cut, samples, shards)
         first = batches.of(0)
         require_steps(feed, first, samples)
         reading = Reading(first.samples, feed.shuffle, feed.drop_last, feed.order.digest)
-        coming = self._coming = _Coming(partial(self._enter, batches, reading, feed, epochs, max_steps))
+        coming = self._coming = _Coming(partial(self._enter, batches, reading, feed, epochs, max_steps, begin))
         live = self._loop(coming)
         self._live = weakref.ref(live)  # a break lets go of the last one that holds it, and so ends the loop
         return live
@@ -269,14 +272,20 @@ class StepLoop:
         return self.between.reached(is_end=is_end)
 
     def _enter(
-        self, batches: Batches, reading: Reading, feed: Feed | StreamFeed, epochs: int, max_steps: int | None
+        self,
+        batches: Batches,
+        reading: Reading,
+        feed: Feed | StreamFeed,
+        epochs: int,
+        max_steps: int | None,
+        begin: int,
     ) -> Loop | None:
         """Begin a loop, with the others; nothing if they have it behind them."""
         number = self._number = self.trained.loops
         self.trained.loops += 1
         course, source = self._course(feed, batches)
         cuts = self.config.stop_after, self.config.stop_after_epochs
-        loop = Loop(number, reading, course, epochs, *cuts, max_steps)
+        loop = Loop(number, reading, course, epochs, *cuts, max_steps, begin)
         self._joined, self._source, self._feed, self._batches = self.membership.joins, source, feed, batches
         self.steps.is_computing = False
         self.listeners.tell(lambda one: one.loop_begins(number, batches, feed.order))

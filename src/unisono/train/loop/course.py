@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 from unisono.adapt.view import BatchShape
@@ -62,6 +63,13 @@ class Course(Protocol):
     def batches_over(self, progress: RunProgress, shape: BatchShape) -> int:
         """The number of batches of the present epoch that are over, all of this shape."""
 
+    def behind(self, position: Position, steps: int, epochs: int) -> Position:
+        """Where so many steps from a position on are over, all of the loop's own batch size.
+
+        Raises:
+            DataError: that cannot be told.
+        """
+
     def is_over(self, position: Position, epochs: int, shape: BatchShape) -> bool:
         """Whether nothing is left behind a position, as far as can be told. No collective call."""
 
@@ -111,6 +119,12 @@ class CutCourse:
         while start < progress.position.offset and (stop := cut.stop(start)) is not None:
             start, batch = stop, batch + 1
         return batch
+
+    def behind(self, position: Position, steps: int, epochs: int) -> Position:
+        """Where so many steps from a position on are over, or all that there are."""
+        for start, batch in islice(self.batches.remaining(position, epochs), steps):
+            position = self.batches.after(start, batch)
+        return position
 
     def is_over(self, position: Position, epochs: int, shape: BatchShape) -> bool:
         """Whether no batch is left behind a position."""

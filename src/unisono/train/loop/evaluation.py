@@ -109,6 +109,17 @@ class Evaluation:
         counts = [self._samples_of(rank) for rank in range(self.workers.world_size)]
         return self._gathered(local, form, counts)
 
+    def values(self, function: Callable[[Any, Any], Any]) -> list[Any]:
+        """What a function returns for each block, in their order.
+
+        Args:
+            function: a function that gets the model and a batch, and returns numbers, text, tensors, or lists, tuples
+                and dicts of them, of any shape.
+        """
+        mine = [function(self.prepared.model, batch) for _, batch in self._blocks()]
+        ranks = range(self.workers.world_size)
+        return [value for rank in ranks for value in self.workers.broadcast(mine, rank)]
+
     def _blocks(self) -> Iterator[tuple[range, Any]]:
         blocks = [(number, self.cut.batch(number)) for number in self._mine(self.workers.rank)]
         requests = (ShardsRequest(EVALUATION_EPOCH, (block,)) for _, block in blocks)

@@ -101,6 +101,7 @@ class Loop:
         stop_after_epochs: the loop is cut short once the whole job has used as many samples as so many passes over
             this data set; None to go on to its end.
         max_steps: the number of steps of the whole job with which the loop is over; None to go on to its end.
+        begin: the number of its first steps that a checkpoint of somebody else's has behind it.
     """
 
     number: int
@@ -110,6 +111,7 @@ class Loop:
     stop_after: int | None
     stop_after_epochs: int | None = None
     max_steps: int | None = None
+    begin: int = 0
 
     def steps(self, progress: RunProgress, run: LoopSteps) -> Generator[Step, None, None]:
         """The steps that are left, each with its samples.
@@ -183,6 +185,9 @@ class Loop:
                 f"the loop that resumes in epoch {position.epoch} reads other data than when its checkpoint was "
                 f"written (here: this script, there: the checkpoint): {unequal}"
             )
+        if progress.reading is None:
+            begun = self.course.behind(progress.position, self.begin, self.epochs)
+            progress = replace(progress, position=begun)
         return replace(progress, reading=self.reading)
 
     def left(self, progress: RunProgress) -> RunProgress:

@@ -75,6 +75,15 @@ class StreamCourse:
         given = zip(progress.readers, counts, strict=False)
         return max((-(-state.samples // count) for state, count in given if count), default=0)
 
+    def behind(self, position: Position, steps: int, epochs: int) -> Position:
+        """Only reading tells where steps of a stream end."""
+        if steps:
+            raise DataError(
+                f"run.steps(begin={steps}) of a stream: it would have to be read from its beginning. Go on from a "
+                f"checkpoint of the run's own (unisono.init(checkpoint_every=…)), which knows how far it was read"
+            )
+        return position
+
     def is_over(self, position: Position, epochs: int, shape: BatchShape) -> bool:
         """Whether no epoch is left; what is left of one is only known when it is read."""
         return position.epoch >= epochs

@@ -113,7 +113,9 @@ class Snapshots:
 
     def _tell_of_scheduler(self) -> None:
         prepared, registered = self._trained.prepared, self._trained.registered.values()
-        if prepared is not None and not any(isinstance(each, LRScheduler) for each in registered):
+        # What a framework's loop registers may hold its schedulers, too, and says so.
+        is_kept = any(isinstance(each, LRScheduler) or getattr(each, "has_schedulers", False) for each in registered)
+        if prepared is not None and not is_kept:
             self._listeners.tell(lambda one: one.unregistered_scheduler(prepared))
 
 
