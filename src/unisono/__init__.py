@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import unisono.integrations.keras as keras
     import unisono.integrations.lightning as lightning
     import unisono.integrations.torchmetrics as torchmetrics
+    import unisono.integrations.transformers as transformers
     from unisono.adapt.ada_scale import AdaScale, LinearScaling
     from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
     from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
@@ -66,6 +67,7 @@ __all__ = [
     "lightning",
     "load",
     "torchmetrics",
+    "transformers",
 ]
 
 _HOMES = {
@@ -103,6 +105,7 @@ _GUESTS = {
     "keras": "unisono.integrations.keras",
     "lightning": "unisono.integrations.lightning",
     "torchmetrics": "unisono.integrations.torchmetrics",
+    "transformers": "unisono.integrations.transformers",
 }
 """Modules that need packages of their own."""
 

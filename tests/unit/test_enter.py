@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -281,9 +282,9 @@ BEHIND: dict[int, Any] = {}
 @pytest.mark.usefixtures("torch_settings_restored")
 def test_a_loop_begins_behind_the_steps_that_a_checkpoint_of_somebody_elses_has(tmp_path: Path) -> None:
     BEHIND.clear()
-    whole = train(Trade(JOB, 1, tmp_path / "whole"), lambda run: fit_behind(run, 0))
+    whole = train(Trade(JOB, 1, tmp_path / "whole"), partial(fit_behind, begin=0))
     for begin, workers in ((7, 3), (12, 2), (STEPS, 1)):
-        rest = train(Trade(JOB, workers, tmp_path / f"rest-{begin}"), lambda run, begin=begin: fit_behind(run, begin))
+        rest = train(Trade(JOB, workers, tmp_path / f"rest-{begin}"), partial(fit_behind, begin=begin))
         assert rest == whole * workers
 
 

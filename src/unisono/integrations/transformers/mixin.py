@@ -1,0 +1,256 @@
+"""A ``Trainer`` whose training, evaluation and prediction are shared out among the workers of a run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainingArguments
+from transformers.optimization import GreedyLR
+
+from unisono.errors import JobError
+from unisono.integrations.attributes import put
+from unisono.integrations.names import free_name
+from unisono.integrations.run_of_script import run_for
+from unisono.integrations.transformers.arguments import host
+from unisono.integrations.transformers.evaluation import BatchPrediction, Predicted
+from unisono.integrations.transformers.kept_state import KeptState
+from unisono.integrations.transformers.loaders import read_by_run
+from unisono.integrations.transformers.main_worker import MainWorker
+from unisono.integrations.transformers.refusals import require_alone, require_kept
+from unisono.integrations.transformers.trainer_steps import TrainerSteps
+from unisono.job import DEFAULT_SHARDS
+from unisono.train.group.workers import Workers
+from unisono.train.run import Run
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Extended
+else:
+    Extended = object
+
+WAITING = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
+"""Schedulers that are told a metric."""
+
+
+class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missing
+    """Has a Transformers ``Trainer`` train on all workers of a run, to the same bits on any number of them.
+
+    It stands before the trainer: ``class MyTrainer(unisono.transformers.TrainerMixin, Trainer)``. Arguments are those
+    of the trainer; a global batch has ``per_device_train_batch_size * gradient_accumulation_steps`` samples, on however
+    many workers.
+
+    Args:
+        run: the run, from ``unisono.init``; by default the one that is open, or a new one, which is finished when the
+            script ends well. That has the arguments' seed, and as many shards as gradients are accumulated over (8, if
+            over none).
+
+    Attributes:
+        run: the run.
+
+    Raises:
+        JobError: what cannot be kept; says what to do.
+    """
+
+    run: Run
+    control: Any
+
+    def __init__(self, *values: Any, run: Run | None = None, **options: Any) -> None:
+        args = options.get("args", values[1] if len(values) > 1 else None)
+        if args is None:
+            args = options["args"] = TrainingArguments(output_dir="tmp_trainer")
+        require_alone(args)
+        self.run = run_for(type(self).__name__, run, {}, _settings(args))
+        host(args, self.run)
+        super().__init__(*values, **options)
+        require_kept(self)
+        self.callback_handler.callbacks.insert(0, MainWorker(self.run, self.callback_handler))
+        self._kept = KeptState(self)
+        self._name = free_name(self.run, "transformers")
+        self.run.register(self._name, self._kept)
+        self._training: TrainerSteps | None = None
+        self._is_over = False  # the training, where this worker enters it
+        self._given: tuple[Any, Any] = None, None
+        self._prepared_for: list[Any] = []
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator. Each epoch's order follows from the seed of the arguments, whatever was drawn."""
+        super().create_accelerator_and_postprocess()
+        config = self.accelerator.dataloader_config
+        if config.data_seed is None:
+            config.data_seed = self.args.seed
+
+    # -- training --------------------------------------------------------------------------------------------
+
+    def set_initial_training_values(self, args: Any, dataloader: Any, *values: Any) -> Any:
+        """Note the loader, which the training enters next."""
+        found = super().set_initial_training_values(args, dataloader, *values)
+        self._loader = dataloader
+        return found
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """Enter the loop where it is to go on, before the trainer's begins there."""
+        require_kept(self)
+        super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        begin = self.state.global_step if not self.args.ignore_data_skip else 0
+        self._given = super()._prepare_for_training(max_steps, self._loader, resume_from_checkpoint)
+        model, _ = self._given
+        self._kept.begin()
+        self._prepare(self.optimizer.optimizer)
+        accumulated = self.args.gradient_accumulation_steps
+        steps = self.run.steps(
+            read_by_run(self._loader, accumulated),
+            num_train_epochs,
+            batch_size=self._train_batch_size * accumulated,
+            begin=begin,
+        )
+        place = self.run.enter()
+        waits = isinstance(self.lr_scheduler, WAITING)
+        self._training = TrainerSteps(self, self.run, model, steps, len(self._loader), waits)
+        self._is_over = place.is_over or self.control.should_training_stop
+        if self._is_over:
+            return num_train_epochs, 0
+        return place.epoch, place.batch * accumulated
+
+    def _prepare_for_training(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """What was prepared when the loop was entered."""
+        return self._given
+
+    def _run_epoch(
+        self,
+        model: Any,
+        epoch: int,
+        *,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+        start_time: float = 0.0,
+        **_: Any,
+    ) -> None:
+        """One epoch, or what is left of it, in steps of the run."""
+        training, updated = self._training, None
+        assert training is not None, "the loop was entered"
+        self._kept.go_on()
+        while (step := next(training.steps, None)) is not None:
+            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+            updated = training.compute(step)
+            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+            rest = model, trial, epoch, ignore_keys_for_eval, start_time
+            self._log_save_evaluate(updated, *rest)
+            self._require_whole_epochs()
+            if not step.is_last_in_epoch and not self.control.should_training_stop:
+                continue
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            self._log_save_evaluate(updated, *rest)
+            if step.epoch >= epoch or self.control.should_training_stop:
+                return
+            # A fault of a memory has set the run back by epochs, which come again.
+            self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+        self.control.should_training_stop = True
+
+    def _log_save_evaluate(self, updated: Any, model: Any, trial: Any, epoch: int, ignored: Any, begun: float) -> None:
+        grad_norm, learning_rate = (updated.grad_norm, updated.learning_rate) if updated else (None, None)
+        self._maybe_log_save_evaluate(
+            self._tr_loss, grad_norm, model, trial, epoch, ignored, begun, learning_rate=learning_rate
+        )
+
+    def _require_whole_epochs(self) -> None:
+        if self.control.should_epoch_stop:
+            raise JobError(
+                "a callback has set control.should_epoch_stop, and the epochs of a run are whole: set "
+                "should_training_stop, or give num_train_epochs and a data set of the epoch that you mean"
+            )
+
+    def _finalize_training(self, *values: Any, **options: Any) -> Any:
+        """The training is over."""
+        self._kept.go_on()
+        if self._training is not None:
+            self._training.steps.close()
+        return super()._finalize_training(*values, **options)
+
+    def _prepare(self, optimizer: Any) -> None:
+        """Prepare the run for what is trained, unless that was done."""
+        parts = [self.model, optimizer, *(one for one in self.model.parameters() if one.requires_grad)]
+        known = self._prepared_for
+        if len(parts) != len(known) or any(one is not other for one, other in zip(parts, known, strict=True)):
+            self.run.prepare(self.model, optimizer)
+            self._prepared_for = parts
+
+    # -- evaluation ------------------------------------------------------------------------------------------
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        """Evaluate in the middle of a training; at its start only where it starts."""
+        if skip_scheduler:
+            if self._is_over or self._kept.has_evaluated or self.state.global_step:
+                return {}
+            self._kept.has_evaluated = True
+        found: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        return found
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """The trainer's own loop, over what the workers have predicted together: each a part of the batches."""
+        args, accelerator = self.args, self.accelerator
+        loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if not self._prepared_for:
+            self._prepare(torch.optim.SGD([one for one in self.model.parameters() if one.requires_grad]))
+        model = self._wrap_model(self.model, training=False)
+        if len(accelerator._models) == 0 and model is self.model:
+            model = accelerator.prepare_model(model, evaluation_mode=True)
+        predict = BatchPrediction(self, model, loss_only, ignore_keys)
+        inside = self.run.inside
+        inside.synchronisation.before_call()
+        outcomes = inside.evaluator.carry_out(lambda one: one.values(predict), read_by_run(dataloader), None, None)
+        predicted = Predicted(outcomes, dataloader, predict.main_input)
+        with ExitStack() as stack:
+            stack.enter_context(put(self, "prediction_step", predicted.prediction_step))
+            stack.enter_context(put(self, "preprocess_logits_for_metrics", None))
+            self.gather_function = predicted.gathered
+            return super().evaluation_loop(predicted, description, loss_only, ignore_keys, metric_key_prefix)
+
+    # -- keeping ---------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write the trainer's checkpoint on the main worker; the others learn what it has written."""
+        self.store_flos()
+
+        def save(workers: Workers) -> Any:
+            if workers.rank == 0:
+                super(TrainerMixin, self)._save_checkpoint(model, trial)
+            return workers.broadcast(self.state.best_model_checkpoint)
+
+        self.state.best_model_checkpoint = self.run.together(save)
+
+    def end(self) -> None:
+        """The script is done: finish the run, which prints the digest of the weights."""
+        super().end()
+        if not self.run.inside.ending.is_closed:
+            self.run.finish(self.model)
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
+        """Refused: trials are jobs of their own.
+
+        Raises:
+            JobError: always; says what to do.
+        """
+        raise JobError("hyperparameter_search: each trial is a job of its own; start one run for each")
+
+
+def _settings(args: Any) -> dict[str, Any]:
+    accumulated = args.gradient_accumulation_steps
+    shards = accumulated if accumulated > 1 else min(DEFAULT_SHARDS, args.per_device_train_batch_size)
+    return {"seed": args.seed, "shards": shards}

@@ -1,0 +1,69 @@
+"""What of a ``Trainer`` cannot be kept exact, and is refused with the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from unisono.errors import DataError, JobError
+
+
+def require_alone(args: Any) -> None:
+    """Refuse training arguments that have met other processes by themselves.
+
+    Raises:
+        JobError: they have; says what to do.
+    """
+    state = getattr(args, "distributed_state", None)
+    if state is not None and state.num_processes > 1:
+        raise JobError(
+            f"the TrainingArguments have formed a process group of {state.num_processes} by themselves, from the "
+            f"variables of the launcher: call run = unisono.init() before they are made, which hides those, and give "
+            f"the trainer run=run; or start the script with unisono run"
+        )
+
+
+def require_kept(trainer: Any) -> None:
+    """Refuse a trainer whose training cannot be shared out, or would have other bits on another number of workers.
+
+    Raises:
+        JobError: one of its settings; says what to do.
+        DataError: it reads a stream.
+    """
+    for setting, cure in _refused(trainer.args, trainer.accelerator):
+        raise JobError(f"{setting}: {cure}")
+    if isinstance(trainer.train_dataset, IterableDataset):
+        raise DataError(
+            f"the training data set is a {type(trainer.train_dataset).__name__}, which is read from front to back, and "
+            f"samples are shared out among workers by their numbers: give a map-style one; a finite stream becomes one "
+            f"with list(stream) or datasets.Dataset.from_generator"
+        )
+
+
+def _refused(args: Any, accelerator: Any) -> Iterator[tuple[str, str]]:
+    shares = "Unisono shares the work out itself, and every worker has the whole model: leave it out"
+    if args.deepspeed or getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+        yield "deepspeed", shares
+    if args.fsdp or getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        yield "fsdp", shares
+    if getattr(args, "parallelism_config", None) is not None:
+        yield "parallelism_config", shares
+    if args.fp16:
+        yield "fp16=True", "its scaler skips steps by what it finds in gradients; use bf16=True"
+    if args.fp16_full_eval or args.bf16_full_eval:
+        yield "full evaluation in half precision", "it rounds the weights for good; use bf16=True, or leave it out"
+    if args.torch_compile:
+        yield "torch_compile=True", "compiled steps have bits that depend on the machine's compiler; leave it out"
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size=True", "the batch is part of the job; unisono batch-size finds the largest"
+    if getattr(args, "enable_jit_checkpoint", False):
+        yield "enable_jit_checkpoint=True", "a run checkpoints by itself when it is asked to leave; leave it out"
+    if args.batch_eval_metrics:
+        yield "batch_eval_metrics=True", "metrics are computed on all rows in order; leave it out"
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
+        yield "train_sampling_strategy='batch_rebalance'", "it shares batches out by ranks; use 'group_by_length'"
+    name = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in name or "layerwise" in name:
+        yield f"optim={name!r}", "it updates weights in the middle of the backward pass; use another one"

@@ -1,0 +1,64 @@
+"""A Transformers Trainer on several workers: the same weights and the same history, whatever happens to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from script_cluster import Cluster, Done, Kill
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+slow = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[1] / "procs" / "scripts" / "transformers_training.py"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    return Cluster(tmp_path_factory.mktemp("transformers"))
+
+
+@pytest.fixture(scope="module")
+def serial(cluster: Cluster) -> Done:
+    return cluster(SCRIPT, 1, shards=6)
+
+
+def said(done: Done) -> list[str]:
+    return [line for line in done.said if not line.startswith("after step")]
+
+
+def files(done: Done) -> list[str]:
+    """What the trainer has left."""
+    return sorted(str(one.relative_to(done.folder)) for one in (done.folder / "trainer").rglob("*"))
+
+
+def same(done: Done, serial: Done) -> None:
+    assert len(said(serial)) == 3
+    assert said(done) == said(serial)
+    assert done.outcome == serial.outcome
+    assert files(done) == files(serial)
+
+
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=slow), 3, pytest.param(5, marks=slow)])
+def test_weights_and_history_are_the_same_on_any_number_of_workers(
+    cluster: Cluster, serial: Done, workers: int
+) -> None:
+    same(cluster(SCRIPT, workers, shards=6), serial)
+
+
+@pytest.mark.parametrize("points", [pytest.param(0, marks=slow), 5, pytest.param(11, marks=slow)])
+def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster, serial: Done, points: int) -> None:
+    kills = [Kill(2, 1, points), Kill(4, 0, points), Kill(7, 2, points), Kill(9, 0, points), Kill(11, 1, points)]
+    done = cluster(SCRIPT, 3, shards=6, kills=kills)
+    assert len(done.world.formed) > 5
+    same(done, serial)
+
+
+@pytest.mark.parametrize("stop", [pytest.param(3, marks=slow), 7, pytest.param(12, marks=slow)])
+def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Done, stop: int, tmp_path: Path) -> None:
+    cluster(SCRIPT, 3, shards=6, folder=tmp_path, UNISONO_STOP_AFTER=str(stop))
+    done = cluster(SCRIPT, 2, shards=6, folder=tmp_path)
+    assert done.journal("resumed")
+    same(done, serial)
