@@ -15,7 +15,7 @@ EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/te
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs test check lint unit procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
+.PHONY: help demo docs test check lint unit procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -101,6 +101,9 @@ bench-checks: $(READY)  ## what it costs to check the gradients' memory; --all: 
 
 flips: $(READY)  ## 300 bits that flip at drawn places and moments: none may end in other weights
 	@$(BIN)/python -m benchmarks flips $(OPTIONS)
+
+bench-shuffles: $(READY)  ## the shuffle by blocks beside the full one, on a data set of compressed blocks
+	@$(BIN)/python -m benchmarks shuffles $(OPTIONS)
 
 bench-sampling: $(READY)  ## what reading only some blocks of the gradients does to the figures
 	@$(BIN)/python -m benchmarks sampling $(OPTIONS)

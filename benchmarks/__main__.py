@@ -24,6 +24,7 @@ from benchmarks import (
     recovery,
     sampling,
     shards,
+    shuffles,
     soak,
     split_update,
     stale,
@@ -397,6 +398,18 @@ def split_update_command(
         seed=seed,
     )
     _publish(split_update.run(choice), output)
+
+
+@app.command("shuffles")
+def shuffles_command(
+    samples: Annotated[int, typer.Option(help="of a kilobyte each")] = 100_000,
+    block_size: Annotated[int, typer.Option(help="samples in a compressed block")] = 1000,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """The shuffle by blocks beside the full one, on a data set of compressed blocks."""
+    choice = shuffles.Choice(samples, block_size)
+    _publish(shuffles.run(shuffles.Choice(4000, 100, (2, 4), 20, 1) if quick else choice), output)
 
 
 @app.command("sampling")

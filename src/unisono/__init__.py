@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from unisono.adapt.scaling_policy import ScalingPolicy
     from unisono.adapt.spot_policy import SpotPolicy
     from unisono.adapt.view import View
+    from unisono.plan.block_order import BlockShuffle
     from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
     from unisono.sync.parameter_server import ParameterServer
     from unisono.sync.strategy import AllReduce, Strategy
@@ -39,6 +40,7 @@ __all__ = [
     "AllReduce",
     "BackwardDone",
     "BatchSizeSchedule",
+    "BlockShuffle",
     "Callback",
     "DiLoCo",
     "GoodputPolicy",
@@ -75,6 +77,7 @@ _HOMES = {
     "AllReduce": "unisono.sync.strategy",
     "BackwardDone": "unisono.train.step.loss",
     "BatchSizeSchedule": "unisono.adapt.batch_size_policies",
+    "BlockShuffle": "unisono.plan.block_order",
     "Callback": "unisono.train.trainer",
     "DiLoCo": "unisono.sync.averaging",
     "GoodputPolicy": "unisono.adapt.goodput_policy",

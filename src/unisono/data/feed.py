@@ -7,12 +7,16 @@ from typing import Any
 from torch.utils.data import DataLoader, SequentialSampler
 
 from unisono.data.loader import Processes
-from unisono.data.order import KeyedOrder, Order
+from unisono.data.order import BlockwiseOrder, KeyedOrder, Order
 from unisono.data.sampler_order import LoopKey, SamplerOrder
 from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.data.torch_loader import LoaderParts
 from unisono.errors import JobError
+from unisono.plan.block_order import BlockShuffle
 from unisono.received import short
+
+Shuffle = bool | str | BlockShuffle
+"""Whether and how to shuffle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +24,14 @@ class Asked:
     """What a script asks for beside its data; None for what it leaves open.
 
     Attributes:
-        shuffle: whether to shuffle.
+        shuffle: whether to shuffle, or the blocks by which to; "blocks" for those that the data set names.
         drop_last: whether to leave out a last, smaller batch.
         loader_workers: the number of processes that load.
         batch_size: the number of samples in a batch.
         collate_fn: a function that makes a batch of a list of samples.
     """
 
-    shuffle: bool | None = None
+    shuffle: Shuffle | None = None
     drop_last: bool | None = None
     loader_workers: int | None = None
     batch_size: int | None = None
@@ -83,8 +87,11 @@ class Feed:
         workers = asked.loader_workers or 0
         if workers < 0:
             raise JobError(f"loader_workers={short(workers)}: use 0 to load in this process, or a number of processes")
-        shuffle, drop_last = bool(asked.shuffle), bool(asked.drop_last)
-        source = ShardSource(data, KeyedOrder(check_dataset(data), key.seed, shuffle, drop_last), asked.collate_fn)
+        shuffle, drop_last, samples = bool(asked.shuffle), bool(asked.drop_last), check_dataset(data)
+        order = KeyedOrder(samples, key.seed, shuffle, drop_last)
+        if (blocks := _blocks_of(data, asked.shuffle)) is not None:
+            order = BlockwiseOrder(samples, key.seed, True, drop_last, blocks)
+        source = ShardSource(data, order, asked.collate_fn)
         return cls(source, Processes(workers, timeout_s), shuffle=shuffle, drop_last=drop_last)
 
     @classmethod
@@ -101,6 +108,27 @@ class Feed:
             )
         source = ShardSource(parts.dataset, order, parts.collate)
         return cls(source, parts.processes, parts.batch_size, parts.is_batched, drop_last=parts.drop_last)
+
+
+def _blocks_of(data: Any, shuffle: Shuffle | None) -> BlockShuffle | None:
+    """The blocks by which to shuffle; None to shuffle all samples, or not at all."""
+    if shuffle is None or isinstance(shuffle, bool):
+        return None
+    size = getattr(data, "block_size", None)
+    blocks = shuffle if isinstance(shuffle, BlockShuffle) else BlockShuffle(1 if size is None else size)
+    if isinstance(shuffle, str) and shuffle != "blocks":
+        raise JobError(
+            f"shuffle={short(shuffle)}: use True, False, 'blocks', or unisono.BlockShuffle(size=…, window=…)"
+        )
+    if isinstance(shuffle, str) and size is None:
+        raise JobError(
+            f"shuffle='blocks' goes by the block_size of a data set, and {type(data).__name__} has none: give it one, "
+            f"or say it with shuffle=unisono.BlockShuffle(size=…)"
+        )
+    for name, value in (("size", blocks.size), ("window", blocks.window)):
+        if type(value) is not int or value < 1:
+            raise JobError(f"BlockShuffle({name}={short(value)}): needs a number from 1 on")
+    return blocks
 
 
 def refuse_beside(asked: Asked) -> None:

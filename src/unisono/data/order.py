@@ -1,11 +1,13 @@
 """Which samples stand at which places of an epoch, and what each of them draws from."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
+from unisono.plan.block_order import BlockedOrder, BlockShuffle
 from unisono.plan.epoch_cut import EpochCut, EvenCut
 from unisono.plan.order import Indices, Stream, sample_order, stream_seed
 
@@ -64,9 +66,13 @@ class KeyedOrder:
         if not self.shuffle or not places:
             return np.arange(places.start, places.stop)
         blocks = range(places.start // BLOCK, -(-places.stop // BLOCK))
-        order = np.concatenate([_visited(self.seed, epoch, self.samples, block) for block in blocks])
+        order = np.concatenate([_visited(self, epoch, block) for block in blocks])
         first = blocks.start * BLOCK
         return order[places.start - first : places.stop - first]
+
+    def permutation(self, epoch: int) -> Callable[[Indices], Indices]:
+        """What gives the samples at places of an epoch that is shuffled."""
+        return sample_order(self.seed, epoch, self.samples)
 
     def counted_at(self, epoch: int, places: range) -> Indices:
         """The samples themselves."""
@@ -85,7 +91,28 @@ class KeyedOrder:
         return EvenCut(self.samples, batch_size, self.drop_last)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockwiseOrder(KeyedOrder):
+    """Every sample once, blocks of neighbours in a keyed order, and the samples of a few blocks mixed.
+
+    Attributes:
+        blocks: the blocks; there have to be some.
+    """
+
+    blocks: BlockShuffle | None = None
+
+    @property
+    def digest(self) -> str:
+        """The blocks."""
+        return str(self.blocks)
+
+    def permutation(self, epoch: int) -> Callable[[Indices], Indices]:
+        """What gives the samples at places of an epoch."""
+        assert self.blocks is not None, "it is made with blocks"
+        return BlockedOrder(self.seed, epoch, self.samples, self.blocks)
+
+
 @lru_cache(maxsize=4)
-def _visited(seed: int, epoch: int, samples: int, block: int) -> Indices:
+def _visited(order: KeyedOrder, epoch: int, block: int) -> Indices:
     """The samples that the places of a block stand for."""
-    return sample_order(seed, epoch, samples)(np.arange(block * BLOCK, min((block + 1) * BLOCK, samples)))
+    return order.permutation(epoch)(np.arange(block * BLOCK, min((block + 1) * BLOCK, order.samples)))

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from unisono.data.feed import Asked, refuse_beside
+from unisono.data.feed import Asked, Shuffle, refuse_beside
 from unisono.data.order import KeyedOrder, Order
 from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import Collate
@@ -89,7 +89,7 @@ class StreamFeed:
         return StreamSource(self.stream, self.key, readers, self.collate)
 
 
-def _refuse(shuffle: bool | None, drop_last: bool | None, workers: int | None, name: str) -> None:
+def _refuse(shuffle: Shuffle | None, drop_last: bool | None, workers: int | None, name: str) -> None:
     if shuffle:
         raise JobError("shuffle=True: a stream has its own order. Shuffle in the stream, or the files that it reads")
     if drop_last:

@@ -27,6 +27,8 @@ class Stream(IntEnum):
     PLACE = 9  # random augmentation of what stands at one place of such an order: (loop, epoch, place)
     READER = 11  # one sample of a stream: (loop, epoch, sample), or (loop, epoch, sample, reader)
     COLLATE = 12  # the collation of one shard of a stream: (loop, epoch, reader, samples before)
+    BLOCKS = 13  # the order of blocks in one epoch: (epoch,)
+    WINDOW = 14  # the order of samples in some of these blocks: (epoch, window)
     QUIET = 10  # what samples find that draw nothing: (epoch,), or (loop, epoch)
 
 
@@ -89,14 +91,15 @@ def _round_keys(key: int) -> tuple[int, ...]:
 
 def sample_order(seed: int, epoch: int, size: int) -> Permutation:
     """The order in which epoch ``epoch`` of the job with this seed visits ``size`` samples."""
-    return Permutation(size, _signed(stream_seed(seed, Stream.ORDER, epoch)))
+    return Permutation(size, signed(stream_seed(seed, Stream.ORDER, epoch)))
 
 
 def _mask(bits: Any) -> np.uint64:
     return np.uint64((1 << int(bits)) - 1)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """A 64-bit word as a number that may be below 0."""
     return word - (1 << 64) if word >> 63 else word
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from unisono.data.feed import Shuffle
 from unisono.data.shards import Collate
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError, ModelError
@@ -93,7 +94,7 @@ class Run(RunView):
         dataset: Any,
         epochs: int = 1,
         *,
-        shuffle: bool | None = None,
+        shuffle: Shuffle | None = None,
         drop_last: bool | None = None,
         loader_workers: int | None = None,
         collate_fn: Collate | None = None,
@@ -111,6 +112,7 @@ class Run(RunView):
             dataset: map-style, with a length; or a ``DataLoader``, which decides all but the number of epochs.
             epochs: passes over it.
             shuffle: whether to shuffle each epoch, in an order that follows from seed and epoch; by default it does.
+                With a :class:`BlockShuffle`, or ``"blocks"`` for a data set that has a ``block_size``, by blocks.
             drop_last: whether to leave out a last, smaller batch instead of weighting it by its size (the default).
             loader_workers: the number of this worker's processes that load ahead, over all epochs; 0 (the default)
                 loads in this process, while no step is computed. Decides no bit.

@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from unisono.adapt.view import BatchShape
-from unisono.data.feed import Asked, Feed
+from unisono.data.feed import Asked, Feed, Shuffle
 from unisono.data.loop_feeds import LoopFeeds
 from unisono.data.shards import Collate, Source
 from unisono.data.stream_feed import StreamFeed
@@ -95,7 +95,7 @@ class StepLoop:
         self,
         dataset: Any,
         epochs: int,
-        shuffle: bool | None,
+        shuffle: Shuffle | None,
         drop_last: bool | None,
         loader_workers: int | None,
         collate_fn: Collate | None,
