@@ -1,6 +1,10 @@
 """What a worker says on one connection after the other."""
 
+import asyncio
+import random
+
 import pytest
+from websockets.asyncio.server import ServerConnection, serve
 
 from unisono.membership.connection import MOST_UNSENT, Conversation, call
 from unisono.membership.messages import (
@@ -117,3 +121,19 @@ def test_a_coordinator_that_many_call_at_once_may_take_as_long_to_open_as_to_ans
 ) -> None:
     calling = call("http://127.0.0.1:1", "/worker", "", None, open_s=5.0, ping_s=ping_s, close_s=1.0, most=1)
     assert calling.open_timeout == opens_within_s
+
+
+def test_a_connection_draws_no_number_that_the_script_would_have_drawn() -> None:
+    async def listen(connection: ServerConnection) -> None:
+        await connection.wait_closed()
+
+    async def ping() -> None:
+        async with serve(listen, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with call(url, "/", "token", None, open_s=5, ping_s=0.001, close_s=5, most=100) as connection:
+                while not connection.latency:  # as long as no ping was answered
+                    await asyncio.sleep(0)
+
+    before = random.getstate()
+    asyncio.run(asyncio.wait_for(ping(), 10))
+    assert random.getstate() == before

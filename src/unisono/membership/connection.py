@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from websockets.asyncio.client import ClientConnection, connect
@@ -37,6 +38,19 @@ SHUT_OUT = (REFUSED, 403)
 SILENT = logging.Logger("unisono", logging.CRITICAL + 1)
 """For libraries that would log a connection's headers, and so the token. It has no parent and nobody finds it by name:
 whatever a script sets for its own loggers, this one stays silent."""
+
+
+class QuietConnection(ClientConnection):
+    """A connection that draws nothing from Python's global generator, from which the script's own thread draws."""
+
+    _pings = 0
+
+    async def ping(self, data: Any = None) -> Awaitable[float]:
+        """Send a ping; the library would draw what tells it from others."""
+        if data is None:
+            self._pings += 1
+            data = self._pings.to_bytes(8)
+        return await super().ping(data)
 
 
 def call(
@@ -77,6 +91,7 @@ def call(
         close_timeout=close_s,
         max_size=most,
         logger=SILENT,
+        create_connection=QuietConnection,
     )
 
 
