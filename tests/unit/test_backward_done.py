@@ -75,6 +75,37 @@ def test_several_passes_in_one_shard_add_up(start: Start) -> None:
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("shards", [2, 4])
+def test_a_function_may_leave_its_gradients_in_memory_that_it_uses_again(start: Start, shards: int) -> None:
+    kept: dict[Tensor, Tensor] = {}
+
+    def from_memory(model: Any, batch: Any) -> unisono.BackwardDone:
+        loss = mean(model, batch)
+        for parameter, gradient in zip(
+            model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+        ):
+            parameter.grad = kept.setdefault(parameter, torch.empty_like(gradient)).copy_(gradient)
+        return unisono.BackwardDone(loss)
+
+    assert trained(start, from_memory, shards) == trained(start, gone_backward, shards)
+
+
+def test_one_tensor_may_be_the_gradient_of_two_parameters(start: Start) -> None:
+    def shared(model: Any, batch: Any) -> unisono.BackwardDone:
+        gradient = batch[0].mean(0).expand(2, 4)
+        model[0].weight.grad = model[1].weight.grad = gradient
+        return unisono.BackwardDone(0.0)
+
+    run = start(batch_size=6, shards=2)
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(4, 2))
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = next(steps := run.steps(TensorDataset(INPUTS[:6]), shuffle=False))
+    step.run(shared, update=lambda: [layer.weight.grad for layer in model])
+    for found in step.returned:
+        torch.testing.assert_close(found, INPUTS[:6].mean(0).expand(2, 4))
+    steps.close()
+
+
 def test_a_weight_may_be_given_and_a_shard_of_weight_0_counts_for_nothing(start: Start) -> None:
     def of_some(model: Any, batch: Any) -> unisono.BackwardDone:
         (inputs,) = batch
@@ -125,6 +156,8 @@ def test_a_memory_check_covers_them_with_one_shard_too(start: Start) -> None:
         (lambda model, batch: unisono.BackwardDone(mean(model, batch)), "BackwardDone, and no trained parameter has a"),
         (lambda model, batch: unisono.BackwardDone(torch.ones(2)), r"a tensor of shape \[2\]"),
         (lambda model, batch: unisono.BackwardDone(1.0, -1.0), "the weight -1.0"),
+        (lambda model, batch: unisono.BackwardDone(None), "returned nothing"),  # type: ignore[arg-type]
+        (lambda model, batch: unisono.BackwardDone("low"), "returned a str"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_taken_is_refused_in_clear_words(start: Start, loss_fn: Any, said: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
@@ -295,3 +296,13 @@ def test_the_steps_behind_which_a_loop_begins_are_a_number(start: Start) -> None
     run.prepare(model, momentum(model.parameters()))
     with pytest.raises(JobError, match=r"run.steps\(begin=-1\): needs a number of steps, from 0 on"):
         run.steps(TensorDataset(torch.zeros(8, 4)), begin=-1)
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize("ends", [{"max_steps": -1}, {"epochs": -1}])
+def test_numbers_below_0_end_no_loop(start: Start, ends: dict[str, Any]) -> None:
+    run, model = start(batch_size=4), nn.Linear(4, 2)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(JobError, match=rf"run.steps\({next(iter(ends))}=-1\): needs a number from 0 on"):
+        run.steps(TensorDataset(torch.zeros(8, 4)), **{"epochs": 1, **ends})

@@ -219,3 +219,45 @@ def test_workers_that_train_apart_refuse_it(tmp_path: Path) -> None:
     trade = Trade(Job.create(batch_size=8, shards=8), 2, tmp_path / "run", strategy="local-sgd:every=2")
     with pytest.raises(JobError, match=r"local-sgd.* nobody combines state metric.count\. .*strategy='all-reduce'"):
         train(trade, trained)
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize("now", [3.0, None])
+@pytest.mark.parametrize("attribute", ["count", "rows", "listed"])
+def test_what_is_no_tensor_any_more_is_named(start: Start, attribute: str, now: Any) -> None:
+    run, metric = start(batch_size=4, shards=2), Metric()
+    metric.listed = [torch.ones(2)]  # type: ignore[attr-defined]
+    model = nn.Linear(3, 2)
+    state = {"metric": (metric, {**RULES, "listed": "cat"})}
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state=state)
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        setattr(metric, attribute, now)
+        found: Tensor = model(batch[0]).sum()
+        return found
+
+    step = next(steps := run.steps(TensorDataset(INPUTS), shuffle=False))
+    with pytest.raises(ModelError, match=rf"step 0, shard 0, rank 0: the state metric.{attribute} is {now} now"):
+        step.run(loss_fn)
+    step.run(lambda model, batch: model(batch[0]).sum())  # nothing of it is left
+    setattr(metric, attribute, now)
+    with pytest.raises(ModelError, match=rf"the state metric.{attribute} is {now} now"):
+        step.run(lambda model, batch: model(batch[0]).sum())
+    steps.close()
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ([torch.zeros(1)], "give a dict"),
+        ({"wide": torch.zeros(1).expand(4)}, "'wide' is sparse or expanded"),
+        ({"thin": torch.eye(3).to_sparse()}, "'thin' is sparse or expanded"),
+    ],
+)
+def test_what_cannot_be_set_is_refused(start: Start, state: Any, said: str) -> None:
+    run, model = start(batch_size=4), nn.Linear(3, 2)
+    with pytest.raises(ModelError, match=said):
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state=state)

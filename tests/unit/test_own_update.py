@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,19 @@ def test_the_update_finds_the_mean_gradient_and_may_change_it(start: Start, shar
         assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
         step.run(used)
         assert step.returned is None
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize("shards", [1, 3])
+def test_parameters_of_other_optimizers_have_no_gradient(start: Start, shards: int) -> None:
+    run = start(batch_size=12, shards=shards)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    run.prepare(model, [first, second])
+    for step in run.steps(batches()):
+        step.run(loss, optimizer=first, update=lambda: [one.grad is None for one in model.parameters()])
+        assert step.returned == [False, False, True, True]
 
 
 @pytest.mark.unit
@@ -173,6 +186,28 @@ def test_collective_calls_in_an_update_are_refused_and_may_follow_it(start: Star
 
 @pytest.mark.unit
 @pytest.mark.usefixtures("one_worker")
+def test_collective_calls_in_functions_that_another_one_calls_are_refused(start: Start) -> None:
+    run = start(batch_size=12)
+    model, optimizer = prepared(run)
+
+    def refused(*_: Any) -> None:
+        for call in (run.barrier, lambda: run.together(refused), lambda: run.prepare(model, optimizer), run.finish):
+            with pytest.raises(JobError, match="a collective call inside of another.*workers.all_reduce"):
+                call()
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        refused()
+        return used(model, batch)
+
+    for step in run.steps(batches()):
+        step.run(loss_fn)
+        run.together(refused)
+        run.evaluate(batches(), {"loss": loss_fn})
+        assert run.all_reduce(1.0) == 1.0
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
 def test_what_is_no_function_is_refused(start: Start) -> None:
     run = start(batch_size=12)
     _, optimizer = prepared(run)
@@ -207,3 +242,24 @@ def test_an_update_of_the_scripts_own_is_not_split_and_the_journal_says_why(tmp_
     assert journal.count("the script makes the update by itself") == 1
     with pytest.raises(JobError, match=r"shard_optimizer=True cannot split.*shard_optimizer='auto'"):
         train(Trade(job, 3, tmp_path / "wanted", replace(split, shard_optimizer=True)), updating)
+
+
+async def later() -> None:
+    """Makes no update when it is called."""
+
+
+def bit_by_bit() -> Iterator[None]:
+    """Likewise."""
+    yield
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize("update", [later, bit_by_bit])
+def test_what_makes_nothing_when_it_is_called_is_refused(start: Start, update: Any) -> None:
+    run = start(batch_size=12)
+    prepared(run)
+    for step in run.steps(batches()):
+        with pytest.raises(JobError, match=r"update=.*a coroutine or a generator"):
+            step.run(used, update=update)
+        step.run(used)

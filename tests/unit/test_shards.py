@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from unisono.data.order import BLOCK, KeyedOrder
-from unisono.data.shards import ShardSource, ShardsRequest
+from unisono.data.shards import LocatedShards, ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import DataError
 from unisono.plan.order import sample_order
@@ -204,3 +204,25 @@ def test_a_data_set_that_fetches_too_few_samples_at_once_is_named() -> None:
 
     with pytest.raises(DataError, match="Short.__getitems__ returned 3 samples for 4 indices"):
         drawn(Short(), 0, 4)
+
+
+def test_indices_below_0_count_from_the_end_and_those_beyond_are_named() -> None:
+    def chosen(*indices: int) -> list[int]:
+        request = ShardsRequest(0, (range(len(indices)),))
+        source = ShardSource(TensorDataset(torch.arange(20)), KeyedOrder(20, 0))
+        ((found,),) = source.fetch(LocatedShards(request, (np.array(indices),)))
+        return list(found.tolist())
+
+    assert chosen(-1, 3, -20) == [19, 3, 0]
+    for beyond in (20, -21):
+        with pytest.raises(DataError, match=f"gave the index {beyond}, and the data set has 20 samples"):
+            chosen(0, beyond)
+
+
+def test_a_data_set_that_stops_an_iteration_ends_no_loop() -> None:
+    class Stops(Noise):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return next(iter([]))
+
+    with pytest.raises(DataError, match=r"sample \d+ of the data set: .*StopIteration"):
+        drawn(Stops(), 0, 4)

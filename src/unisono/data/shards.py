@@ -18,6 +18,8 @@ from unisono.plan.order import Indices
 
 Collate = Callable[[list[Any]], Any]
 
+_STOPPED = "the data set raised StopIteration, and a sample has to come of an index (did a next(…) in it find nothing?)"
+
 
 class Source(Protocol):
     """Gives the batches of any shard of the step that is under way."""
@@ -133,6 +135,8 @@ class ShardSource:
         try:
             for index in indices:
                 found.append(self.dataset[index])  # noqa: PERF401 (an error names the index)
+        except StopIteration as error:  # which would end the loop over it, or come out of that as another error
+            raise DataError(f"sample {indices[len(found)]} of the data set: {_STOPPED}") from error
         except Exception as error:
             error.add_note(f"(while sample {indices[len(found)]} of the data set was loaded)")
             raise
@@ -158,6 +162,8 @@ def _fetches_many(dataset: Any) -> bool:
 def _many(dataset: Any, indices: Sequence[int]) -> list[Any]:
     try:
         found = list(dataset.__getitems__(list(indices)))
+    except StopIteration as error:
+        raise DataError(f"samples {indices[0]} … {indices[-1]} of the data set: {_STOPPED}") from error
     except Exception as error:
         error.add_note(f"(while samples {indices[0]} … {indices[-1]} of the data set were loaded)")
         raise
@@ -179,7 +185,10 @@ def _gathered(dataset: Any, indices: Indices) -> list[Tensor]:
     if type(dataset) is Subset:
         inner = range(check_dataset(dataset.dataset))  # makes negative indices positive
         return _gathered(dataset.dataset, np.array([inner[dataset.indices[index]] for index in indices.tolist()]))
-    rows = torch.from_numpy(indices)
+    samples = len(dataset)
+    if (odd := indices[(indices < -samples) | (indices >= samples)]).size:
+        raise DataError(f"the sampler gave the index {odd[0]}, and the data set has {samples} samples")
+    rows = torch.from_numpy(np.where(indices < 0, indices + samples, indices))
     # Where it can be used, this is several times as fast as an index in brackets.
     return [each.index_select(0, rows) if each.device.type == "cpu" else each[rows] for each in dataset.tensors]
 

@@ -28,7 +28,13 @@ from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.boundary import Boundary
 from unisono.train.loop.course import Course, CutCourse
-from unisono.train.loop.feed_checks import require_batches, require_shape, require_steps, require_strategy
+from unisono.train.loop.feed_checks import (
+    require_batches,
+    require_counts,
+    require_shape,
+    require_steps,
+    require_strategy,
+)
 from unisono.train.loop.loop import Loop, LoopPlace
 from unisono.train.loop.prefetch import prefetch
 from unisono.train.loop.stream_course import StreamCourse
@@ -105,6 +111,7 @@ class StepLoop:
     ) -> Generator[Step, None, None]:
         """The steps of a loop over a data set; see :meth:`Run.steps`."""
         require_kinds(StepLoop.over, locals())
+        require_counts(epochs, max_steps)
         self._forgo()
         if begin < 0:
             raise JobError(f"run.steps(begin={begin}): needs a number of steps, from 0 on")

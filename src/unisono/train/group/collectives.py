@@ -26,6 +26,13 @@ WITHIN = (
 )
 """Why a collective call cannot be made in the middle of a change."""
 
+INSIDE = (
+    "a collective call inside of another: the functions that step.run, run.evaluate, run.predict and run.together are "
+    "given are called oftener on some workers than on others, and again if one is lost. Call run.evaluate, step.run, … "
+    "behind that call; a function of run.together has what it is given (workers.all_reduce …)"
+)
+"""Why a collective call cannot be made while one is carried out."""
+
 HALFWAY = (
     "an update has failed halfway ({error}), so weights and optimizers are neither those before it nor those after it, "
     "and nothing of it counts: start the job again, it goes on from its newest checkpoint"
@@ -333,11 +340,11 @@ class CollectiveCalls:
 
     def _carry_out(self, call: Callable[[Workers], R]) -> R:
         workers = self._membership.workers
-        workers.is_called = True
+        workers.is_called, self._bar = True, INSIDE
         try:
             return call(workers)
         finally:
-            workers.is_called = False
+            workers.is_called, self._bar = False, ""
             workers.ticks += 1
 
     def _commit(self, done: int, make: Callable[[], Any], cause: Callable[[], Any], *, changed: bool) -> None:

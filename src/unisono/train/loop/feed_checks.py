@@ -30,6 +30,17 @@ def require_batches(feed: Feed | StreamFeed, batch_size: int, said: int) -> None
         )
 
 
+def require_counts(epochs: int, max_steps: int | None) -> None:
+    """The numbers that end a loop are no less than 0.
+
+    Raises:
+        JobError: one is; names it.
+    """
+    for name, count in (("epochs", epochs), ("max_steps", max_steps)):
+        if count is not None and count < 0:
+            raise JobError(f"run.steps({name}={count}): needs a number from 0 on")
+
+
 def require_steps(feed: Feed | StreamFeed, first: EpochCut, batch_size: int) -> None:
     """The first epoch has to have a step, if that can be known.
 

@@ -247,7 +247,7 @@ class Buffers:
 
     def _rewind(self, number: int) -> None:
         place, base = self._places[number], self._bases[number]
-        if _written(place, base):
+        if not place.is_held or _written(place, base):
             place.put(base.tensor)
             set_all([(base.tensor, base.value)])
             base.version = base.tensor._version

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from unisono.errors import ModelError
@@ -22,6 +23,8 @@ def further_places(state: Mapping[str, Any]) -> list[BufferPlace]:
     Raises:
         ModelError: it is something else; says what it may be.
     """
+    if not isinstance(state, Mapping):
+        raise ModelError(f"run.prepare(state=…) is {short(state)}: give a dict, of the state by name")
     places: list[BufferPlace] = []
     for name, given in state.items():
         match given:
@@ -67,6 +70,8 @@ def _place(registry: dict[str, Any], key: str, name: str, rule: Any, *, grows: b
             raise ModelError(f"{said} is a list of tensors, to which shards append: its rule can only be cat")
         return ListedPlace.of(registry, key, name)
     tensor = registry[key]
+    if tensor.layout != torch.strided or _repeats(tensor):
+        raise ModelError(f"{said} is sparse or expanded, so that it cannot be set to a value: give a dense copy of it")
     if tensor.requires_grad:
         raise ModelError(f"{said} requires a gradient: what is trained belongs to an optimizer; else detach it")
     if rule == "mean" and not tensor.is_floating_point():
@@ -77,6 +82,11 @@ def _place(registry: dict[str, Any], key: str, name: str, rule: Any, *, grows: b
             f"{{attribute: 'cat'}}), and let shards assign torch.cat([object.attribute, new])"
         )
     return BufferPlace(registry, key, name, rule)
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Whether several of its elements are one place in memory."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _require_apart(places: Sequence[BufferPlace]) -> None:

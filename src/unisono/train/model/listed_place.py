@@ -46,8 +46,12 @@ class ListedPlace(BufferPlace):
 
     @property
     def tensor(self) -> Tensor:
-        """All that the list has now, in one tensor; the same one until the list changes."""
-        listed = self.registry[self.key]
+        """All that the list has now, in one tensor; the same one until the list changes.
+
+        Raises:
+            ModelError: there is no list of tensors any more; names the place.
+        """
+        listed = self._held()
         if len(listed) == 1 and listed[0].dim():
             only: Tensor = listed[0]
             return only
@@ -57,6 +61,12 @@ class ListedPlace(BufferPlace):
             self._joined.of = [(one, one._version) for one in listed]
             self._joined.tensor = torch.cat([torch.atleast_1d(one) for one in listed])
         return self._joined.tensor
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there is a list of tensors."""
+        listed = self.registry.get(self.key)
+        return isinstance(listed, list) and all(isinstance(one, Tensor) for one in listed)
 
     @property
     def form(self) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ class OwnUpdate:
             raise JobError(
                 f"step.run(update=…) got a {type(self.act).__name__}: it needs a function without arguments that makes "
                 f"the update, for instance update=optimizer.step"
+            )
+        if iscoroutinefunction(self.act) or isgeneratorfunction(self.act) or isasyncgenfunction(self.act):
+            raise JobError(
+                "step.run(update=…) got a coroutine or a generator, of which a call makes nothing yet: give a function "
+                "that makes the update, without async and yield"
             )
 
     def make(self, loss: float, optimizers: Sequence[Optimizer], scaled: Scaled) -> None:

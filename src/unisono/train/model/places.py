@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from unisono.checkpoint.layout import form_of
+from unisono.errors import ModelError
+from unisono.received import short
 from unisono.train.model.tensors import set_all
 
 Rule = Literal["mean", "first", "sum", "max", "min", "cat"]
@@ -38,9 +40,18 @@ class BufferPlace:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that is there now."""
-        found: Tensor = self.registry[self.key]
+        """The tensor that is there now.
+
+        Raises:
+            ModelError: there is none any more; names the place.
+        """
+        found: Tensor = self._held()
         return found
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there is one."""
+        return isinstance(self.registry.get(self.key), Tensor)
 
     @property
     def rule(self) -> Rule:
@@ -69,6 +80,15 @@ class BufferPlace:
     def set(self, value: Tensor) -> None:
         """Set the tensor that is here to a value."""
         set_all([(self.tensor, value)])
+
+    def _held(self) -> Any:
+        """What is in the registry."""
+        if not self.is_held:
+            raise ModelError(
+                f"the {self.name} is {short(self.registry.get(self.key))} now, and was a tensor, or a list of tensors, "
+                f"when run.prepare was given it: assign what it was, for instance torch.tensor(…)"
+            )
+        return self.registry[self.key]
 
     def _form_of(self, tensor: Tensor) -> list[Any]:
         dtype, shape = form_of(tensor)

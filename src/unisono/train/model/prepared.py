@@ -74,6 +74,13 @@ class Prepared:
         ids = {id(parameter) for parameter in _owned(optimizers)}
         return {name: parameter for name, parameter in self.parameters.items() if id(parameter) in ids}
 
+    def clear_gradients(self, but: Sequence[Tensor] = ()) -> None:
+        """Have no gradients in the parameters, but in some of them."""
+        kept = {id(parameter) for parameter in but}
+        for parameter in self.parameters.values():
+            if id(parameter) not in kept:
+                parameter.grad = None
+
     def tensors(self) -> dict[str, Tensor]:
         """All modules' parameters and buffers by name."""
         return tensors_by_name(self.modules)

@@ -190,6 +190,7 @@ class StepEngine:
         gradients, report = attempt.gradients, attempt.report
         used, used_buffers = report.used[: len(gradients.names)], report.used[len(gradients.names) :]
         changes = call.update is not None or any(map(may_change_gradients, call.optimizers))
+        self._prepared.clear_gradients(but=gradients.parameters)  # or what this worker's last shard left would be seen
         gradients.assign(attempt.totals, report.weight, used, writable=changes or call.clip.limits)
         if gradients.is_watched:
             with self._or_rewound():
@@ -329,7 +330,7 @@ class StepEngine:
 
     def _resplit(self, split: Split) -> None:
         """Workers have other shards, or as many pieces of them: let go of all that was made for those before."""
-        self._clear_gradients()
+        self._prepared.clear_gradients()
         for gradients in self._gradients.values():
             gradients.remove()
         self._gradients.clear()
@@ -380,7 +381,7 @@ class StepEngine:
         with self._told(f"step {call.step}"):
             self._writes.require_none()
         if not shards:
-            self._clear_gradients()
+            self._prepared.clear_gradients()
             gradients.serve(partial(self._weigh, call, []))
             self._workers.tick()
         call.computed(perf_counter() - started)
@@ -417,12 +418,12 @@ class StepEngine:
         assert call.load is not None and shard.mark is not None, "what is audited can be loaded"  # noqa: PT018
         held = [parameter.grad for parameter in self._prepared.parameters.values()]
         with generators_kept(), self._buffers.aside() as made:
-            self._clear_gradients()
+            self._prepared.clear_gradients()
             self._forward.compute(call, shard, call.load(number))
             if shard.report.weight:
                 shard.backward(gradients.parameters)
             else:
-                self._clear_gradients()
+                self._prepared.clear_gradients()
             for each, parameter in enumerate(gradients.parameters):
                 shard.mark.take(each, parameter.grad)
             found = shard.mark.finish(shard.read(), made())
@@ -432,7 +433,7 @@ class StepEngine:
         return found
 
     def _compute(self, call: Call, shard: Shard, gradients: Gradients, shards: Sequence[Shard]) -> None:
-        self._clear_gradients()
+        self._prepared.clear_gradients()
         gradients.mark = shard.mark
         gradients.open(last=shard is shards[-1])
         with self._told(f"step {call.step}, shard {call.first + shard.number}"):
@@ -446,7 +447,7 @@ class StepEngine:
                 with gradients.listening():
                     shard.backward(gradients.parameters)
             else:
-                self._clear_gradients()
+                self._prepared.clear_gradients()
             gradients.close()
             if shard.report.weight:
                 shard.report.squared_norm = gradients.squared_norm() / shard.report.weight**2
@@ -509,7 +510,7 @@ class StepEngine:
 
     def _refused(self, call: Call, trouble: str) -> None:
         self._buffers.rewind()
-        self._clear_gradients()
+        self._prepared.clear_gradients()
         if self._job.on_nan == "skip":
             return
         raise NonFiniteLoss(
@@ -531,7 +532,3 @@ class StepEngine:
             norms = SquaredNorms(len(trained), self._monitoring.blocks_of(trained.values()))
             self._gradients[key] = Gradients(trained, self._reducer, fusion, norms)
         return self._gradients[key]
-
-    def _clear_gradients(self) -> None:
-        for parameter in self._prepared.parameters.values():
-            parameter.grad = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ class WeightedLoss:
         """
         loss, weight = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, samples)
         if has_gradients := isinstance(returned, BackwardDone):
-            loss = torch.as_tensor(returned.loss).detach()
+            loss = _given(returned.loss)
             weight = samples if returned.weight is None else returned.weight
         if not isinstance(loss, Tensor):
             raise LossError(f"the loss function returned {_kind(loss)}: return a scalar tensor, or (loss, weight)")
@@ -128,6 +129,11 @@ class WeightedLoss:
                 f"the loss function returned the weight {number}: it counts samples or tokens, so it is >= 0"
             )
         return cls(loss.reshape(()), number, has_gradients)
+
+
+def _given(loss: Any) -> Any:
+    """The loss of a :class:`BackwardDone` as a tensor, if it can be one."""
+    return torch.as_tensor(loss).detach() if isinstance(loss, Tensor | Real) else loss
 
 
 def _kind(value: Any) -> str:
@@ -180,7 +186,7 @@ class Shard:
         assert self.loss is not None
         weight = self.report.weight
         if self.has_gradients:
-            _weigh([parameter.grad for parameter in parameters if parameter.grad is not None], weight)
+            _weigh(parameters, weight)
             return
         with _explained():
             (self.loss * weight if weight != 1.0 else self.loss).backward()
@@ -188,15 +194,16 @@ class Shard:
 
 
 @torch.no_grad()
-def _weigh(gradients: Sequence[Tensor], weight: float) -> None:
-    if not gradients:
+def _weigh(parameters: Sequence[Tensor], weight: float) -> None:
+    held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not held:
         raise LossError(
             "the loss function returned BackwardDone, and no trained parameter has a gradient: go backward in it, and "
             "leave the gradients where they are"
         )
     if weight != 1.0:
-        for gradient in gradients:
-            gradient.mul_(weight)
+        for parameter, gradient in held:
+            parameter.grad = gradient * weight  # the script may use that memory again, or for two parameters
 
 
 class ForwardPass:

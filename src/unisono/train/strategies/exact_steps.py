@@ -275,6 +275,7 @@ class ExactSteps:
         """Others have made an update: make it here, from the gradient that they had."""
         prepared = self.trained.require_prepared()
         given = UpdateCause.of(cause, prepared.buffers)
+        prepared.clear_gradients()
         given.set(prepared.trained_by(call.optimizers), prepared.buffers)
         scaled = self.trained.policy_state.scaled
         if call.update is not None:
