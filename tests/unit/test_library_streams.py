@@ -18,6 +18,7 @@ from script_cluster import Cluster, Done, Kill
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital'"),  # which torchdata calls
 ]
 
 SCRIPT = Path(__file__).parents[1] / "procs" / "scripts" / "library_streams.py"
@@ -26,7 +27,7 @@ SHARDS = 6
 
 SIZES = [17, 3, 40, 22, 9, 31, 5, 28]
 IDS = [100 * file + number for file, size in enumerate(SIZES) for number in range(size)]
-STREAMS = ("hugging-face", "hugging-face-map", "webdataset")
+STREAMS = ("hugging-face", "hugging-face-map", "webdataset", "stateful-loader")
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,12 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from unisono.data.feed import Asked, Shuffle, refuse_beside
+from unisono.data.opened_stream import opens_readers
 from unisono.data.order import KeyedOrder, Order
 from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import Collate
 from unisono.data.stream_source import StreamSource
+from unisono.data.torch_loader import keeps_states
 from unisono.errors import DataError, JobError
 
 
@@ -23,12 +25,14 @@ class StreamFeed:
         key: what the draws of its samples follow from.
         batch_size: the number of samples in a batch, if a loader says it.
         collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
+        keeps: whether the states that the stream tells of itself are used.
     """
 
     stream: Any
     key: LoopKey
     batch_size: int | None = None
     collate: Collate | None = None
+    keeps: bool = False
 
     @property
     def shuffle(self) -> bool:
@@ -60,7 +64,7 @@ class StreamFeed:
         """
         loader = data if isinstance(data, DataLoader) else None
         stream = data if loader is None else loader.dataset
-        if not isinstance(stream, IterableDataset) and not hasattr(stream, "open_reader"):
+        if not isinstance(stream, IterableDataset) and not opens_readers(stream):
             return None
         if loader is None:
             _refuse(asked.shuffle, asked.drop_last, asked.loader_workers, "loader_workers")
@@ -70,7 +74,7 @@ class StreamFeed:
         if loader.batch_size is None:
             raise DataError("batch_size=None: the loader makes no batches: give it the batch_size of the job")
         collate = None if loader.collate_fn is default_collate else loader.collate_fn
-        return cls(stream, key, loader.batch_size, collate)
+        return cls(stream, key, loader.batch_size, collate, keeps_states(loader))
 
     def same(self) -> Mapping[str, Any]:
         """What has to be the same on all workers."""
@@ -86,7 +90,7 @@ class StreamFeed:
 
     def source(self, readers: int) -> StreamSource:
         """What gives the samples, read by so many readers."""
-        return StreamSource(self.stream, self.key, readers, self.collate)
+        return StreamSource(self.stream, self.key, readers, self.collate, keeps=self.keeps)
 
 
 def _refuse(shuffle: Shuffle | None, drop_last: bool | None, workers: int | None, name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data._utils import worker
 
+from unisono.data.opened_stream import open_stream, opens_readers
 from unisono.data.streams import seed_generators
 from unisono.errors import DataError
 from unisono.plan.order import Stream, stream_seed
@@ -89,6 +90,8 @@ class Reader:
         stream: the stream.
         key: the key of the reader.
         at: the state behind which it is to go on.
+        keeps: whether the states that streams tell of themselves are used; see
+            :func:`~unisono.data.opened_stream.open_stream`.
 
     Raises:
         DataError: the stream cannot be copied, or has become shorter than it was.
@@ -98,27 +101,23 @@ class Reader:
         is_over: whether nothing is left.
     """
 
-    def __init__(self, stream: Any, key: ReaderKey, at: ReaderState) -> None:
+    def __init__(self, stream: Any, key: ReaderKey, at: ReaderState, *, keeps: bool = False) -> None:
         self._key, self._stream = key, _copied(stream)
         self._read, self._step = 0, 1
         self._info = _ReaderInfo(key.number, key.readers, self._stream)
-        self._is_own = hasattr(stream, "open_reader")
         if hasattr(self._stream, "set_epoch"):
             self._stream.set_epoch(key.passes + key.epoch)
         seed_generators(key.stream(0, alike=True))
         with self._inside():
-            opened = self._stream.open_reader(key.number, key.readers) if self._is_own else iter(self._stream)
-        self._iterator: Any = opened
+            opened = open_stream(self._stream, key.number, key.readers, at.state, keeps=keeps)
+        self._iterator, self._tell = opened
         self._ahead: list[Any] = []
         self.at, self.is_over = ReaderState(), False
         if at.state is not None:
-            self._iterator.load_state_dict(at.state)
             self._read, self.at = at.samples, at
         self._look_ahead()
-        if not self._is_own and not self._info.was_asked:
-            self._step = key.readers
-            self._pass_over(key.number)
-            self._look_ahead()
+        if not opens_readers(stream) and not self._info.was_asked:
+            self._share(key)
         if skipped := at.samples - self.at.samples:
             self._skip(skipped)
 
@@ -133,16 +132,25 @@ class Reader:
             self._look_ahead()
         return found
 
+    def _share(self, key: ReaderKey) -> None:
+        """Take every so many-th sample of a stream that all readers read."""
+        self._step, others = key.readers, key.number
+        if self.at.samples:  # it goes on from a state, right behind a sample of this reader
+            others = key.readers - 1
+            self._read = key.number + (self.at.samples - 1) * key.readers + 2
+        self._pass_over(others)
+        self._look_ahead()
+
     def _state(self, samples: int) -> ReaderState:
         """The state behind so many samples, before the stream is asked for another one."""
-        if not (self._is_own and hasattr(self._iterator, "state_dict")):
+        if self._tell is None:
             return ReaderState(samples)
-        told = self._iterator.state_dict()
+        told, teller = self._tell(), type(getattr(self._tell, "__self__", self._iterator)).__name__
         try:
             return ReaderState(samples, parse_json(json.dumps(told)))
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"{type(self._iterator).__name__}.state_dict() returned what is no JSON ({error}): it travels to other "
+                f"{teller}.state_dict() returned what is no JSON ({error}): it travels to other "
                 f"workers and into checkpoints, so make it of numbers, text, lists and dicts"
             ) from error
 

@@ -42,10 +42,13 @@ class StreamSource:
         key: what the draws of its samples follow from.
         readers: the number of readers, one for each shard of the job.
         collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
+        keeps: whether the states that streams tell of themselves are used.
     """
 
-    def __init__(self, stream: Any, key: LoopKey, readers: int, collate: Collate | None = None) -> None:
-        self._stream, self._key, self._readers = stream, key, readers
+    def __init__(
+        self, stream: Any, key: LoopKey, readers: int, collate: Collate | None = None, *, keeps: bool = False
+    ) -> None:
+        self._stream, self._key, self._readers, self._keeps = stream, key, readers, keeps
         self._is_known = False  # whether it was read twice, and gave the same
         self._collate = collate or default_collate
         self._open: dict[int, tuple[int, Reader]] = {}
@@ -102,20 +105,39 @@ class StreamSource:
 
     def _reader(self, epoch: int, number: int, at: ReaderState) -> Reader:
         key = self._key
-        return Reader(self._stream, ReaderKey(key.seed, key.loop, key.passes, epoch, number, self._readers), at)
+        numbered = ReaderKey(key.seed, key.loop, key.passes, epoch, number, self._readers)
+        return Reader(self._stream, numbered, at, keeps=self._keeps)
 
     def _require_same(self, epoch: int, given: Given) -> None:
-        """Read the first samples twice, once in a loop: what comes by chance is other then."""
+        """Read the first samples twice, once in a loop: what comes by chance is other then.
+
+        Where the stream tells a state, go on from it, too: what comes next has to be the same.
+        """
         if self._is_known:
             return
-        again = self._reader(epoch, 0, ReaderState()).take(len(given.samples))
-        if not alike(again, list(given.samples)):
+        reader, count = self._reader(epoch, 0, ReaderState()), len(given.samples)
+        if not alike(reader.take(count), list(given.samples)):
             raise DataError(
                 f"{type(self._stream).__name__} gave other samples when it was read a second time from the beginning, "
                 f"and so it would to a worker that joins and to a run that resumes: seed what it shuffles or draws "
                 f"with, or draw from the global generators of torch, NumPy and Python, which are seeded before"
             )
+        if reader.at.state is not None and not self._goes_on(epoch, reader, count):
+            raise DataError(
+                f"{type(self._stream).__name__} does not go on from the state that it told with the samples that come "
+                f"next without it, so a run that resumes would lose or repeat some. Shuffle buffers are left out of "
+                f"states, for one: give run.steps the stream itself, or in a DataLoader of torch, whose readers read "
+                f"again up to their place"
+            )
         self._is_known = True
+
+    def _goes_on(self, epoch: int, reader: Reader, count: int) -> bool:
+        """Whether a reader that begins at another one's state gives the same as that."""
+        try:
+            resumed = self._reader(epoch, 0, reader.at).take(count)
+        except Exception:  # noqa: BLE001 (whatever it is, it cannot go on)
+            return False
+        return alike(resumed, reader.take(count))
 
     def _shard(self, batch: Batch, number: int) -> Any:
         if not (count := len(batch.shard(number))):

@@ -14,6 +14,8 @@ from unisono.data.sampler_order import parts_of
 from unisono.data.shards import Collate
 from unisono.errors import DataError, JobError
 
+TORCHDATA = "torchdata.stateful_dataloader."
+
 SHARES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
 """Attributes by which samplers that give each process another share can be told from others."""
 
@@ -56,10 +58,23 @@ class LoaderParts:
         collate = None if loader.collate_fn is default_collate else loader.collate_fn
         processes = _processes(loader, timeout_s)
         batched = loader.batch_sampler
-        if type(batched) is BatchSampler:
+        if isinstance(batched, BatchSampler) and _is_plain(type(batched)):
             settings = batched.batch_size, batched.drop_last, collate, processes
             return cls(loader.dataset, batched.sampler, False, *settings)
         return cls(loader.dataset, batched, True, None, False, collate, processes)
+
+
+def keeps_states(loader: DataLoader[Any]) -> bool:
+    """Whether it is torchdata's ``StatefulDataLoader``, which goes on from the states of its data set.
+
+    It iterates as torch's loader does.
+    """
+    return str(getattr(type(loader).__iter__, "__module__", "")).startswith(TORCHDATA)
+
+
+def _is_plain(kind: type[BatchSampler]) -> bool:
+    """Whether a batch sampler only puts together what a sampler gives."""
+    return kind is BatchSampler or kind.__module__.startswith(TORCHDATA)
 
 
 def _refuse(loader: DataLoader[Any]) -> None:
@@ -70,7 +85,7 @@ def _refuse(loader: DataLoader[Any]) -> None:
             f"out among workers by index: give it a map-style data set (with __len__ and __getitem__); a finite stream "
             f"becomes one with list(stream)"
         )
-    if kind.__iter__ is not DataLoader.__iter__:
+    if kind.__iter__ is not DataLoader.__iter__ and not keeps_states(loader):
         raise DataError(
             f"{kind.__module__}.{kind.__name__} iterates in a way of its own, which cannot be shared out among "
             f"workers: give run.steps the torch.utils.data.DataLoader that it was made from, or its data set"

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import webdataset
 from datasets import Dataset, IterableDataset
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
 
 import unisono
@@ -47,8 +48,8 @@ def parquet() -> IterableDataset:
     return IterableDataset.from_generator(rows, gen_kwargs={"files": PARQUET})
 
 
-def streamed() -> IterableDataset:
-    stream = parquet().shuffle(seed=3, buffer_size=10).map(with_noise).with_format("torch")
+def streamed(stream: IterableDataset) -> IterableDataset:
+    stream = stream.with_format("torch")
     # All streams of a process share it, and so do workers that are threads, some of which fill it while others copy.
     del stream.__dict__["_IterableDataset__hffs_cache"]
     return stream
@@ -65,11 +66,12 @@ def named(pair: Any) -> dict[str, Any]:
 
 
 streams: dict[str, Callable[[], Any]] = {
-    "hugging-face": streamed,
+    "hugging-face": lambda: streamed(parquet().shuffle(seed=3, buffer_size=10).map(with_noise)),
     "hugging-face-map": lambda: Dataset.from_dict(
         {name: [row[name] for row in parquet()] for name in ("number", "inputs")}
     ).with_format("torch"),
     "webdataset": tar_files,
+    "stateful-loader": lambda: StatefulDataLoader(streamed(parquet().map(with_noise)), BATCH),
 }
 
 run = unisono.init(batch_size=BATCH, shards=6, seed=3, failure_timeout_s=30, threads=1)
