@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import keras  # noqa: F401 (it sets a variable of the environment, which is no test's)
 import pytest
@@ -17,6 +18,10 @@ pytestmark = [
 
 SCRIPTS = Path(__file__).parents[1] / "procs" / "scripts"
 SCRIPT = SCRIPTS / "keras_training.py"
+
+
+def slow(value: int) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +90,37 @@ def test_a_run_that_begins_and_ends_by_itself_is_the_same_on_any_number_of_worke
     for done in (*several, cluster(SCRIPTS / "keras_one_line.py", 3, shards=8, kills=kills)):
         assert (done.outcome, said(done)) == (one.outcome, said(one))
     assert one.metrics[18]["batch_size"] == 20
+
+
+BATCHES = SCRIPTS / "keras_batches.py"
+
+
+@pytest.fixture(scope="module")
+def from_batches(cluster: Cluster) -> Done:
+    return cluster(BATCHES, 1, shards=8)
+
+
+@pytest.mark.parametrize("workers", [slow(2), 3, slow(5)])
+def test_a_data_set_of_batches_gives_the_same_on_any_number_of_workers(
+    cluster: Cluster, from_batches: Done, workers: int
+) -> None:
+    done = cluster(BATCHES, workers, shards=8)
+    assert (done.outcome, said(done)) == (from_batches.outcome, said(from_batches))
+
+
+@pytest.mark.parametrize("points", [slow(0), 5])
+def test_a_data_set_that_changes_does_so_on_workers_that_come_later(
+    cluster: Cluster, from_batches: Done, points: int
+) -> None:
+    kills = [Kill(4, 1, points), Kill(5, 0, points), Kill(9, 2, points), Kill(19, 0, points), Kill(23, 1, points)]
+    done = cluster(BATCHES, 3, shards=8, kills=kills)
+    assert (done.outcome, said(done)) == (from_batches.outcome, said(from_batches))
+
+
+@pytest.mark.parametrize("stop", [slow(7), 20])
+def test_a_data_set_that_changes_goes_on_where_it_was(
+    cluster: Cluster, from_batches: Done, stop: int, tmp_path: Path
+) -> None:
+    cluster(BATCHES, 3, shards=8, folder=tmp_path, UNISONO_STOP_AFTER=str(stop))
+    done = cluster(BATCHES, 2, shards=8, folder=tmp_path)
+    assert (done.outcome, said(done)) == (from_batches.outcome, said(from_batches))

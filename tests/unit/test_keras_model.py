@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,46 @@ def test_a_loader_and_a_data_set_are_taken_as_they_are(start: Start) -> None:
     np.testing.assert_array_equal(again.predict(data), ours.predict(X))
 
 
+class Batches(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
+    """The samples in batches of 40, or of what somebody says."""
+
+    def __init__(self, stops: Sequence[int] = (40, 80, 90), **options: Any) -> None:
+        super().__init__(**options)
+        self.stops = [0, *stops]
+
+    def __len__(self) -> int:
+        return len(self.stops) - 1
+
+    def __getitem__(self, number: int) -> Any:
+        rows = slice(self.stops[number], self.stops[number + 1])
+        return X[rows], Y[rows]
+
+
+class Shrinking(Batches):
+    """Has one batch less in each epoch."""
+
+    def on_epoch_end(self) -> None:
+        del self.stops[-1]
+
+
+def test_batches_of_a_data_set_are_global_batches(start: Start) -> None:
+    _, _, ours, history = both(start, epochs=2, validation_data=(X[:80], Y[:80]))
+    again = compiled(unisono.keras.Model(network(), start(batch_size=40, shards=4)))
+    training, held_out = Batches(workers=2, use_multiprocessing=True), Batches((40, 80))
+    found = again.fit(training, epochs=2, shuffle=False, verbose=0, validation_data=held_out)
+    assert found.history == history
+    assert all(np.array_equal(*pair) for pair in zip(again.get_weights(), ours.get_weights(), strict=True))
+    assert again.evaluate(held_out, verbose=0, steps=1) == ours.evaluate(X[:40], Y[:40], verbose=0, batch_size=40)
+    np.testing.assert_array_equal(again.predict(training), ours.predict(X, batch_size=40))
+
+
+def test_batches_weigh_by_class_as_in_keras_alone(start: Start) -> None:
+    how: dict[str, Any] = {"epochs": 2, "class_weight": {0: 1.0, 1: 3.0}, "shuffle": False, "verbose": 0}
+    before = compiled(network()).fit(Batches(), **how).history
+    history = compiled(unisono.keras.Model(network(), start(shards=1))).fit(Batches(), **how).history
+    assert history == before
+
+
 def test_what_a_train_step_returns_besides_metrics_is_the_mean_over_the_batch(start: Start) -> None:
     class Logging(keras.Sequential):  # type: ignore[misc]  # Keras has no types
         def train_step(self, data: Any) -> dict[str, Any]:
@@ -187,14 +227,17 @@ def test_an_epoch_has_as_many_steps_as_is_said_and_the_learning_rate_warms_up_in
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "jit": (lambda model: compiled(model, jit_compile=True), ModelError, "leave it out"),
     "executions": (lambda model: compiled(model, steps_per_execution=2), ModelError, "use 1"),
-    "sum": (
-        lambda model: compiled(model, loss=keras.losses.SparseCategoricalCrossentropy(reduction="sum")).fit(X, Y),
-        ModelError,
-        "use reduction='sum_over_batch_size'",
-    ),
     "metric": (lambda model: compiled(model, metrics=[FromOne()]).fit(X, Y), ModelError, "begin with zeros"),
     "settings": (lambda model: unisono.keras.Model(network(), seed=1, shards=2), JobError, "beside a run that is open"),
-    "generator": (lambda model: compiled(model).fit(iter([(X, Y)])), DataError, "give arrays, a map-style data set"),
+    "generator": (lambda model: compiled(model).fit(iter([(X, Y)])), DataError, "give arrays, a PyDataset"),
+    "beside": (lambda model: compiled(model).fit(Batches(), Y), DataError, "y beside a Batches: let it return"),
+    "uneven": (
+        lambda model: compiled(model).fit(Batches((40, 60, 90))),
+        DataError,
+        "batch 1 of Batches has 20 samples",
+    ),
+    "shrinking": (lambda model: compiled(model).fit(Shrinking(), epochs=2), DataError, "has 2 batches, and had 3"),
+    "no batches": (lambda model: compiled(model).fit(Batches(())), DataError, "has no batches"),
     "lengths": (lambda model: compiled(model).fit(X, Y[:7]), DataError, "7 and 90 samples"),
     "both weights": (
         lambda model: compiled(model).fit(X, Y, sample_weight=WEIGHTS, class_weight={0: 2.0}),

@@ -29,6 +29,7 @@ class Stream(IntEnum):
     COLLATE = 12  # the collation of one shard of a stream: (loop, epoch, reader, samples before)
     BLOCKS = 13  # the order of blocks in one epoch: (epoch,)
     WINDOW = 14  # the order of samples in some of these blocks: (epoch, window)
+    BATCH = 15  # a batch that a data set makes: (training, epoch, batch), or what it does between: (training, time)
     QUIET = 10  # what samples find that draw nothing: (epoch,), or (loop, epoch)
 
 

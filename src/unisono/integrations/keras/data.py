@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import keras
@@ -15,6 +17,14 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from unisono.data.streams import generators_kept
 from unisono.errors import DataError
+from unisono.integrations.keras.batches import (
+    BatchOrder,
+    BatchRows,
+    DataEpochs,
+    DrawKey,
+    changes,
+    loader_of,
+)
 
 
 @dataclass(frozen=True)
@@ -24,29 +34,45 @@ class KerasData:
     Attributes:
         data: a data set, or a ``DataLoader``.
         form: the structure of the arrays: a number for each array, None where there is none; None for other data.
-        has_weights: whether samples have weights of their own.
+        epochs: the data set's own epochs, if it changes between them.
     """
 
     data: Any
     form: Any = None
-    has_weights: bool = False
+    epochs: DataEpochs | None = None
 
     @classmethod
     def of(
-        cls, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Mapping[int, float] | None = None
+        cls,
+        x: Any,
+        training: DrawKey,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        *,
+        shuffle: bool = False,
     ) -> KerasData:
         """Take what ``fit``, ``evaluate`` or ``predict`` was given.
+
+        Args:
+            x: arrays in any structure, a ``PyDataset``, a map-style data set or a ``DataLoader``.
+            training: what a ``PyDataset`` draws follows from.
+            y: the targets, beside arrays.
+            sample_weight: a weight for each sample, beside arrays.
+            class_weight: a weight for each class, beside arrays or a ``PyDataset``.
+            shuffle: whether to permute the batches of a ``PyDataset``.
 
         Raises:
             DataError: there is no way to read it by index, or the arrays have different lengths; says what to do.
         """
+        if isinstance(x, keras.utils.PyDataset):
+            _refuse_beside(x, y=y, sample_weight=sample_weight)
+            rows = BatchRows(x, partial(_standard, class_weight=class_weight), training)
+            loader = loader_of(rows, BatchOrder(rows, shuffle=shuffle))
+            return cls(loader, epochs=DataEpochs(rows, training) if changes(x) else None)
         if isinstance(x, DataLoader | Dataset):
-            beside = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
-            if given := [name for name, value in beside.items() if value is not None]:
-                raise DataError(
-                    f"{' and '.join(given)} beside a {type(x).__name__}: let it return (x, y, sample_weight)"
-                )
-            return cls(x, has_weights=True)
+            _refuse_beside(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
+            return cls(x)
         if class_weight is not None:
             if sample_weight is not None:
                 raise DataError(
@@ -66,7 +92,7 @@ class KerasData:
             raise DataError(f"the arrays have {' and '.join(map(str, lengths)) or 'no'} samples: give as many of each")
         numbers = iter(range(len(leaves)))
         form = keras.tree.map_structure(lambda leaf: None if leaf is None else next(numbers), whole)
-        return cls(TensorDataset(*leaves), form, len(whole) > 2)
+        return cls(TensorDataset(*leaves), form)
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -81,7 +107,10 @@ class KerasData:
     @property
     def batch_size(self) -> int | None:
         """The samples in a batch, if a loader decides it."""
-        return self.data.batch_size if isinstance(self.data, DataLoader) else None
+        if not isinstance(self.data, DataLoader):
+            return None
+        batches = self.data.batch_sampler
+        return batches.size if isinstance(batches, BatchOrder) else self.data.batch_size
 
     def steps(self, batch_size: int) -> int:
         """The number of batches in a pass."""
@@ -103,6 +132,15 @@ class KerasData:
         with generators_kept():
             return self.unpack(collate([source[index] for index in range(min(2, len(source)))]))
 
+    @contextmanager
+    def epoch(self) -> Iterator[None]:
+        """An epoch of the data set, if it changes between them."""
+        if self.epochs is not None:
+            self.epochs.turn()
+        yield
+        if self.epochs is not None:
+            self.epochs.turn()
+
     def cut(self, steps: int | None, batch_size: int) -> KerasData:
         """The samples of the first batches alone.
 
@@ -111,9 +149,30 @@ class KerasData:
         """
         if steps is None or steps >= self.steps(batch_size):
             return self
+        if self.is_loader and isinstance(self.data.dataset, BatchRows):
+            rows = self.data.dataset
+            return replace(self, data=loader_of(rows, BatchOrder(rows, most=steps)))
         if self.is_loader:
             raise DataError(f"only {steps} of the loader's {len(self.data)} batches: give it a Subset of its data set")
-        return KerasData(Subset(self.data, range(steps * batch_size)), self.form, self.has_weights)
+        return KerasData(Subset(self.data, range(steps * batch_size)), self.form)
+
+
+def _refuse_beside(x: Any, **beside: Any) -> None:
+    if given := [name for name, value in beside.items() if value is not None]:
+        raise DataError(f"{' and '.join(given)} beside a {type(x).__name__}: let it return (x, y, sample_weight)")
+
+
+def _standard(batch: Any, class_weight: Mapping[int, float] | None = None) -> tuple[Any, ...]:
+    """What a ``PyDataset`` gives for a batch, as tensors."""
+    parts = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+    if not 1 <= len(parts) <= 3:
+        raise DataError(f"a batch of {len(parts)} parts: return (x,), (x, y) or (x, y, sample_weight)")
+    if class_weight is not None:
+        if len(parts) != 2:
+            raise DataError("class_weight needs batches (x, y), without sample_weight")
+        parts = (*parts, _weights_of(parts[1], class_weight))
+    found: tuple[Any, ...] = keras.tree.map_structure(lambda leaf: None if leaf is None else _tensor(leaf), parts)
+    return found
 
 
 def split(arrays: Sequence[Any], share: float) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -144,8 +203,8 @@ def _tensor(leaf: Any) -> Tensor:
     array = leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
     if not isinstance(array, np.ndarray | Tensor):
         raise DataError(
-            f"{type(leaf).__name__} cannot be read by index: give arrays, a map-style data set or a DataLoader; "
-            f"samples are shared out among workers by their numbers"
+            f"{type(leaf).__name__} cannot be read by index: give arrays, a PyDataset (whose __getitem__ makes batch "
+            f"j), a map-style data set or a DataLoader; samples are shared out among workers by their numbers"
         )
     tensor = torch.as_tensor(np.ascontiguousarray(array)) if isinstance(array, np.ndarray) else array.detach()
     if tensor.dim() == 0:

@@ -8,7 +8,9 @@ from typing import Any
 
 from unisono.errors import CheckpointError
 from unisono.integrations.kept_attributes import KeptAttributes
+from unisono.integrations.keras.batches import DataEpochs
 from unisono.integrations.keras.callbacks import OnMain, state_of
+from unisono.integrations.keras.losses import LossTracker
 from unisono.integrations.keras.shard_step import PREFIX
 from unisono.integrations.keras.update import OptimizerState
 from unisono.integrations.keras.variables import results_of
@@ -28,6 +30,7 @@ class Fitting:
         epochs: the numbers of the epochs.
         steps: the number of steps in an epoch; None for those of a pass over the data.
         validate: what evaluates at the end of an epoch.
+        data: the epochs of the data that it trains with, and of those that are held out, if they change between them.
         logs: the newest values of all metrics.
         is_here: whether this worker takes part, or goes on where it was; not if the run is behind it.
     """
@@ -37,17 +40,24 @@ class Fitting:
     epochs: range
     steps: int | None
     validate: Validate
+    data: tuple[DataEpochs | None, DataEpochs | None] = (None, None)
     logs: dict[str, float] = field(default_factory=dict)
     is_here: bool = field(default=False, init=False)
     _epoch: int = -1
     _batch: int = 0
     _done: int = 0
     _is_told: bool = False
+    _tracker: LossTracker = field(init=False)
     _kept: list[KeptAttributes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._tracker = LossTracker(self.model)
 
     def begin(self) -> None:
         """The training begins, or goes on where others are."""
         self.model.stop_training = False
+        if self.epochs:
+            self._turn()
         self.callbacks.on_train_begin()
         self._kept = [state_of(one) for one in self.callbacks.callbacks if not isinstance(one, OnMain)]
         for one in self._kept:
@@ -67,6 +77,7 @@ class Fitting:
                 if isinstance(one, OnMain):
                     one.stands_at(epoch)
         self.is_here = self._is_told = True
+        self._tracker.step_begins()
         self.callbacks.on_train_batch_begin(self._batch)
 
     def step_ends(self, step: Step) -> bool:
@@ -75,16 +86,28 @@ class Fitting:
         Returns:
             whether the training is to end here.
         """
+        self._tracker.step_ends(step.loss, step.size)
         values = {name.removeprefix(PREFIX): one for name, one in step.metrics.items() if name.startswith(PREFIX)}
         self.logs = {**results_of(self.model), **values}
         self.callbacks.on_train_batch_end(self._batch, self.logs)
         self._batch, self._done = self._batch + 1, self._done + 1
         is_last = self._done % self.steps == 0 if self.steps else step.is_last_in_epoch
         if is_last or self.model.stop_training:
-            self.model.eval()
-            self.logs = {**self.logs, **self.validate(self._epoch)}
-            self.callbacks.on_epoch_end(self._epoch, self.logs)
+            self._epoch_ends()
         return bool(self.model.stop_training) or self._done == (self.steps or 0) * len(self.epochs)
+
+    def _epoch_ends(self) -> None:
+        self.model.eval()
+        self._turn()
+        self.logs = {**self.logs, **self.validate(self._epoch)}
+        self.callbacks.on_epoch_end(self._epoch, self.logs)
+        if not self.model.stop_training and self._epoch != self.epochs[-1]:
+            self._turn()
+
+    def _turn(self) -> None:
+        """An epoch of the data begins or ends: before its first batch is read, and behind its last one."""
+        if self.data[0] is not None:
+            self.data[0].turn()
 
     def end(self) -> Any:
         """The training is over.
@@ -101,7 +124,14 @@ class Fitting:
         """What a worker needs that goes on here."""
         told = [[type(one.thing).__name__, one.state()] for one in self._kept]
         place = {"epoch": self._epoch, "batch": self._batch, "done": self._done}
-        return {**place, "stops": bool(self.model.stop_training), "logs": dict(self.logs), "callbacks": told}
+        heard = [0 if one is None else one.told for one in self.data]
+        return {
+            **place,
+            "data": heard,
+            "stops": bool(self.model.stop_training),
+            "logs": dict(self.logs),
+            "callbacks": told,
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on where it was.
@@ -116,6 +146,9 @@ class Fitting:
         self.logs = dict(state["logs"])
         self.model.stop_training = state["stops"]
         self.is_here = True
+        for data, heard in zip(self.data, state["data"], strict=True):
+            if data is not None:
+                data.go_on(heard)
         for one, (_, kept) in zip(self._kept, state["callbacks"], strict=True):
             one.load(kept)
 
@@ -131,6 +164,11 @@ class Fittings:
         self._optimizer = OptimizerState(model)
         self._begun: list[Fitting] = []
         self._awaited: dict[int, Mapping[str, Any]] = {}
+
+    @property
+    def count(self) -> int:
+        """The number of trainings that have begun."""
+        return len(self._begun)
 
     def begin(self, fit: Fitting) -> None:
         """One more begins."""

@@ -9,11 +9,6 @@ import keras
 
 from unisono.errors import JobError, ModelError
 
-MEANS = ("sum_over_batch_size", "mean")
-"""Reductions of losses that are means over samples: the mean over the global batch is that over its shards."""
-
-WEIGHTED_MEAN = "mean_with_sample_weight"
-
 
 def require_kept(model: Any) -> None:
     """Refuse a model, or what it was compiled with, that cannot be trained on several workers as it is on one.
@@ -45,24 +40,24 @@ def require_kept(model: Any) -> None:
         )
 
 
-def require_mean(model: Any, *, has_weights: bool) -> None:
-    """Refuse losses whose value over a batch is no mean over its samples.
+def require_number(model: Any) -> None:
+    """Refuse losses that are no number, unless the model makes one of them by itself.
 
     Args:
         model: the compiled model.
-        has_weights: whether samples have weights of their own.
 
     Raises:
         ModelError: there is one; names its reduction.
     """
+    own = type(model)
+    if own.train_step is not keras.Model.train_step or own.compute_loss is not keras.Model.compute_loss:
+        return
     for loss in keras.tree.flatten(model.loss):
-        reduction = getattr(loss, "reduction", MEANS[0])
-        if reduction in MEANS or (reduction == WEIGHTED_MEAN and not has_weights):
-            continue
-        raise ModelError(
-            f"the loss {getattr(loss, 'name', loss)} has reduction={reduction!r}, so over a shard it is no mean "
-            f"over the shard's samples: use reduction='sum_over_batch_size', and another learning rate"
-        )
+        if getattr(loss, "reduction", "mean") in (None, "none"):
+            raise ModelError(
+                f"the loss {loss.name} has reduction={loss.reduction!r}, so it is no number: use "
+                f"'sum_over_batch_size', 'mean_with_sample_weight' or 'sum', or write a compute_loss"
+            )
 
 
 def optimizers_of(model: Any) -> Iterator[Any]:

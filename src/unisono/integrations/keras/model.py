@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from unisono.errors import ModelError
+from unisono.integrations.keras.batches import DrawKey
 from unisono.integrations.keras.callbacks import listed
 from unisono.integrations.keras.data import KerasData, split
 from unisono.integrations.keras.fitting import Fitting, Fittings
-from unisono.integrations.keras.kept import require_kept, require_mean
+from unisono.integrations.keras.kept import require_kept, require_number
 from unisono.integrations.keras.shard_step import EvaluationStep, PredictStep, TrainStep
 from unisono.integrations.keras.update import KerasUpdate
 from unisono.integrations.keras.variables import is_built, require_sums, results_of, set_metrics, shared_state
@@ -108,7 +109,7 @@ class Model:
         """Train, as Keras' ``fit`` does: with the model's own ``train_step``, once per shard of each global batch.
 
         Args:
-            x: arrays in any structure, a map-style data set or a ``DataLoader``.
+            x: arrays in any structure, a ``PyDataset``, a map-style data set or a ``DataLoader``.
             y: the targets, likewise.
             batch_size: the samples of a global batch, over all workers; by default those of ``unisono.init``, and 32 if
                 it says none. A loader decides it itself.
@@ -117,7 +118,7 @@ class Model:
             callbacks: Keras' callbacks. Those that write do so on the main worker.
             validation_split: the share of the samples, the last ones, that is held out.
             validation_data: ``(x, y)``, ``(x, y, sample_weight)``, or what ``x`` may be.
-            shuffle: whether to shuffle arrays in each epoch.
+            shuffle: whether to shuffle arrays, or the batches of a ``PyDataset``, in each epoch.
             class_weight: a weight for each class.
             sample_weight: a weight for each sample.
             initial_epoch: the epoch to begin with.
@@ -138,8 +139,10 @@ class Model:
         model._assert_compile_called("fit")
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
-        samples = KerasData.of(x, y, sample_weight, class_weight)
-        require_mean(model, has_weights=samples.has_weights)
+        training = DrawKey(run.job.seed, self._fits.count)
+        samples = KerasData.of(x, training, y, sample_weight, class_weight, shuffle=bool(shuffle))
+        held_out = None if validation_data is None else self._held_out(validation_data, training)
+        require_number(model)
         self._get_ready(samples)
         config = run.inside.loop.config
         size = samples.batch_size or batch_size or config.asked_batch_size or USUAL_BATCH
@@ -147,14 +150,17 @@ class Model:
         steps = steps_per_epoch or steps_in_pass
         called = listed(callbacks, model, lambda: run.is_main, verbose, epochs=epochs, steps=steps)
         validate = partial(
-            self._validate, validation_data, validation_freq, called, validation_batch_size or size, validation_steps
+            self._validate, held_out, validation_freq, called, validation_batch_size or size, validation_steps
         )
         shuffled = None if samples.is_loader else bool(shuffle)
-        fit = Fitting(model, called, range(initial_epoch, epochs), steps_per_epoch, validate)
+        epochs_of_data = (samples.epochs, None if held_out is None else held_out.epochs)
+        fit = Fitting(model, called, range(initial_epoch, epochs), steps_per_epoch, validate, epochs_of_data)
         self._fits.begin(fit)
         if fit.epochs:
             passes = ceil(len(fit.epochs) * (steps_per_epoch or steps_in_pass) / steps_in_pass)
-            self._train(fit, samples, run.steps(samples.data, passes, shuffle=shuffled, batch_size=size))
+            loop = run.steps(samples.data, passes, shuffle=shuffled, batch_size=size)
+            run.enter()  # data sets that change hear what they have missed, before anything is read
+            self._train(fit, samples, loop)
         history = fit.end()
         restored = run.inside.trained.restored
         if not fit.is_here and restored is not None:
@@ -163,9 +169,10 @@ class Model:
 
     def _train(self, fit: Fitting, samples: KerasData, steps: Iterable[Step]) -> None:
         assert self._update is not None, "the model is ready"
-        train_step = TrainStep(self.keras_model, samples.unpack, frozenset(results_of(self.keras_model)), self.run.log)
+        results = frozenset(results_of(self.keras_model))
         for step in steps:
             fit.step_begins(step)
+            train_step = TrainStep(self.keras_model, samples.unpack, results, self.run.log, step.size)
             step.run(train_step, update=self._update.step)
             if fit.step_ends(step):
                 break
@@ -186,7 +193,7 @@ class Model:
         What the metrics add up is added up over all samples, so each result is that of all of them (AUC, too).
 
         Args:
-            x: arrays in any structure, a map-style data set or a ``DataLoader``.
+            x: arrays in any structure, a ``PyDataset``, a map-style data set or a ``DataLoader``.
             y: the targets, likewise.
             batch_size: the samples in a batch, 32 by default.
             verbose: 0 to show nothing.
@@ -198,20 +205,24 @@ class Model:
         Returns:
             the values.
         """
-        model, run = self.keras_model, self.run
-        model._assert_compile_called("evaluate")
+        self.keras_model._assert_compile_called("evaluate")
         size = batch_size or USUAL_BATCH
-        samples = KerasData.of(x, y, sample_weight).cut(steps, size)
+        samples = KerasData.of(x, DrawKey(self.run.job.seed), y, sample_weight).cut(steps, size)
+        logs = self._evaluate(samples, size, callbacks, verbose)
+        return logs if return_dict else self.keras_model._flatten_metrics_in_order(logs)
+
+    def _evaluate(self, samples: KerasData, size: int, callbacks: Any, verbose: Any) -> dict[str, float]:
+        model, run, count = self.keras_model, self.run, samples.steps(size)
         self._get_ready(samples)
         if not isinstance(callbacks, keras.callbacks.CallbackList):
-            count = samples.steps(size)
             callbacks = listed(callbacks, model, lambda: run.is_main, verbose, epochs=1, steps=count)
         callbacks.on_test_begin()
-        set_metrics(model, self._summed(samples, size))
+        with samples.epoch():
+            set_metrics(model, self._summed(samples, size))
         logs = results_of(model)
-        callbacks.on_test_batch_end(samples.steps(size) - 1, logs)
+        callbacks.on_test_batch_end(count - 1, logs)
         callbacks.on_test_end(logs)
-        return logs if return_dict else model._flatten_metrics_in_order(logs)
+        return logs
 
     def predict(
         self,
@@ -224,7 +235,7 @@ class Model:
         """The model's outputs, shared out among the workers, on each worker.
 
         Args:
-            x: arrays in any structure, a map-style data set or a ``DataLoader``.
+            x: arrays in any structure, a ``PyDataset``, a map-style data set or a ``DataLoader``.
             batch_size: the samples in a batch, 32 by default.
             verbose: taken as in Keras; nothing is shown.
             steps: the number of batches; all by default.
@@ -235,13 +246,14 @@ class Model:
         """
         model, run = self.keras_model, self.run
         size = batch_size or USUAL_BATCH
-        samples = KerasData.of(x).cut(steps, size)
+        samples = KerasData.of(x, DrawKey(run.job.seed)).cut(steps, size)
         self._get_ready(samples)
         called = listed(callbacks, model, lambda: run.is_main, 0, epochs=1, steps=samples.steps(size))
         called.on_predict_begin()
-        found = run.predict(
-            samples.data, PredictStep(model, samples.unpack), batch_size=None if samples.is_loader else size
-        )
+        with samples.epoch():
+            found = run.predict(
+                samples.data, PredictStep(model, samples.unpack), batch_size=None if samples.is_loader else size
+            )
         called.on_predict_end()
         return keras.tree.map_structure(_array, found)
 
@@ -280,15 +292,16 @@ class Model:
         size = None if samples.is_loader else batch_size
         return inside.evaluator.carry_out(lambda one: one.sums(step), samples.data, size, None)
 
+    def _held_out(self, data: Any, training: DrawKey) -> KerasData:
+        x, y, weights = (*data, None, None)[:3] if isinstance(data, tuple | list) else (data, None, None)
+        return KerasData.of(x, training.beside, y, weights)
+
     def _validate(
-        self, data: Any, frequency: Any, callbacks: Any, batch_size: int, steps: int | None, epoch: int
+        self, data: KerasData | None, frequency: Any, callbacks: Any, batch_size: int, steps: int | None, epoch: int
     ) -> dict[str, float]:
         if data is None or not self.keras_model._should_eval(epoch, frequency):
             return {}
-        x, y, weights = (*data, None, None)[:3] if isinstance(data, tuple | list) else (data, None, None)
-        logs = self.evaluate(
-            x, y, batch_size, sample_weight=weights, steps=steps, callbacks=callbacks, return_dict=True
-        )
+        logs = self._evaluate(data.cut(steps, batch_size), batch_size, callbacks, 0)
         return {f"val_{name}": value for name, value in logs.items()}
 
 

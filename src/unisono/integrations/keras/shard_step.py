@@ -14,6 +14,7 @@ from torch import Tensor
 from unisono.errors import LossError, ModelError
 from unisono.integrations.attributes import put
 from unisono.integrations.keras.kept import optimizers_of
+from unisono.integrations.keras.losses import weighed
 from unisono.integrations.keras.variables import flat_metrics, seeds_drawn
 from unisono.train.step.loss import BackwardDone
 
@@ -33,22 +34,24 @@ class TrainStep:
         unpack: what makes ``train_step``'s argument of a batch.
         results: the names of the metrics' results.
         log: the function that logs a number of the shard.
+        batch: the number of the global batch's samples.
     """
 
     model: Any
     unpack: Unpack
     results: frozenset[str]
     log: Callable[[str, Any], None]
+    batch: int
 
     def __call__(self, _: Any, batch: Any) -> BackwardDone:
         """Compute a shard's loss and gradients.
 
         Raises:
-            ModelError: ``train_step`` makes no update, or more than one.
+            ModelError: ``train_step`` makes no update, or more than one; or its losses have no common weight.
             LossError: it returned no loss.
         """
         data = self.unpack(batch)
-        with seeds_drawn(self.model), held(self.model) as applied:
+        with seeds_drawn(self.model), held(self.model) as applied, weighed(samples_in(data), self.batch) as weight:
             logs = self.model.train_step(data)
         self._take(applied)
         if not isinstance(logs, Mapping):
@@ -58,7 +61,7 @@ class TrainStep:
                 self.log(f"{PREFIX}{name}", _number(value))
         if not logs:
             raise LossError("train_step returned no values: have it return {'loss': …}")
-        return BackwardDone(_number(logs.get("loss", next(iter(logs.values())))), samples_in(data))
+        return BackwardDone(_number(logs.get("loss", next(iter(logs.values())))), weight.value)
 
     def _take(self, applied: Sequence[Applied]) -> None:
         """Have the gradients that the optimizer was given where the run looks for them."""
