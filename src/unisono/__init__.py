@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from unisono.adapt.scaling_policy import ScalingPolicy
     from unisono.adapt.spot_policy import SpotPolicy
     from unisono.adapt.view import View
+    from unisono.data.arrow_stream import ArrowStream
     from unisono.plan.block_order import BlockShuffle
     from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
     from unisono.sync.parameter_server import ParameterServer
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaScale",
     "AllReduce",
+    "ArrowStream",
     "BackwardDone",
     "BatchSizeSchedule",
     "BlockShuffle",
@@ -75,6 +77,7 @@ __all__ = [
 _HOMES = {
     "AdaScale": "unisono.adapt.ada_scale",
     "AllReduce": "unisono.sync.strategy",
+    "ArrowStream": "unisono.data.arrow_stream",
     "BackwardDone": "unisono.train.step.loss",
     "BatchSizeSchedule": "unisono.adapt.batch_size_policies",
     "BlockShuffle": "unisono.plan.block_order",

@@ -27,7 +27,7 @@ SHARDS = 6
 
 SIZES = [17, 3, 40, 22, 9, 31, 5, 28]
 IDS = [100 * file + number for file, size in enumerate(SIZES) for number in range(size)]
-STREAMS = ("hugging-face", "hugging-face-map", "webdataset", "stateful-loader")
+STREAMS = ("hugging-face", "hugging-face-map", "webdataset", "arrow", "stateful-loader")
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file, size in enumerate(SIZES):
         numbers = range(100 * file, 100 * file + size)
         rows = [{"number": number, "inputs": [number / 100, 1.0, file / 10, -1.0]} for number in numbers]
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{file}.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{file}.parquet", row_group_size=10)
         with webdataset.TarWriter(str(folder / f"{file}.tar")) as writer:
             for row in rows:
                 writer.write({"__key__": f"{row['number']}", "number.cls": row["number"], "inputs.json": row["inputs"]})

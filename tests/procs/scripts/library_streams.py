@@ -43,6 +43,10 @@ def rows(files: list[str]) -> Iterator[dict[str, Any]]:
         yield from pyarrow.parquet.read_table(file).to_pylist()
 
 
+def noisy(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "inputs": row["inputs"].float() + 0.1 * torch.randn(4)}
+
+
 def parquet() -> IterableDataset:
     # Not load_dataset: workers that are threads would share its file systems, and their locks.
     return IterableDataset.from_generator(rows, gen_kwargs={"files": PARQUET})
@@ -71,6 +75,7 @@ streams: dict[str, Callable[[], Any]] = {
         {name: [row[name] for row in parquet()] for name in ("number", "inputs")}
     ).with_format("torch"),
     "webdataset": tar_files,
+    "arrow": lambda: unisono.ArrowStream(PARQUET, window=2, transform=noisy),
     "stateful-loader": lambda: StatefulDataLoader(streamed(parquet().map(with_noise)), BATCH),
 }
 
