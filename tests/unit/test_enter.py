@@ -103,6 +103,30 @@ def test_a_guest_goes_on_where_its_run_was_stopped(
     assert again[1] == serial[0]
 
 
+def fit_in_two_loops(run: unisono.Run) -> str:
+    """Two loops of one and a half epochs each, which are begun only where something is left of them."""
+    model = network()
+    run.prepare(model, momentum(model.parameters()))
+    data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
+    for most in (9, 18):
+        steps = run.steps(data, epochs=EPOCHS, max_steps=most)
+        if not run.enter().is_over:
+            for step in steps:
+                step.run(loss)
+    return run.finish()
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("torch_settings_restored")
+@pytest.mark.parametrize("stop", [8, 9, 13, 17])
+def test_a_run_goes_on_in_its_second_loop_where_the_first_is_not_begun_again(stop: int, tmp_path: Path) -> None:
+    (serial,) = train(Trade(JOB, 1, tmp_path / "serial"), fit_in_two_loops)
+    trade = Trade(JOB, 2, tmp_path / "run", checkpoint_every=4, stop_after=stop)
+    cut = train(trade, fit_in_two_loops)
+    assert train(replace(trade, workers=1), fit_in_two_loops) == cut[:1]
+    assert train(replace(trade, workers=3, stop_after=None), fit_in_two_loops) == [serial] * 3
+
+
 @pytest.mark.unit
 @pytest.mark.usefixtures("one_worker")
 def test_a_loop_is_over_after_as_many_steps_as_it_may_have(start: Start) -> None:

@@ -325,7 +325,7 @@ class StepLoop:
         """A loop that was entered, and none of whose steps was asked for, is left."""
         coming, self._coming = self._coming, None
         if coming is not None and coming.loop is not None and self.is_whole():
-            self.move(coming.loop.left(self.trained.progress))
+            self.move(coming.loop.passed_by(self.trained.progress))
             self._leave(coming.loop)
 
     def _course(self, feed: Feed | StreamFeed, batches: Batches) -> tuple[Course, Source]:

@@ -195,6 +195,11 @@ class Loop:
         position = progress.position
         return RunProgress(Position(step=position.step, samples=position.samples), self.number + 1)
 
+    def passed_by(self, progress: RunProgress) -> RunProgress:
+        """Where the run stands when the loop is left, and none of its steps was asked for."""
+        is_shut = self.is_behind(progress) or self.is_cut(progress.position)
+        return progress if is_shut else self.left(progress)
+
     def ends_at(self, position: Position) -> bool:
         """Whether the loop goes no further than a position."""
         return self.is_cut(position) or (self.max_steps is not None and position.step >= self.max_steps)
