@@ -57,6 +57,10 @@ UNISONO = "unisono"
 
 COMPARISONS = {
     "keras": Comparison("Keras 3, a ConvNet, one worker", "keras", "keras"),
+    "transformers": Comparison("Transformers 5, a Llama, one worker", "transformers", "transformers"),
+    "transformers-ddp": Comparison(
+        "Transformers 5, a Llama, two workers beside DDP", "transformers", "transformers", workers=2, alone="ddp"
+    ),
 }
 """By name; one for each framework, and one more where it has a DDP of its own."""
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 from tqdm import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import unisono
+from unisono.errors import UnisonoError
 
 Start = Callable[..., unisono.Run]
 
@@ -113,3 +116,145 @@ def test_one_worker_ends_in_the_bits_of_the_plain_trainer(
     assert (rows.predictions == others.predictions).all()
     assert (rows.label_ids == others.label_ids).all()
     on_run.end()
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(ROWS)
+
+
+class Impatient(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = True
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "message"),
+    [
+        (
+            {"fp16_full_eval": True},
+            {},
+            "full evaluation in half precision: it rounds the weights for good; use bf16=True",
+        ),
+        ({"torch_compile": True}, {}, "torch_compile=True: compiled steps have bits .* leave it out"),
+        ({"auto_find_batch_size": True}, {}, "auto_find_batch_size=True: .* unisono batch-size"),
+        ({"enable_jit_checkpoint": True}, {}, "enable_jit_checkpoint=True: a run checkpoints by itself"),
+        ({"batch_eval_metrics": True}, {}, "batch_eval_metrics=True: .* leave it out"),
+        ({"train_sampling_strategy": "batch_rebalance"}, {}, "'batch_rebalance': .* use 'group_by_length'"),
+        ({"optim": "lomo"}, {}, "optim='lomo': it updates weights in the middle of the backward pass"),
+        ({"max_steps": 4}, {"train_dataset": Endless()}, "the training data set is a Endless, .* list\\(stream\\)"),
+        ({}, {"callbacks": [Impatient()]}, "should_epoch_stop, and the epochs of a run are whole: .*training_stop"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_with_the_cure(
+    settings: dict[str, Any], given: dict[str, Any], message: str, start: Start, tmp_path: Path
+) -> None:
+    run = start(shards=2, batch_size=None)
+    with pytest.raises(UnisonoError, match=message):
+        trainer(OnRun, tmp_path, given={**given, "run": run}, **settings).train()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("fp16", True, "fp16=True: its scaler skips steps .* use bf16=True"),
+        ("deepspeed", "zero.json", "deepspeed: Unisono shares the work out itself, .* leave it out"),
+        ("fsdp", True, "fsdp: Unisono shares the work out itself, .* leave it out"),
+        ("parallelism_config", object(), "parallelism_config: Unisono shares .* leave it out"),
+    ],
+)
+def test_what_this_machine_cannot_even_set_up_is_refused_before_the_training(
+    name: str, value: Any, message: str, start: Start, tmp_path: Path
+) -> None:
+    made = trainer(OnRun, tmp_path, given={"run": start(shards=2, batch_size=None)})
+    setattr(made.args, name, value)
+    with pytest.raises(UnisonoError, match=message):
+        made.train()
+
+
+def test_trials_of_hyperparameters_are_refused(start: Start, tmp_path: Path) -> None:
+    made = trainer(OnRun, tmp_path, given={"run": start(shards=2, batch_size=None)})
+    with pytest.raises(UnisonoError, match="hyperparameter_search: each trial is a job of its own"):
+        made.hyperparameter_search()
+
+
+def test_arguments_that_have_formed_a_process_group_are_refused(start: Start, tmp_path: Path) -> None:
+    class Group:
+        num_processes = 2
+
+    args = arguments(tmp_path)
+    args.distributed_state = Group()
+    with pytest.raises(UnisonoError, match=r"formed a process group of 2 .* call run = unisono.init\(\) before"):
+        OnRun(model=language_model(), args=args, run=start(shards=2, batch_size=None))
+
+
+def test_arguments_stay_those_of_the_script_and_are_saved_as_what_they_were(start: Start, tmp_path: Path) -> None:
+    made = trainer(OnRun, tmp_path, given={"run": start(shards=2, batch_size=None)})
+    assert isinstance(made.args, TrainingArguments)
+    assert (made.args.should_save, made.args.world_size, made.args.n_gpu) == (True, 1, 0)
+    made.save_model()
+    with torch.serialization.safe_globals([]):
+        loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert type(loaded) is TrainingArguments
+    assert loaded.learning_rate == made.args.learning_rate
+
+
+class OwnStep(OnRun):
+    """A training step that goes backward by itself, in two pieces."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        loss: torch.Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        (loss / 2).backward(retain_graph=True)
+        (loss / 2).backward()
+        return loss.detach()
+
+
+def test_a_training_step_may_go_backward_by_itself(start: Start, tmp_path: Path) -> None:
+    weights = []
+    for kind in (OnRun, OwnStep):
+        run = start(shards=4, batch_size=None, run_dir=tmp_path / kind.__name__)
+        made = trainer(kind, tmp_path, given={"run": run}, gradient_accumulation_steps=4, per_device_train_batch_size=3)
+        made.train()
+        weights.append(torch.cat([one.detach().reshape(-1) for one in made.model.parameters()]))
+        run.finish()
+    assert torch.allclose(weights[0], weights[1], atol=1e-5)
+
+
+class OwnLoss(OnRun):
+    """A loss of the script's own, over tokens or over samples."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        logits, labels = outputs.logits[:, :-1].transpose(1, 2), inputs["labels"][:, 1:]
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        loss = losses.sum() / num_items_in_batch if num_items_in_batch is not None else losses.sum(1).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("is_by_tokens", [True, False])
+def test_the_loss_is_the_mean_over_the_whole_global_batch(
+    is_by_tokens: bool, accumulated: int, start: Start, tmp_path: Path
+) -> None:
+    run, samples = start(shards=3, batch_size=None), 15 if accumulated == 3 else 13
+    model = language_model()
+    before: Any = deepcopy(model)
+    settings = {"per_device_train_batch_size": samples // accumulated, "gradient_accumulation_steps": accumulated}
+    still = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
+    in_order = {"train_sampling_strategy": "sequential", "max_steps": 1}
+    made = trainer(OwnLoss, tmp_path, model, {"run": run}, **settings, **still, **in_order)
+    made.model_accepts_loss_kwargs = is_by_tokens
+    made.train()
+    whole = collate(ROWS[:samples])
+    logits = before(input_ids=whole["input_ids"], attention_mask=whole["attention_mask"]).logits[:, :-1]
+    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), whole["labels"][:, 1:], reduction="none")
+    items = made._get_num_items_in_batch([whole], whole["labels"].device)
+    loss = each.sum() / items if is_by_tokens else each.sum(1).mean()
+    loss.backward()
+    assert made.state.log_history[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for parameter, old in zip(model.parameters(), before.parameters(), strict=True):
+        assert old.grad is not None
+        assert torch.allclose(parameter, old - old.grad, atol=1e-5)

@@ -18,7 +18,7 @@ from unisono.integrations.transformers.evaluation import BatchPrediction, Predic
 from unisono.integrations.transformers.kept_state import KeptState
 from unisono.integrations.transformers.loaders import read_by_run
 from unisono.integrations.transformers.main_worker import MainWorker
-from unisono.integrations.transformers.refusals import require_alone, require_kept
+from unisono.integrations.transformers.refusals import require_arguments, require_map_style
 from unisono.integrations.transformers.trainer_steps import TrainerSteps
 from unisono.job import DEFAULT_SHARDS
 from unisono.train.group.workers import Workers
@@ -59,11 +59,10 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         args = options.get("args", values[1] if len(values) > 1 else None)
         if args is None:
             args = options["args"] = TrainingArguments(output_dir="tmp_trainer")
-        require_alone(args)
+        require_arguments(args)
         self.run = run_for(type(self).__name__, run, {}, _settings(args))
         host(args, self.run)
         super().__init__(*values, **options)
-        require_kept(self)
         self.callback_handler.callbacks.insert(0, MainWorker(self.run, self.callback_handler))
         self._kept = KeptState(self)
         self._name = free_name(self.run, "transformers")
@@ -97,7 +96,8 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         trial: Any,
     ) -> tuple[int, int]:
         """Enter the loop where it is to go on, before the trainer's begins there."""
-        require_kept(self)
+        require_arguments(self.args)
+        require_map_style(self.train_dataset)
         super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )

@@ -10,43 +10,42 @@ from torch.utils.data import IterableDataset
 from unisono.errors import DataError, JobError
 
 
-def require_alone(args: Any) -> None:
-    """Refuse training arguments that have met other processes by themselves.
+def require_arguments(args: Any) -> None:
+    """Refuse training arguments by which a training could not be shared out, or would have other bits on other workers.
 
     Raises:
-        JobError: they have; says what to do.
+        JobError: one of them; says what to do.
     """
     state = getattr(args, "distributed_state", None)
     if state is not None and state.num_processes > 1:
         raise JobError(
             f"the TrainingArguments have formed a process group of {state.num_processes} by themselves, from the "
-            f"variables of the launcher: call run = unisono.init() before they are made, which hides those, and give "
-            f"the trainer run=run; or start the script with unisono run"
+            f"variables of the launcher: call run = unisono.init() before they are made, which hides those; or start "
+            f"the script with unisono run"
         )
+    for setting, cure in _refused(args):
+        raise JobError(f"{setting}: {cure}")
 
 
-def require_kept(trainer: Any) -> None:
-    """Refuse a trainer whose training cannot be shared out, or would have other bits on another number of workers.
+def require_map_style(dataset: Any) -> None:
+    """Refuse a training data set that is a stream.
 
     Raises:
-        JobError: one of its settings; says what to do.
-        DataError: it reads a stream.
+        DataError: it is one; says what to do.
     """
-    for setting, cure in _refused(trainer.args, trainer.accelerator):
-        raise JobError(f"{setting}: {cure}")
-    if isinstance(trainer.train_dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset):
         raise DataError(
-            f"the training data set is a {type(trainer.train_dataset).__name__}, which is read from front to back, and "
-            f"samples are shared out among workers by their numbers: give a map-style one; a finite stream becomes one "
-            f"with list(stream) or datasets.Dataset.from_generator"
+            f"the training data set is a {type(dataset).__name__}, which is read from front to back, and samples are "
+            f"shared out among workers by their numbers: give a map-style one; a finite stream becomes one with "
+            f"list(stream) or datasets.Dataset.from_generator"
         )
 
 
-def _refused(args: Any, accelerator: Any) -> Iterator[tuple[str, str]]:
+def _refused(args: Any) -> Iterator[tuple[str, str]]:
     shares = "Unisono shares the work out itself, and every worker has the whole model: leave it out"
-    if args.deepspeed or getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+    if args.deepspeed:
         yield "deepspeed", shares
-    if args.fsdp or getattr(accelerator.state, "fsdp_plugin", None) is not None:
+    if args.fsdp:
         yield "fsdp", shares
     if getattr(args, "parallelism_config", None) is not None:
         yield "parallelism_config", shares

@@ -66,27 +66,31 @@ def _counted(trainer: Any, shards: Sequence[Any]) -> list[int]:
 class ShardLoss:
     """A loss function that runs ``training_step`` on a shard.
 
-    A trainer adds up what ``training_step`` goes backward from, over all batches of an update: each is a share of the
-    whole. A run takes the mean over shards, so a shard's loss is its share, times the number of shards. Shares that are
-    means over samples are weighted by their samples.
+    Where shards are the batches over which the trainer accumulates gradients, each gets what it gets there: a share of
+    the whole, of which the trainer takes the sum. A run takes the mean over shards, so a shard's loss is its share,
+    times the number of shards. Where shards are other slices of the global batch, each has its own mean, which is
+    weighted by its labels or samples.
 
     Attributes:
         trainer: the trainer.
         model: the model, as the trainer has prepared it.
         items: the number of labels that count in the global batch, as ``training_step`` gets it; or None.
         sizes: the number of samples in each shard of the global batch; 0 for an empty one.
+        are_batches: whether the shards are the trainer's batches.
     """
 
     trainer: Any
     model: Any
     items: Any
     sizes: Sequence[int]
+    are_batches: bool
 
     @classmethod
     def of(cls, trainer: Any, model: Any, counts: Counts, batch: Batch) -> ShardLoss:
         """The loss of a global batch's shards."""
         items = None if counts.items is None else torch.tensor(counts.items, device=trainer.args.device) / 1
-        return cls(trainer, model, items, [len(batch.shard(number)) for number in range(batch.shards)])
+        sizes = [len(batch.shard(number)) for number in range(batch.shards)]
+        return cls(trainer, model, items, sizes, batch.shards == trainer.args.gradient_accumulation_steps)
 
     def __call__(self, _: Any, inputs: Any) -> Any:
         """Compute the shard's loss; the run goes backward from it, unless ``training_step`` has.
@@ -94,12 +98,21 @@ class ShardLoss:
         Raises:
             LossError: ``training_step`` returned no loss.
         """
+        rows = find_batch_size(inputs)
+        if self.are_batches:
+            shards = sum(size > 0 for size in self.sizes)
+            weight = 1.0 if self._is_share_of_items else rows / max(self.sizes)
+            return self._computed(inputs, self.items, shards, weight)
+        _, items = self.trainer.get_batch_samples(iter([inputs]), 1, self.trainer.args.device)
+        return self._computed(
+            inputs, items if items is None else items.clamp(min=1), 1, rows if items is None else items
+        )
+
+    def _computed(self, inputs: Any, items: Any, shards: int, weight: Any) -> Any:
         trainer, held = self.trainer, list[Tensor]()
-        shards = sum(size > 0 for size in self.sizes)
         trainer.current_gradient_accumulation_steps = shards
         with put(trainer.accelerator, "backward", lambda loss, **_: held.append(loss)):
-            told = trainer.training_step(self.model, inputs, self.items)
-        weight = 1.0 if self._is_share_of_items else find_batch_size(inputs) / max(self.sizes)
+            told = trainer.training_step(self.model, inputs, items)
         if held:
             loss = held[0] if len(held) == 1 else torch.stack(held).sum()
             return loss * shards, weight
