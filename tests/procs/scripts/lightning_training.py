@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -112,8 +111,6 @@ best = callbacks.ModelCheckpoint(
     run.dir / "best", filename="{epoch}-{step}", monitor="val_auroc", mode="max", save_top_k=2, save_last=True
 )
 stopping = callbacks.EarlyStopping("val_loss", patience=3)
-is_logged = "unlogged" not in sys.argv
-rates = [callbacks.LearningRateMonitor()] if is_logged else []
 trainer = lightning.Trainer(
     strategy=strategy,
     accelerator="cpu",
@@ -122,8 +119,8 @@ trainer = lightning.Trainer(
     accumulate_grad_batches=2,
     log_every_n_steps=1,
     num_sanity_val_steps=1,
-    logger=CSVLogger(run.dir, version="rows") if is_logged else False,
-    callbacks=[counting, best, stopping, *rates],
+    logger=CSVLogger(run.dir, name="rows"),
+    callbacks=[counting, best, stopping, callbacks.LearningRateMonitor()],
     enable_progress_bar=False,
     enable_model_summary=False,
 )

@@ -42,6 +42,8 @@ class FitState:
         trainer, module = self._trainer, self._trainer.lightning_module
         connector, epoch_loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
         own: dict[str, Any] = {}
+        for rows in trainer.strategy.rows:
+            rows.settle()
         if _is_overridden("on_save_checkpoint", module):
             module.on_save_checkpoint(own)
         return {
@@ -59,6 +61,8 @@ class FitState:
             "kinds": [one.state() for one in self._training.kinds.values()],
             "trained": sorted(self._training.metrics.trained),
             "updates": {name: one._update_count for name, one in self._training.metrics.by_name.items()},
+            "rows": [one.count for one in trainer.strategy.rows],
+            "whole": trainer.strategy.evaluating.is_whole,
             "accumulated": list(self._training.accumulated),
         }
 
@@ -77,8 +81,11 @@ class FitState:
         for name, count in state["updates"].items():
             training.metrics.by_name[name]._update_count = count
             training.metrics.by_name[name]._computed = None
+        trainer.strategy.evaluating.is_whole = state["whole"]
         training.accumulated = list(state["accumulated"])
         self._load_results(state)
+        for rows, count in zip(trainer.strategy.rows, state["rows"], strict=False):
+            rows.resume(count)
         for callback in trainer.callbacks:
             if (kept := state["callbacks"].get(callback.state_key)) is not None:
                 callback.load_state_dict(dict(kept))
@@ -97,7 +104,7 @@ class FitState:
         connector, results = trainer._logger_connector, trainer.fit_loop.epoch_loop._results
         results.clear()
         for one in state["results"]:
-            _restore_result(results, one, trainer.lightning_module, trainer.strategy.root_device)
+            _restore_result(trainer, results, one)
         for name in SHOWN:
             setattr(connector, name, dict(state["shown"][name]))
         connector._first_loop_iter, connector._current_fx = state["first"], state["fx"]
@@ -160,10 +167,10 @@ def _result(metric: Any) -> dict[str, Any]:
     }
 
 
-def _restore_result(results: Any, state: Mapping[str, Any], module: Any, device: torch.device) -> None:
-    kind = LogKind(**state["kind"])
-    value = module.get_submodule(kind.attribute) if kind.attribute else torch.zeros((), device=device)
-    add(results, kind, value, 1)
+def _restore_result(trainer: Any, results: Any, state: Mapping[str, Any]) -> None:
+    kind, device = LogKind(**state["kind"]), trainer.strategy.root_device
+    value = trainer.lightning_module.get_submodule(kind.attribute) if kind.attribute else torch.zeros((), device=device)
+    add(trainer, results, kind, value, 1)
     metric = results[f"{kind.fx}.{kind.name}"]
     if not kind.attribute:
         metric.value = state["value"].to(device)

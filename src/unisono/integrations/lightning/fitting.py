@@ -9,9 +9,10 @@ from unisono.errors import JobError
 from unisono.integrations.lightning.batch import GlobalBatch, let_pass
 from unisono.integrations.lightning.fit_state import FitState
 from unisono.integrations.lightning.framework import part
-from unisono.integrations.lightning.loader import TrainingLoader
+from unisono.integrations.lightning.loader import TrainingLoader, limited
 from unisono.integrations.lightning.metrics import Metrics
 from unisono.integrations.lightning.training import Training
+from unisono.integrations.names import free_name
 from unisono.train.run import Run
 from unisono.train.state.registered import kept
 from unisono.train.step.step import Step
@@ -63,9 +64,13 @@ class OneFit:
         Returns:
             whether something is left of it.
         """
-        epochs = self._trainer.max_epochs
+        epochs, read = self._trainer.max_epochs, limited(loader.loader, self._trainer.fit_loop.max_batches)
+        over = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
         self._steps = self._run.steps(
-            loader.loader, ENDLESS if epochs in (None, -1) else epochs, batch_size=loader.loader.batch_size
+            read,
+            ENDLESS if epochs in (None, -1) else epochs,
+            batch_size=getattr(read.batch_sampler, "batch_size", None),
+            begin=over if self._trainer.ckpt_path is not None else 0,
         )
         place = self._run.enter()
         self.is_over = place.is_over
@@ -79,7 +84,14 @@ class OneFit:
         if (again := self._again) is not None:
             self._again = None
             self._state.load(again)  # what Lightning has set back on its way here
+        for rows in self._trainer.strategy.rows:
+            rows.begin()
         self._has_begun = True
+        if self.training.step is not None and not self.training.step.calls:
+            raise JobError(
+                "on_train_batch_start returned -1, which leaves the rest of an epoch out: the run's epochs are as long "
+                "as the loader's. Say limit_train_batches, or give the trainer a shorter loader"
+            )
         try:
             step = self.training.step = next(self._steps)
         except StopIteration:
@@ -134,7 +146,7 @@ class Fits:
             return fit
         fit.prepare()
         if not self._name:
-            self._name = _free_name(self._run)
+            self._name = free_name(self._run, "lightning")
             self._run.register(self._name, self)
         number = len(self._begun)
         self._begun.append(fit)
@@ -179,10 +191,3 @@ def _loader_of(trainer: Any) -> TrainingLoader | None:
         )
     found: TrainingLoader = combined.flattened[0]
     return found
-
-
-def _free_name(run: Run) -> str:
-    """A name for what checkpoints keep; there may be several strategies."""
-    taken = run.inside.trained.registered
-    names = ("lightning", *(f"lightning {number}" for number in range(2, len(taken) + 3)))
-    return next(name for name in names if name not in taken)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
+
+import torch
 
 from unisono.errors import JobError, ModelError
 
@@ -31,8 +32,13 @@ def require_kept(trainer: Any) -> None:
         raise JobError(
             "sync_batchnorm=True: statistics are over a shard, the same on any number of workers: leave it out"
         )
-    if isinstance(trainer.val_check_interval, timedelta | str | dict):
+    if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
+        raise ModelError(
+            "torch.optim.LBFGS computes the loss several times for one step, and shards are computed once: use "
+            "another optimizer"
+        )
+    if isinstance(getattr(trainer, "_val_check_time_interval", None), int | float):
         raise JobError(
-            f"val_check_interval={trainer.val_check_interval!r} goes by a clock, and workers have different ones: "
-            f"give a number of batches"
+            f"val_check_interval={trainer._val_check_time_interval} s goes by a clock, and workers have different "
+            f"ones: give a number of batches"
         )

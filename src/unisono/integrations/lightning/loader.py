@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from unisono.integrations.lightning.batch import GlobalBatch
 
@@ -32,3 +35,46 @@ class TrainingLoader:
 
     def __next__(self) -> GlobalBatch:
         return self._next()
+
+
+class _First(Sampler[Any]):
+    """The first items of each epoch of a sampler.
+
+    Args:
+        sampler: the sampler.
+        items: the number of them.
+    """
+
+    def __init__(self, sampler: Any, items: int) -> None:
+        self._sampler, self._items = sampler, items
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._sampler), self._items)
+
+    def __len__(self) -> int:
+        """The number of items."""
+        return self._items
+
+    def set_epoch(self, epoch: int) -> None:
+        """It remembers nothing of an epoch; the sampler that it reads may."""
+
+
+def limited(loader: Any, batches: int) -> Any:
+    """A loader whose epochs end after so many batches."""
+    if batches >= len(loader):
+        return loader
+    kept = {
+        name: getattr(loader, name)
+        for name in (
+            "num_workers",
+            "collate_fn",
+            "timeout",
+            "worker_init_fn",
+            "prefetch_factor",
+            "multiprocessing_context",
+        )
+    }
+    if type(loader.batch_sampler) is not BatchSampler:
+        return DataLoader(loader.dataset, batch_sampler=_First(loader.batch_sampler, batches), **kept)
+    sampler = _First(loader.batch_sampler.sampler, batches * loader.batch_size)
+    return DataLoader(loader.dataset, loader.batch_size, sampler=sampler, drop_last=loader.drop_last, **kept)

@@ -140,10 +140,10 @@ def tell(trainer: Any, kind: LogKind, value: Any, batch_size: int) -> None:
     connector._current_fx = kind.fx
     if not kind.attribute:
         value = torch.tensor(value, dtype=getattr(torch, kind.dtype), device=trainer.strategy.root_device)
-    add(results, kind, value, batch_size)
+    add(trainer, results, kind, value, batch_size)
 
 
-def add(results: Any, kind: LogKind, value: Any, batch_size: int) -> None:
+def add(trainer: Any, results: Any, kind: LogKind, value: Any, batch_size: int) -> None:
     """Add a tensor or a metric to a collection of results."""
     results.log(
         kind.fx,
@@ -156,5 +156,6 @@ def add(results: Any, kind: LogKind, value: Any, batch_size: int) -> None:
         reduce_fx=kind.reduce,
         add_dataloader_idx=kind.add_dataloader_idx,
         batch_size=batch_size,
+        sync_dist_fn=trainer.strategy.reduce,  # as self.log does, or Lightning takes it for another call
         metric_attribute=kind.attribute or None,
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
@@ -20,6 +22,19 @@ RULES: dict[Any, str] = {
     dim_zero_cat: "cat",
 }
 """How a run combines what shards make of a metric's state, by torchmetrics' reduction of it."""
+
+
+@dataclass
+class BatchStates:
+    """The states that metrics have after one batch.
+
+    Attributes:
+        states: the states by name of the metric and of the state, with the newest value of the metric.
+        is_shared: whether all of them can be combined.
+    """
+
+    states: dict[str, Any] = field(default_factory=dict)
+    is_shared: bool = True
 
 
 class Metrics:
@@ -63,6 +78,40 @@ class Metrics:
                 raise ModelError(_unshared(name, metric))
         for name, (states, count) in before.items():
             self._merge(name, states, count)
+
+    @contextmanager
+    def of_batch(self) -> Iterator[BatchStates]:
+        """In here one batch is evaluated; afterwards metrics hold what they held.
+
+        Yields:
+            what has come of the batch, once that is over.
+        """
+        before = {name: (_states(one), one._update_count) for name, one in self.by_name.items()}
+        for metric in self.by_name.values():
+            _clear(metric)
+        made = BatchStates()
+        try:
+            yield made
+        finally:
+            for name, (states, count) in before.items():
+                metric = self.by_name[name]
+                if metric._update_count != count:
+                    made.is_shared &= _is_shared(metric)
+                    made.states[name] = [_states(metric), _plain(metric._forward_cache)]
+                for key, value in states.items():
+                    setattr(metric, key, value)
+                metric._update_count, metric._computed = count, None
+
+    def add(self, made: Mapping[str, Any]) -> None:
+        """Add what a batch has made of metrics to what they hold."""
+        for name, (states, newest) in made.items():
+            metric = self.by_name[name]
+            held = _states(metric)
+            for key, value in states.items():
+                setattr(metric, key, value)
+            metric._forward_cache, metric._computed = newest, None
+            metric._update_count += 1
+            metric._reduce_states(held)
 
     def _merge(self, name: str, states: Mapping[str, Any], count: int) -> None:
         metric = self.by_name[name]
@@ -123,3 +172,7 @@ def _value(metric: Metric) -> Any:
         return metric.compute()
     except (RuntimeError, ValueError):  # of a step without samples that count
         return None
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else None

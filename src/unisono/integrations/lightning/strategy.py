@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from unisono.integrations.lightning.batch import GlobalBatch
+from unisono.integrations.lightning.evaluating import EvaluatedBatch, Evaluating, EvaluationLoader
 from unisono.integrations.lightning.fitting import Fits, OneFit
 from unisono.integrations.lightning.framework import part, pl
 from unisono.integrations.lightning.kept import require_kept
 from unisono.integrations.lightning.loader import TrainingLoader
+from unisono.integrations.lightning.loggers import Rows, agree_on_versions, rows_of
 from unisono.integrations.lightning.ranks import WorkersEnvironment, follow, rank_of
 from unisono.integrations.run_of_script import run_for
 from unisono.train.run import Run
@@ -34,6 +36,8 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
 
     Attributes:
         run: the run.
+        evaluating: what shares the batches of evaluations out.
+        rows: the rows of loggers that write CSV files.
         cluster_environment: what Lightning asks about workers.
     """
 
@@ -51,8 +55,10 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         self.run = run_for("unisono.lightning.Strategy", run, settings)
         self.cluster_environment = WorkersEnvironment(self.run)
+        self.evaluating = Evaluating(self.run, self)
         self._fits = Fits(self.run)
         self._fitting: OneFit | None = None
+        self.rows: list[Rows] = []
         follow(self.run)
 
     # -- who and where ---------------------------------------------------------------------------------------
@@ -86,6 +92,13 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         """Move the model to this worker's device."""
         self.model.to(self.root_device)
 
+    def setup_environment(self) -> None:
+        """Agree on where loggers write, before they do."""
+        super().setup_environment()
+        if self._trainer.state.fn == _TrainerFn.FITTING and self._may_ask:
+            agree_on_versions(self.run, self._trainer.loggers)
+            self.rows = rows_of(self.run, self._trainer.loggers)
+
     # -- what workers tell each other ------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
@@ -95,11 +108,12 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
             self._fitting = self._fits.begin(self._trainer)
             if self._fitting.is_over:
                 raise _Leaves
+        elif name == "Trainer.save_checkpoint" and self._may_ask:
+            self.run.barrier()  # others may read what the main worker has written
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """What the main worker has, where that may be asked for; else what all have."""
-        may_ask = not self.run.inside.ending.is_closed and (self._fitting is None or self._fitting.may_ask)
-        return self.run.broadcast(obj, src) if may_ask and _is_plain(obj) else obj
+        return self.run.broadcast(obj, src) if self._may_ask and _is_plain(obj) else obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """What all workers have: results are those of the global batch already."""
@@ -117,18 +131,22 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         return self._fitting is not None and not self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Lightning gets the loader's steps, one for each global batch."""
-        return TrainingLoader(dataloader, self._next_step) if self._trainer_trains() else dataloader
+        """Lightning gets the loader's steps, one for each global batch, or the batches that workers have evaluated."""
+        if self._trainer.predicting:
+            return dataloader
+        if self._trainer.training:
+            return TrainingLoader(dataloader, self._next_step)
+        return EvaluationLoader(dataloader, self.evaluating)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch, unless it is shared out."""
         return batch if isinstance(batch, GlobalBatch) else super().batch_to_device(batch, device, dataloader_idx)
 
-    def shard_to_device(self, batch: Any) -> Any:
-        """Have a shard pass the hooks that a batch passes."""
+    def shard_to_device(self, batch: Any, loader: int = 0) -> Any:
+        """Have a part of a batch, or a batch that this worker evaluates, pass the hooks that a batch passes."""
         module = self.lightning_module
-        batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch), dataloader_idx=0)
-        return self.batch_to_device(batch)
+        batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch), dataloader_idx=loader)
+        return self.batch_to_device(batch, dataloader_idx=loader)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, on a shard where Lightning has the global batch."""
@@ -150,6 +168,19 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
 
         return self._fitting.training.compute(closure, update)
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation step, or hear what came of it on another worker."""
+        return self._evaluated(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's test step, or hear what came of it on another worker."""
+        return self._evaluated(super().test_step, *args, **kwargs)
+
+    def _evaluated(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], EvaluatedBatch):
+            return self.evaluating.hear(args[0])
+        return step(*args, **kwargs)
+
     def on_train_end(self) -> None:
         """The loop is over, wherever in its epochs it stands."""
         if self._fitting is not None:
@@ -160,6 +191,9 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         if self._fitting is not None:
             self._fitting.close()
             self._fitting = None
+        for one in self.rows:
+            one.close()
+        self.rows = []
         super().teardown()
 
     def _next_step(self) -> GlobalBatch:
@@ -167,11 +201,15 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         return self._fitting.next_step()
 
     @property
+    def _may_ask(self) -> bool:
+        """Whether a collective call can be made here."""
+        if self.run.inside.ending.is_closed or self.evaluating.is_under_way:
+            return False
+        return self._fitting is None or self._fitting.may_ask
+
+    @property
     def _trainer(self) -> Any:
         return self.lightning_module.trainer
-
-    def _trainer_trains(self) -> bool:
-        return bool(self._trainer.state.fn == _TrainerFn.FITTING and self._trainer.training)
 
 
 def _is_plain(obj: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +55,7 @@ class Evaluation:
     feed: Feed
     cut: EpochCut
     step: int
+    most: int | None = None
 
     def means(self, metrics: Metrics) -> dict[str, float]:
         """The weighted mean of each metric over all blocks.
@@ -109,14 +110,17 @@ class Evaluation:
         counts = [self._samples_of(rank) for rank in range(self.workers.world_size)]
         return self._gathered(local, form, counts)
 
-    def values(self, function: Callable[[Any, Any], Any]) -> list[Any]:
+    def values(self, function: Callable[[int, Any], Any], blocks: int | None = None) -> list[Any]:
         """What a function returns for each block, in their order.
 
         Args:
-            function: a function that gets the model and a batch, and returns numbers, text, tensors, or lists, tuples
-                and dicts of them, of any shape.
+            function: a function that gets a block's number and its batch, and returns numbers, text, tensors, or lists,
+                tuples and dicts of them, of any shape.
+            blocks: the number of blocks; all by default.
         """
-        mine = [function(self.prepared.model, batch) for _, batch in self._blocks()]
+        some = replace(self, most=blocks)
+        numbers = iter(some._mine(self.workers.rank))
+        mine = [function(next(numbers), batch) for _, batch in some._blocks()]
         ranks = range(self.workers.world_size)
         return [value for rank in ranks for value in self.workers.broadcast(mine, rank)]
 
@@ -138,7 +142,8 @@ class Evaluation:
                 self.workers.tick()
 
     def _mine(self, rank: int) -> range:
-        bounds = even_bounds(self.cut.steps, self.workers.world_size)
+        blocks = self.cut.steps if self.most is None else min(self.most, self.cut.steps)
+        bounds = even_bounds(blocks, self.workers.world_size)
         return range(bounds[rank], bounds[rank + 1])
 
     def _counts(self) -> list[int]:

@@ -1,0 +1,387 @@
+"""What Lightning does on a run: as it does by itself, or refused with what to do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch import callbacks
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, TensorDataset
+
+import unisono
+from unisono.errors import DataError, JobError, LossError, ModelError
+
+Start = Callable[..., unisono.Run]
+
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker"), pytest.mark.filterwarnings("ignore")]
+
+for name in ("lightning.pytorch", "lightning.fabric"):
+    logging.getLogger(name).setLevel(logging.ERROR)
+
+DRAWN = torch.Generator().manual_seed(1)
+X, Y = torch.rand(88, 6, generator=DRAWN), torch.randint(0, 3, (88,), generator=DRAWN)
+DATA = TensorDataset(X, Y)
+EXACT = {"shards": 1}
+
+
+class Net(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not looked into by mypy
+    """Counts hooks; what it does beside comes from subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, last = nn.Linear(6, 8), nn.Linear(8, 3)
+        with torch.no_grad():
+            for one in (first, last):
+                one.weight.copy_(torch.linspace(-1, 1, one.weight.numel()).view_as(one.weight))
+                one.bias.zero_()
+        self.layers = nn.Sequential(first, nn.BatchNorm1d(8), nn.ReLU(), last)
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(3)
+        self.hooks: list[str] = []
+
+    def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        outputs = self.layers(batch[0])
+        return nn.functional.cross_entropy(outputs, batch[1]), outputs
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, outputs = self.loss(batch)
+        self.accuracy(outputs, batch[1])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("train_accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("val_loss", self.loss(batch)[0])
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("test_loss", self.loss(batch)[0])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layers(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+QUIET = {
+    "accelerator": "cpu",
+    "max_epochs": 3,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def trainer_of(**options: Any) -> Any:
+    return lightning.Trainer(**{**QUIET, **options})
+
+
+def loader_of(size: int = 20, data: Any = DATA, **options: Any) -> Any:
+    return DataLoader(data, batch_size=size, **options)
+
+
+def fitted(module: Any = None, *, loader: Any = None, ckpt_path: Any = None, **options: Any) -> Any:
+    """A trainer that has trained; without a strategy with Lightning alone."""
+    trainer = trainer_of(**options)
+    trainer.fit(module or Net(), loader or loader_of(), loader_of(30), ckpt_path=ckpt_path)
+    return trainer
+
+
+def on(run: unisono.Run) -> dict[str, Any]:
+    return {"strategy": unisono.lightning.Strategy(run)}
+
+
+def known(trainer: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def same_weights(one: Any, other: Any) -> bool:
+    pairs = zip(one.lightning_module.state_dict().values(), other.lightning_module.state_dict().values(), strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_clip_val": 0.3},
+        {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 2},
+        {"precision": "bf16-mixed"},
+        {"max_epochs": -1, "max_steps": 7},
+        {"limit_train_batches": 3, "limit_val_batches": 1},
+        {"limit_train_batches": 0.5, "val_check_interval": 0.5},
+        {"overfit_batches": 2},
+        {"check_val_every_n_epoch": 2, "max_epochs": 4},
+    ],
+    ids=lambda options: ",".join(options) or "plain",
+)
+def test_with_one_shard_weights_and_logs_are_those_of_lightning_to_the_last_bit(
+    start: Start, options: dict[str, Any]
+) -> None:
+    strategy = on(start(shards=1))  # it sets the number of threads, which decides bits
+    alone, ours = fitted(**options), fitted(**strategy, **options)
+    assert same_weights(ours, alone)
+    assert known(ours) == known(alone)
+    assert ours.global_step == alone.global_step
+
+
+def test_uneven_shards_give_the_means_of_lightning(start: Start) -> None:
+    strategy = on(start(shards=4))
+    alone, ours = fitted(Plain()), fitted(Plain(), **strategy)
+    assert known(ours) == pytest.approx(known(alone), rel=1e-5)
+    assert ours.global_step == alone.global_step
+
+
+class Plain(Net):
+    """Without BatchNorm, whose statistics are over a shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers[1]
+
+
+class Counted(Net):
+    """Notes its hooks."""
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.hooks.append("zero_grad")
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.hooks.append("before_backward")
+
+    def on_after_backward(self) -> None:
+        self.hooks.append("after_backward")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.hooks.append("optimizer_step")
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.hooks.append("batch_start")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.hooks.append("batch_end")
+
+
+def test_hooks_are_called_once_per_step(start: Start) -> None:
+    trainer = fitted(Counted(), **on(start(shards=4)), max_epochs=1)
+    names = ["batch_start", "zero_grad", "before_backward", "after_backward", "optimizer_step", "batch_end"]
+    assert trainer.lightning_module.hooks == names * 5
+
+
+class Backward(Plain):
+    """Goes backward by itself."""
+
+    def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
+        self.hooks.append("backward")
+        loss.backward()
+
+
+def test_a_module_may_go_backward_by_itself(start: Start) -> None:
+    usual, own = (fitted(kind(), **on(start(shards=4, run_dir=None))) for kind in (Plain, Backward))
+    pairs = zip(usual.lightning_module.parameters(), own.lightning_module.parameters(), strict=True)
+    assert all(torch.allclose(*pair, rtol=1e-4) for pair in pairs)
+    assert len(own.lightning_module.hooks) == 3 * 5 * 4
+
+
+class Keeping(Net):
+    """Keeps what it has of batches, as many modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.outputs.append(self.loss(batch)[0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_loss", torch.stack(self.outputs).mean())
+        self.outputs.clear()
+
+
+def test_a_module_that_keeps_outputs_of_its_own_has_all_of_them(start: Start) -> None:
+    strategy = on(start(shards=1))
+    alone, ours = fitted(Keeping()), fitted(Keeping(), **strategy)
+    assert known(ours) == known(alone)
+    assert ours.strategy.evaluating.is_whole
+
+
+def test_validate_test_and_predict_give_what_lightning_gives(start: Start) -> None:
+    strategy = on(start(shards=1))
+    alone, ours = fitted(), fitted(**strategy)
+    loaders = [loader_of(30), loader_of(7)]
+
+    def found(trainer: Any) -> Any:
+        module = trainer.lightning_module
+        return trainer.validate(module, loaders), trainer.test(module, loaders)
+
+    assert found(ours) == found(alone)
+    rows = [one.predict(one.lightning_module, loader_of(9)) for one in (ours, alone)]
+    assert all(map(torch.equal, *rows))
+
+
+def test_a_fresh_module_is_evaluated_without_training(start: Start) -> None:
+    strategy = on(start())
+    assert trainer_of(**strategy).test(Net(), loader_of(30)) == trainer_of().test(Net(), loader_of(30))
+
+
+def test_checkpoints_are_lightnings_own_in_both_directions(start: Start, tmp_path: Path) -> None:
+    def saving(name: str) -> dict[str, Any]:
+        return {"callbacks": [callbacks.ModelCheckpoint(tmp_path / name)], "enable_checkpointing": True}
+
+    whole = fitted()
+    run = start(shards=1)
+    for first, second in ((on(run), {}), ({}, on(run))):
+        path = fitted(max_epochs=2, **first, **saving(str(bool(first)))).checkpoint_callback.best_model_path
+        schedule = Until(15)
+        assert same_weights(fitted(schedule, ckpt_path=path, **second), fitted(Until(15), ckpt_path=path))
+    assert whole.global_step == 15
+
+
+class Drops(Net):
+    """Draws in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([nn.functional.dropout(batch[0], 0.3), batch[1]], batch_idx)
+
+
+class Until(Net):
+    """Its schedule is as long as it is told."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+
+def test_several_trainings_share_one_run(start: Start) -> None:
+    run, module = start(shards=1), Net()
+    alone = Net()
+    for options in ({"max_epochs": 1}, {"max_epochs": 2}):
+        fitted(module, **on(run), **options)
+        fitted(alone, **options)
+    assert all(map(torch.equal, module.state_dict().values(), alone.state_dict().values()))
+
+
+def test_a_strategy_without_a_run_begins_one_with_the_settings_that_it_is_given(torch_settings_restored: None) -> None:
+    strategy = unisono.lightning.Strategy(shards=2, seed=4)
+    with strategy.run:
+        assert (strategy.run.job.shards, strategy.run.job.seed) == (2, 4)
+        assert fitted(strategy=strategy).global_step == 15
+
+
+def test_logs_of_the_main_worker_are_those_of_lightning(start: Start, tmp_path: Path) -> None:
+    def rows(name: str, **options: Any) -> str:
+        logger = CSVLogger(tmp_path, name=name)
+        fitted(logger=logger, log_every_n_steps=1, callbacks=[callbacks.LearningRateMonitor()], **options)
+        return (Path(logger.log_dir) / "metrics.csv").read_text()
+
+    strategy = on(start(shards=1))
+    assert rows("ours", **strategy) == rows("alone")
+
+
+# What is refused.
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Greatest(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, _ = self.loss(batch)
+        self.log("greatest", loss, reduce_fx="max")
+        return loss
+
+
+class Nothing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class Skipping(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == 2 else None
+
+
+class Looking(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        _inputs, _labels = batch
+
+
+class Correlating(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.correlation = torchmetrics.PearsonCorrCoef()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.correlation.update(batch[0][:, 0], batch[0][:, 1])
+        return self.loss(batch)[0]
+
+
+class Twice(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "words"),
+    [
+        ({"module": Manual()}, ModelError, "automatic_optimization = False"),
+        ({"module": Greatest()}, LossError, "torchmetrics.MaxMetric"),
+        ({"module": Nothing()}, LossError, "each shard of a step needs a loss"),
+        ({"module": Skipping()}, JobError, "limit_train_batches"),
+        ({"module": Looking()}, ModelError, "change samples in on_after_batch_transfer"),
+        ({"module": Correlating()}, ModelError, "keep sums in it"),
+        ({"module": Twice()}, ModelError, "LBFGS"),
+        ({"sync_batchnorm": True}, JobError, "statistics are over a shard"),
+        ({"val_check_interval": timedelta(seconds=1)}, JobError, "goes by a clock"),
+        ({"loader": {"a": loader_of(), "b": loader_of()}}, JobError, "StackDataset"),
+        ({"loader": loader_of(sampler=DistributedSampler(DATA, 2, 0))}, DataError, "leave the sampler out"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_kept_is_refused_with_what_to_do(
+    start: Start, what: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        fitted(**on(start(shards=4)), **what)
+
+
+def test_a_scaled_loss_is_refused(start: Start) -> None:
+    plugin = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises(JobError, match="bf16-mixed"):
+        fitted(**on(start(shards=4)), plugins=[plugin])
+
+
+def test_a_training_goes_on_from_lightnings_checkpoints_as_if_it_had_not_been_stopped(
+    start: Start, tmp_path: Path
+) -> None:
+    saving = callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)
+    loader = loader_of(shuffle=True)
+    whole = fitted(Drops(), loader=loader, **on(start(shards=4)), callbacks=[saving], enable_checkpointing=True)
+    for number, path in enumerate(sorted((tmp_path / "saved").iterdir())):
+        ours = fitted(Drops(), loader=loader, **on(start(shards=4, run_dir=tmp_path / str(number))), ckpt_path=path)
+        assert same_weights(ours, whole), path.name
+        assert known(ours)["val_loss"] == known(whole)["val_loss"]
+    assert number > 4
+
+
+def test_a_batch_sampler_decides_the_batches(start: Start) -> None:
+    def loader() -> Any:
+        return DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 30, drop_last=True))
+
+    strategy = on(start(shards=1, batch_size=None))
+    assert same_weights(fitted(loader=loader()), fitted(loader=loader(), **strategy))
