@@ -87,6 +87,8 @@ SHORT = {
     "digits.py": 2,
     "keras_convnet.py": 3,
     "keras_train_step.py": 3,
+    "lightning_autoencoder.py": 2,
+    "lightning_classifier.py": 3,
     "transformers_clm.py --layers 1 --samples 200": 3,
     "transformers_classification.py": 3,
     "plain_loop.py --which unisono": 2,

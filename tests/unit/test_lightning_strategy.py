@@ -62,7 +62,9 @@ class Net(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not 
         self.log("val_loss", self.loss(batch)[0])
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        self.log("test_loss", self.loss(batch)[0])
+        loss, outputs = self.loss(batch)
+        self.accuracy(outputs, batch[1])
+        self.log_dict({"test_loss": loss, "test_accuracy": self.accuracy})
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self.layers(batch[0])
@@ -227,6 +229,7 @@ def test_validate_test_and_predict_give_what_lightning_gives(start: Start) -> No
         return trainer.validate(module, loaders), trainer.test(module, loaders)
 
     assert found(ours) == found(alone)
+    assert ours.strategy.run.finish()
     rows = [one.predict(one.lightning_module, loader_of(9)) for one in (ours, alone)]
     assert all(map(torch.equal, *rows))
 

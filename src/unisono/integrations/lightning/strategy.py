@@ -95,6 +95,8 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
     def setup_environment(self) -> None:
         """Agree on where loggers write, before they do."""
         super().setup_environment()
+        for loop in (self._trainer.validate_loop, self._trainer.test_loop, self._trainer.predict_loop):
+            loop.inference_mode = False  # tensors that it makes, such as metrics' states, do not tell of writes
         if self._trainer.state.fn == _TrainerFn.FITTING and self._may_ask:
             agree_on_versions(self.run, self._trainer.loggers)
             self.rows = rows_of(self.run, self._trainer.loggers)
