@@ -62,3 +62,14 @@ def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Do
     done = cluster(SCRIPT, 2, shards=6, folder=tmp_path)
     assert done.journal("resumed")
     same(done, serial)
+
+
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=slow), 2])
+def test_a_trainer_goes_on_from_its_own_checkpoint_on_another_number_of_workers(
+    cluster: Cluster, serial: Done, workers: int, tmp_path: Path
+) -> None:
+    stopped = cluster(SCRIPT, 3, shards=6, UNISONO_STOP_AFTER="8")
+    checkpoint = str(stopped.folder / "trainer" / "checkpoint-8")
+    done = cluster(SCRIPT, workers, shards=6, folder=tmp_path, arguments=[checkpoint])
+    assert done.digest == serial.digest
+    assert done.metrics == {step: line for step, line in serial.metrics.items() if step >= 8}

@@ -75,23 +75,25 @@ def same_weights(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
+SETTINGS = [
+    {},
+    {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "max_steps": 5, "warmup_steps": 2},
+    {"lr_scheduler_type": "cosine", "warmup_steps": 3, "max_grad_norm": 0.1, "weight_decay": 0.1},
+    {"bf16": True, "gradient_accumulation_steps": 2, "adam_beta2": 0.9},
+    {"eval_strategy": "epoch", "per_device_eval_batch_size": 4, "optim": "sgd"},
+    {"train_sampling_strategy": "sequential", "num_train_epochs": 1.5, "max_grad_norm": 0.0},
+    {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "loss",
+    },
+]
+
+
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"gradient_accumulation_steps": 2},
-        {"lr_scheduler_type": "cosine", "warmup_steps": 3, "max_grad_norm": 0.1, "weight_decay": 0.1},
-        {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2, "max_steps": 5},
-        {"bf16": True, "gradient_accumulation_steps": 2, "adam_beta2": 0.9},
-        {"eval_strategy": "epoch", "per_device_eval_batch_size": 4, "optim": "sgd"},
-        {"train_sampling_strategy": "sequential", "num_train_epochs": 1.5, "max_grad_norm": 0.0},
-        {
-            "lr_scheduler_type": "reduce_lr_on_plateau",
-            "eval_strategy": "steps",
-            "eval_steps": 2,
-            "metric_for_best_model": "loss",
-        },
-    ],
+    [each if number == 1 else pytest.param(each, marks=pytest.mark.slow) for number, each in enumerate(SETTINGS)],
 )
 def test_one_worker_ends_in_the_bits_of_the_plain_trainer(
     settings: dict[str, Any], start: Start, tmp_path: Path
