@@ -108,6 +108,24 @@ def test_a_loader_and_a_data_set_are_taken_as_they_are(start: Start) -> None:
     np.testing.assert_array_equal(again.predict(data), ours.predict(X))
 
 
+def test_targets_and_losses_are_found_by_their_names(start: Start) -> None:
+    def heads() -> Any:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        found = keras.Input((6,))
+        outputs = {"size": keras.layers.Dense(1, name="size")(found), "kind": keras.layers.Dense(3, name="kind")(found)}
+        return keras.Model(found, outputs)
+
+    def trained(model: Any) -> Any:
+        kind = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        losses = {"size": "mse", "kind": kind}
+        model.compile("sgd", losses, loss_weights={"size": 2.0, "kind": 1.0}, metrics={"kind": ["accuracy"]})
+        targets = {"size": WEIGHTS[:, None], "kind": Y}  # whose names are not in the alphabet's order
+        return model.fit(X, targets, batch_size=40, epochs=2, shuffle=False, verbose=0, validation_split=0.2).history
+
+    assert trained(unisono.keras.Model(heads(), start(batch_size=40, shards=1))) == trained(heads())
+
+
 class Batches(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
     """The samples in batches of 40, or of what somebody says."""
 

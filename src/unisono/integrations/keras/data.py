@@ -86,12 +86,18 @@ class KerasData:
 
     @classmethod
     def _of_arrays(cls, whole: tuple[Any, ...]) -> KerasData:
-        leaves = [_tensor(leaf) for leaf in keras.tree.flatten(whole) if leaf is not None]
+        leaves: list[Tensor] = []
+
+        def numbered(leaf: Any) -> int | None:
+            if leaf is None:
+                return None
+            leaves.append(_tensor(leaf))
+            return len(leaves) - 1
+
+        form = keras.tree.map_structure(numbered, whole)  # its order need not be that of flatten
         lengths = sorted({len(leaf) for leaf in leaves})
         if len(lengths) != 1:
             raise DataError(f"the arrays have {' and '.join(map(str, lengths)) or 'no'} samples: give as many of each")
-        numbers = iter(range(len(leaves)))
-        form = keras.tree.map_structure(lambda leaf: None if leaf is None else next(numbers), whole)
         return cls(TensorDataset(*leaves), form)
 
     def __len__(self) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from unisono.errors import CheckpointError
 from unisono.integrations.kept_attributes import KeptAttributes
 from unisono.integrations.keras.batches import DataEpochs
@@ -158,10 +160,14 @@ class Fittings:
 
     Args:
         model: the Keras model.
+
+    Attributes:
+        evaluated: what metrics came to in each evaluation of the script so far, in their order.
     """
 
     def __init__(self, model: Any) -> None:
         self._optimizer = OptimizerState(model)
+        self.evaluated: list[Tensor] = []
         self._begun: list[Fitting] = []
         self._awaited: dict[int, Mapping[str, Any]] = {}
 
@@ -190,7 +196,8 @@ class Fittings:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it."""
-        return {"optimizer": self._optimizer.state_dict(), "fits": [one.state() for one in self._begun]}
+        fits = [one.state() for one in self._begun]
+        return {"optimizer": self._optimizer.state_dict(), "fits": fits, "evaluated": list(self.evaluated)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set all of it; what is of a training that this worker has yet to begin waits for that.
@@ -199,6 +206,7 @@ class Fittings:
             CheckpointError: it is of another optimizer, or of other callbacks.
         """
         self._optimizer.load_state_dict(state["optimizer"])
+        self.evaluated = list(state["evaluated"])
         for number, one in enumerate(state["fits"]):
             if number < len(self._begun):
                 self._begun[number].load(one)

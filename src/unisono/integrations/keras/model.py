@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import ceil
 from operator import is_
@@ -23,6 +23,7 @@ from unisono.integrations.keras.update import KerasUpdate
 from unisono.integrations.keras.variables import is_built, require_sums, results_of, set_metrics, shared_state
 from unisono.integrations.names import free_name
 from unisono.integrations.run_of_script import run_for
+from unisono.train.group.workers import Workers
 from unisono.train.run import Run
 from unisono.train.state.registered import kept
 from unisono.train.step.step import Step
@@ -86,6 +87,27 @@ class Model:
         """
         self.keras_model.compile(*values, **options)
         require_kept(self.keras_model)
+
+    def save(self, *values: Any, **options: Any) -> None:
+        """Save the Keras model, on the main worker. The others wait until it is there."""
+        self._on_main(partial(self.keras_model.save, *values, **options))
+
+    def save_weights(self, *values: Any, **options: Any) -> None:
+        """Save the weights, on the main worker. The others wait until they are there."""
+        self._on_main(partial(self.keras_model.save_weights, *values, **options))
+
+    def _on_main(self, act: Callable[[], None]) -> None:
+        if self.run.inside.ending.is_closed:  # each worker runs the last lines by itself
+            if self.run.is_main:
+                act()
+            return
+
+        def together(workers: Workers) -> None:
+            if workers.rank == 0:
+                act()
+            workers.barrier()
+
+        self.run.together(together)
 
     def fit(
         self,
@@ -162,9 +184,8 @@ class Model:
             run.enter()  # data sets that change hear what they have missed, before anything is read
             self._train(fit, samples, loop)
         history = fit.end()
-        restored = run.inside.trained.restored
-        if not fit.is_here and restored is not None:
-            self._fits.recall(kept(restored, "registered")[self._name])
+        if not fit.is_here and (restored := self._restored()):
+            self._fits.recall(restored)
         return history
 
     def _train(self, fit: Fitting, samples: KerasData, steps: Iterable[Step]) -> None:
@@ -208,17 +229,22 @@ class Model:
         self.keras_model._assert_compile_called("evaluate")
         size = batch_size or USUAL_BATCH
         samples = KerasData.of(x, DrawKey(self.run.job.seed), y, sample_weight).cut(steps, size)
-        logs = self._evaluate(samples, size, callbacks, verbose)
+        logs = self._evaluate(samples, size, callbacks, verbose, is_kept=True)
         return logs if return_dict else self.keras_model._flatten_metrics_in_order(logs)
 
-    def _evaluate(self, samples: KerasData, size: int, callbacks: Any, verbose: Any) -> dict[str, float]:
+    def _evaluate(
+        self, samples: KerasData, size: int, callbacks: Any, verbose: Any, *, is_kept: bool = False
+    ) -> dict[str, float]:
         model, run, count = self.keras_model, self.run, samples.steps(size)
         self._get_ready(samples)
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = listed(callbacks, model, lambda: run.is_main, verbose, epochs=1, steps=count)
         callbacks.on_test_begin()
         with samples.epoch():
-            set_metrics(model, self._summed(samples, size))
+            row = self._summed(samples, size, self._known() if is_kept else None)
+        if is_kept:
+            self._fits.evaluated.append(row)
+        set_metrics(model, row)
         logs = results_of(model)
         callbacks.on_test_batch_end(count - 1, logs)
         callbacks.on_test_end(logs)
@@ -284,13 +310,24 @@ class Model:
             *(variable for variable, _ in shared_state(model).values()),
         ]
 
-    def _summed(self, samples: KerasData, batch_size: int) -> torch.Tensor:
+    def _known(self) -> torch.Tensor | None:
+        """What the metrics came to in the coming evaluation, if the run has it behind itself."""
+        rows, number = self._restored().get("evaluated", []), len(self._fits.evaluated)
+        return rows[number] if number < len(rows) else None
+
+    def _restored(self) -> Mapping[str, Any]:
+        restored = self.run.inside.trained.restored
+        return {} if restored is None else kept(restored, "registered").get(self._name, {})
+
+    def _summed(self, samples: KerasData, batch_size: int, known: torch.Tensor | None) -> torch.Tensor:
         """What the metrics' variables add up to over all samples."""
         inside = self.run.inside
         inside.synchronisation.before_call()
         step = EvaluationStep(self.keras_model, samples.unpack)
         size = None if samples.is_loader else batch_size
-        return inside.evaluator.carry_out(lambda one: one.sums(step), samples.data, size, None)
+        return inside.evaluator.carry_out(
+            lambda one: one.sums(step) if known is None else known, samples.data, size, None
+        )
 
     def _held_out(self, data: Any, training: DrawKey) -> KerasData:
         x, y, weights = (*data, None, None)[:3] if isinstance(data, tuple | list) else (data, None, None)
