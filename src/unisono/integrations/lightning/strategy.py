@@ -15,7 +15,8 @@ from unisono.integrations.lightning.framework import part, pl
 from unisono.integrations.lightning.kept import require_kept
 from unisono.integrations.lightning.loader import TrainingLoader
 from unisono.integrations.lightning.loggers import Rows, agree_on_versions, rows_of
-from unisono.integrations.lightning.ranks import WorkersEnvironment, follow, rank_of
+from unisono.integrations.lightning.ranks import WorkersEnvironment, follow
+from unisono.integrations.live_rank import rank_of
 from unisono.integrations.run_of_script import run_for
 from unisono.train.run import Run
 
