@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import unisono.integrations.accelerate as accelerate
     import unisono.integrations.keras as keras
     import unisono.integrations.lightning as lightning
     import unisono.integrations.torchmetrics as torchmetrics
@@ -65,6 +66,7 @@ __all__ = [
     "Trainer",
     "View",
     "__version__",
+    "accelerate",
     "digest",
     "init",
     "keras",
@@ -108,6 +110,7 @@ _HOMES = {
 }
 
 _GUESTS = {
+    "accelerate": "unisono.integrations.accelerate",
     "keras": "unisono.integrations.keras",
     "lightning": "unisono.integrations.lightning",
     "torchmetrics": "unisono.integrations.torchmetrics",

@@ -87,7 +87,7 @@ class StepLoop:
     _live: weakref.ref[Generator[Step, None, None]] | None = field(default=None, init=False)
     _feeds: LoopFeeds = field(init=False)
     _feed: Feed | StreamFeed | None = field(default=None, init=False)
-    _source: Source | None = field(default=None, init=False)
+    source: Source | None = field(default=None, init=False)
     _batches: Batches | None = field(default=None, init=False)
     _coming: _Coming | None = field(default=None, init=False)  # as long as none of its steps was asked for
     _has_sizes: bool = field(default=False, init=False)  # loops of the script have batch sizes of their own
@@ -241,7 +241,7 @@ class StepLoop:
         self.ending.require_open()
         prepared = self.trained.prepared
         assert prepared is not None, "loops come after run.prepare"
-        assert self._source is not None, "a step comes from a loop"
+        assert self.source is not None, "a step comes from a loop"
         if step is not self.steps.under_way:
             raise JobError("this step is over: call step.run in the body of the loop that it came from")
         if self.trained.is_doubted:  # the run goes back at the end of the body
@@ -250,7 +250,7 @@ class StepLoop:
         self.trained.require_same_trained()
         self.steps.is_computing = True
         return self.steps.compute(
-            StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, update, self._source), self.collectives
+            StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, update, self.source), self.collectives
         )
 
     def end(self, after: RunProgress | None) -> None:
@@ -293,7 +293,7 @@ class StepLoop:
         course, source = self._course(feed, batches)
         cuts = self.config.stop_after, self.config.stop_after_epochs
         loop = Loop(number, reading, course, epochs, *cuts, max_steps, begin)
-        self._joined, self._source, self._feed, self._batches = self.membership.joins, source, feed, batches
+        self._joined, self.source, self._feed, self._batches = self.membership.joins, source, feed, batches
         self.steps.is_computing = False
         self.listeners.tell(lambda one: one.loop_begins(number, batches, feed.order))
         if not self.collectives.enter(number):

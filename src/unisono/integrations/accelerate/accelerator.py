@@ -1,0 +1,253 @@
+"""An ``Accelerator`` whose loaders share their batches out among the workers of a run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator as Original
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from unisono.errors import JobError, ModelError
+from unisono.integrations import live_rank
+from unisono.integrations.accelerate.bodies import Bodies
+from unisono.integrations.accelerate.evaluation import EvaluationLoop, from_main, leaves_of, rebuilt
+from unisono.integrations.accelerate.kept import require_kept
+from unisono.integrations.accelerate.loader import Loader, size_of, together
+from unisono.integrations.accelerate.records import RecordingAccelerator
+from unisono.integrations.accelerate.wrapped import Optimizer, StepState
+from unisono.integrations.names import free_name
+from unisono.integrations.run_of_script import run_for
+from unisono.train.run import Run
+
+_OWN = frozenset(inspect.signature(Original.__init__).parameters)
+
+
+class Accelerator(RecordingAccelerator):
+    """accelerate's ``Accelerator`` for a script whose loop trains on all workers of a run, to the same bits.
+
+    The body of a loop over a prepared loader runs once for each shard that this worker has of a global batch. In the
+    last of these turns, behind ``accelerator.backward``, ``sync_gradients`` is true and the gradients are the mean over
+    all shards of all workers: there ``optimizer.step``, ``scheduler.step``, ``zero_grad`` and clipping act.
+
+    Args:
+        arguments: those of accelerate's own.
+        run: the run, from ``unisono.init``. By default the one that is open; if there is none a new one, which is
+            finished when the script ends well.
+        settings: accelerate's arguments by name, and arguments of :func:`unisono.init` for a new run.
+
+    Attributes:
+        run: the run.
+
+    Raises:
+        JobError: what cannot be kept exact; or settings that cannot work, or that come too late.
+    """
+
+    def __init__(self, *arguments: Any, run: Run | None = None, **settings: Any) -> None:
+        own = {name: value for name, value in settings.items() if name in _OWN}
+        ours = {name: value for name, value in settings.items() if name not in _OWN}
+        said = inspect.signature(Original.__init__).bind_partial(None, *arguments, **own).arguments
+        require_kept(said)
+        if said.get("cpu"):
+            ours.setdefault("device", "cpu")
+        self.run = run_for("unisono.accelerate.Accelerator", run, ours)
+        if said.get("mixed_precision") is None and self.run.job.precision == "bf16":
+            own["mixed_precision"] = "bf16"
+        super().__init__(*arguments, **own)
+        rank = live_rank.follow(self.run)
+        for shared in (PartialState._shared_state, AcceleratorState._shared_state):
+            shared.update(device=self.run.device, process_index=rank, local_process_index=rank)
+        self._bodies = self.run.register(free_name(self.run, "accelerate"), Bodies(self.run))
+        self._evaluation: EvaluationLoop | None = None
+        self.gradient_state: Any = StepState(GradientState(), self._bodies)
+        self._prepared_for: list[int] = []
+
+    # -- what is trained -------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers; every worker gets the same weights.
+
+        Raises:
+            ModelError: nothing to train.
+            JobMismatch: the workers hold different models.
+        """
+        found = super().prepare(*args, device_placement=device_placement)
+        what = [*map(id, self._models), *map(id, self._optimizers)]
+        if self._models and self._optimizers and what != self._prepared_for:
+            self._prepared_for = what
+            models = [self.unwrap_model(model) for model in self._models]
+            self.run.prepare(models if len(models) > 1 else models[0], [one.optimizer for one in self._optimizers])
+        return found
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """A loader whose batches are shared out."""
+        if isinstance(data_loader, Loader):
+            return data_loader
+        loader = Loader(data_loader, self._read)
+        self._dataloaders.append(loader)
+        return loader
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        """An optimizer that acts in the last turn of a step."""
+        if not isinstance(optimizer, Optimizer):
+            optimizer = Optimizer(optimizer, self.gradient_state, self._bodies)
+            self._optimizers.append(optimizer)
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """A scheduler that acts in the last turn of a step, and is part of checkpoints."""
+        found = super().prepare_scheduler(scheduler)
+        if scheduler is not found:
+            found.gradient_state = self.gradient_state
+            self.run.register(free_name(self.run, "accelerate scheduler"), found.scheduler)
+        return found
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Have objects in the run's checkpoints, too."""
+        super().register_for_checkpointing(*objects)
+        for one in objects:
+            self.run.register(free_name(self.run, "accelerate object"), one)
+
+    # -- training --------------------------------------------------------------------------------------------
+
+    @property
+    def mean_loss(self) -> float:
+        """The newest step's mean loss over its global batch, the same on all workers; NaN before the first step."""
+        return self._bodies.loss
+
+    @property
+    def steps_done(self) -> int:
+        """The number of steps of the whole job that are over."""
+        return self._bodies.steps
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Go backward from a shard's loss, the mean over its samples. Waits for the others behind the last shard.
+
+        Args:
+            loss: the loss.
+            kwargs: ``weight``, the number of samples or tokens that it is the mean of, if these are not its samples.
+
+        Raises:
+            ModelError: other arguments.
+            JobError: outside of a training loop.
+        """
+        weight = kwargs.pop("weight", None)
+        if kwargs:
+            raise ModelError(f"accelerator.backward({', '.join(kwargs)}=…): the run goes backward once for each shard")
+        self._bodies.backward(loss, weight)
+
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """Nothing: the loop's global batch is that of all batches which are accumulated."""
+        yield
+
+    def no_sync(self, model: Any) -> Any:
+        """Refused: it accumulates by hand.
+
+        Raises:
+            JobError: always.
+        """
+        raise JobError("accelerator.no_sync: to accumulate gradients say Accelerator(gradient_accumulation_steps=…)")
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+        """Limit the norm of the mean gradient, in the last turn of a step; returns 0 in others."""
+        if self._bodies.updates:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return torch.zeros((), device=self.device)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: Any) -> None:
+        """Limit each value of the mean gradient, in the last turn of a step."""
+        if self._bodies.updates:
+            super().clip_grad_value_(parameters, clip_value)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader without the first global batches of an epoch."""
+        return (
+            dataloader.behind(num_batches)
+            if isinstance(dataloader, Loader)
+            else super().skip_first_batches(dataloader, num_batches)
+        )
+
+    def _read(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        if torch.is_grad_enabled() and any(model.training for model in self._models):
+            return self._train(loader)
+        return self._evaluate(loader)
+
+    def _train(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        if not self._bodies.is_outside:
+            raise JobError("a training loop inside of another one's body: one at a time")
+        count = self.gradient_accumulation_steps
+        size = size_of(loader)
+        steps = self.run.steps(together(loader, count), batch_size=None if size is None else size * count)
+        return self._bodies.of(steps)
+
+    def _evaluate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        self._bodies.settle("an evaluation")
+        before, self._evaluation = self._evaluation, EvaluationLoop(self.run, loader)
+        try:
+            yield from self._evaluation.batches()
+        finally:
+            self._evaluation = before
+
+    # -- what workers tell each other ------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """What all workers have of the present round of an evaluation loop, each sample once, in order.
+
+        Outside of loops every worker has the same, and gets what the main worker has.
+
+        Raises:
+            JobError: in the body of a training loop.
+        """
+        leaves = leaves_of(tensor)
+        if self._evaluation is not None:
+            return rebuilt(tensor, self._evaluation.gather(leaves))
+        if not self._bodies.is_outside:
+            raise JobError(
+                "gather or reduce in the body of a training loop, which runs once for each shard of this worker: other "
+                "workers have other numbers of them. The mean loss of a step is accelerator.mean_loss, that of a "
+                "value in accelerator.run.log(name, value) before accelerator.backward is in metrics.jsonl"
+            )
+        return rebuilt(tensor, from_main(self.run, leaves))
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As :meth:`gather`: no sample comes twice."""
+        return self.gather(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """What the main worker has: every worker has the same. An evaluation loop that reduces is not shared out.
+
+        Raises:
+            JobError: in the body of a training loop.
+        """
+        return self.gather(tensor) if self._evaluation is None else self._whole(tensor)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """What it is given: an evaluation loop that pads is not shared out."""
+        return tensor if self._evaluation is None else self._whole(tensor)
+
+    def _whole(self, tensor: Any) -> Any:
+        assert self._evaluation is not None, "asked before"
+        return rebuilt(tensor, self._evaluation.whole(leaves_of(tensor)))
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all workers; nothing in the body of a training loop."""
+        if self._evaluation is None and self._bodies.is_outside:
+            self.run.barrier()
+
+    def set_trigger(self) -> None:
+        """Refused: workers decide alike by themselves.
+
+        Raises:
+            JobError: always.
+        """
+        raise JobError("accelerator.set_trigger: decide by what all workers have, such as accelerator.mean_loss")
+
+    check_trigger = set_trigger

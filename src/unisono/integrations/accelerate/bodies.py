@@ -1,0 +1,266 @@
+"""The body of a script's training loop, once for each shard of this worker; its last turn of a step updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.data.streams import Generators, generators_kept
+from unisono.errors import JobError, LossError
+from unisono.integrations.accelerate.turns import Done, Turns
+from unisono.train.loop.prefetch import to_device
+from unisono.train.run import Run
+from unisono.train.step.step import Step
+
+
+class Phase(Enum):
+    """What the script does now."""
+
+    OUTSIDE = auto()  # it is in no training loop's body
+    FORWARD = auto()  # a shard's loss is awaited
+    BACKWARD = auto()  # it is there, and another shard follows
+    UPDATE = auto()  # the mean gradient is there: optimizers step
+    BEHIND = auto()  # the step is over, and the body is not; or there was no update
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """The engine wants a shard's loss.
+
+    Attributes:
+        batch: the shard's batch.
+        drawn: the generators' states as the shard begins.
+    """
+
+    batch: Any
+    drawn: Generators
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """The engine wants the update."""
+
+
+class Bodies:
+    """Runs the loop's body for each shard that the engine asks for, and holds the engine meanwhile.
+
+    Args:
+        run: the run.
+
+    Attributes:
+        loss: the mean loss of the newest step over its global batch; NaN before the first one.
+        steps: the number of steps of the whole job that are over, as far as this worker knows.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.loss = math.nan
+        self.steps = 0
+        self._run, self._turns = run, Turns()
+        self._phase, self._has_stepped, self._is_broken = Phase.OUTSIDE, False, False
+        self._news: Any = None
+        self._step: Step | None = None
+        self._buffers: list[tuple[Tensor, Tensor]] | None = None  # of a turn that stands in for no shard
+        run.inside.ending.also(self._turns.close)
+
+    def of(self, steps: Generator[Step, None, None]) -> Iterator[Any]:
+        """The batches of this worker's shards, step by step."""
+        with closing(steps):
+            for step in steps:
+                yield from self._turns_of(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known of the newest step."""
+        return {"loss": self.loss, "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Know it."""
+        self.loss, self.steps = state["loss"], state["steps"]
+
+    # -- what the script asks ----------------------------------------------------------------------------------
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the script is in no training loop's body."""
+        self._require_whole()
+        return self._phase is Phase.OUTSIDE
+
+    @property
+    def updates(self) -> bool:
+        """Whether the update of a step is made now, from the mean gradient."""
+        return self._phase is Phase.UPDATE
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the body's last turn of a step, and the backward pass is over; true outside of loops."""
+        return self._phase in (Phase.UPDATE, Phase.BEHIND, Phase.OUTSIDE)
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the present step makes no update."""
+        return self._phase is Phase.BEHIND and not self._has_stepped
+
+    # -- what the script does ----------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, weight: Any = None) -> None:
+        """Have the engine go backward from a shard's loss. After the last own shard the mean gradient is there.
+
+        Args:
+            loss: the mean loss of the shard.
+            weight: the number of samples or tokens that it is the mean of; by default the shard's number of samples.
+
+        Raises:
+            JobError: no shard's loss is awaited.
+        """
+        self._require_whole()
+        if self._phase is Phase.OUTSIDE:
+            raise JobError(
+                "accelerator.backward outside of a training loop: iterate over a loader that accelerator.prepare has "
+                "returned, with the model in training mode (model.train()) before the loop begins"
+            )
+        if self._phase is not Phase.FORWARD:
+            raise LossError(
+                "accelerator.backward twice in one turn of the loop's body: add the losses up, and call it once"
+            )
+        if self._buffers is not None:
+            _put_back(self._buffers)
+            self._buffers = None
+        else:
+            self._news = self._turns.answer(loss if weight is None else (loss, weight))
+        match self._news:
+            case _Shard():
+                self._phase = Phase.BACKWARD
+            case _Update():
+                self._phase = Phase.UPDATE
+            case _:
+                self._phase = Phase.BEHIND
+        if self.is_last and self._step is not None:
+            self._note(self._step)
+
+    def step(self) -> bool:
+        """An optimizer is to make its step: whether it does."""
+        self._require_whole()
+        if self._phase is Phase.OUTSIDE:
+            raise JobError(
+                "optimizer.step() outside of a training loop over a prepared loader: the run makes no update there"
+            )
+        self._has_stepped |= self.updates
+        return self.updates
+
+    def settle(self, what: str) -> None:
+        """Have the step over, before something that all workers do together.
+
+        Args:
+            what: it is, for messages.
+
+        Raises:
+            JobError: it is not, as far as this turn of the body has come.
+        """
+        self._require_whole()
+        if self._phase is Phase.UPDATE and self._has_stepped:
+            self._end_update()
+        if self._phase not in (Phase.OUTSIDE, Phase.BEHIND):
+            raise JobError(
+                f"{what} in the body of a training loop before optimizer.step() has updated: the body runs once for "
+                f"each shard of this worker, so other workers are not there. Do it behind optimizer.step(), where "
+                f"accelerator.sync_gradients is true"
+            )
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def _turns_of(self, step: Step) -> Iterator[Any]:
+        self._require_whole()
+        self._news = self._turns.begin(partial(step.run, self._ask_loss, update=self._ask_update))
+        is_first, self._step = True, step
+        try:
+            while not isinstance(self._news, Done):
+                if isinstance(self._news, _Update):
+                    batch = self._stand_in(step)
+                else:
+                    batch = self._news.batch
+                    if not is_first:  # the rest of the body before may have drawn
+                        self._news.drawn.restore()
+                is_first, self._phase, self._has_stepped = False, Phase.FORWARD, False
+                yield batch
+                self._end_turn()
+        except GeneratorExit:
+            self._leave()
+            raise
+        finally:
+            self._phase = Phase.OUTSIDE
+        self._note(step)
+
+    def _note(self, step: Step) -> None:
+        self.loss, self.steps = step.loss, step.number + 1
+
+    def _end_turn(self) -> None:
+        """The body has come to its end."""
+        if self._phase is Phase.FORWARD:
+            self._give_up()
+            raise JobError(
+                "the body of a training loop has come to its end without accelerator.backward(loss): each batch is a "
+                "shard whose loss the others wait for. Loops that evaluate have the model in evaluation mode "
+                "(model.eval()) before they begin"
+            )
+        if self._phase is Phase.UPDATE:
+            if not self._has_stepped:
+                self._give_up()
+                raise JobError(
+                    "the body of a training loop has come to its end without optimizer.step(), where the mean gradient "
+                    "of the step was there: call it in each turn, it acts in the last one of a step. To accumulate "
+                    "gradients say Accelerator(gradient_accumulation_steps=…)"
+                )
+            self._end_update()
+
+    def _end_update(self) -> None:
+        self._news = self._turns.answer(None)
+        self._phase = Phase.BEHIND
+
+    def _leave(self) -> None:
+        """The loop is left in its body, by a break or an error."""
+        if self._phase is Phase.UPDATE and self._has_stepped:
+            self._end_update()
+        elif self._phase is not Phase.BEHIND:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._is_broken = True
+        self._turns.give_up()
+
+    def _require_whole(self) -> None:
+        if self._is_broken:
+            raise JobError(
+                "a training loop was left in the middle of a step, where the other workers wait for this one's shards: "
+                "leave it behind optimizer.step(), where accelerator.sync_gradients is true"
+            )
+
+    def _stand_in(self, step: Step) -> Any:
+        """A batch for a turn that makes the update, on a worker that has no shard in this step."""
+        modules = self._run.inside.trained.require_prepared().modules
+        self._buffers = [(one, one.detach().clone()) for each in modules for one in each.buffers()]
+        source = self._run.inside.loop.source
+        assert source is not None, "a step comes from a loop"
+        with generators_kept():
+            (found,) = source.of(step.batch, [0])
+        return to_device(found, self._run.device)
+
+    # -- on the engine's thread --------------------------------------------------------------------------------
+
+    def _ask_loss(self, _: Any, batch: Any) -> Any:
+        return self._turns.ask(_Shard(batch, Generators.capture()))
+
+    def _ask_update(self) -> None:
+        self._turns.ask(_Update())
+
+
+@torch.no_grad()
+def _put_back(kept: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for buffer, value in kept:
+        buffer.copy_(value)

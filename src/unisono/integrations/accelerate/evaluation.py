@@ -1,0 +1,188 @@
+"""A script's own evaluation loop: its batches are shared out, and what it gathers of them is put together in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from unisono.data.feed import Asked, Feed
+from unisono.data.sampler_order import LoopKey
+from unisono.data.shards import ShardsRequest
+from unisono.data.streams import generators_kept, seed_generators
+from unisono.errors import DataError, JobError
+from unisono.plan.order import Stream, stream_seed
+from unisono.received import value_of
+from unisono.train.group.workers import Workers
+from unisono.train.loop.evaluation import EVALUATION_EPOCH, NO_LOOP
+from unisono.train.loop.prefetch import to_device
+from unisono.train.run import Run
+
+_OFTEN = 2
+
+_SPARE = -1
+"""Stands for the number of a batch that another worker has, too."""
+
+
+class EvaluationLoop:
+    """One pass of a script over a loader that it evaluates with.
+
+    The first batch comes to every worker. If the loop's body gathers once in it, the other batches are shared out: in
+    each round every worker has one. If it gathers never, or several times, every worker has all batches: what the
+    script adds up by itself is then that of all samples.
+
+    A worker that is lost takes its batch of the round along. What is gathered then ends before that batch, which comes
+    again in the next round.
+
+    Args:
+        run: the run.
+        loader: the loader.
+    """
+
+    def __init__(self, run: Run, loader: DataLoader[Any]) -> None:
+        self._run = run
+        inside, seed = run.inside, run.job.seed
+        self._feed = Feed.of(
+            loader, Asked(), LoopKey(seed, NO_LOOP), inside.loop.config.fault_tolerance.failure_timeout_s
+        )
+        self._cut = self._feed.order.cut(EVALUATION_EPOCH, self._feed.batch_size or 1)
+        self._next, self._own = 0, 0  # the first batch that nobody has gathered, and this worker's
+        self._gathered, self._is_shared = 0, False
+
+    def batches(self) -> Iterator[Any]:
+        """This worker's batches.
+
+        Raises:
+            JobError: the body gathered in its first turn, and not in this one; or other workers read other data.
+        """
+        inside = self._run.inside
+        inside.synchronisation.before_call()
+        inside.collectives.agree("data set", self._feed.same())
+        with generators_kept():
+            while self._next < self._cut.steps:
+                place = max(self._run.rank, 0) if self._is_shared else 0
+                self._own, self._gathered = self._next + place, 0
+                yield self._batch(min(self._own, self._cut.steps - 1))
+                if self._is_shared and self._gathered != 1:
+                    raise JobError(
+                        f"the body of an evaluation loop gathered once in its first turn, and {self._gathered} times "
+                        f"in another one, where other workers wait: gather in each turn, or in none"
+                    )
+                if not self._is_shared:
+                    self._is_shared = self._next == 0 and self._gathered == 1
+                    self._next += 1
+
+    def gather(self, leaves: Sequence[Any]) -> list[Any]:
+        """What the workers have of a round, put together in the order of batches.
+
+        Args:
+            leaves: this worker's tensors, of shape (samples, …), or lists.
+
+        Raises:
+            DataError: tensors cannot be put together.
+        """
+        self._gathered += 1
+        if not self._is_shared:
+            return self._told(leaves)
+        own = [_plain(leaf) for leaf in leaves]
+        if self._gathered > 1:
+            raise JobError(
+                "the body of an evaluation loop gathered once in its first turn, and again in another one: gather all "
+                "of it in one call, as accelerator.gather_for_metrics((predictions, references))"
+            )
+        number = self._own if self._own < self._cut.steps else _SPARE
+        first = self._next
+
+        def put_together(workers: Workers) -> list[Any]:
+            told = [workers.broadcast([number, own], rank) for rank in range(workers.world_size)]
+            form = tuple[int, list[Any]]
+            found = dict(value_of(form, one, "what a worker has evaluated") for one in told)
+            there: list[Any] = []
+            while first + len(there) in found:
+                there.append(found[first + len(there)])
+            return [len(there), [_joined(parts) for parts in zip(*there, strict=True)]]
+
+        count, parts = self._run.together(put_together)
+        self._next += count
+        return _given(self._run, parts)
+
+    def whole(self, leaves: Sequence[Any]) -> list[Any]:
+        """What every worker has of a batch that comes to all, as all do in this loop from now on.
+
+        Raises:
+            JobError: batches are shared out already.
+        """
+        if self._is_shared:
+            raise JobError(
+                "the body of an evaluation loop gathered once in its first turn, and reduces or pads in another one: "
+                "do the same in each turn"
+            )
+        self._gathered = _OFTEN
+        return self._told(leaves)
+
+    def _told(self, leaves: Sequence[Any]) -> list[Any]:
+        # All have the same, but a worker that joins.
+        own = [_plain(leaf) for leaf in leaves]
+        return _given(self._run, self._run.together(lambda workers: own))
+
+    def _batch(self, number: int) -> Any:
+        run = self._run
+        (found,) = self._feed.source.load(ShardsRequest(EVALUATION_EPOCH, (self._cut.batch(number),)))
+        seed_generators(stream_seed(run.job.seed, Stream.EVALUATION, run.inside.trained.progress.position.step, number))
+        return to_device(found, run.device)
+
+
+def leaves_of(data: Any) -> list[Any]:
+    """The tensors of a nested structure; or the structure itself, a list of plain values, if there are none.
+
+    Raises:
+        DataError: it is neither.
+    """
+    found: list[Any] = []
+    try:
+        recursively_apply(found.append, data, error_on_other_type=True)
+    except TypeError:
+        if not isinstance(data, list):
+            raise DataError(
+                f"gathered a {type(data).__name__}: give tensors, in tuples, lists and dicts; or a list of plain values"
+            ) from None
+        return [data]
+    return [torch.atleast_1d(one) for one in found]
+
+
+def rebuilt(data: Any, leaves: Sequence[Any]) -> Any:
+    """A structure like another one, with other leaves."""
+    if leaves and isinstance(leaves[0], list):
+        return leaves[0]
+    each = iter(leaves)
+    return recursively_apply(lambda _: next(each), data)
+
+
+def from_main(run: Run, leaves: Sequence[Any]) -> list[Any]:
+    """What the main worker has, on every worker."""
+    own = [_plain(leaf) for leaf in leaves]
+    return _given(run, run.together(lambda workers: workers.broadcast(own)))
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
+
+def _given(run: Run, leaves: Sequence[Any]) -> list[Any]:
+    return [leaf.to(run.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], list):
+        return [one for part in parts for one in part]
+    try:
+        return torch.cat(list(parts))
+    except RuntimeError as error:
+        raise DataError(
+            f"what was gathered of batches cannot be put together ({error}): have every batch of one shape behind its "
+            f"first dimension, for instance padded to one length by the loader's collate_fn"
+        ) from None

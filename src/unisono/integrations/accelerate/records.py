@@ -1,0 +1,92 @@
+"""What an accelerator prints, tracks and saves: on the main worker, whoever that is, and once for each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator as Original
+
+from unisono.data.streams import generators_kept
+from unisono.integrations.accelerate.bodies import Bodies
+from unisono.train.run import Run
+
+
+class RecordingAccelerator(Original):  # type: ignore[misc]  # accelerate is not looked into by mypy
+    """The part of an accelerator that writes.
+
+    A run that resumes runs the script from its first line. What the script prints, tracks and saves before it is where
+    the run goes on was written the time before, and is not written again.
+    """
+
+    run: Run
+    _bodies: Bodies
+    _begin_tracking: Callable[[], None] | None = None
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether the run resumes further on in the script than it is now."""
+        trained = self.run.inside.trained
+        if trained.restored is None:
+            return False
+        progress = trained.progress
+        return trained.loops < progress.loop + (progress.reading is not None)
+
+    @property
+    def _writes(self) -> bool:
+        return bool(self.run.is_main and self._bodies.is_last and not self.is_catching_up)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main worker; in the body of a training loop in the last turn of a step."""
+        if self._writes:
+            print(*args, **kwargs)  # noqa: T201 (what it is for)
+
+    # -- trackers --------------------------------------------------------------------------------------------
+
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Begin to track on the main worker; on another one as soon as it is the main worker, and logs."""
+        self._begin_tracking = lambda: Original.init_trackers(self, project_name, config, init_kwargs)
+        if self.run.is_main:
+            self._track()
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Log values with the trackers; in the body of a training loop in the last turn of a step."""
+        if self._writes:
+            self._track()
+            super().log(values, step, log_kwargs)
+
+    def _track(self) -> None:
+        begin, self._begin_tracking = self._begin_tracking, None
+        if begin is not None:
+            begin()
+
+    # -- files -----------------------------------------------------------------------------------------------
+
+    def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save a model's weights on the main worker."""
+        if self._bodies.is_last:
+            self._bodies.settle("accelerator.save_model")
+            if self._writes:
+                super().save_model(model, save_directory, *args, **kwargs)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Save weights, optimizers and schedulers on the main worker, in accelerate's format.
+
+        In the body of a training loop it acts in the last turn of a step, behind ``optimizer.step``.
+        """
+        if not self._bodies.is_last:
+            return output_dir
+        self._bodies.settle("accelerator.save_state")
+        if self._writes:
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        self.project_configuration.iteration += 1
+        return output_dir
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """Load what ``save_state`` has saved, on every worker. A run that resumes has a newer state, and keeps that."""
+        self._bodies.settle("accelerator.load_state")
+        if self.run.inside.trained.restored is None:
+            with generators_kept():
+                super().load_state(input_dir, load_kwargs, **kwargs)

@@ -1,0 +1,51 @@
+"""An accelerate script on several workers: the same weights and the same lines, whatever happens to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from script_cluster import Cluster, Done, Kill
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
+
+SCRIPT = Path(__file__).parents[1] / "procs" / "scripts" / "accelerate_training.py"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    return Cluster(tmp_path_factory.mktemp("accelerate"))
+
+
+@pytest.fixture(scope="module")
+def serial(cluster: Cluster) -> Done:
+    return cluster(SCRIPT, 1, shards=8)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_weights_and_lines_are_the_same_on_any_number_of_workers(cluster: Cluster, serial: Done, workers: int) -> None:
+    done = cluster(SCRIPT, workers, shards=8)
+    assert len(serial.said) == 5
+    assert done.said == serial.said
+    assert done.outcome == serial.outcome
+
+
+@pytest.mark.parametrize("points", [0, 6, 13])
+def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster, serial: Done, points: int) -> None:
+    kills = [Kill(2, 1, points), Kill(5, 0, points), Kill(8, 2, points), Kill(11, 0, points), Kill(15, 1, points)]
+    done = cluster(SCRIPT, 3, shards=8, kills=kills)
+    assert len(done.world.formed) > 5
+    assert done.said == serial.said
+    assert done.outcome == serial.outcome
+
+
+@pytest.mark.parametrize("stop", [6, 12])
+def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Done, stop: int, tmp_path: Path) -> None:
+    cluster(SCRIPT, 3, shards=8, folder=tmp_path, UNISONO_STOP_AFTER=str(stop))
+    done = cluster(SCRIPT, 2, shards=8, folder=tmp_path)
+    assert done.journal("resumed")
+    told = [line for line in done.said if not line.startswith("after step")]
+    assert set(told) < set(serial.said)
+    assert told[-1] == serial.said[-1]
+    assert done.outcome == serial.outcome
