@@ -3,7 +3,7 @@
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,13 +13,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import unisono
+from unisono.adapt.view import BatchShape
 from unisono.data.sampler_order import LoopKey
 from unisono.data.stream_feed import StreamFeed
 from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
 from unisono.data.stream_source import StreamSource, alike
 from unisono.data.streams import generators_kept
-from unisono.errors import DataError, JobError, PolicyError, UnisonoWarning
+from unisono.errors import CheckpointError, DataError, JobError, PolicyError, UnisonoWarning
+from unisono.plan.batches import Position
 from unisono.train.loop.feed_checks import require_strategy
+from unisono.train.loop.stream_course import StreamCourse
+from unisono.train.state.state import RunProgress
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 
@@ -118,6 +122,22 @@ def test_a_reader_goes_on_behind_any_sample_as_if_it_had_read_those_before(strea
     torch.rand(5)
     assert reader(stream, 0, cut.at).take(9) == whole[before:]
     assert cut.take(9) == whole[before:]
+
+
+@pytest.mark.parametrize("stream", STREAMS[:4], ids=NAMES[:4])
+def test_a_stream_that_takes_no_state_is_read_again_behind_one(stream: Any) -> None:
+    whole = reader(stream, 0).take(7)
+    assert reader(stream, 0, ReaderState(3, {"place": [3]})).take(9) == whole[3:]
+
+
+@pytest.mark.parametrize("readers", [(), (ReaderState(2), ReaderState(4), ReaderState(0))])
+def test_readers_that_have_given_other_samples_than_the_loop_has_used_are_damage(
+    readers: tuple[ReaderState, ...],
+) -> None:
+    course = StreamCourse(cast("Any", None), 3, cast("Any", None), None)
+    progress = RunProgress(Position(step=1, samples=5, epoch=0, offset=5), readers=readers)
+    with pytest.raises(CheckpointError, match=rf"behind 5 samples of epoch 0, .* have given {6 if readers else 0}"):
+        course.ahead(progress, 1, BatchShape(8, 3))
 
 
 def test_a_reader_of_its_own_does_not_read_again_what_it_has_given() -> None:

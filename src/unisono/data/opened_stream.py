@@ -9,7 +9,8 @@ class OpenedStream(NamedTuple):
 
     Attributes:
         iterator: the iterator over its samples.
-        tell: a function that returns the state behind the last sample; None if nothing tells it.
+        tell: a function that returns the state behind the last sample; None if nothing tells it. Then it is opened at
+            the beginning, whatever state was given.
     """
 
     iterator: Any
@@ -48,9 +49,11 @@ def open_stream(stream: Any, number: int, readers: int, state: Any, *, keeps: bo
 
 
 def _going_on(iterator: Any, state: Any) -> OpenedStream:
+    if not _tells(iterator):
+        return OpenedStream(iterator, None)
     if state is not None:
         iterator.load_state_dict(state)
-    return OpenedStream(iterator, getattr(iterator, "state_dict", None))
+    return OpenedStream(iterator, iterator.state_dict)
 
 
 def _tells(thing: Any) -> bool:

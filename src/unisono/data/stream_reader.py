@@ -113,7 +113,7 @@ class Reader:
         self._iterator, self._tell = opened
         self._ahead: list[Any] = []
         self.at, self.is_over = ReaderState(), False
-        if at.state is not None:
+        if at.state is not None and self._tell is not None:
             self._read, self.at = at.samples, at
         self._look_ahead()
         if not opens_readers(stream) and not self._info.was_asked:

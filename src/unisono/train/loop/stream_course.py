@@ -104,6 +104,12 @@ class StreamCourse:
             raise CheckpointError(
                 f"the checkpoint holds {len(states)} readers of the stream, the job has {self.readers}"
             )
+        if (given := sum(one.samples for one in states)) != position.offset:
+            raise CheckpointError(
+                f"the checkpoint stands behind {position.offset} samples of epoch {position.epoch}, and its readers of "
+                f"the stream have given {given}: it is damaged, or was written when the data were no stream. Go on "
+                f"from another checkpoint, or start in a new folder"
+            )
         told = value_of(
             list[Told], self.together(partial(self._told, position.epoch, states, shape)), "what readers told"
         )
