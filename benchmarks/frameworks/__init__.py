@@ -57,6 +57,8 @@ UNISONO = "unisono"
 
 COMPARISONS = {
     "keras": Comparison("Keras 3, a ConvNet, one worker", "keras", "keras"),
+    "lightning": Comparison("Lightning, a ConvNet, one worker", "lightning", "lightning"),
+    "lightning-ddp": Comparison("Lightning, a ConvNet, two workers", "lightning", "lightning", 2, "ddp"),
     "transformers": Comparison("Transformers 5, a Llama, one worker", "transformers", "transformers"),
     "transformers-ddp": Comparison(
         "Transformers 5, a Llama, two workers beside DDP", "transformers", "transformers", workers=2, alone="ddp"
