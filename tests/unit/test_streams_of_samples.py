@@ -342,6 +342,31 @@ def test_streams_need_steps_that_all_workers_make_together() -> None:
         require_strategy(feed, "local-sgd", has_own_weights=True)
 
 
+class Indexed(Pairs):
+    """Can be read from front to back, and by index, as MosaicML's streams can."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return 70
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.arange(6.0).sin() * index, index % 3
+
+
+def test_a_stream_with_an_index_is_a_data_set(start: Start) -> None:
+    run = start()
+    prepared(run)
+    assert [step.size for step in run.steps(Indexed(), shuffle=unisono.BlockShuffle(8)) if step.run(loss_of)] == [
+        32,
+        32,
+        6,
+    ]
+    with pytest.raises(DataError, match="the loader reads Indexed, a stream"):
+        run.steps(DataLoader(Indexed(), 32))
+
+
 def test_a_stream_is_trained_on_and_not_evaluated(start: Start) -> None:
     run = start()
     prepared(run)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from unisono.data.order import Order
 from unisono.data.streams import DrawWatch, seed_generators
@@ -207,6 +207,12 @@ def one_thread() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
+def is_indexed(dataset: Any) -> bool:
+    """Whether samples can be had by their index, also of what torch calls an iterable data set."""
+    get = getattr(type(dataset), "__getitem__", None)
+    return get is not None and (not isinstance(dataset, IterableDataset) or get is not Dataset.__getitem__)
+
+
 def check_dataset(dataset: Any) -> int:
     """The number of samples of a map-style data set.
 
@@ -214,7 +220,7 @@ def check_dataset(dataset: Any) -> int:
         DataError: it is empty, has no length, or is a stream; says what to use instead.
     """
     kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    if not is_indexed(dataset):
         raise DataError(
             f"{kind} can only be read from front to back, but samples are shared out among workers by index: "
             f"use a map-style data set (with __len__ and __getitem__); a finite stream becomes one with "

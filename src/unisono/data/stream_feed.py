@@ -10,7 +10,7 @@ from unisono.data.feed import Asked, Shuffle, refuse_beside
 from unisono.data.opened_stream import opens_readers
 from unisono.data.order import KeyedOrder, Order
 from unisono.data.sampler_order import LoopKey
-from unisono.data.shards import Collate
+from unisono.data.shards import Collate, is_indexed
 from unisono.data.stream_source import StreamSource
 from unisono.data.torch_loader import keeps_states
 from unisono.errors import DataError, JobError
@@ -64,7 +64,7 @@ class StreamFeed:
         """
         loader = data if isinstance(data, DataLoader) else None
         stream = data if loader is None else loader.dataset
-        if not isinstance(stream, IterableDataset) and not opens_readers(stream):
+        if not opens_readers(stream) and (not isinstance(stream, IterableDataset) or is_indexed(stream)):
             return None
         if loader is None:
             _refuse(asked.shuffle, asked.drop_last, asked.loader_workers, "loader_workers")
