@@ -56,6 +56,10 @@ class Comparison:
 UNISONO = "unisono"
 
 COMPARISONS = {
+    "accelerate": Comparison("accelerate 1, a Llama, one worker", "accelerate", "accelerate"),
+    "accelerate-ddp": Comparison(
+        "accelerate 1, a Llama, two workers beside DDP", "accelerate", "accelerate", workers=2, alone="ddp"
+    ),
     "keras": Comparison("Keras 3, a ConvNet, one worker", "keras", "keras"),
     "lightning": Comparison("Lightning, a ConvNet, one worker", "lightning", "lightning"),
     "lightning-ddp": Comparison("Lightning, a ConvNet, two workers", "lightning", "lightning", 2, "ddp"),

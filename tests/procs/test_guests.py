@@ -25,6 +25,7 @@ GUESTS = {
     "Keras": SCRIPTS / "keras_training.py",
     "Lightning": SCRIPTS / "lightning_training.py",
     "Transformers": SCRIPTS / "transformers_training.py",
+    "accelerate": SCRIPTS / "accelerate_training.py",
 }
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "frameworks.md"
 

@@ -26,7 +26,7 @@ def serial(cluster: Cluster) -> Done:
 @pytest.mark.parametrize("workers", [2, 3, 5])
 def test_weights_and_lines_are_the_same_on_any_number_of_workers(cluster: Cluster, serial: Done, workers: int) -> None:
     done = cluster(SCRIPT, workers, shards=8)
-    assert len(serial.said) == 5
+    assert len(serial.said) == 6
     assert done.said == serial.said
     assert done.outcome == serial.outcome
 
@@ -46,6 +46,5 @@ def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Do
     done = cluster(SCRIPT, 2, shards=8, folder=tmp_path)
     assert done.journal("resumed")
     told = [line for line in done.said if not line.startswith("after step")]
-    assert set(told) < set(serial.said)
-    assert told[-1] == serial.said[-1]
+    assert {serial.said[0], serial.said[-1]} <= set(told) <= set(serial.said)
     assert done.outcome == serial.outcome

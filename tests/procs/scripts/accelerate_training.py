@@ -88,3 +88,4 @@ for epoch in range(5):
     found = [accelerator.mean_loss, accelerator.steps_done, right, alone, scheduler.get_last_lr()[0], vars(best)]
     accelerator.print(f"epoch {epoch}: {json.dumps(found)}")
 accelerator.end_training()
+accelerator.print(f"after training: {json.dumps(vars(best))}")
