@@ -126,6 +126,25 @@ def test_targets_and_losses_are_found_by_their_names(start: Start) -> None:
     assert trained(unisono.keras.Model(heads(), start(batch_size=40, shards=1))) == trained(heads())
 
 
+class Column:
+    """What a column of pandas is, which is not needed here."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+        self.values.setflags(write=False)
+
+    def to_numpy(self) -> Any:
+        return self.values
+
+
+def test_a_column_is_read_as_keras_reads_it(start: Start) -> None:
+    model = unisono.keras.Model(keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, "sigmoid")]), start())
+    model.compile("sgd", "binary_crossentropy", metrics=["accuracy"])
+    rows, column = (model.fit(X, each, verbose=0, shuffle=False).history for each in (Y[:, None] % 2, Column(Y % 2)))
+    assert rows.keys() == column.keys()
+    assert model.evaluate(X, Column(Y % 2), verbose=0) == model.evaluate(X, Y[:, None] % 2, verbose=0)
+
+
 class Batches(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
     """The samples in batches of 40, or of what somebody says."""
 

@@ -207,12 +207,16 @@ def split(arrays: Sequence[Any], share: float) -> tuple[tuple[Any, ...], tuple[A
 
 def _tensor(leaf: Any) -> Tensor:
     array = leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
+    if array is not leaf and array.ndim == 1:  # a column of pandas is one for Keras, too
+        array = np.expand_dims(array, -1)
     if not isinstance(array, np.ndarray | Tensor):
         raise DataError(
             f"{type(leaf).__name__} cannot be read by index: give arrays, a PyDataset (whose __getitem__ makes batch "
             f"j), a map-style data set or a DataLoader; samples are shared out among workers by their numbers"
         )
-    tensor = torch.as_tensor(np.ascontiguousarray(array)) if isinstance(array, np.ndarray) else array.detach()
+    if isinstance(array, np.ndarray):
+        array = torch.as_tensor(np.require(array, requirements=["C", "W"]))  # torch warns of memory that is read-only
+    tensor = array.detach()
     if tensor.dim() == 0:
         raise DataError("an array of one number has no samples: give one row for each")
     return tensor.to(getattr(torch, keras.config.floatx())) if tensor.is_floating_point() else tensor
