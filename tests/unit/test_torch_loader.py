@@ -391,3 +391,26 @@ def test_a_sampler_that_gives_nothing_is_refused(start: Start) -> None:
         run.steps(DataLoader(data(), batch_sampler=[]))
     with pytest.raises(DataError, match="no batch to evaluate"):
         run.evaluate(DataLoader(data(), 100, drop_last=True), {"loss": loss_of})
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_data_set_that_changes_its_length_in_a_loop_is_refused_and_may_between_two(
+    start: Start, change: int, loaded: bool
+) -> None:
+    samples, model, run = [torch.full((1,), float(number)) for number in range(70)], nn.Linear(1, 1), start()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+    data: Any = DataLoader(samples, 32) if loaded else samples  # type: ignore[arg-type]  # a list has all that is needed
+
+    def train() -> Iterator[int]:
+        for step in run.steps(data, epochs=2):
+            step.run(lambda model, batch: model(batch).mean())
+            yield step.size
+
+    steps = train()
+    assert [next(steps), next(steps)] == [32, 32]
+    samples[69:] = samples[69:] * (change + 1)
+    said = rf"the data set \(list\) has {70 + change} samples in epoch 0, and had 70 when the loop began"
+    with pytest.raises(DataError, match=said):
+        next(steps)
+    assert sum(train()) == 2 * (70 + change)

@@ -91,7 +91,7 @@ class Feed:
         order = KeyedOrder(samples, key.seed, shuffle, drop_last)
         if (blocks := _blocks_of(data, asked.shuffle)) is not None:
             order = BlockwiseOrder(samples, key.seed, True, drop_last, blocks)
-        source = ShardSource(data, order, asked.collate_fn)
+        source = ShardSource(data, order, asked.collate_fn, samples)
         return cls(source, Processes(workers, timeout_s), shuffle=shuffle, drop_last=drop_last)
 
     @classmethod
@@ -106,7 +106,7 @@ class Feed:
             order = SamplerOrder(
                 parts.sampler, parts.dataset, key, is_batched=parts.is_batched, drop_last=parts.drop_last
             )
-        source = ShardSource(parts.dataset, order, parts.collate)
+        source = ShardSource(parts.dataset, order, parts.collate, samples)
         return cls(source, parts.processes, parts.batch_size, parts.is_batched, drop_last=parts.drop_last)
 
 

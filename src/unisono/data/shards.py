@@ -54,12 +54,14 @@ class ShardSource:
         dataset: the data set, map-style with a length.
         order: the order of the samples.
         collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
+        samples: the number of samples that the data set has, as its order was made for; None to leave that open.
         watch: the watch for samples that draw.
     """
 
     dataset: Any
     order: Order
     collate: Collate | None = None
+    samples: int | None = None
     watch: DrawWatch = field(default_factory=DrawWatch)
 
     def load(self, request: ShardsRequest) -> list[Any]:
@@ -78,7 +80,17 @@ class ShardSource:
         return self.load(ShardsRequest(batch.epoch, tuple(batch.shard(number) for number in shards)))
 
     def located(self, request: ShardsRequest) -> LocatedShards:
-        """Which samples are requested. Only the worker asks for them: a sampler is not asked in each loader process."""
+        """Which samples are requested. Only the worker asks for them: a sampler is not asked in each loader process.
+
+        Raises:
+            DataError: the data set has become longer or shorter.
+        """
+        if self.samples is not None and (now := len(self.dataset)) != self.samples:
+            raise DataError(
+                f"the data set ({type(self.dataset).__name__}) has {now} samples in epoch {request.epoch}, and had "
+                f"{self.samples} when the loop began: the order of a loop is made for one length, so samples would be "
+                f"left out or missed. Change it between two loops"
+            )
         return LocatedShards(request, tuple(self.order.samples_at(request.epoch, one) for one in request.places))
 
     def fetch(self, shards: LocatedShards) -> list[Any]:
