@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from unisono.errors import JobMismatch
+from unisono.errors import JobMismatch, Unreadable
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.reduce.transport import Transport
@@ -68,3 +68,16 @@ def test_a_worker_that_makes_another_call_is_named() -> None:
     worker = OneAfterTheOther(Generation(1, 1, Split.even(2, 2)), cast("Transport", wire))
     with pytest.raises(JobMismatch, match="rank 0 makes another call than this worker, which compares its data set"):
         worker.require_same("data set", {"number of samples": 3})
+
+
+class Mean:
+    """Lets rank 1 say a number of another call."""
+
+    def all_gather(self, data: torch.Tensor) -> torch.Tensor:
+        return torch.stack([data, torch.tensor([1.0], dtype=torch.float64).view(torch.int64)])
+
+
+def test_a_worker_that_is_in_another_call_is_named() -> None:
+    worker = Workers(Generation(1, 0, Split.even(2, 2)), cast("Transport", Mean()))
+    with pytest.raises(Unreadable, match=r"rank 1 announces .* in another call than this worker: all make the same"):
+        worker.gather_json(7)

@@ -105,7 +105,11 @@ class Workers:
         lengths = self.transport.all_gather(torch.tensor([data.numel()])).flatten().tolist()
         for rank, length in enumerate(lengths):
             if not 0 <= length <= LARGEST_JSON:
-                raise Unreadable(f"rank {rank} announces {length} bytes of JSON: at most {LARGEST_JSON} can be told")
+                raise Unreadable(
+                    f"rank {rank} announces {length} bytes of JSON: at most {LARGEST_JSON} can be told. Most "
+                    f"likely it is in another call than this worker: all make the same calls in the same order, also "
+                    f"in a function of run.together, and where one of them has caught an error"
+                )
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = self.transport.all_gather(padded)
