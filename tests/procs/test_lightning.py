@@ -57,6 +57,7 @@ print("steps:", trainer.global_step)
 """
 
 
+@pytest.mark.slow  # in a process, with a signal and both packages; the suite leaves in a unit test
 def test_a_job_that_is_asked_to_leave_leaves_a_checkpoint_and_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LEAVES)
     command = [sys.executable, "-W", "ignore", "train.py"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -239,6 +241,7 @@ def test_a_fresh_module_is_evaluated_without_training(start: Start) -> None:
     assert trainer_of(**strategy).test(Net(), loader_of(30)) == trainer_of().test(Net(), loader_of(30))
 
 
+@pytest.mark.slow
 def test_checkpoints_are_lightnings_own_in_both_directions(start: Start, tmp_path: Path) -> None:
     def saving(name: str) -> dict[str, Any]:
         return {"callbacks": [callbacks.ModelCheckpoint(tmp_path / name)], "enable_checkpointing": True}
@@ -291,6 +294,22 @@ def test_logs_of_the_main_worker_are_those_of_lightning(start: Start, tmp_path: 
 
     strategy = on(start(shards=1))
     assert rows("ours", **strategy) == rows("alone")
+
+
+class Asked(callbacks.Callback):  # type: ignore[misc]  # Lightning is not looked into by mypy
+    """Asks its own process to leave."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_has_one_way_out(start: Start) -> None:
+    run = start()
+    with pytest.raises(SystemExit) as left:
+        fitted(**on(run), callbacks=[Asked()])
+    assert left.value.code == 75
+    assert (run.dir / "checkpoints").is_dir()
 
 
 # What is refused.

@@ -53,11 +53,11 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]  # Lightning 
         self.log("auroc", self.ranking, on_step=False, on_epoch=True)
         return loss
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         outputs = self.layers(batch[0])
         self.held_out.update(outputs.softmax(1), batch[1])
         self.log("val_loss", F.cross_entropy(outputs, batch[1]))
-        self.log("val_auroc", self.held_out)
+        self.log("val_auroc", self.held_out, add_dataloader_idx=False)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
@@ -126,6 +126,21 @@ trainer = lightning.Trainer(
 )
 loader = DataLoader(training, batch_size=32, shuffle=True)
 trainer.fit(module, loader, DataLoader(held_out, batch_size=16))
+tested = trainer.validate(module, DataLoader(held_out, batch_size=7), verbose=False)
 names = sorted(Path(path).name for path in best.best_k_models)
 run.print("after fit:", names, float(best.best_model_score), stopping.wait_count, json.dumps(counting.hooks))
+again = lightning.Trainer(
+    strategy=unisono.lightning.Strategy(run),
+    accelerator="cpu",
+    max_steps=5,
+    max_epochs=-1,
+    limit_train_batches=3,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+again.fit(module, loader, DataLoader(held_out, batch_size=16))
+known = {key: float(value) for key, value in sorted(again.callback_metrics.items())}
+run.print("after two fits:", again.global_step, json.dumps([known, tested]))
 run.finish(module)

@@ -95,15 +95,19 @@ class OneFit:
         try:
             step = self.training.step = next(self._steps)
         except StopIteration:
-            self.is_over = True
+            self.end()
             raise _Leaves from None
         return GlobalBatch.of(step.size)
 
     def end(self) -> None:
-        """The training is over."""
+        """The training is over. A worker that has skipped it hears how it ended: scripts ask callbacks for that."""
         self.is_over = True
         if self._steps is not None:
             self._steps.close()
+        has_skipped = self._run.inside.membership.joins
+        known = self._run.together(lambda workers: workers.broadcast(self.state() if workers.rank == 0 else None))
+        if has_skipped:
+            self._state.load(known)
 
     def close(self) -> None:
         """Give the module back as it was."""
@@ -154,6 +158,7 @@ class Fits:
             fit.load(state)
         if not fit.enter(loader):
             self._recall(number)
+            fit.end()
         return fit
 
     def _recall(self, number: int) -> None:
