@@ -1,0 +1,284 @@
+"""What an Accelerator on a run keeps of accelerate, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import GradientAccumulationPlugin
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import unisono
+from unisono.errors import JobError, LossError, ModelError
+
+pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore")]
+
+INPUTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+LABELS = INPUTS.sum(1, keepdim=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """accelerate keeps what it was made with for the whole process."""
+    yield
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+Made = Callable[..., Any]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Made]:
+    """An accelerator on a run, with model, optimizer, loader and scheduler."""
+    runs = []
+
+    def make(shards: int = 4, **settings: Any) -> Any:
+        run = unisono.init(seed=0, shards=shards, run_dir=tmp_path / f"run-{len(runs)}")
+        runs.append(run)
+        accelerator = unisono.accelerate.Accelerator(run=run, **settings)
+        torch.manual_seed(0)
+        model: Any = nn.Linear(4, 1)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        loader: Any = DataLoader(TensorDataset(INPUTS, LABELS), batch_size=8)
+        return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> list[int]:
+    """One epoch; the numbers of turns of its steps."""
+    turns, found = 0, []
+    model.train()
+    for inputs, labels in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.mse_loss(model(inputs), labels))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        turns += 1
+        if accelerator.sync_gradients:
+            found.append(turns)
+            turns = 0
+    return found
+
+
+def by_hand(batch_size: int) -> torch.Tensor:
+    """The weights after an epoch of a plain loop."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    for inputs, labels in zip(INPUTS.split(batch_size), LABELS.split(batch_size), strict=True):
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), labels).backward()
+        optimizer.step()
+        scheduler.step()
+    return model.weight.detach()
+
+
+def test_with_one_shard_the_bits_are_those_of_a_plain_loop(made: Made) -> None:
+    accelerator, model, *others = made(shards=1)
+    assert train(accelerator, model, *others) == [1] * 5
+    assert torch.equal(model.weight, by_hand(8))
+    assert accelerator.steps_done == 5
+
+
+def test_the_body_runs_once_for_each_shard_and_updates_once_for_each_step(made: Made) -> None:
+    accelerator, model, optimizer, loader, scheduler = made()
+    assert train(accelerator, model, optimizer, loader, scheduler) == [4] * 5
+    torch.testing.assert_close(model.weight.detach(), by_hand(8))
+    assert scheduler.get_last_lr() == [pytest.approx(0.1 * 0.9**5)]
+    assert len(loader) == 5
+
+
+def test_accumulated_batches_are_one_global_batch(made: Made) -> None:
+    accelerator, model, *others = made(gradient_accumulation_steps=2)
+    assert train(accelerator, model, *others) == [4] * 3
+    torch.testing.assert_close(model.weight.detach(), by_hand(16))
+
+
+def test_first_batches_are_skipped(made: Made) -> None:
+    accelerator, model, optimizer, loader, scheduler = made()
+    behind = accelerator.skip_first_batches(loader, 3)
+    assert len(behind) == 2
+    assert train(accelerator, model, optimizer, behind, scheduler) == [4] * 2
+
+
+def test_a_weight_says_what_a_loss_is_the_mean_of(made: Made) -> None:
+    accelerator, model, optimizer, loader, _ = made(shards=2)
+    model.train()
+    for inputs, labels in loader:
+        weight = (labels > 0).sum()
+        loss = (F.mse_loss(model(inputs), labels, reduction="none") * (labels > 0)).sum() / weight.clamp(min=1)
+        accelerator.backward(loss, weight=weight)
+        optimizer.step()
+        if accelerator.sync_gradients:
+            break
+    torch.manual_seed(0)
+    one = nn.Linear(4, 1)
+    wanted = LABELS[:8] > 0
+    expected = F.mse_loss(one(INPUTS[:8])[wanted], LABELS[:8][wanted])
+    assert accelerator.mean_loss == pytest.approx(float(expected))
+
+
+def test_a_saved_state_is_loaded_by_another_run(made: Made, tmp_path: Path) -> None:
+    accelerator, model, optimizer, loader, scheduler = made()
+    train(accelerator, model, optimizer, loader, scheduler)
+    accelerator.save_state(str(tmp_path / "state"))
+    accelerator.save_model(model, str(tmp_path / "model"))
+    assert list((tmp_path / "model").iterdir())
+    accelerator.run.finish()
+    another, again, _, _, schedule = made()
+    another.load_state(str(tmp_path / "state"))
+    assert torch.equal(again.weight, model.weight)
+    assert schedule.get_last_lr() == scheduler.get_last_lr()
+
+
+def test_an_evaluation_in_the_body_ends_the_update_before_it(made: Made) -> None:
+    accelerator, model, optimizer, loader, _ = made()
+    model.train()
+    seen = []
+    for inputs, labels in loader:
+        accelerator.backward(F.mse_loss(model(inputs), labels))
+        optimizer.step()
+        if accelerator.sync_gradients:
+            model.eval()
+            seen.append(sum(len(accelerator.gather_for_metrics(one)) for one, _ in loader))
+            model.train()
+    assert seen == [40] * 5
+
+
+def test_a_loop_that_gathers_twice_or_reduces_has_all_batches(made: Made) -> None:
+    accelerator, model, _, loader, _ = made()
+    model.eval()
+    rows = [(accelerator.gather(inputs), accelerator.gather(labels)) for inputs, labels in loader]
+    assert torch.equal(torch.cat([labels for _, labels in rows]), LABELS)
+    sums = [float(accelerator.reduce(labels.sum())) for _, labels in loader]
+    assert len(sums) == 5
+    assert accelerator.gather_for_metrics(["a", 1]) == ["a", 1]
+
+
+class Kept(GeneralTracker):  # type: ignore[misc]
+    """Keeps what it is told."""
+
+    name = "kept"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    @property
+    def tracker(self) -> Any:
+        return self.told
+
+    def store_init_configuration(self, values: Any) -> None:
+        self.told.append(values)
+
+    def log(self, values: Any, step: Any = None, **_: Any) -> None:
+        self.told.append((step, values))
+
+
+def test_trackers_log_once_for_each_step(made: Made) -> None:
+    tracker = Kept()
+    accelerator, model, optimizer, loader, _ = made(log_with=tracker)
+    accelerator.init_trackers("project", {"lr": 0.1})
+    model.train()
+    for inputs, labels in loader:
+        accelerator.backward(F.mse_loss(model(inputs), labels))
+        optimizer.step()
+        accelerator.log({"loss": accelerator.mean_loss}, step=accelerator.steps_done)
+    assert tracker.told[0] == {"lr": 0.1}
+    assert [step for step, _ in tracker.told[1:]] == [1, 2, 3, 4, 5]
+
+
+REFUSED = {
+    "mixed_precision='fp16'": {"mixed_precision": "fp16"},
+    "dynamo_backend": {"dynamo_backend": "inductor"},
+    "step_scheduler_with_optimizer": {"step_scheduler_with_optimizer": False},
+    "dispatch_batches": {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},
+    "use_stateful_dataloader": {"dataloader_config": "stateful"},
+    "over the end of an epoch": {
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    },
+    "FSDP": {"fsdp_plugin": object.__new__(FullyShardedDataParallelPlugin)},
+    "DeepSpeed": {"deepspeed_plugin": object()},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_settings_that_cannot_be_kept_are_refused_with_the_cure(said: str, made: Made) -> None:
+    settings: dict[str, Any] = dict(REFUSED[said])
+    if settings.get("dataloader_config") == "stateful":
+        settings["dataloader_config"] = DataLoaderConfiguration()
+        settings["dataloader_config"].use_stateful_dataloader = True
+    with pytest.raises(JobError, match=re.escape(said)):
+        made(**settings)
+
+
+def test_variables_of_its_launcher_are_refused_likewise(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(JobError, match="FSDP shares a model out"):
+        made()
+
+
+Body = Callable[[Any, Any, Any, Any], Any]
+
+BODIES: dict[str, tuple[type[Exception], str, Body]] = {
+    "no backward": (JobError, "without accelerator.backward", lambda a, loss, m, o: None),
+    "no step": (JobError, "gradient_accumulation_steps", lambda a, loss, m, o: a.backward(loss)),
+    "twice": (LossError, "add the losses up", lambda a, loss, m, o: (a.backward(loss), a.backward(loss))),
+    "gather": (JobError, "accelerator.mean_loss", lambda a, loss, m, o: a.gather(loss)),
+    "retain": (ModelError, "retain_graph", lambda a, loss, m, o: a.backward(loss, retain_graph=True)),
+    "closure": (ModelError, "closure", lambda a, loss, m, o: (a.backward(loss), o.step(lambda: loss))),
+    "no_sync": (JobError, "gradient_accumulation_steps", lambda a, loss, m, o: a.no_sync(m)),
+    "trigger": (JobError, "mean_loss", lambda a, loss, m, o: a.set_trigger()),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_bodies_that_cannot_be_shared_out_are_refused_with_the_cure(body: str, made: Made) -> None:
+    kind, says, act = BODIES[body]
+    accelerator, model, optimizer, loader, _ = made()
+    model.train()
+    with pytest.raises(kind, match=says):
+        for inputs, labels in loader:
+            act(accelerator, F.mse_loss(model(inputs), labels), model, optimizer)
+
+
+def test_a_loop_that_is_left_before_its_update_is_told_at_the_next_call(made: Made) -> None:
+    accelerator, model, optimizer, loader, scheduler = made()
+    model.train()
+    for _ in loader:
+        break
+    with pytest.raises(JobError, match="left in the middle of a step"):
+        train(accelerator, model, optimizer, loader, scheduler)
+
+
+def test_an_error_in_the_backward_pass_is_raised_in_the_script(made: Made) -> None:
+    accelerator, model, _, loader, _ = made()
+    model.train()
+    with pytest.raises(LossError, match="step 0, shard 0, rank 0: the loss depends on no parameter"):
+        for inputs, labels in loader:
+            accelerator.backward(F.mse_loss(model(inputs), labels).detach())
+
+
+def test_outside_of_training_loops_nothing_is_trained(made: Made) -> None:
+    accelerator, _, optimizer, _, _ = made()
+    with pytest.raises(JobError, match="outside of a training loop"):
+        accelerator.backward(torch.zeros((), requires_grad=True))
+    with pytest.raises(JobError, match="outside of a training loop"):
+        optimizer.step()
