@@ -91,6 +91,7 @@ SHORT = {
     "lightning_classifier.py": 3,
     "transformers_clm.py --layers 1 --samples 200": 3,
     "transformers_classification.py": 3,
+    "accelerate_nlp.py --gradient_accumulation_steps 2": 3,
     "plain_loop.py --which unisono": 2,
     "goodput.py": 2,
     "scaling.py": 2,
