@@ -40,7 +40,7 @@ Made = Callable[..., Any]
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Made]:
     """An accelerator on a run, with model, optimizer, loader and scheduler."""
-    runs = []
+    runs: list[Any] = []
 
     def make(shards: int = 4, **settings: Any) -> Any:
         run = unisono.init(seed=0, shards=shards, run_dir=tmp_path / f"run-{len(runs)}")
@@ -205,7 +205,7 @@ def test_trackers_log_once_for_each_step(made: Made) -> None:
     assert [step for step, _ in tracker.told[1:]] == [1, 2, 3, 4, 5]
 
 
-REFUSED = {
+REFUSED: dict[str, dict[str, Any]] = {
     "mixed_precision='fp16'": {"mixed_precision": "fp16"},
     "dynamo_backend": {"dynamo_backend": "inductor"},
     "step_scheduler_with_optimizer": {"step_scheduler_with_optimizer": False},
