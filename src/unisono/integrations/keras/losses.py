@@ -106,17 +106,17 @@ class LossTracker:
         self._tracker = getattr(model, "_loss_tracker", None)
         self._before: list[Tensor] = []
 
+    @torch.no_grad()
     def step_begins(self) -> None:
         """A step begins."""
         if self._tracker is not None:
             self._before = [one.value.detach().clone() for one in self._tracker.variables]
 
+    @torch.no_grad()
     def step_ends(self, loss: float, samples: int) -> None:
         """A step is done. What its shards have told is replaced, if it was their means, each with its samples."""
         if self._tracker is None:
             return
-        total, count = self._before
+        (total, count), kept = self._before, self._tracker.total.value
         if float(self._tracker.count.value - count) == samples:
-            self._tracker.total.assign(total)
-            self._tracker.count.assign(count)
-            self._tracker.update_state(loss, sample_weight=samples)
+            kept.copy_(total + torch.tensor(loss, dtype=total.dtype, device=total.device) * samples)
