@@ -220,9 +220,11 @@ def one_thread() -> Iterator[None]:
 
 
 def is_indexed(dataset: Any) -> bool:
-    """Whether samples can be had by their index, also of what torch calls an iterable data set."""
+    """Whether samples can be had by their index, also of what torch calls an iterable data set and has a length."""
     get = getattr(type(dataset), "__getitem__", None)
-    return get is not None and (not isinstance(dataset, IterableDataset) or get is not Dataset.__getitem__)
+    if not isinstance(dataset, IterableDataset):
+        return get is not None
+    return get is not Dataset.__getitem__ and isinstance(dataset, Sized)  # others give columns in brackets
 
 
 def check_dataset(dataset: Any) -> int:
