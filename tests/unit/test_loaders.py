@@ -1,13 +1,22 @@
 """Training on a ``DataLoader``: the same bits on any number of workers and whatever happens to them."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
+from benchmarks import thread_crew
+from benchmarks.thread_crew import Trade
 from script_cluster import Cluster, Done, Kill
-from unisono.errors import JobMismatch
+from struck_run import loss, momentum, network
+from unisono.errors import DataError, JobMismatch
+from unisono.job import Job
 from unisono.testing.samples import Samples, problems
+from unisono.train.run import Run
 
 pytestmark = pytest.mark.cluster
 
@@ -90,3 +99,33 @@ def test_a_run_that_resumes_with_another_sampler_is_refused(tmp_path: Path) -> N
     train(cluster, "subset", 2, folder=folder, UNISONO_CHECKPOINT_EVERY="1", UNISONO_STOP_AFTER="4")
     with pytest.raises(JobMismatch, match="order: "):
         train(cluster, "halves", 2, folder=folder)
+
+
+class UnseededLater(Sampler[int]):
+    """Gives each worker an order of its own from the second epoch on."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(range(24) if self.passes == 1 else np.random.default_rng().permutation(24).tolist())
+
+    def __len__(self) -> int:
+        return 24
+
+
+@pytest.mark.filterwarnings("ignore:BatchNorm with")
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_sampler_that_is_seeded_in_its_first_epoch_alone_is_refused_in_the_second(
+    workers: int, tmp_path: Path
+) -> None:
+    def script(run: Run) -> None:
+        model = network()
+        run.prepare(model, momentum(model.parameters()))
+        data = TensorDataset(torch.linspace(-2, 2, 96).view(24, 4))
+        for step in run.steps(DataLoader(data, batch_size=6, sampler=UnseededLater()), epochs=2):
+            step.run(loss)
+
+    with pytest.raises(DataError, match=r"step 4, epoch 1: .* gives rank 1 other samples than rank 0"):
+        thread_crew.train(Trade(Job.create(batch_size=6, shards=3), workers, tmp_path), script)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ class Source(Protocol):
 
     def of(self, batch: Batch, shards: Iterable[int]) -> list[Any]:
         """The batches of some shards of a step; None for an empty one."""
+
+    def mark(self, batch: Batch) -> int:
+        """A number below 2**32 that tells which samples a step has, where the job does not say it: 0 where it does."""
 
 
 class ShardsRequest(NamedTuple):
@@ -78,6 +82,12 @@ class ShardSource:
     def of(self, batch: Batch, shards: Iterable[int]) -> list[Any]:
         """The batches of some shards of a step; see :meth:`load`."""
         return self.load(ShardsRequest(batch.epoch, tuple(batch.shard(number) for number in shards)))
+
+    def mark(self, batch: Batch) -> int:
+        """A number that tells which samples a step has, where a sampler says it."""
+        if not self.order.digest:
+            return 0
+        return crc32(self.order.samples_at(batch.epoch, range(batch.start, batch.stop)).tobytes())
 
     def located(self, request: ShardsRequest) -> LocatedShards:
         """Which samples are requested. Only the worker asks for them: a sampler is not asked in each loader process.

@@ -65,7 +65,7 @@ class Call:
         first: the number of the batch's first shard, where the batch is a worker's own part of another one.
         load: a function that returns the batch of any shard, to audit it.
         is_last: whether the loop ends with this step, so that every worker is audited.
-        decided: a digest of what policies decided before the step.
+        decided: a digest of what policies and samplers decided before the step.
         computed: a function that is called when this worker's shards are computed, with the seconds that this took.
     """
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from unisono.adapt.view import Setting
 from unisono.data.shards import Source
 from unisono.data.streams import generators_kept
-from unisono.errors import JobError, MemoryFault, PolicyError
+from unisono.errors import DataError, JobError, MemoryFault, PolicyError
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.majority import Verdict
@@ -180,11 +180,13 @@ class ExactSteps:
         if (suspicion := self.integrity.settle_suspicion(workers, place)) is not None:
             return self._doubted(workers, suspicion)
         engine, mine = self.require_engine(), workers.split(call.step.batch.shards).of(workers.rank)
-        made = self._call(call, mine)
+        samples = call.source.mark(call.step.batch)
+        made = self._call(call, mine, samples)
         self.listeners.tell(lambda one: one.call_begins(made, mine, workers.generation.number))
         try:
             attempt = engine.attempt(made, partial(self.report.flags, collectives.formed_s))
         except PolicyError:
+            _require_same_samples(workers, call.step, samples)
             self.trained.policy_state.refuse(workers, made.step)
         except MemoryFault:
             self.judge.discard_unconfirmed()
@@ -208,7 +210,7 @@ class ExactSteps:
         cause = None if update is None else engine.cause(made)
         return Change(make, then) if cause is None else Change(make, then, cause.tree)
 
-    def _call(self, call: StepCall, mine: range) -> Call:
+    def _call(self, call: StepCall, mine: range, samples: int) -> Call:
         step = call.step
         return Call(
             step.number,
@@ -221,7 +223,7 @@ class ExactSteps:
             call.update,
             load=partial(self._load, step, call.source),
             is_last=step.is_last,
-            decided=self.trained.policy_state.digest,
+            decided=self.trained.policy_state.digest + samples,  # below 2**49 and 2**32
             computed=partial(self.listeners.step_computed, step, len(mine)),
         )
 
@@ -322,6 +324,21 @@ class ExactSteps:
         if (attempt.norms is not None or adapts or self.config.recording.measures) and not step.calls:
             found |= monitors.times
         return found
+
+
+def _require_same_samples(workers: Workers, step: Step, mark: int) -> None:
+    """Refuse samplers that give each worker an order of its own. Collective.
+
+    Raises:
+        DataError: they do.
+    """
+    marks = workers.gather_json(mark)
+    if odd := [rank for rank, one in enumerate(marks) if one != marks[0]]:
+        raise DataError(
+            f"step {step.number}, epoch {step.epoch}: the loader's sampler gives rank {odd[0]} other samples than rank "
+            f"0. It draws from something that is not seeded, such as numpy.random.default_rng() or the time: draw from "
+            f"torch, random or numpy.random, which are seeded here, or seed it by epoch in set_epoch"
+        )
 
 
 _Found = tuple[float, Mapping[str, float], Mapping[str, Any]]
