@@ -77,10 +77,7 @@ def test_everything_in_the_readme_and_in_the_guide_runs_and_ends_in_the_same_wei
 ) -> None:
     scripts = [["README.md"], GUIDE]
     alone = digests(scripts, 1, tmp_path / "alone")
-    finished = "".join(code_of("README.md", *GUIDE)).count(".finish(")
-    assert (
-        len(alone) == finished + 3
-    )  # one stands in a loop of two, and those of two other frameworks end by themselves
+    assert len(alone) == "".join(code_of("README.md", *GUIDE)).count(".finish(") + 1  # one stands in a loop of two
     assert digests(scripts, 2, tmp_path / "together") == alone
 
 
