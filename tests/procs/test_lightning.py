@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 SCRIPT = Path(__file__).parent / "scripts" / "lightning_training.py"
 
 
+@pytest.mark.slow  # the suite kills workers that are threads
 @pytest.mark.usefixtures("warm", "serial_launches")
 def test_weights_are_the_same_in_processes_of_which_one_is_killed(serial_runs: SerialRuns, tmp_path: Path) -> None:
     faults = tmp_path / "faults.toml"

@@ -49,7 +49,7 @@ def rows(done: Done) -> list[str]:
     return (done.folder / "epochs.csv").read_text().splitlines()
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("workers", [slow(2), 3, slow(5)])
 def test_weights_and_history_are_the_same_on_any_number_of_workers(
     cluster: Cluster, serial: Done, workers: int
 ) -> None:
@@ -60,7 +60,7 @@ def test_weights_and_history_are_the_same_on_any_number_of_workers(
     same(done, serial)
 
 
-@pytest.mark.parametrize("points", [0, 5])
+@pytest.mark.parametrize("points", [slow(0), 5])
 def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster, serial: Done, points: int) -> None:
     kills = [Kill(3, 1, points), Kill(7, 0, points), Kill(11, 2, points), Kill(15, 0, points), Kill(21, 1, points)]
     done = cluster(SCRIPT, 3, shards=8, kills=kills, arguments=["unlogged"])
@@ -69,7 +69,7 @@ def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster
     same(done, serial)
 
 
-@pytest.mark.parametrize("stop", [6, 16, 19])
+@pytest.mark.parametrize("stop", [slow(6), 16, slow(19)])
 def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Done, stop: int, tmp_path: Path) -> None:
     cluster(SCRIPT, 3, shards=8, folder=tmp_path, UNISONO_STOP_AFTER=str(stop))
     done = cluster(SCRIPT, 2, shards=8, folder=tmp_path)

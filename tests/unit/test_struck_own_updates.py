@@ -29,7 +29,7 @@ from unisono.train.step.step import Step
 
 pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore:BatchNorm")]
 
-BLOWS = int(os.environ.get("UNISONO_BLOWS", "100")) // 2
+BLOWS = int(os.environ.get("UNISONO_BLOWS", "100")) // 5
 
 PLAIN = Execution(overlap=False)
 LOOKING = Execution(overlap=False, looks=True)
