@@ -21,7 +21,7 @@ def run_for(guest: str, run: Run | None, settings: Mapping[str, Any], defaults: 
         run: the run that the script gives; None for the one that is open, or for a new one, which is finished when the
             script ends well.
         settings: arguments of :func:`unisono.init` for a new one, as the script says them.
-        defaults: further ones for a new one; one that is given or open has its own.
+        defaults: further ones for a new one, unless the environment says them; one that is given or open has its own.
 
     Raises:
         JobError: there are settings, and a run already; or a setting is out of range.
@@ -32,7 +32,9 @@ def run_for(guest: str, run: Run | None, settings: Mapping[str, Any], defaults: 
         if settings:
             raise JobError(f"{guest}({', '.join(settings)}=…) beside a run that is open: say it where that begins")
         return newest
-    found = init(**{**defaults, **settings}) if run is None else run
+    told = process.variables.all()
+    unsaid = {name: value for name, value in defaults.items() if f"UNISONO_{name.upper()}" not in told}
+    found = init(**{**unsaid, **settings}) if run is None else run
     if run is None:
         found.inside.ending.also(process.script_end.then(partial(_finish, found)))
     return found
