@@ -86,11 +86,8 @@ SHORT = {
     "gan.py": 2,
     "digits.py": 2,
     "keras_convnet.py": 3,
-    "keras_train_step.py": 3,
     "lightning_autoencoder.py": 2,
-    "lightning_classifier.py": 3,
     "transformers_clm.py --layers 1 --samples 200": 3,
-    "transformers_classification.py": 3,
     "accelerate_nlp.py --gradient_accumulation_steps 2": 3,
     "plain_loop.py --which unisono": 2,
     "goodput.py": 2,
@@ -104,6 +101,9 @@ SHORT = {
 
 Those of Keras are tried on the same: it numbers the layers of a process, and their names are part of the digest.
 """
+
+FURTHER = {"keras_train_step.py": 3, "lightning_classifier.py": 3, "transformers_classification.py": 3}
+"""Second ones of a framework."""
 
 ENDS = "HOST_PROCESS.get().script_end.reached()\n"
 """Runs that end with their script do so."""
@@ -152,6 +152,19 @@ def test_an_example_ends_in_the_same_weights_on_one_worker_and_on_several(
     assert alone[command]["weights_sha256"] == together[command]["weights_sha256"]
     assert (alone[command]["world_size"], together[command]["world_size"]) == (1, SHORT[command])
     assert alone[command]["steps"] == together[command]["steps"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", FURTHER)
+def test_a_frameworks_second_example_ends_in_the_same_weights_too(command: str, tmp_path: Path) -> None:
+    for folder in ("alone", "together"):
+        (tmp_path / folder).mkdir()
+    alone, together = (
+        run_all(tmp_path / "alone", [command])[command],
+        run_all(tmp_path / "together", [command], FURTHER[command])[command],
+    )
+    assert alone["weights_sha256"] == together["weights_sha256"]
+    assert alone["steps"] == together["steps"] == 3
 
 
 @pytest.mark.slow
