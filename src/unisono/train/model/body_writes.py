@@ -22,12 +22,15 @@ class BodyWrites:
     What torch has counted is seen in each call; a write into ``tensor.data`` where bits are compared.
 
     Args:
-        lasting: a function that returns the tensors that updates change: weights and buffers.
-        kept: a function that returns those that optimizers keep.
+        weights: the weights.
+        buffers: a function that returns the buffers.
+        kept: a function that returns the tensors that optimizers keep.
     """
 
-    def __init__(self, lasting: Callable[[], Sequence[Tensor]], kept: Callable[[], Sequence[Tensor]]) -> None:
-        self._lasting, self._kept, self._summing = lasting, kept, Summing()
+    def __init__(
+        self, weights: Sequence[Tensor], buffers: Callable[[], Sequence[Tensor]], kept: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        self._weights, self._buffers, self._kept, self._summing = weights, buffers, kept, Summing()
         self._has_written = self._is_new = False
         self._calls = 0
         self._left: list[int] | None = None
@@ -69,8 +72,8 @@ class BodyWrites:
         self._summing = Summing()
 
     def _all(self) -> list[Tensor]:
-        return [*self._lasting(), *self._kept()]
+        return [*self._weights, *self._buffers(), *self._kept()]
 
     def _marked(self) -> list[int]:
-        tensors = self._lasting() if self._sums is None else self._all()
+        tensors = [*self._weights, *self._buffers()] if self._sums is None else self._all()
         return [*map(Tensor.data_ptr, tensors), *(_VERSION(one) for one in tensors if not one.is_inference())]

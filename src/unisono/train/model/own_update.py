@@ -120,6 +120,11 @@ class UpdateCause:
         self.gradients = [self._copied(number, one.grad) for number, one in enumerate(parameters.values())]
         self.buffers = [(numbers[id(place)], value.clone()) for place, value in buffers]
 
+    def let_go(self) -> None:
+        """Hold no copy: it takes as much memory as the gradients."""
+        self.gradients, self.buffers = [], []
+        self._memory.clear()
+
     def tree(self) -> list[Any]:
         """All of it, to be broadcast."""
         return [self.loss, self.gradients, [list(each) for each in self.buffers]]

@@ -119,7 +119,9 @@ class StepEngine:
         self._audit = Audit(job.seed, execution.audit, workers)
         self.has_lost = has_lost
         self._cause = UpdateCause() if survives and workers.world_size > 1 else None
-        self._body = BodyWrites(self._lasting, partial(kept_by, prepared.optimizers))
+        self._body = BodyWrites(
+            list(prepared.weights().values()), self._buffer_tensors, partial(kept_by, prepared.optimizers)
+        )
         self._update: Update | ShardedUpdate = update or Update()
         self.why_whole = (
             why_whole(prepared, workers, execution, survives=survives)
@@ -210,6 +212,8 @@ class StepEngine:
             if keeps is not None:
                 parameters = self._prepared.trained_by(call.optimizers)
                 keeps.keep(attempt.report.loss, parameters, self._prepared.buffers, buffers)
+            elif self._cause is not None:
+                self._cause.let_go()
             with nullcontext() if call.update else self._scaled(call.optimizers):
                 if call.update is None:
                     self._update.apply(call.optimizers)
@@ -240,8 +244,8 @@ class StepEngine:
         """Whether the script has changed since the last update what that has left."""
         return self._body.are_new or self._update.must_part()
 
-    def _lasting(self) -> list[Tensor]:
-        return [*self._prepared.weights().values(), *(place.tensor for place in self._prepared.buffers)]
+    def _buffer_tensors(self) -> list[Tensor]:
+        return [place.tensor for place in self._prepared.buffers]
 
     def _make_own(self, update: OwnUpdate, optimizers: Sequence[Optimizer], attempt: Attempt) -> None:
         """Let the script make the update, of weights that are this worker's own."""
