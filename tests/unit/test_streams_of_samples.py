@@ -17,7 +17,7 @@ from unisono.adapt.view import BatchShape
 from unisono.data.sampler_order import LoopKey
 from unisono.data.stream_feed import StreamFeed
 from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
-from unisono.data.stream_source import StreamSource, alike
+from unisono.data.stream_readers import OpenReaders, Wish, alike
 from unisono.data.streams import generators_kept
 from unisono.errors import CheckpointError, DataError, JobError, PolicyError, UnisonoWarning
 from unisono.plan.batches import Position
@@ -169,12 +169,14 @@ def test_the_script_is_in_no_worker_of_torch_behind_a_reader() -> None:
 
 
 def test_what_was_read_for_a_step_is_given_again_and_read_again_elsewhere() -> None:
-    here, there = (StreamSource(Numbers(draws=True), LoopKey(5, 0), 3) for _ in range(2))
-    first = here.give(0, 1, ReaderState(), 4)
-    second = here.give(0, 1, first.after, 4)
-    assert here.give(0, 1, first.after, 4) is second
-    assert here.give(0, 1, ReaderState(), 4).samples == first.samples
-    assert there.give(0, 1, first.after, 4).samples == second.samples
+    here, there = (OpenReaders(Numbers(draws=True), LoopKey(5, 0), 3, list) for _ in range(2))
+    begin = Wish(0, 1, ReaderState(), 4)
+    first, samples = here.give(begin), here.batch(begin)
+    behind = begin._replace(at=first.after)
+    second, next_samples = here.give(behind), here.batch(behind)
+    assert here.give(behind) is second
+    assert here.batch(begin) == samples
+    assert there.batch(behind) == next_samples
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

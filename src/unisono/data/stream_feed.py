@@ -11,6 +11,7 @@ from unisono.data.opened_stream import opens_readers
 from unisono.data.order import KeyedOrder, Order
 from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import Collate, is_indexed
+from unisono.data.stream_readers import OpenReaders
 from unisono.data.stream_source import StreamSource
 from unisono.data.torch_loader import keeps_states
 from unisono.errors import DataError, JobError
@@ -90,7 +91,8 @@ class StreamFeed:
 
     def source(self, readers: int) -> StreamSource:
         """What gives the samples, read by so many readers."""
-        return StreamSource(self.stream, self.key, readers, self.collate, keeps=self.keeps)
+        opened = OpenReaders(self.stream, self.key, readers, self.collate, keeps=self.keeps)
+        return StreamSource(opened, type(self.stream).__name__)
 
 
 def _refuse(shuffle: Shuffle | None, drop_last: bool | None, workers: int | None, name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from unisono.adapt.view import BatchShape
 from unisono.data.stream_reader import ReaderState
+from unisono.data.stream_readers import Wish
 from unisono.data.stream_source import StreamSource
 from unisono.data.streams import generators_kept
 from unisono.errors import CheckpointError, DataError, UnisonoWarning
@@ -152,13 +153,12 @@ class StreamCourse:
         self, epoch: int, states: Sequence[ReaderState], shape: BatchShape, workers: Workers
     ) -> list[dict[str, Any]]:
         bounds, mine = even_bounds(shape.samples, self.readers), workers.split(self.readers).of(workers.rank)
+        wishes = [Wish(epoch, number, states[number], bounds[number + 1] - bounds[number]) for number in mine]
         told = []
-        for number in mine:
-            given = self.source.give(epoch, number, states[number], bounds[number + 1] - bounds[number])
+        for given in self.source.read(wishes):
             after = {"samples": given.after.samples, "state": given.after.state}
-            told.append({"number": number, "samples": len(given.samples), "after": after, "is_over": given.is_over})
+            told.append({"number": given.number, "samples": given.samples, "after": after, "is_over": given.is_over})
             workers.tick()
-        self.source.close_but(mine)
         return sorted((one for each in workers.gather_json(told) for one in each), key=lambda one: int(one["number"]))
 
 
