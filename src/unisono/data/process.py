@@ -1,6 +1,5 @@
 """A loader process: loads what it is asked for, beside the worker that computes."""
 
-import faulthandler
 import gc
 import multiprocessing
 import os
@@ -19,11 +18,11 @@ from unisono.data.shards import LocatedShards, ShardSource
 from unisono.data.slot import Packed, Slot
 from unisono.errors import DataError
 from unisono.host.parent_death import end_with_parent
+from unisono.host.stacks import ask_for_stacks, write_when_asked
 
-STANDARD_ERROR = 2
 LONGEST_MS = 2**31 - 1
 LAST_WORDS_S = 1.0
-"""How long a loader process may take to say where it hangs, or to end once its worker has hung up."""
+"""How long a loader process may take to end once its worker has hung up."""
 
 
 class Failed(NamedTuple):
@@ -126,9 +125,8 @@ class LoaderProcess:
     def _hangs(self, timeout_s: float) -> str:
         pid = self._process.pid
         assert pid is not None
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)  # it writes its stacks to standard error
-        self._process.join(LAST_WORDS_S)
+        for pause_s in ask_for_stacks(pid):
+            self._process.join(pause_s)
         return (
             f"{self._name} (pid {pid}) gave nothing for {timeout_s:g} s while it loaded {_named(self._asked[0])}: "
             f"standard error has the stack of where it hangs. If it may take that long, allow more with "
@@ -181,7 +179,7 @@ def _settle_in(worker: int) -> None:
     # Ctrl-C and the scheduler's SIGTERM go to all processes of a group; the worker decides what is still loaded.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignored)  # unlike SIG_IGN not passed on to programs that the data set starts
-    faulthandler.register(signal.SIGUSR1, file=STANDARD_ERROR)
+    write_when_asked()
     end_with_parent(worker)  # not to outlive it with copies of its connections
     with suppress(AttributeError, OSError):  # Linux: waking it up does not push the worker off its core
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -20,6 +20,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import FIRST_SIGNAL
 from unisono.host.parent_death import end_with_parent
 from unisono.host.script_end import OF_THIS_PROCESS
+from unisono.host.stacks import write_when_asked
 from unisono.launch.ending.failure import Failure, dismissal_in, note_end
 from unisono.launch.settings import Script
 from unisono.launch.terminal.terminal import WorkerName
@@ -42,7 +43,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()
     if "UNISONO_WORKER" in os.environ:
-        faulthandler.register(signal.SIGUSR1)  # a worker that hangs is asked where, before it is killed
+        write_when_asked()
     script = Script.from_argv(sys.argv[1:])
     OF_THIS_PROCESS.is_told = True
     try:

@@ -19,6 +19,7 @@ import psutil
 
 from unisono.checkpoint.folder import write_json
 from unisono.errors import FIRST_SIGNAL, PREEMPTED, JobError, UnisonoError
+from unisono.host.stacks import ask_for_stacks
 from unisono.jsonl import read_lines
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.address import Control, address_of
@@ -47,8 +48,6 @@ SPARE_STARTS = 5
 LOOK_S = 0.5
 GONE_S = 15.0
 """How long what an agent has started may live on after it was killed."""
-
-STACKS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,19 +249,18 @@ class _Struck:
             if (now := _progress(self.folder)) != seen:
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > self.spec.patience_s:
-                self._give_up(job, mark)
+                self._give_up(mark)
                 return None
 
-    def _give_up(self, job: subprocess.Popen[bytes], mark: str) -> None:
+    def _give_up(self, mark: str) -> None:
         """It hangs: have its workers write where they are, and end it."""
         words = f"it did nothing for {self.spec.patience_s:g} s, and was ended (each worker's stack is in its log)"
         self.problems.append(f"{words}; the coordinator says: {_status(self.folder)}")
         for process in _marked(mark):
             with suppress(psutil.NoSuchProcess):
                 if "UNISONO_WORKER" in process.environ():
-                    process.send_signal(signal.SIGUSR1)
-        with suppress(subprocess.TimeoutExpired):
-            job.wait(STACKS_S)
+                    for pause_s in ask_for_stacks(process.pid):
+                        time.sleep(pause_s)
         _end(mark)
 
     def _look_for_leftovers(self, mark: str) -> None:

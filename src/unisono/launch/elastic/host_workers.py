@@ -4,20 +4,18 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from unisono.errors import NOT_STARTED
 from unisono.host.guard import kill_group
+from unisono.host.stacks import ask_for_stacks
 from unisono.launch.elastic.starter import Starter, WorkerProcess
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import WorkerExit
 from unisono.launch.worker_group import Ended, WorkerGroup, insist, send
 from unisono.membership.agent_messages import WorkerEnded
-
-STACKS_S = 0.5
-"""How long a worker that hangs may take to write where it hangs, before it is killed."""
 
 LONGEST_ERROR = 4096
 
@@ -168,14 +166,26 @@ class HostWorkers:
         elif how == "drop":
             self._kill(worker)
         else:
-            self._send(worker, signal.SIGUSR1)
-            asyncio.get_running_loop().call_later(STACKS_S, self._kill, worker)
+            self._starter.wake()
+            self._kill_later(worker, ask_for_stacks(worker.process.pid))
+
+    def _kill_later(self, worker: _Worker, asking: Iterator[float]) -> None:
+        """Kill a worker once its threads have been asked for their stacks, one after the other."""
+        if not self._is_ours(worker):
+            return
+        if (pause_s := next(asking, None)) is None:
+            self._kill(worker)
+        else:
+            asyncio.get_running_loop().call_later(pause_s, self._kill_later, worker, asking)
 
     def _kill(self, worker: _Worker) -> None:
-        # Only while it is one of ours: its number may be another's once it has been seen off.
-        if worker.process is not None and self._workers.get(worker.name) is worker:
+        if worker.process is not None and self._is_ours(worker):
             self._starter.wake()
             kill_group(worker.process.pid)
+
+    def _is_ours(self, worker: _Worker) -> bool:
+        """Whether it was not seen off yet: after that, its process id may be another's."""
+        return self._workers.get(worker.name) is worker
 
     def _send(self, worker: _Worker, number: int) -> None:
         if worker.process is not None:
