@@ -18,17 +18,16 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape).to(dtype) for shape in SHAPES]
 
 
-def partial_sums(buckets: tuple[Bucket, ...], tree: SummationTree) -> PartialSums:
-    count = tree.most_kept(0, tree.shards)
-    rows = [PartialSumRow.of(buckets, [bucket.allocate() for bucket in buckets]) for _ in range(count)]
+def partial_sums(bucket: Bucket, tree: SummationTree) -> PartialSums:
+    rows = [PartialSumRow.of(bucket, bucket.allocate()) for _ in range(tree.most_kept(0, tree.shards))]
     return PartialSums(tree, range(tree.shards), rows)
 
 
-def add(sums: PartialSums, shard: Sequence[Tensor | None]) -> None:
+def add(sums: PartialSums, bucket: Bucket, shard: Sequence[Tensor | None]) -> None:
     """Put a shard's tensors from the last to the first, as a backward pass does."""
     sums.open()
-    for number in reversed(range(len(shard))):
-        sums.put(number, shard[number])
+    for place, entry in enumerate(bucket.entries):
+        sums.put(place, shard[entry.index])
     sums.close()
 
 
@@ -95,15 +94,15 @@ def test_the_plan_follows_from_the_list_alone() -> None:
 def test_partial_sums_of_a_whole_job_are_the_tree_sum_bit_for_bit(shards: int, dtype: torch.dtype) -> None:
     gradients = [tensors(dtype) for _ in range(shards)]
     tree = SummationTree(shards)
-    sums = partial_sums(plan_buckets(gradients[0], 2000), tree)
-    sums.begin()
-    for shard in gradients:
-        add(sums, shard)
-    (row,) = sums.rows
-    for number in range(len(SHAPES)):
-        leaves = {node: gradients[node.start][number] for node in map_leaves(tree)}
-        expected = tree.finish(leaves, torch.add)
-        assert torch.equal(row.views[number], expected)
+    for bucket in plan_buckets(gradients[0], 2000):
+        sums = partial_sums(bucket, tree)
+        sums.begin()
+        for shard in gradients:
+            add(sums, bucket, shard)
+        (row,) = sums.rows
+        for entry, view in zip(bucket.entries, row.views, strict=True):
+            leaves = {node: gradients[node.start][entry.index] for node in map_leaves(tree)}
+            assert torch.equal(view, tree.finish(leaves, torch.add))
 
 
 def map_leaves(tree: SummationTree) -> list[Node]:
@@ -113,24 +112,26 @@ def map_leaves(tree: SummationTree) -> list[Node]:
 def test_an_absent_gradient_adds_nothing_not_even_the_sign_of_a_zero() -> None:
     minus_zero = torch.tensor([-0.0, 1.0, -0.0])
     for order in ([minus_zero, None], [None, minus_zero]):
-        sums = partial_sums(plan_buckets([minus_zero], 100), SummationTree(2))
+        (bucket,) = plan_buckets([minus_zero], 100)
+        sums = partial_sums(bucket, SummationTree(2))
         sums.begin()
         for gradient in order:
-            add(sums, [gradient])
+            add(sums, bucket, [gradient])
         (row,) = sums.rows
         assert torch.signbit(row.views[0]).tolist() == [True, False, True]
 
 
 def test_rows_are_used_again_in_every_step() -> None:
     given = tensors()
-    sums = partial_sums(plan_buckets(given, 10**9), SummationTree(8))
+    (bucket,) = plan_buckets(given, 10**9)
+    sums = partial_sums(bucket, SummationTree(8))
     totals = set()
     for _ in range(3):
         sums.begin()
         for _ in range(8):
-            add(sums, given)
+            add(sums, bucket, given)
         (row,) = sums.rows
-        totals.add(row.flats[0].sum().item())
+        totals.add(row.flat.sum().item())
     assert len(totals) == 1
 
 
@@ -152,15 +153,15 @@ def test_compressed_buckets_hold_narrow_numbers_and_never_mix_what_was_wide() ->
 @pytest.mark.parametrize("shards", [2, 3, 5, 8])
 def test_compressed_leaves_and_nodes_are_rounded_on_any_split(shards: int) -> None:
     values = [torch.randn(64) for _ in range(shards)]
-    buckets = plan_buckets(values[:1], 10**9, torch.bfloat16)
+    (bucket,) = plan_buckets(values[:1], 10**9, torch.bfloat16)
     tree = SummationTree(shards)
     leaves = {node: values[node.start].bfloat16() for node in map_leaves(tree)}
     for start, stop in itertools.combinations(range(shards + 1), 2):
-        rows = [PartialSumRow.of(buckets, [buckets[0].allocate()]) for _ in range(tree.most_kept(start, stop))]
+        rows = [PartialSumRow.of(bucket, bucket.allocate()) for _ in range(tree.most_kept(start, stop))]
         sums = PartialSums(tree, range(start, stop), rows)
         sums.begin()
         for value in values[start:stop]:
-            add(sums, [value])
+            add(sums, bucket, [value])
         for row, node in zip(sums.rows, tree.cover(start, stop), strict=True):
             expected = tree.finish(leaves, lambda left, right: (left.float() + right.float()).bfloat16(), node)
             assert torch.equal(row.views[0], expected)

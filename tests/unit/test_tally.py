@@ -84,16 +84,17 @@ def test_partial_sums_have_the_same_bits_with_and_without_a_tally_and_leave_a_ba
     buckets = plan_buckets(shards[0], 10**9)
     found: list[list[Tensor]] = []
     for tally in (None, Tally(), Tally(640, PIECE + 128)):  # the last one sees a part of two pieces
-        sums = PartialSums(
-            tree, range(5), [PartialSumRow.of(buckets, [one.allocate() for one in buckets]) for _ in range(3)]
-        )
-        sums.begin()
-        for shard in shards:
-            sums.open()
-            for number, gradient in enumerate(shard):
-                sums.put(number, None if gradient is shards[1][1] else gradient, tally)
-            sums.close()
-        found.append([sums.partials(number)[0] for number in range(len(buckets))])
+        found.append([])
+        for bucket in buckets:
+            sums = PartialSums(tree, range(5), [PartialSumRow.of(bucket, bucket.allocate()) for _ in range(3)])
+            sums.begin()
+            for shard in shards:
+                sums.open()
+                for place, entry in enumerate(bucket.entries):
+                    gradient = shard[entry.index]
+                    sums.put(place, None if gradient is shards[1][1] else gradient, tally)
+                sums.close()
+            found[-1] += sums.partials()
         if tally is not None:
             seen = [flat[tally._start : tally._stop] for flat in found[-1]]
             assert (tally.balance - sum(map(sum_of_words, seen))) % 2**64 == 0

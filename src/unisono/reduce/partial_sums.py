@@ -18,27 +18,22 @@ PIECE = 2**17
 
 @dataclass(frozen=True, slots=True)
 class PartialSumRow:
-    """One partial sum of all tensors: a flat buffer per bucket, and each tensor's view of it.
+    """One partial sum of a bucket: a flat buffer, and each tensor's view of it.
 
     Attributes:
-        flats: one per bucket.
-        views: one per tensor, in the order of the tensors' list.
+        flat: the buffer.
+        views: one per tensor, in the order of the bucket's entries.
         pieces: the memory of each tensor with its padding, in the same order.
     """
 
-    flats: tuple[Tensor, ...]
+    flat: Tensor
     views: tuple[Tensor, ...]
     pieces: tuple[tuple["Piece", ...], ...]
 
     @classmethod
-    def of(cls, buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> "PartialSumRow":
-        """A row in these buffers, one per bucket."""
-        placed = {
-            entry.index: _pieces(entry, flat)
-            for bucket, flat in zip(buckets, flats, strict=True)
-            for entry in bucket.entries
-        }
-        return cls(tuple(flats), views_of(buckets, flats), tuple(placed[index] for index in range(len(placed))))
+    def of(cls, bucket: Bucket, flat: Tensor) -> "PartialSumRow":
+        """A row in this buffer."""
+        return cls(flat, tuple(bucket.views(flat)), tuple(_pieces(entry, flat) for entry in bucket.entries))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +74,7 @@ def views_of(buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> tuple[Tensor
 
 
 class PartialSums:
-    """Adds up shards along the summation tree, tensor by tensor as they arrive.
+    """Adds up the shards' parts of a bucket along the summation tree, tensor by tensor as they arrive.
 
     A left leaf is written into a row, its sibling is added onto it, and siblings among the rows become one, all while
     the tensor is still in the cache. Rows are allocated once and used again in every step: for a power of two of shards
@@ -115,9 +110,9 @@ class PartialSums:
         An absent one counts as -0.0, the identity of float addition.
 
         Args:
-            number: the tensor's number in the list.
+            number: the tensor's number among the bucket's entries.
             tensor: a tensor of the row's dtype, or of a wider one, which is rounded; None for an absent gradient.
-            tally: the tally of its bucket, if its memory is checked.
+            tally: the tally of the bucket, if its memory is checked.
         """
         merges = self._merges[-1]
         views = [self._stack[-depth].views[number] for depth in range(1, max(merges, 1) + 1)]
@@ -137,15 +132,15 @@ class PartialSums:
         for _ in range(1, self._merges.pop()):
             self._free.append(self._stack.pop())
 
-    def partials(self, bucket: int) -> list[Tensor]:
-        """What the last shard leaves of a bucket: the sums of the whole subtrees in this worker's range.
+    def partials(self) -> list[Tensor]:
+        """What the last shard leaves: the sums of the whole subtrees in this worker's range.
 
         All of its tensors were put.
 
         Returns:
             flat buffers, from left to right; one that holds nothing where there are no shards.
         """
-        return [row.flats[bucket] for row in self._left()]
+        return [row.flat for row in self._left()]
 
     @property
     def rows(self) -> tuple[PartialSumRow, ...]:

@@ -71,7 +71,11 @@ class Gradients:
         size = sum(parameter.numel() for parameter in self.parameters)
         self._shares_reading = norms.one_in == 1 and size > LARGE and not self._single
         self._names_of_buckets = [(next(_numbers), bucket) for bucket in range(len(self._buckets))]
-        self._places = {entry.index: bucket for bucket, one in enumerate(self._buckets) for entry in one.entries}
+        self._places = {
+            entry.index: (bucket, place)
+            for bucket, one in enumerate(self._buckets)
+            for place, entry in enumerate(one.entries)
+        }
         self._sums = self._allocated_sums()
         self._used = [False] * len(self.parameters)
         self._arrived: list[bool] = []
@@ -95,7 +99,8 @@ class Gradients:
         self._used = [False] * len(self.parameters)
         self.came_twice = self._heard = False
         self._tallies = self._opened(step)
-        self._sums.begin()
+        for sums in self._sums:
+            sums.begin()
 
     def open(self, *, last: bool) -> None:
         """The next shard begins.
@@ -111,7 +116,8 @@ class Gradients:
         self._sends = last
         self._arrived = [False] * len(self.parameters)
         self._missing = [len(bucket.entries) for bucket in self._buckets]
-        self._sums.open()
+        for sums in self._sums:
+            sums.open()
 
     def send(self, weigh: Weigh) -> None:
         """The weights of all this worker's shards are known: buckets may go to the reducer."""
@@ -122,7 +128,7 @@ class Gradients:
         """There are no shards here: the sums of the others are finished."""
         self.send(weigh)
         for bucket in range(len(self._buckets)):
-            self._reducer.ready(bucket, self._sums.partials(bucket), self._tallies[bucket])
+            self._reducer.ready(bucket, self._sums[bucket].partials(), self._tallies[bucket])
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -152,8 +158,8 @@ class Gradients:
                     self._keep(number, parameter.grad)
             elif not self._arrived[number]:
                 self._take(number, parameter.grad)
-        if not self._single:
-            self._sums.close()
+        for sums in self._sums:
+            sums.close()
 
     def watch(self, step: int | None) -> None:
         """Have the shards' squared norms taken from now on, of blocks that the step's number chooses; or not (None)."""
@@ -273,11 +279,11 @@ class Gradients:
         if self.is_watched:
             self._norms.take(number, gradient)
         self._arrived[number] = True
-        bucket = self._places[number]
-        self._sums.put(number, gradient, self._tallies[bucket])
+        bucket, place = self._places[number]
+        self._sums[bucket].put(place, gradient, self._tallies[bucket])
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0 and self._sends:
-            self._reducer.ready(bucket, self._sums.partials(bucket), self._tallies[bucket])
+            self._reducer.ready(bucket, self._sums[bucket].partials(), self._tallies[bucket])
 
     def _marked(self, number: int, gradient: Tensor | None) -> None:
         if self.mark is not None:
@@ -299,7 +305,7 @@ class Gradients:
                 self._wide[number] = replace(self._buckets[number], dtype=wide).allocate()
             return self._wide[number].copy_(total).div_(weight)
         if writable and self._reducer.transport.private(total) is not total:
-            return self._sums.rows[0].flats[number].copy_(total)
+            return self._sums[number].rows[0].flat.copy_(total)
         return total
 
     def _dtype(self, bucket: int) -> torch.dtype:
@@ -314,9 +320,13 @@ class Gradients:
         for parameter, view, is_used in zip(self.parameters, self._views[key], used, strict=True):
             parameter.grad = view if is_used else None
 
-    def _allocated_sums(self) -> PartialSums:
+    def _allocated_sums(self) -> list[PartialSums]:
+        """For each bucket."""
         transport = self._reducer.transport
         mine = transport.split.of(transport.rank)
         count = max(1, transport.tree.most_kept(mine.start, mine.stop))
-        flats = [] if self._single else transport.allocate(self._buckets, count)
-        return PartialSums(transport.tree, mine, [PartialSumRow.of(self._buckets, row) for row in flats])
+        rows = [] if self._single else transport.allocate(self._buckets, count)
+        return [
+            PartialSums(transport.tree, mine, [PartialSumRow.of(bucket, flats[number]) for flats in rows])
+            for number, bucket in enumerate(self._buckets)
+        ]
