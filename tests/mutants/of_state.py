@@ -184,7 +184,7 @@ MUTANTS = (
         "a joiner that cannot join ends the job",
         EVENTS,
         "        update.fail_to_join(worker, why)\n",
-        "        update.fail(update.blame(worker, why))\n",
+        "        update.fail(update.blame(worker, why), worker.id)\n",
     ),
     Mutant(
         "a joiner that was taken in, and fails before it has the weights, ends the job",

@@ -132,15 +132,25 @@ def raised(worker: str, time: float) -> WorkerExit:
 
 def test_an_old_loss_does_not_end_a_job_that_has_survived_it() -> None:
     exits = [exited("w1", -9, 10.0), raised("w2", 20.0), raised("w3", 20.1)]
-    assert [each.rank for each in telling(exits)] == ["w2", "w3"]
-    outcome = Outcome(telling(exits), 3, "a", 1.0, conclusion=conclusion_of(JobOver(reason="it failed")))
+    assert [each.rank for each in telling(exits, None)] == ["w2", "w3"]
+    outcome = Outcome(telling(exits, None), 3, "a", 1.0, conclusion=conclusion_of(JobOver(reason="it failed")))
     assert outcome.cause is not None
     assert (outcome.cause.rank, outcome.exit_code) == ("w2", 1)
 
 
+@pytest.mark.parametrize("host", ["of the error", "of the kill"])
+def test_a_kill_that_the_job_had_survived_is_not_blamed_for_an_error_right_after_it(host: str) -> None:
+    over = JobOver(reason="w2 on host a: it ended with code 7: ValueError: boom", worker="w2")
+    exits = [exited("w1", KILLED, 10.0), *([raised("w2", 10.5)] if host == "of the error" else [])]
+    outcome = Outcome(telling(exits, over), 3, "a", 1.0, conclusion=conclusion_of(over))
+    assert outcome.exit_code == 1
+    assert "ValueError: boom" in outcome.summary()
+    assert "SIGKILL" not in outcome.summary()
+
+
 def test_whoever_was_told_to_end_has_not_ended_the_job() -> None:
     exits = [exited("w1", -9, 10.0, told_at=9.0), exited("w2", 75, 10.0)]
-    assert [each.rank for each in telling(exits)] == ["w2"]
+    assert [each.rank for each in telling(exits, None)] == ["w2"]
 
 
 @pytest.mark.parametrize(

@@ -377,6 +377,7 @@ class JobOver(Message):
         digest: the weights' digest; empty if the job is not done.
         main: the worker of rank 0, if the job is done. The worker may be gone by now.
         finished: the workers that have the complete result, if the job is done.
+        worker: the worker whose script has ended the job, if it failed for that.
         reason: the reason, for people.
         preempted: whether it is to go on later; to an agent that leaves a job that goes on without it, too.
     """
@@ -385,6 +386,7 @@ class JobOver(Message):
     digest: str = ""
     main: str = ""
     finished: tuple[Name, ...] = ()
+    worker: str = ""
     reason: Text = ""
     preempted: bool = False
 

@@ -283,15 +283,15 @@ class ElasticAgent:
         over, conclusion = self._over, None if self._over is None else conclusion_of(self._over)
         has_failed = over is not None and not over.digest and not over.preempted
         if self._turned_away and self._joined is not None and not has_failed:  # those that failed here, it goes without
-            exits = telling(self._workers.exits, self._interrupted)
+            exits = telling(self._workers.exits, over, self._interrupted)
             over, conclusion = None, JobConclusion(1, f"the job goes on without {self._turned_away}")
         elif over is not None and over.digest:
             exits = at_the_end(self._workers.exits, over)
             self._tell_of_those_not_missed([each for each in self._workers.exits if each not in exits], over)
         elif over is not None and over.preempted and not self._broken_off:
-            exits = telling(self._workers.exits[self._exits_before_the_end :], self._interrupted)
+            exits = telling(self._workers.exits[self._exits_before_the_end :], over, self._interrupted)
         else:
-            exits = telling(self._workers.exits, self._interrupted)
+            exits = telling(self._workers.exits, over, self._interrupted)
         is_cut = self._broken_off and (over is None or over.preempted or any(each.code < 0 for each in exits))
         return Outcome(
             exits=with_faults(exits, self._folder),

@@ -129,9 +129,18 @@ def at_the_end(exits: Sequence[WorkerExit], over: JobOver) -> tuple[WorkerExit, 
     )
 
 
-def telling(exits: Sequence[WorkerExit], interrupted: int | None = None) -> tuple[WorkerExit, ...]:
-    """Those exits that tell how a job ended: the good ones, and of the others the last, which it has not survived."""
+def telling(
+    exits: Sequence[WorkerExit], over: JobOver | None, interrupted: int | None = None
+) -> tuple[WorkerExit, ...]:
+    """Those exits that tell how a job ended: the good ones, and of the others the last, which it has not survived.
+
+    Where a worker's script has ended the job, what ended other workers without an error is nothing that it has not
+    survived; and if that worker was one of another host, nobody here is to blame.
+    """
     good = [each for each in exits if each.blame(interrupted) is Blame.NONE]
     failed = [each for each in exits if each.blame(interrupted) in (Blame.CAUSE, Blame.CONSEQUENCE)]
+    if over is not None and over.worker:
+        is_here = any(each.rank == over.worker for each in failed)
+        failed = [each for each in failed if is_here and each.failure is not None]
     last = max((each.time for each in failed), default=0.0)
     return (*good, *(each for each in failed if each.time >= last - SAME_EVENT_S))

@@ -273,7 +273,7 @@ def _ended(update: StateUpdate, agent: str, ended: WorkerEnded) -> None:
     if is_error and not worker.leaving and _has_yet_to_join(update.state, worker):
         update.fail_to_join(worker, why)
     elif is_error and not update.state.settings.restart_on_error:
-        update.fail(update.blame(worker, why))
+        update.fail(update.blame(worker, why), worker.id)
     elif worker.phase != "finished":
         update.lose(worker, why, ended=True)
 

@@ -277,9 +277,9 @@ class StateUpdate:
 
     # -- the job ends
 
-    def fail(self, reason: str) -> None:
-        """The job has failed."""
-        self.end("failed", JobOver(reason=short(reason)))
+    def fail(self, reason: str, worker: str = "") -> None:
+        """The job has failed, for the script of a worker if there is one."""
+        self.end("failed", JobOver(reason=short(reason), worker=worker))
 
     def end(self, outcome: str, over: JobOver) -> None:
         """The job is over."""
