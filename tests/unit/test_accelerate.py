@@ -11,6 +11,7 @@ from script_cluster import Cluster, Done, Kill
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
 SCRIPT = Path(__file__).parents[1] / "procs" / "scripts" / "accelerate_training.py"
+TURNS = SCRIPT.with_name("accelerate_turns.py")
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +49,28 @@ def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Do
     told = [line for line in done.said if not line.startswith("after step")]
     assert {serial.said[0], serial.said[-1]} <= set(told) <= set(serial.said)
     assert done.outcome == serial.outcome
+
+
+@pytest.fixture(scope="module")
+def serial_turns(cluster: Cluster) -> Done:
+    return cluster(TURNS, 1, shards=4)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_what_a_turn_finds_is_the_same_whatever_turns_a_worker_has(
+    cluster: Cluster, serial_turns: Done, workers: int
+) -> None:
+    done = cluster(TURNS, workers, shards=4)
+    assert len(serial_turns.said) == 3
+    assert done.said == serial_turns.said
+    assert done.outcome == serial_turns.outcome
+    assert (done.folder / "main-worker-was-killed").exists() == (workers == 3)
+
+
+def test_a_run_resumes_with_models_of_two_calls_and_saves_states_again(
+    cluster: Cluster, serial_turns: Done, tmp_path: Path
+) -> None:
+    cluster(TURNS, 2, shards=4, folder=tmp_path, UNISONO_STOP_AFTER="7")
+    done = cluster(TURNS, 3, shards=4, folder=tmp_path)
+    assert done.outcome == serial_turns.outcome
+    assert done.said[-1] == serial_turns.said[-1]

@@ -15,10 +15,10 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import unisono
-from unisono.errors import JobError, LossError, ModelError
+from unisono.errors import DataError, JobError, LossError, ModelError
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore")]
 
@@ -257,6 +257,113 @@ def test_bodies_that_cannot_be_shared_out_are_refused_with_the_cure(body: str, m
     with pytest.raises(kind, match=says):
         for inputs, labels in loader:
             act(accelerator, F.mse_loss(model(inputs), labels), model, optimizer)
+
+
+def test_a_scheduler_that_steps_in_each_turn_is_refused(made: Made) -> None:
+    accelerator, model, optimizer, loader, _ = made()
+    own = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9)
+    model.train()
+    with pytest.raises(JobError, match=r"changed lr of an optimizer in two turns.* give the scheduler to accelerator"):
+        for inputs, labels in loader:
+            accelerator.backward(F.mse_loss(model(inputs), labels))
+            optimizer.step()
+            own.step()
+
+
+def test_settings_may_be_changed_once_for_each_step(made: Made) -> None:
+    accelerator, model, optimizer, loader, _ = made()
+    model.train()
+    for inputs, labels in loader:
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + accelerator.steps_done)
+        accelerator.backward(F.mse_loss(model(inputs), labels))
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02)
+
+
+def test_an_evaluation_that_is_shared_out_is_not_left_early(made: Made) -> None:
+    accelerator, model, _, loader, _ = made()
+    model.eval()
+    for number, (inputs, _labels) in enumerate(loader):
+        accelerator.gather_for_metrics(inputs)
+        if number == 2:
+            break
+    with pytest.raises(JobError, match=r"left before its end.*Subset"):
+        accelerator.print("found")
+
+
+def test_an_evaluation_that_gathers_nothing_may_be_left(made: Made) -> None:
+    accelerator, model, _, loader, _ = made()
+    model.eval()
+    first, _labels = next(iter(loader))
+    assert torch.equal(accelerator.gather(first), INPUTS[:8])
+    for number, _batch in enumerate(loader):
+        if number == 2:
+            break
+    accelerator.print("found")
+
+
+def test_training_loops_side_by_side_are_refused(made: Made) -> None:
+    _, model, _, loader, _ = made()
+    model.train()
+    with pytest.raises(JobError, match=r"one at a time.*StackDataset"):
+        next(zip(loader, loader, strict=True))
+
+
+def test_a_script_is_told_what_it_has_to_prepare(made: Made) -> None:
+    accelerator, model, _, loader, _ = made()
+    accelerator.free_memory()
+    accelerator.prepare(model)
+    with pytest.raises(ModelError, match=r"model, optimizer, loader = accelerator\.prepare"):
+        iter(loader)
+
+
+class Stream(IterableDataset[Any]):
+    """The samples one after the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(zip(INPUTS, LABELS, strict=True))
+
+    def __len__(self) -> int:
+        return len(INPUTS)
+
+
+def test_batches_of_streams_are_accumulated_and_not_skipped(made: Made) -> None:
+    accelerator, model, optimizer, _, scheduler = made(shards=1, gradient_accumulation_steps=2)
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=8))
+    assert train(accelerator, model, optimizer, loader, scheduler) == [1] * 3
+    assert torch.equal(model.weight, by_hand(16))
+    with pytest.raises(DataError, match="skip_first_batches of an IterableDataset"):
+        accelerator.skip_first_batches(loader, 1)
+
+
+class Told(unisono.accelerate.Accelerator):
+    """Tells when it waits for the others."""
+
+    is_main_process = True
+
+    def __init__(self, *, is_main: bool) -> None:
+        self.is_main_process, self.told = is_main, list[str]()
+
+    def wait_for_everyone(self) -> None:
+        self.told.append("wait")
+
+
+@pytest.mark.parametrize(("is_main", "order"), [(True, ["work", "wait"]), (False, ["wait", "work"])])
+def test_the_main_worker_goes_first(*, is_main: bool, order: list[str]) -> None:
+    accelerator = Told(is_main=is_main)
+    with accelerator.main_process_first():
+        accelerator.told.append("work")
+    assert accelerator.told == order
+
+
+def test_states_are_not_saved_among_the_checkpoints_of_the_run(made: Made, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="project_dir is the run folder"):
+        made(project_dir=tmp_path / "run-0")
+
+
+def test_a_setting_that_nobody_knows_is_named() -> None:
+    with pytest.raises(JobError, match=r"Accelerator\(shardz=…\): neither"):
+        unisono.accelerate.Accelerator(shardz=4)
 
 
 def test_a_loop_that_is_left_before_its_update_is_told_at_the_next_call(made: Made) -> None:

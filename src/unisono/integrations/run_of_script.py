@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from unisono.errors import JobError
@@ -24,7 +25,7 @@ def run_for(guest: str, run: Run | None, settings: Mapping[str, Any], defaults: 
         defaults: further ones for a new one, unless the environment says them; one that is given or open has its own.
 
     Raises:
-        JobError: there are settings, and a run already; or a setting is out of range.
+        JobError: there are settings, and a run already; or a setting is unknown or out of range.
     """
     process = HOST_PROCESS.get()
     newest = process.newest if run is None else run
@@ -32,6 +33,11 @@ def run_for(guest: str, run: Run | None, settings: Mapping[str, Any], defaults: 
         if settings:
             raise JobError(f"{guest}({', '.join(settings)}=…) beside a run that is open: say it where that begins")
         return newest
+    if unknown := settings.keys() - signature(init).parameters.keys():
+        raise JobError(
+            f"{guest}({', '.join(sorted(unknown))}=…): neither the framework nor a run has such a setting (those of "
+            f"a run are the arguments of unisono.init)"
+        )
     told = process.variables.all()
     unsaid = {name: value for name, value in defaults.items() if f"UNISONO_{name.upper()}" not in told}
     found = init(**{**unsaid, **settings}) if run is None else run

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 from unisono.errors import JobError, ModelError
 from unisono.integrations import live_rank
 from unisono.integrations.accelerate.bodies import Bodies
-from unisono.integrations.accelerate.evaluation import EvaluationLoop, from_main, leaves_of, rebuilt
-from unisono.integrations.accelerate.kept import require_kept
+from unisono.integrations.accelerate.evaluation import Evaluations, from_main, leaves_of, rebuilt
+from unisono.integrations.accelerate.kept import require_kept, require_own_folder
 from unisono.integrations.accelerate.loader import Loader, size_of, together
-from unisono.integrations.accelerate.records import RecordingAccelerator
+from unisono.integrations.accelerate.records import RecordingAccelerator, Saves
 from unisono.integrations.accelerate.wrapped import Optimizer, StepState
 from unisono.integrations.names import free_name
 from unisono.integrations.run_of_script import run_for
@@ -59,30 +59,32 @@ class Accelerator(RecordingAccelerator):
         if said.get("mixed_precision") is None and self.run.job.precision == "bf16":
             own["mixed_precision"] = "bf16"
         super().__init__(*arguments, **own)
+        require_own_folder(self.project_dir, self.run.dir)
         rank = live_rank.follow(self.run)
         for shared in (PartialState._shared_state, AcceleratorState._shared_state):
             shared.update(device=self.run.device, process_index=rank, local_process_index=rank)
         self._bodies = self.run.register(free_name(self.run, "accelerate"), Bodies(self.run))
-        self._evaluation: EvaluationLoop | None = None
+        self._evaluations = Evaluations(self.run)
+        self._saves = self.run.register(free_name(self.run, "accelerate saves"), Saves(self.project_configuration))
         self.gradient_state: Any = StepState(GradientState(), self._bodies)
         self._prepared_for: list[int] = []
 
     # -- what is trained -------------------------------------------------------------------------------------
 
-    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """Prepare models, optimizers, loaders and schedulers; every worker gets the same weights.
+    def _begin(self) -> None:
+        """Every worker gets the same weights, before anything that needs them.
+
+        Not in ``prepare``, which scripts call for one model after the other: a checkpoint holds all of them.
 
         Raises:
             ModelError: nothing to train.
             JobMismatch: the workers hold different models.
         """
-        found = super().prepare(*args, device_placement=device_placement)
         what = [*map(id, self._models), *map(id, self._optimizers)]
         if self._models and self._optimizers and what != self._prepared_for:
             self._prepared_for = what
             models = [self.unwrap_model(model) for model in self._models]
             self.run.prepare(models if len(models) > 1 else models[0], [one.optimizer for one in self._optimizers])
-        return found
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
@@ -176,13 +178,18 @@ class Accelerator(RecordingAccelerator):
         )
 
     def _read(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        self._evaluations.require_whole()
+        self._begin()
         if torch.is_grad_enabled() and any(model.training for model in self._models):
             return self._train(loader)
         return self._evaluate(loader)
 
     def _train(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        if not self._bodies.is_outside:
-            raise JobError("a training loop inside of another one's body: one at a time")
+        if not self._optimizers:
+            raise ModelError(
+                "there is no optimizer: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+            )
+        self._evaluations.forget()
         count = self.gradient_accumulation_steps
         size = size_of(loader)
         steps = self.run.steps(together(loader, count), batch_size=None if size is None else size * count)
@@ -190,11 +197,7 @@ class Accelerator(RecordingAccelerator):
 
     def _evaluate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         self._bodies.settle("an evaluation")
-        before, self._evaluation = self._evaluation, EvaluationLoop(self.run, loader)
-        try:
-            yield from self._evaluation.batches()
-        finally:
-            self._evaluation = before
+        yield from self._evaluations.read(loader)
 
     # -- what workers tell each other ------------------------------------------------------------------------
 
@@ -206,9 +209,10 @@ class Accelerator(RecordingAccelerator):
         Raises:
             JobError: in the body of a training loop.
         """
+        self._evaluations.require_whole()
         leaves = leaves_of(tensor)
-        if self._evaluation is not None:
-            return rebuilt(tensor, self._evaluation.gather(leaves))
+        if (evaluation := self._evaluations.newest) is not None:
+            return rebuilt(tensor, evaluation.gather(leaves))
         if not self._bodies.is_outside:
             raise JobError(
                 "gather or reduce in the body of a training loop, which runs once for each shard of this worker: other "
@@ -227,20 +231,33 @@ class Accelerator(RecordingAccelerator):
         Raises:
             JobError: in the body of a training loop.
         """
-        return self.gather(tensor) if self._evaluation is None else self._whole(tensor)
+        return self.gather(tensor) if self._evaluations.newest is None else self._whole(tensor)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """What it is given: an evaluation loop that pads is not shared out."""
-        return tensor if self._evaluation is None else self._whole(tensor)
+        return tensor if self._evaluations.newest is None else self._whole(tensor)
 
     def _whole(self, tensor: Any) -> Any:
-        assert self._evaluation is not None, "asked before"
-        return rebuilt(tensor, self._evaluation.whole(leaves_of(tensor)))
+        evaluation = self._evaluations.newest
+        assert evaluation is not None, "asked before"
+        return rebuilt(tensor, evaluation.whole(leaves_of(tensor)))
 
     def wait_for_everyone(self) -> None:
         """Wait for all workers; nothing in the body of a training loop."""
-        if self._evaluation is None and self._bodies.is_outside:
+        if self._evaluations.newest is None and self._bodies.is_outside:
             self.run.barrier()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The main worker goes first, and the others behind it."""
+        is_first = self.is_main_process
+        if not is_first:
+            self.wait_for_everyone()
+        yield
+        if is_first:
+            self.wait_for_everyone()
+
+    local_main_process_first = main_process_first
 
     def set_trigger(self) -> None:
         """Refused: workers decide alike by themselves.

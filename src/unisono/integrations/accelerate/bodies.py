@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unisono.data.streams import Generators, generators_kept
 from unisono.errors import JobError, LossError
+from unisono.integrations.accelerate.settings import SettingsWatch
 from unisono.integrations.accelerate.turns import Done, Turns
 from unisono.train.loop.prefetch import to_device
 from unisono.train.run import Run
@@ -68,10 +69,22 @@ class Bodies:
         self._news: Any = None
         self._step: Step | None = None
         self._buffers: list[tuple[Tensor, Tensor]] | None = None  # of a turn that stands in for no shard
+        self._drawn: Generators | None = None  # with which the update of a step begins, alike on all workers
+        self._settings = SettingsWatch(run)
         run.inside.ending.also(self._turns.close)
 
     def of(self, steps: Generator[Step, None, None]) -> Iterator[Any]:
-        """The batches of this worker's shards, step by step."""
+        """The batches of this worker's shards, step by step.
+
+        Raises:
+            JobError: the script is in another training loop's body.
+        """
+        if not self.is_outside:
+            raise JobError(
+                "a training loop in the body of another one, or beside it: one at a time. Two loaders that a body "
+                "reads together are one loader of a torch.utils.data.StackDataset of both data sets. Loops that "
+                "evaluate have every model in evaluation mode (model.eval()) before they begin"
+            )
         with closing(steps):
             for step in steps:
                 yield from self._turns_of(step)
@@ -139,6 +152,8 @@ class Bodies:
                 self._phase = Phase.BACKWARD
             case _Update():
                 self._phase = Phase.UPDATE
+                assert self._drawn is not None, "a step has begun"
+                self._drawn.restore()
             case _:
                 self._phase = Phase.BEHIND
         if self.is_last and self._step is not None:
@@ -177,6 +192,8 @@ class Bodies:
 
     def _turns_of(self, step: Step) -> Iterator[Any]:
         self._require_whole()
+        self._drawn = Generators.capture()
+        self._settings.step_begins()
         self._news = self._turns.begin(partial(step.run, self._ask_loss, update=self._ask_update))
         is_first, self._step = True, step
         try:
@@ -188,7 +205,9 @@ class Bodies:
                     if not is_first:  # the rest of the body before may have drawn
                         self._news.drawn.restore()
                 is_first, self._phase, self._has_stepped = False, Phase.FORWARD, False
+                self._settings.turn_begins()
                 yield batch
+                self._settings.turn_ends()
                 self._end_turn()
         except GeneratorExit:
             self._leave()
@@ -206,7 +225,7 @@ class Bodies:
             self._give_up()
             raise JobError(
                 "the body of a training loop has come to its end without accelerator.backward(loss): each batch is a "
-                "shard whose loss the others wait for. Loops that evaluate have the model in evaluation mode "
+                "shard whose loss the others wait for. Loops that evaluate have every model in evaluation mode "
                 "(model.eval()) before they begin"
             )
         if self._phase is Phase.UPDATE:
@@ -220,7 +239,9 @@ class Bodies:
             self._end_update()
 
     def _end_update(self) -> None:
+        drawn = Generators.capture()
         self._news = self._turns.answer(None)
+        drawn.restore()  # the rest of the body goes on with them
         self._phase = Phase.BEHIND
 
     def _leave(self) -> None:
@@ -237,8 +258,8 @@ class Bodies:
     def _require_whole(self) -> None:
         if self._is_broken:
             raise JobError(
-                "a training loop was left in the middle of a step, where the other workers wait for this one's shards: "
-                "leave it behind optimizer.step(), where accelerator.sync_gradients is true"
+                "a training loop was left in the middle of a step, by a break or an error, where others wait "
+                "for this one's shards: leave it behind optimizer.step(), where accelerator.sync_gradients is true"
             )
 
     def _stand_in(self, step: Step) -> Any:

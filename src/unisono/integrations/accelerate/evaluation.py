@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from unisono.data.feed import Asked, Feed
 from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import ShardsRequest
-from unisono.data.streams import generators_kept, seed_generators
+from unisono.data.streams import Generators, seed_generators
 from unisono.errors import DataError, JobError
 from unisono.plan.order import Stream, stream_seed
 from unisono.received import value_of
@@ -28,6 +28,56 @@ _SPARE = -1
 """Stands for the number of a batch that another worker has, too."""
 
 
+class Evaluations:
+    """The evaluation loops that a script is in: none, one, or one in the body of another or beside it.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._open, self._is_cut_short = run, list[EvaluationLoop](), False
+
+    @property
+    def newest(self) -> EvaluationLoop | None:
+        """The one that began last; None outside of them."""
+        return self._open[-1] if self._open else None
+
+    def read(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """One pass over a loader."""
+        loop = EvaluationLoop(self._run, loader)
+        self._open.append(loop)
+        try:
+            for batch in loop.batches():
+                yield batch
+                for other in self._begun_after(loop):
+                    other.stay_beside()
+        finally:
+            if loop in self._open:
+                self._open.remove(loop)
+            self._is_cut_short |= loop.is_cut_short
+
+    def forget(self) -> None:
+        """A training loop begins: iterators that the script keeps do not count."""
+        self._open.clear()
+
+    def _begun_after(self, loop: EvaluationLoop) -> list[EvaluationLoop]:
+        return self._open[self._open.index(loop) + 1 :] if loop in self._open else []
+
+    def require_whole(self) -> None:
+        """Nothing depends on the number of workers.
+
+        Raises:
+            JobError: a loop that is shared out was left before its end.
+        """
+        if self._is_cut_short:
+            raise JobError(
+                "an evaluation loop whose body gathers was left before its end, where other numbers of workers would "
+                "have gathered other batches: make a loader of the samples to evaluate (torch.utils.data.Subset), or "
+                "gather nothing, so that every worker has all batches"
+            )
+
+
 class EvaluationLoop:
     """One pass of a script over a loader that it evaluates with.
 
@@ -36,7 +86,7 @@ class EvaluationLoop:
     script adds up by itself is then that of all samples.
 
     A worker that is lost takes its batch of the round along. What is gathered then ends before that batch, which comes
-    again in the next round.
+    again in the next round; if it is the first one, no sample is gathered.
 
     Args:
         run: the run.
@@ -53,6 +103,24 @@ class EvaluationLoop:
         self._next, self._own = 0, 0  # the first batch that nobody has gathered, and this worker's
         self._gathered, self._is_shared = 0, False
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether batches that are shared out are left."""
+        return self._is_shared and self._next < self._cut.steps
+
+    def stay_beside(self) -> None:
+        """Another loop goes on while the script is in this one, as with ``zip``: no batches are shared out.
+
+        Raises:
+            JobError: they are already.
+        """
+        if self._is_shared:
+            raise JobError(
+                "two evaluation loops side by side, of which one gathers and has other batches on each worker: read "
+                "both with zip, or one after the other"
+            )
+        self._gathered = _OFTEN
+
     def batches(self) -> Iterator[Any]:
         """This worker's batches.
 
@@ -62,19 +130,20 @@ class EvaluationLoop:
         inside = self._run.inside
         inside.synchronisation.before_call()
         inside.collectives.agree("data set", self._feed.same())
-        with generators_kept():
-            while self._next < self._cut.steps:
-                place = max(self._run.rank, 0) if self._is_shared else 0
-                self._own, self._gathered = self._next + place, 0
-                yield self._batch(min(self._own, self._cut.steps - 1))
-                if self._is_shared and self._gathered != 1:
-                    raise JobError(
-                        f"the body of an evaluation loop gathered once in its first turn, and {self._gathered} times "
-                        f"in another one, where other workers wait: gather in each turn, or in none"
-                    )
-                if not self._is_shared:
-                    self._is_shared = self._next == 0 and self._gathered == 1
-                    self._next += 1
+        before = Generators.capture()
+        while self._next < self._cut.steps:
+            place = max(self._run.rank, 0) if self._is_shared else 0
+            self._own, self._gathered = self._next + place, 0
+            yield self._batch(min(self._own, self._cut.steps - 1))
+            if self._is_shared and self._gathered != 1:
+                raise JobError(
+                    f"the body of an evaluation loop gathered once in its first turn, and {self._gathered} times "
+                    f"in another one, where other workers wait: gather in each turn, or in none"
+                )
+            if not self._is_shared:
+                self._is_shared = self._next == 0 and self._gathered == 1
+                self._next += 1
+        before.restore()  # a loop that is left leaves what it drew: the script may keep its iterator for long
 
     def gather(self, leaves: Sequence[Any]) -> list[Any]:
         """What the workers have of a round, put together in the order of batches.
@@ -108,7 +177,7 @@ class EvaluationLoop:
 
         count, parts = self._run.together(put_together)
         self._next += count
-        return _given(self._run, parts)
+        return _given(self._run, parts if count else [leaf[:0] for leaf in own])
 
     def whole(self, leaves: Sequence[Any]) -> list[Any]:
         """What every worker has of a batch that comes to all, as all do in this loop from now on.

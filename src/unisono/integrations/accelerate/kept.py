@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from accelerate.state import PartialState
@@ -69,6 +70,23 @@ def require_kept(said: Mapping[str, Any]) -> None:
         raise JobError(
             "accelerate has formed a process group of its own already: make unisono.accelerate.Accelerator() before "
             "anything that uses accelerate's PartialState"
+        )
+
+
+def require_own_folder(project: str | os.PathLike[str] | None, run: Path) -> None:
+    """Refuse to save states among the run's checkpoints.
+
+    Args:
+        project: accelerate's project folder.
+        run: the run folder.
+
+    Raises:
+        JobError: they are one.
+    """
+    if project is not None and Path(project).resolve() == run.resolve():
+        raise JobError(
+            f"project_dir is the run folder, {run}: both have a folder of checkpoints, and accelerate would remove the "
+            f"run's with total_limit. Name another one"
         )
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from math import ceil
 from typing import Any
 
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from unisono.errors import DataError
 
 Read = Callable[[DataLoader[Any]], Iterator[Any]]
 """Begins a pass over a loader."""
@@ -41,8 +43,18 @@ class Loader:
         """Nothing: the run knows the epoch."""
 
     def behind(self, batches: int) -> Loader:
-        """The same without its first batches."""
-        return Loader(_with(self.base_dataloader, _Behind(self.base_dataloader.batch_sampler, batches)), self._read)
+        """The same without its first batches.
+
+        Raises:
+            DataError: it reads a stream.
+        """
+        if isinstance(self.base_dataloader.dataset, IterableDataset):
+            raise DataError(
+                "skip_first_batches of an IterableDataset would read the samples all the same: leave it out, a run "
+                "that resumes knows where its streams stand"
+            )
+        behind = _Behind(self.base_dataloader.batch_sampler, batches)
+        return Loader(_like(self.base_dataloader, batch_sampler=behind), self._read)
 
 
 def size_of(loader: DataLoader[Any]) -> int | None:
@@ -53,13 +65,17 @@ def size_of(loader: DataLoader[Any]) -> int | None:
 
 def together(loader: DataLoader[Any], batches: int) -> DataLoader[Any]:
     """A loader each of whose batches is several of another one's."""
-    return loader if batches == 1 else _with(loader, _Together(loader.batch_sampler, batches))
+    if batches == 1:
+        return loader
+    if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
+        return _like(loader, batch_size=loader.batch_size * batches, drop_last=loader.drop_last)
+    return _like(loader, batch_sampler=_Together(loader.batch_sampler, batches))
 
 
-def _with(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
+def _like(loader: DataLoader[Any], **batches: Any) -> DataLoader[Any]:
     return DataLoader(
         loader.dataset,
-        batch_sampler=batch_sampler,
+        **batches,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         timeout=loader.timeout,

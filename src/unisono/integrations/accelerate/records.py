@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from accelerate import Accelerator as Original
 
 from unisono.data.streams import generators_kept
 from unisono.integrations.accelerate.bodies import Bodies
+from unisono.integrations.accelerate.evaluation import Evaluations
 from unisono.train.run import Run
+
+
+class Saves:
+    """How many states were saved under names that are numbers, in checkpoints: another main worker counts on.
+
+    Args:
+        settings: accelerate's own, which count them.
+    """
+
+    def __init__(self, settings: Any) -> None:
+        self._settings, self._first = settings, settings.iteration
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of the next one."""
+        return {"iteration": self._settings.iteration}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Count on from there."""
+        self._settings.iteration = state["iteration"]
+
+    def remove_repeated(self, folder: Path, *, has_begun: bool) -> None:
+        """Remove a state that this job has saved under the next number: it has gone back to before that.
+
+        Args:
+            folder: the folder of all such states.
+            has_begun: whether the job is known to have saved there.
+        """
+        if has_begun or self._settings.iteration > self._first:
+            rmtree(folder / f"checkpoint_{self._settings.iteration}", ignore_errors=True)
+
+    def count(self) -> None:
+        """Another worker saves one."""
+        self._settings.iteration += 1
 
 
 class RecordingAccelerator(Original):  # type: ignore[misc]  # accelerate is not looked into by mypy
@@ -21,7 +57,13 @@ class RecordingAccelerator(Original):  # type: ignore[misc]  # accelerate is not
 
     run: Run
     _bodies: Bodies
+    _evaluations: Evaluations
+    _saves: Saves
     _begin_tracking: Callable[[], None] | None = None
+
+    def _begin(self) -> None:
+        """Every worker gets the same weights."""
+        raise NotImplementedError
 
     @property
     def is_catching_up(self) -> bool:
@@ -34,6 +76,7 @@ class RecordingAccelerator(Original):  # type: ignore[misc]  # accelerate is not
 
     @property
     def _writes(self) -> bool:
+        self._evaluations.require_whole()
         return bool(self.run.is_main and self._bodies.is_last and not self.is_catching_up)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -68,6 +111,7 @@ class RecordingAccelerator(Original):  # type: ignore[misc]  # accelerate is not
         """Save a model's weights on the main worker."""
         if self._bodies.is_last:
             self._bodies.settle("accelerator.save_model")
+            self._begin()
             if self._writes:
                 super().save_model(model, save_directory, *args, **kwargs)
 
@@ -79,14 +123,19 @@ class RecordingAccelerator(Original):  # type: ignore[misc]  # accelerate is not
         if not self._bodies.is_last:
             return output_dir
         self._bodies.settle("accelerator.save_state")
-        if self._writes:
-            return super().save_state(output_dir, safe_serialization, **kwargs)
-        self.project_configuration.iteration += 1
-        return output_dir
+        self._begin()
+        if not self._writes:
+            self._saves.count()
+            return output_dir
+        if self.project_configuration.automatic_checkpoint_naming:
+            has_begun = self.run.inside.trained.original is not None
+            self._saves.remove_repeated(Path(self.project_dir) / "checkpoints", has_begun=has_begun)
+        return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """Load what ``save_state`` has saved, on every worker. A run that resumes has a newer state, and keeps that."""
         self._bodies.settle("accelerator.load_state")
+        self._begin()
         if self.run.inside.trained.restored is None:
             with generators_kept():
                 super().load_state(input_dir, load_kwargs, **kwargs)
