@@ -369,11 +369,28 @@ def test_a_stream_with_an_index_is_a_data_set(start: Start) -> None:
         run.steps(DataLoader(Indexed(), 32))
 
 
-def test_a_stream_is_trained_on_and_not_evaluated(start: Start) -> None:
+def test_a_stream_is_evaluated_like_a_data_set_of_the_same_samples(start: Start) -> None:
+    run = start()
+    model = prepared(run)
+    inputs, labels = (torch.stack([torch.as_tensor(one[part]) for one in Pairs()]) for part in (0, 1))
+    expected = F.cross_entropy(model(inputs), labels).item()
+    assert run.evaluate(Pairs(), {"loss": loss_of})["loss"] == pytest.approx(expected)
+    assert torch.allclose(run.predict(DataLoader(Pairs(), 9)), model(inputs))
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+def test_an_empty_stream_is_not_evaluated(start: Start, verb: str) -> None:
     run = start()
     prepared(run)
-    with pytest.raises(DataError, match="can only be read from front to back"):
-        run.evaluate(Pairs(), {"loss": loss_of})
+    with pytest.raises(DataError, match="the stream is empty"):
+        getattr(run, verb)(Pairs(0), lambda model, batch: {"loss": loss_of(model, batch)})
+
+
+def test_an_evaluated_stream_with_another_number_of_samples_than_it_promises_is_warned_of(start: Start) -> None:
+    run = start()
+    prepared(run)
+    with pytest.warns(UnisonoWarning, match="the stream has 70 samples, and its __len__ says 80"):
+        run.evaluate(Promising(), {"loss": loss_of})
 
 
 def test_a_stream_cannot_begin_behind_steps_that_nobody_has_read(start: Start) -> None:

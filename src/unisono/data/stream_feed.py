@@ -1,5 +1,6 @@
-"""What a loop over a stream reads."""
+"""What a loop or an evaluation of a stream reads."""
 
+import warnings
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from unisono.data.shards import Collate, is_indexed
 from unisono.data.stream_readers import OpenReaders
 from unisono.data.stream_source import StreamSource
 from unisono.data.torch_loader import keeps_states
-from unisono.errors import DataError, JobError
+from unisono.errors import DataError, JobError, UnisonoWarning
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,18 @@ class StreamFeed:
         """What gives the samples, read by so many readers."""
         opened = OpenReaders(self.stream, self.key, readers, self.collate, keeps=self.keeps)
         return StreamSource(opened, type(self.stream).__name__)
+
+
+def warn_unless_promised(what: str, samples: int, promised: int | None) -> None:
+    """Warn of a stream that gave more or fewer samples than it has promised, if it did promise."""
+    if promised not in (None, samples):
+        warnings.warn(
+            f"{what} has {samples} samples, and its __len__ says {promised}: all that were read are used. If samples "
+            f"are missing or repeated, look how readers share it: reader v of V is worker v of V in "
+            f"torch.utils.data.get_worker_info()",
+            UnisonoWarning,
+            stacklevel=2,
+        )
 
 
 def _refuse(shuffle: Shuffle | None, drop_last: bool | None, workers: int | None, name: str) -> None:

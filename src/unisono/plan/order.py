@@ -20,7 +20,7 @@ class Stream(IntEnum):
     SHARD = 2  # dropout and the like in one shard of one step: (step, call, shard)
     SAMPLE = 3  # random augmentation of one sample: (epoch, sample)
     ORDER = 4  # the order of samples in one epoch: (epoch,)
-    EVALUATION = 5  # a model that draws at evaluation: (step, block)
+    EVALUATION = 5  # a model that draws at evaluation: (step, block), or (step, reader, turn) of a stream
     AUDIT = 6  # which shards are computed again: (step, call, shard)
     AFTER = 7  # what the user's script draws behind a loop: (loop,)
     SAMPLER = 8  # the order that a loader's sampler gives: (loop, epoch), and the seed of a generator of its own

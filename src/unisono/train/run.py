@@ -186,7 +186,7 @@ class Run(RunView):
         The model is in evaluation mode meanwhile, and no gradients are computed.
 
         Args:
-            dataset: map-style, with a length; or a ``DataLoader``, which decides the two last arguments.
+            dataset: map-style, with a length; a stream; or a ``DataLoader``, which decides the two last arguments.
             metrics: ``metrics(model, batch) -> {name: mean}``, or a dict of functions that each return a mean; a
                 mean that is not over samples is returned as ``(mean, weight)``.
             batch_size: samples per call; by default as many as a training shard has.
@@ -210,7 +210,8 @@ class Run(RunView):
         """The model's outputs for a whole data set, in its order (or the loader's), on every worker.
 
         Args:
-            dataset: map-style, with a length; or a ``DataLoader``, which decides the two last arguments.
+            dataset: map-style, with a length; a stream, whose readers' samples come in turn; or a ``DataLoader``, which
+                decides the two last arguments.
             predict_fn: ``predict_fn(model, batch)`` returns a tensor, or lists or dicts of tensors, with one row per
                 sample; by default the model is called with the batch, or with its first part if it has several.
             batch_size: samples per call.

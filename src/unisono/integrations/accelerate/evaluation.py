@@ -18,7 +18,7 @@ from unisono.errors import DataError, JobError
 from unisono.plan.order import Stream, stream_seed
 from unisono.received import value_of
 from unisono.train.group.workers import Workers
-from unisono.train.loop.evaluation import EVALUATION_EPOCH, NO_LOOP
+from unisono.train.loop.blocks import EVALUATION_EPOCH, NO_LOOP
 from unisono.train.loop.prefetch import to_device
 from unisono.train.run import Run
 

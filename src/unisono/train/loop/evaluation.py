@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -12,19 +14,27 @@ from torch import Tensor, nn
 
 from unisono.checkpoint.layout import empty_as, form_of
 from unisono.data.feed import Asked, Feed
-from unisono.data.loader import load
 from unisono.data.sampler_order import LoopKey
-from unisono.data.shards import Collate, ShardsRequest
+from unisono.data.shards import Collate
+from unisono.data.stream_feed import StreamFeed
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import DataError
 from unisono.job import SAMPLES_PER_SHARD, Job
-from unisono.plan.epoch_cut import EpochCut
 from unisono.plan.order import Stream, stream_seed
-from unisono.plan.split import even_bounds
 from unisono.plan.tree import Node, SummationTree
 from unisono.train.config.arguments import require_kinds
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
+from unisono.train.loop.blocks import (
+    EVALUATION_EPOCH,
+    NO_LOOP,
+    BlockPlace,
+    Blocks,
+    CutBlocks,
+    EvaluatedBlock,
+    Shares,
+    StreamBlocks,
+)
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.trained import Trained
@@ -37,12 +47,6 @@ Metrics = Callable[[Any, Any], Mapping[str, Any]] | Mapping[str, Callable[[Any, 
 Predict = Callable[[Any, Any], Any]
 """``predict_fn(model, batch) -> `` a tensor, or lists or dicts of tensors, with one row per sample."""
 
-EVALUATION_EPOCH = -1
-"""Samples that are evaluated draw from streams of their own, the same in every evaluation."""
-
-NO_LOOP = -1
-"""The loop that a loader's order follows from in evaluations."""
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -52,32 +56,33 @@ class Evaluation:
     workers: Workers
     prepared: Prepared
     device: torch.device
-    feed: Feed
-    cut: EpochCut
+    blocks: Blocks
     step: int
-    most: int | None = None
 
     def means(self, metrics: Metrics) -> dict[str, float]:
         """The weighted mean of each metric over all blocks.
 
         Raises:
-            DataError: blocks returned different metrics.
+            DataError: blocks returned different metrics, or there are none.
         """
-        rows: list[list[tuple[float, float]]] = []
         names: list[str] | None = None
-        for block, batch in self._blocks():
-            found = _call(metrics, self.prepared.model, batch)
+
+        def row_of(block: EvaluatedBlock) -> list[tuple[float, float]]:
+            nonlocal names
+            found = _call(metrics, self.prepared.model, block.batch)
             if names is not None and sorted(found) != names:
                 raise DataError(f"metrics returned {sorted(found)} for one batch and {names} for another")
             names = sorted(found)
-            rows.append([_weighted(found[name], len(block)) for name in names])
+            return [_weighted(found[name], block.samples) for name in names]
+
+        rows, shares = self._shared(row_of)
         everybody = self.workers.gather_json(names)
         agreed: list[str] = next(one for one in everybody if one is not None)
         other = next((one for one in everybody if one is not None and one != agreed), agreed)
         if other != agreed:
             raise DataError(f"metrics returned {other} for one batch and {agreed} for another")
         local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(agreed), 2)
-        table = self.workers.gather_rows(local, self._counts()).tolist()
+        table = self.workers.gather_rows(local, [len(sizes) for sizes in shares.sizes]).tolist()
         return {name: _mean([row[column] for row in table]) for column, name in enumerate(agreed)}
 
     def sums(self, add: Callable[[Any, Any], Tensor]) -> Tensor:
@@ -86,85 +91,79 @@ class Evaluation:
         Args:
             add: a function that gets the model and a batch, and returns a row of numbers, always as many.
         """
-        tree, mine = SummationTree(self.cut.steps), self._mine(self.workers.rank)
-        leaves = {Node(block, block + 1): row for block, row in zip(mine, self._rows(add), strict=True)}
-        covers = [tree.cover(one.start, one.stop) for one in map(self._mine, range(self.workers.world_size))]
+        rows, shares = self._shared(lambda block: add(self.prepared.model, block.batch).double())
+        bounds = (0, *accumulate(len(sizes) for sizes in shares.sizes))
+        tree, first = SummationTree(bounds[-1]), bounds[self.workers.rank]
+        leaves = {Node(block, block + 1): row for block, row in enumerate(rows, first)}
+        covers = [tree.cover(*both) for both in pairwise(bounds)]
         partials = [tree.finish(leaves, torch.add, node) for node in covers[self.workers.rank]]
         length = max(one or 0 for one in self.workers.gather_json(len(partials[0]) if partials else None))
         local = torch.stack(partials) if partials else torch.zeros(0, length, dtype=torch.float64)
-        rows = self.workers.gather_rows(local, [len(cover) for cover in covers])
+        gathered = self.workers.gather_rows(local, [len(cover) for cover in covers])
         nodes = [node for cover in covers for node in cover]
-        total: Tensor = tree.finish(dict(zip(nodes, rows, strict=True)), torch.add)
+        total: Tensor = tree.finish(dict(zip(nodes, gathered, strict=True)), torch.add)
         return total
 
-    def _rows(self, add: Callable[[Any, Any], Tensor]) -> Iterator[Tensor]:
-        for _, batch in self._blocks():
-            yield add(self.prepared.model, batch).double()
-
     def outputs(self, predict_fn: Predict | None) -> Any:
-        """The outputs for all samples, in order."""
+        """The outputs for all samples, in the order of the data."""
         predict = predict_fn or _predict
-        parts = [predict(self.prepared.model, batch) for _, batch in self._blocks()]
+        parts, shares = self._shared(lambda block: predict(self.prepared.model, block.batch))
         local = _concatenated(parts) if parts else None
         form = next(one for one in self.workers.gather_json(_form(local)) if one is not None)
-        counts = [self._samples_of(rank) for rank in range(self.workers.world_size)]
-        return self._gathered(local, form, counts)
+        return self._gathered(local, form, shares)
 
-    def values(self, function: Callable[[int, Any], Any], blocks: int | None = None) -> list[Any]:
-        """What a function returns for each block, in their order.
+    def values(self, function: Callable[[int, Any], Any], most: int | None = None) -> list[Any]:
+        """What a function returns for each block, in the order of their places.
 
         Args:
             function: a function that gets a block's number and its batch, and returns numbers, text, tensors, or lists,
                 tuples and dicts of them, of any shape.
-            blocks: the number of blocks; all by default.
+            most: the number of blocks; all by default.
         """
-        some = replace(self, most=blocks)
-        numbers = iter(some._mine(self.workers.rank))
-        mine = [function(next(numbers), batch) for _, batch in some._blocks()]
+        mine = [value for *_, value in self._read(lambda block: function(block.number, block.batch), most)]
         ranks = range(self.workers.world_size)
         return [value for rank in ranks for value in self.workers.broadcast(mine, rank)]
 
-    def _blocks(self) -> Iterator[tuple[range, Any]]:
-        blocks = [(number, self.cut.batch(number)) for number in self._mine(self.workers.rank)]
-        requests = (ShardsRequest(EVALUATION_EPOCH, (block,)) for _, block in blocks)
+    def _shared(self, act: Callable[[EvaluatedBlock], R]) -> tuple[list[R], Shares]:
+        """What comes of this worker's blocks, and who has evaluated how much."""
+        found = self._read(act)
+        return [one for *_, one in found], self.blocks.shares(self.workers, [one[:2] for one in found])
+
+    def _read(self, act: Callable[[EvaluatedBlock], R], most: int | None = None) -> list[tuple[BlockPlace, int, R]]:
+        """Place, samples and result of each of this worker's blocks, in the order of places."""
+        with closing(self._each(most)) as blocks:
+            found = [(block.place, block.samples, act(block)) for block in blocks]
+        return sorted(found, key=itemgetter(0))
+
+    def _each(self, most: int | None) -> Generator[EvaluatedBlock, None, None]:
         with (
             _evaluating(self.prepared.modules),
             torch.no_grad(),
             generators_kept(),
-            closing(load(self.feed.source, requests, self.feed.processes)) as loaded,
+            closing(self.blocks.read(self.workers, most)) as blocks,
         ):
-            for number, block in blocks:
-                (found,) = next(loaded)
-                batch = to_device(found, self.device)
-                seed_generators(stream_seed(self.job.seed, Stream.EVALUATION, self.step, number))
+            for block in blocks:
+                found = block._replace(batch=to_device(block.batch, self.device))
+                seed_generators(stream_seed(self.job.seed, Stream.EVALUATION, self.step, *block.place))
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.precision == "bf16"):
-                    yield block, batch
+                    yield found
                 self.workers.tick()
 
-    def _mine(self, rank: int) -> range:
-        blocks = self.cut.steps if self.most is None else min(self.most, self.cut.steps)
-        bounds = even_bounds(blocks, self.workers.world_size)
-        return range(bounds[rank], bounds[rank + 1])
-
-    def _counts(self) -> list[int]:
-        return [len(self._mine(rank)) for rank in range(self.workers.world_size)]
-
-    def _samples_of(self, rank: int) -> int:
-        return sum(len(self.cut.batch(number)) for number in self._mine(rank))
-
-    def _gathered(self, local: Any, form: Any, counts: Sequence[int]) -> Any:
+    def _gathered(self, local: Any, form: Any, shares: Shares) -> Any:
         if isinstance(form, dict):
-            return {key: self._gathered(local and local[key], part, counts) for key, part in form["parts"].items()}
+            return {key: self._gathered(local and local[key], part, shares) for key, part in form["parts"].items()}
         if form[0] == "list":
-            return [self._gathered(local and local[number], part, counts) for number, part in enumerate(form[1])]
+            return [self._gathered(local and local[number], part, shares) for number, part in enumerate(form[1])]
         if local is None:
             local = empty_as(form, self.device)
+        counts = [sum(sizes) for sizes in shares.sizes]
         if local.dim() == 0 or len(local) != counts[self.workers.rank]:
             raise DataError(
                 f"predict_fn returned outputs of shape {list(local.shape)} for {counts[self.workers.rank]} samples: "
                 f"return one row per sample"
             )
-        return self.workers.gather_rows(local, counts)
+        rows = self.workers.gather_rows(local, counts)
+        return rows if shares.order is None else rows[shares.order.to(rows.device)]
 
 
 class Evaluator:
@@ -195,7 +194,7 @@ class Evaluator:
 
         Args:
             action: a function that gets the evaluation, and returns its result.
-            dataset: map-style, with a length, or a ``DataLoader``; the same on all workers.
+            dataset: map-style, with a length, a stream, or a ``DataLoader``; the same on all workers.
             batch_size: samples per call; by default as many as a training shard has.
             collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
 
@@ -205,19 +204,26 @@ class Evaluator:
         require_kinds(Evaluator.carry_out, {"batch_size": batch_size})
         prepared, job = self._trained.require_prepared(), self._job
         asked = Asked(batch_size=batch_size, collate_fn=collate)
-        feed = Feed.of(dataset, asked, LoopKey(job.seed, NO_LOOP), self._timeout_s)
+        key = LoopKey(job.seed, NO_LOOP)
+        feed = StreamFeed.of(dataset, asked, key) or Feed.of(dataset, asked, key, self._timeout_s)
         self._collectives.agree("data set", feed.same())
         size = batch_size or feed.batch_size or -(-(job.batch_size or SAMPLES_PER_SHARD * job.shards) // job.shards)
-        step, cut = self._trained.progress.position.step, feed.order.cut(EVALUATION_EPOCH, size)
-        if not cut.steps:
-            raise DataError("the loader has no batch to evaluate: drop_last or its sampler leaves nothing")
+        blocks, step = self._blocks(feed, size), self._trained.progress.position.step
         self.is_under_way = True
         try:
             return self._collectives.together(
-                lambda workers: action(Evaluation(job, workers, prepared, self._device, feed, cut, step))
+                lambda workers: action(Evaluation(job, workers, prepared, self._device, blocks, step))
             )
         finally:
             self.is_under_way = False
+
+    def _blocks(self, feed: Feed | StreamFeed, size: int) -> Blocks:
+        if isinstance(feed, StreamFeed):
+            return StreamBlocks(feed, self._job.shards, size)
+        cut = feed.order.cut(EVALUATION_EPOCH, size)
+        if not cut.steps:
+            raise DataError("the loader has no batch to evaluate: drop_last or its sampler leaves nothing")
+        return CutBlocks(feed, cut)
 
 
 @contextmanager

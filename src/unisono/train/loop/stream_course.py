@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from unisono.adapt.view import BatchShape
+from unisono.data.stream_feed import warn_unless_promised
 from unisono.data.stream_reader import ReaderState
 from unisono.data.stream_readers import Wish
 from unisono.data.stream_source import StreamSource
@@ -125,14 +126,8 @@ class StreamCourse:
         start, stop = position.offset, position.offset + bounds[-1]
         self._batch = Batch(position.epoch, start, stop, bounds, is_last_in_epoch)
         self.source.begin(states)
-        if is_last_in_epoch and self.promised not in (None, stop):
-            warnings.warn(
-                f"epoch {position.epoch} of the stream has {stop} samples, and its __len__ says {self.promised}: all "
-                f"that were read are used. If samples are missing or repeated, look how readers share it: "
-                f"reader v of V is worker v of V in torch.utils.data.get_worker_info()",
-                UnisonoWarning,
-                stacklevel=2,
-            )
+        if is_last_in_epoch:
+            warn_unless_promised(f"epoch {position.epoch} of the stream", stop, self.promised)
         moved = replace(position, step=position.step + 1, samples=position.samples + bounds[-1], offset=stop)
         after = replace(progress, position=moved, readers=tuple(one.after for one in told))
         after = _epoch_over(after) if is_last_in_epoch else after
