@@ -359,6 +359,23 @@ def test_the_cause_is_found_behind_its_consequences(run: Run) -> None:
     assert "[rank 0] Traceback (most recent call last):\n" not in run.lines
 
 
+def test_an_exit_code_of_the_script_counts_though_others_end_sooner(run: Run) -> None:
+    body = """
+        import atexit
+        from unisono.errors import WorkerLost
+        def linger():
+            (run_dir / "lingers").touch()
+            forever()
+        if rank == 1:
+            atexit.register(linger)
+            sys.exit(5)
+        when(run_dir / "lingers")
+        raise WorkerLost("rank 1 is gone")
+    """
+    assert run(body) == 5
+    assert "rank 1 on host" in run.lines[-1]
+
+
 def test_a_worker_killed_by_the_system_is_named_with_signal_and_likely_reason(run: Run) -> None:
     assert run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nforever()") == 137
     assert re.match(r"unisono: rank 1 on host \S+ was killed by SIGKILL: likely the memory ran out", run.lines[-1])

@@ -8,7 +8,7 @@ from unisono.errors import JobError
 from unisono.launch.command import ElasticSeat, elastic_command, elastic_dry_run, worker_command
 from unisono.launch.elastic.coordinator_process import Listening, server_command
 from unisono.launch.elastic.elastic import ElasticSettings, Range, at_the_end, conclusion_of, telling
-from unisono.launch.ending.failure import Failure, exit_code, note_end
+from unisono.launch.ending.failure import Failure, end_of, note_end
 from unisono.launch.ending.outcome import Outcome, WorkerExit
 from unisono.launch.ending.result import JobEnd, open_folder, report, with_faults
 from unisono.launch.settings import LaunchSettings, Script
@@ -243,10 +243,10 @@ def test_a_process_that_is_killed_when_its_script_has_ended_has_the_scripts_exit
     code: int, tmp_path: Path
 ) -> None:
     folder = open_folder(tmp_path / "run", "train")
-    assert exit_code(folder, "w1", KILLED) == KILLED
+    assert end_of(folder, "w1", KILLED)[0] == KILLED
     note_end(folder, "w1", code)
-    assert (exit_code(folder, "w1", KILLED), exit_code(folder, "w1", 9)) == (code, 9)
-    assert exit_code(open_folder(tmp_path / "run", "train"), "w1", KILLED) == KILLED  # of an earlier start
+    assert (end_of(folder, "w1", KILLED)[0], end_of(folder, "w1", 9)[0]) == (code, 9)
+    assert end_of(open_folder(tmp_path / "run", "train"), "w1", KILLED)[0] == KILLED  # of an earlier start
 
 
 def test_workers_are_called_by_their_id_where_ranks_change() -> None:

@@ -28,7 +28,7 @@ from unisono.checkpoint.store import Snapshot
 from unisono.errors import CheckpointError, JobError, UnisonoError, UnisonoWarning, Unreadable
 from unisono.jsonl import read_lines
 from unisono.launch.elastic.address import WHERE, address_of
-from unisono.launch.ending.failure import Failure, exit_code
+from unisono.launch.ending.failure import Failure, end_of
 from unisono.launch.ending.outcome import WorkerExit
 from unisono.launch.ending.result import with_faults
 from unisono.launch.forkserver.request import ForkRequest, WorkerRequest
@@ -139,7 +139,7 @@ def test_a_launcher_waits_for_no_pipe_in_place_of_the_note_how_a_script_ended(tm
     folder = RunFolder(tmp_path)
     folder.ended_of("w1").parent.mkdir(exist_ok=True)
     os.mkfifo(folder.ended_of("w1"))
-    assert exit_code(folder, "w1", -9) == -9
+    assert end_of(folder, "w1", -9)[0] == -9
 
 
 WISH = ForkRequest({"A": "b"}, {"limits": "c"}, ("unisono", "run"), (0, 1, 2, 7), "/", (1, 2))

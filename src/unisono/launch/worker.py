@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.errors import FIRST_SIGNAL
+from unisono.errors import FIRST_SIGNAL, PREEMPTED
 from unisono.host.parent_death import end_with_parent
 from unisono.host.script_end import OF_THIS_PROCESS
 from unisono.host.stacks import write_when_asked
@@ -50,6 +50,8 @@ def main() -> None:
         to_its_end(script)
     except SystemExit as error:
         ends.append((os.getpid(), code_of(error)))
+        if code_of(error) not in (0, PREEMPTED):  # it may hold the others up, whatever its exit handlers do
+            note()
         raise
     except KeyboardInterrupt as error:
         print(f"KeyboardInterrupt{_place(error)}", file=sys.stderr)  # noqa: T201
@@ -165,15 +167,20 @@ def leave() -> None:
 
     With torch loaded that may take a second.
     """
-    run_dir = os.environ.get("UNISONO_RUN_DIR")
-    if run_dir and ends and ends[0][0] == os.getpid():  # not in what the script has forked
-        with suppress(OSError):  # then it counts how the process ends
-            note_end(RunFolder(run_dir), _name(), ends[0][1])
+    note()
     if failures:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # closed, or nobody reads it
                 stream.flush()
         os._exit(failures[0])
+
+
+def note() -> None:
+    """Note how the script has ended, once."""
+    run_dir = os.environ.get("UNISONO_RUN_DIR")
+    if run_dir and ends and ends[0][0] == os.getpid():  # not in what the script has forked
+        with suppress(OSError):  # then it counts how the process ends
+            note_end(RunFolder(run_dir), _name(), ends.pop()[1])
 
 
 atexit.register(leave)  # here, since first in is last out: after all that the script registers

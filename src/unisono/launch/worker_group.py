@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
 from unisono.host.guard import Guard, kill_group
-from unisono.launch.ending.failure import Failure, exit_code
+from unisono.launch.ending.failure import Failure, end_of
 from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.terminal.terminal import Terminal, WorkerName
 from unisono.launch.worker_start import WorkerProcess
@@ -27,7 +26,7 @@ class Ended:
 
     Attributes:
         code: its exit code; negative for a signal.
-        at: the time of its end, in seconds since 1970.
+        at: the time of its end, or that of its script if it is known, in seconds since 1970.
         failure: the exception that ended its script; None if it recorded none.
     """
 
@@ -83,7 +82,7 @@ class WorkerGroup:
 
     async def end(self, name: WorkerName, process: WorkerProcess) -> Ended:
         """Wait for a worker's end, and end what it has started."""
-        code, at = exit_code(self._folder, name, await process.wait()), time.time()
+        code, at = end_of(self._folder, name, await process.wait())
         kill_group(process.pid)
         self.guard.forget(process.pid)
         return Ended(code, at, self._failure_of(name))

@@ -15,26 +15,32 @@ from unisono.errors import USAGE, Dismissed, LaunchError, UnisonoError, WorkerLo
 from unisono.launch.terminal.terminal import WorkerName, called
 from unisono.received import open_file, read_object, value_of
 
-# How a worker's script has ended, noted when nothing of it is left to do but to take its process apart.
+# How a worker's script has ended, noted before its process is taken apart.
 #
 # With torch loaded that takes a while, and whoever kills a process meanwhile takes nothing from anybody.
 
 
 def note_end(folder: RunFolder, worker: WorkerName, code: int) -> None:
-    """Note with which code a script has ended, once it has: its exit handlers and threads as well.
+    """Note with which code a script ends, and that it does so now.
 
     Raises:
         OSError: the folder cannot be written to.
     """
-    folder.ended_of(worker).write_text(str(code))
+    folder.ended_of(worker).write_text(f"{code} {time.time()}")
 
 
-def exit_code(folder: RunFolder, worker: WorkerName, code: int) -> int:
-    """The exit code of a worker: of its script, if a signal has ended the process after that; else the process's."""
-    if code < 0:
-        with suppress(OSError, ValueError), open_file(folder.ended_of(worker)) as file:
-            return int(file.read(32))
-    return code
+def end_of(folder: RunFolder, worker: WorkerName, code: int) -> tuple[int, float]:
+    """The exit code of a worker, and the time of its end, in seconds since 1970: its script's, if that was noted.
+
+    Args:
+        folder: the run folder.
+        worker: the worker, whose process has just ended.
+        code: the exit code of the process. It stands, unless a signal has ended the process.
+    """
+    with suppress(OSError, ValueError), open_file(folder.ended_of(worker)) as file:
+        noted, at = file.read(64).split()
+        return (int(noted) if code < 0 else code), float(at)
+    return code, time.time()
 
 
 # What a worker leaves behind when its script ends with an exception.

@@ -44,7 +44,7 @@ class WorkerExit:
     Attributes:
         rank: its rank; its id where ranks change.
         code: its exit code; minus the signal's number if a signal ended it.
-        time: the time of its end, in seconds since 1970.
+        time: the time of its end, or that of its script if it is known, in seconds since 1970.
         failure: the exception that ended its script, if one did.
         told_at: the time at which the launcher, ending the job, told it to end; None if it did not.
         peak_mib: the most memory that it was seen to need, in MiB; None if nobody looked.
@@ -69,14 +69,14 @@ class WorkerExit:
         return min(self.time, self.failure.time) if self.failure else self.time
 
     @property
-    def had_failed(self) -> bool:
-        """Whether its script had failed already when the launcher told it to end, and it was on its way out."""
-        return self.failure is not None and self.told_at is not None and self.failure.time < self.told_at
+    def had_ended(self) -> bool:
+        """Whether its script had ended already when the launcher told it to end, and it was on its way out."""
+        return self.told_at is not None and self.began < self.told_at
 
     @property
     def shell_code(self) -> int:
         """The exit code as a shell gives it; its own, if the launcher ended it while it was on its way out."""
-        if self.had_failed and self.failure is not None:
+        if self.had_ended and self.failure is not None:
             return self.failure.exit_code
         return self.code if self.code >= 0 else FIRST_SIGNAL - self.code
 
@@ -94,7 +94,7 @@ class WorkerExit:
         """How likely this exit began it all, in a job that was or was not interrupted by a signal."""
         if self.code in (0, PREEMPTED):
             return Blame.NONE
-        if self.told_at is not None and not self.had_failed:
+        if self.told_at is not None and not self.had_ended:
             return Blame.ENDED_BY_LAUNCHER
         if self.failure is not None:
             return Blame.CONSEQUENCE if self.failure.consequence else Blame.CAUSE
@@ -237,7 +237,7 @@ def describe(worker: WorkerExit, host: str) -> str:
         return (
             f"{who} was ended: it needed {worker.peak_mib or 0:.0f} MiB, more than its limit of {worker.over_mib:.0f}"
         )
-    if worker.code < 0 and not worker.had_failed:
+    if worker.code < 0 and not worker.had_ended:
         hint = worker.fault or HINTS.get(worker.signal_name)
         return f"{who} was killed by {worker.signal_name}" + (f": {hint}" if hint else "")
     if worker.failure is not None:
