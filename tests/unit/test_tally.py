@@ -38,7 +38,7 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest
 from unisono.train.step.call import Call, Clip
 from unisono.train.step.engine import StepEngine
-from unisono.words import sum_of_words
+from unisono.words import SMALL, ManyWords, bytes_of, sum_of_words
 
 pytestmark = pytest.mark.unit
 
@@ -55,6 +55,19 @@ def test_every_single_bit_changes_the_sum_of_words(numel: int, bit: int, place: 
     before = sum_of_words(values)
     flip(values, place % numel, bit)
     assert sum_of_words(values) % 2**64 != before % 2**64
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3 * SMALL), st.sampled_from(["float32", "bfloat16", "int8"])), max_size=6),
+    st.integers(0, 3),
+)
+def test_many_memories_have_the_sums_that_each_has_by_itself(made: list[tuple[int, str]], cut: int) -> None:
+    tensors = [torch.arange(numel + cut).to(getattr(torch, dtype))[cut:] for numel, dtype in made]
+    words = ManyWords([bytes_of(tensor) for tensor in tensors])
+    for _ in range(2):  # the second time of other values
+        assert words.sums().tolist() == [sum_of_words(tensor) for tensor in tensors]
+        for tensor in tensors:
+            tensor.add_(1)
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(256, 4000), st.integers(0, 1000))

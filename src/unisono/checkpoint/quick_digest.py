@@ -1,20 +1,20 @@
 """Digests that are cheap enough for every step: sums of words, at the speed of memory."""
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from unisono.checkpoint.codec import flatten
-from unisono.words import MODULUS, Words, is_dense, sum_of_words
+from unisono.words import MODULUS, Bytes, ManyWords, Sums, bytes_of, is_dense, sum_of_words
 
-_FACTOR = 0x9E3779B97F4A7C15  # odd, so that no bit of a sum is lost by it
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no bit of a sum is lost by it
 
-Sums = tuple[int, ...]
-"""Of each tensor's words, modulo 2**64."""
+_BYTES = attrgetter("nbytes")
 
 
 class Summing:
@@ -25,32 +25,43 @@ class Summing:
     """
 
     def __init__(self) -> None:
-        self._words: dict[tuple[int, int], Words | None] = {}
+        self._marks: list[int] | None = None
+        self._bytes: dict[tuple[int, int], Bytes | None] = {}
+        self._words = ManyWords(())
+        self._others: list[int] = []
 
-    def __call__(self, tensors: Iterable[Tensor]) -> Sums:
+    def __call__(self, tensors: Sequence[Tensor]) -> Sums:
         """The sum of each tensor's words."""
-        words: dict[tuple[int, int], Words | None] = {}
-        found = tuple(self._sum(tensor, words) for tensor in tensors)
-        self._words = words  # what is no longer asked for is let go of
+        marks = [*map(Tensor.data_ptr, tensors), *map(_BYTES, tensors)]
+        if marks != self._marks:
+            self._plan(tensors)
+            self._marks = marks
+        found = self._words.sums()
+        for number in self._others:
+            found[number] = sum_of_words(tensors[number])
         return found
 
-    def _sum(self, tensor: Tensor, words: dict[tuple[int, int], Words | None]) -> int:
-        if tensor.device.type != "cpu":
-            return sum_of_words(tensor)
-        key = tensor.data_ptr(), tensor.nbytes
-        if key not in words:
-            words[key] = self._words[key] if key in self._words else Words(tensor) if is_dense(tensor) else None
-        found = words[key]
-        return sum_of_words(tensor) if found is None else found.sum()
+    def _plan(self, tensors: Sequence[Tensor]) -> None:
+        known: dict[tuple[int, int], Bytes | None] = {}
+        each = []
+        for tensor in tensors:
+            key = tensor.data_ptr(), tensor.nbytes
+            if key not in known:
+                is_read = tensor.device.type == "cpu" and is_dense(tensor)
+                known[key] = self._bytes[key] if key in self._bytes else bytes_of(tensor) if is_read else None
+            each.append(known[key])
+        self._bytes, self._words = known, ManyWords(each)  # what is no longer asked for is let go of
+        self._others = [number for number, one in enumerate(each) if one is None]
 
 
-def total_of(sums: Sequence[int], numbers: Iterable[int] | None = None) -> int:
+def total_of(sums: Sequence[int] | Sums, numbers: Iterable[int] | None = None) -> int:
     """The same, and 0 for no sums: totals of some tensors, or of parts of one, add up to the total of all."""
-    found = zip(itertools.count() if numbers is None else numbers, sums, strict=numbers is not None)
-    return sum(_FACTOR * (2 * number + 1) * each for number, each in found) % MODULUS
+    each = np.asarray(sums, np.uint64)
+    places = np.arange(len(each)) if numbers is None else np.fromiter(numbers, np.int64, len(each))
+    return int(np.add.reduce(_FACTOR * (2 * places + 1).astype(np.uint64) * each))
 
 
-def combined(sums: Sequence[int], numbers: Iterable[int] | None = None) -> int:
+def combined(sums: Sequence[int] | Sums, numbers: Iterable[int] | None = None) -> int:
     """One number of 64 bits, above 0, for the sums of several tensors; another one if a single sum is another one.
 
     Args:
@@ -76,9 +87,10 @@ def flat_digest(text: Any, tensors: Mapping[str, Tensor]) -> int:
     return (int.from_bytes(said, "big") + combined(sums)) % MODULUS or 1
 
 
-def flipped_bits(before: Sequence[int], after: Sequence[int]) -> int:
+def flipped_bits(before: Sequence[int] | Sums, after: Sequence[int] | Sums) -> int:
     """The least number of flipped bits that would explain why sums are other ones; 0 if they are not."""
-    return sum(_signed_powers((new - old) % MODULUS) for old, new in zip(before, after, strict=True))
+    differences = np.asarray(after, np.uint64) - np.asarray(before, np.uint64)
+    return sum(_signed_powers(int(each)) for each in differences[differences != 0])
 
 
 def _signed_powers(difference: int) -> int:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.checkpoint.quick_digest import Summing, Sums, flipped_bits, total_of
+from unisono.checkpoint.quick_digest import Summing, flipped_bits, total_of
 from unisono.train.model.buffers import Buffers
+from unisono.words import Sums
 
 MOST_FLIPPED = 2
 """Bits: a larger difference that torch has not counted is taken for a write of the script, say to ``tensor.data``."""
+
+
+_VERSION = attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +72,8 @@ class AtRest:
         self._seen = [weights[number] for number in self._numbers_of_parts]
         self._summing, self._noting = Summing(), Summing()
         self._left: Sums | None = None
-        self._written: list[tuple[int, int]] = []
-        self._unwritten: list[bool] = []
+        self._written: list[int] = []
+        self._is_unwritten: npt.NDArray[np.bool_] | None = None  # of each tensor; None if all are
 
     def first(self) -> None:
         """A step begins, perhaps the first: what is there now stays until the step is computed."""
@@ -77,10 +84,14 @@ class AtRest:
         """A step is about to be computed."""
         if not self._is_only:
             return
-        written = self._writes()
+        written = self._writes(self._present())
         if self._left is None or len(written) != len(self._written):
             self.note()
-        self._unwritten = [now == before for now, before in zip(written, self._written, strict=True)]
+            written = self._written
+        self._is_unwritten = None
+        if written != self._written:
+            same = np.array([now == before for now, before in zip(written, self._written, strict=True)])
+            self._is_unwritten = np.logical_and(*same.reshape(2, -1))
 
     def look(self) -> Seen:
         """All shards are computed, and nothing is committed."""
@@ -99,38 +110,42 @@ class AtRest:
         """
         if not self._is_only:
             return
+        now = self._present()
+        self._written = self._writes(now)
         if sums is None:
-            self._left = self._summing(self._now())
+            self._left = self._noting(now)
         else:
-            self._left = (*self._noting([*self._weights, *self.buffers.present()]), *sums)
-        self._written = self._writes()
+            read = self._noting([*self._weights, *self.buffers.present()])
+            self._left = np.concatenate([read, np.array(sums, np.uint64)])
 
     def has_changed(self) -> bool:
         """Whether a bit has flipped since the last update, where there is no other copy to compare with."""
         if self._left is None:
             return False
         self.begin()
-        return self._has_flipped(self._summing(self._now()))
+        return self._has_flipped(self._summing(self._present()))
 
     def let_go(self) -> None:
         """Hold no tensor's memory until the next look."""
         self._summing, self._noting = Summing(), Summing()
 
-    def _now(self) -> list[Tensor]:
+    def _present(self) -> list[Tensor]:
         return [*self._weights, *self.buffers.present(), *self._parts, *self._state()]
 
-    def _writes(self) -> list[tuple[int, int]]:
-        now = self._now()
-        seen = [0] * len(now)  # what the script writes to, in place of parts that it does not see
-        start = len(now) - len(self._state()) - len(self._parts)
-        seen[start : start + len(self._parts)] = [weight._version for weight in self._seen]
-        return [(id(tensor), tensor._version + version) for tensor, version in zip(now, seen, strict=True)]
+    def _writes(self, now: Sequence[Tensor]) -> list[int]:
+        """Which tensors these are, and how often torch says that each was written."""
+        versions = [*map(_VERSION, now)]
+        start = len(self._weights) + len(self.buffers)
+        for number, weight in enumerate(self._seen, start):  # what the script writes to: it does not see the parts
+            versions[number] += weight._version
+        return [*map(id, now), *versions]
 
     def _has_flipped(self, sums: Sums) -> bool:
         if self._left is None:
             return False
-        unwritten = [number for number, is_so in enumerate(self._unwritten) if is_so]
-        before, after = ([each[number] for number in unwritten] for each in (self._left, sums))
+        before, after = self._left, sums
+        if self._is_unwritten is not None:
+            before, after = before[self._is_unwritten], after[self._is_unwritten]
         return 0 < flipped_bits(before, after) <= MOST_FLIPPED
 
 

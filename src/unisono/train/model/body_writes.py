@@ -5,9 +5,10 @@ from operator import attrgetter
 
 from torch import Tensor
 
-from unisono.checkpoint.quick_digest import Summing, Sums, flipped_bits
+from unisono.checkpoint.quick_digest import Summing, flipped_bits
 from unisono.train.model.at_rest import MOST_FLIPPED
 from unisono.train.model.forward_writes import EVERY, FIRST
+from unisono.words import Sums
 
 _VERSION = attrgetter("_version")
 

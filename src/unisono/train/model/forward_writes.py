@@ -5,9 +5,10 @@ from operator import attrgetter
 
 from torch import Tensor
 
-from unisono.checkpoint.quick_digest import Summing, Sums, flipped_bits
+from unisono.checkpoint.quick_digest import Summing, flipped_bits
 from unisono.errors import ModelError
 from unisono.train.model.at_rest import MOST_FLIPPED
+from unisono.words import Sums
 
 FIRST, EVERY = 8, 64
 """The first calls, and every so many after them, are compared bit for bit."""
