@@ -63,7 +63,6 @@ class Gradients:
         self.mark: ShardDigest | None = None
         self._norms = norms
         self._reducer = reducer
-        self._checked_bytes = fusion.checked_bytes
         self._single = reducer.transport.tree.shards == 1
         self._buckets: tuple[Bucket, ...] = ()
         if not self._single:
@@ -85,8 +84,12 @@ class Gradients:
         self._flats: list[Tensor] = []
         self._wide: dict[int, Tensor] = {}
         self._views: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+        self._windows: Sequence[range] = ()  # what is checked of each buffer
         self._tallies: list[Tally | None] = []
-        self._is_tallied = reducer.tallies and all(one.device.type == "cpu" for one in self.parameters)
+        is_tallied = reducer.tallies and all(one.device.type == "cpu" for one in self.parameters)
+        self._checked_bytes = fusion.checked_bytes if is_tallied else 0
+        self._bytes = sum(one.nbytes for one in self.parameters)
+        self._lengths = [bucket.numel for bucket in self._buckets] or [one.numel() for one in self.parameters]
         self._hooks = self._hooked()
 
     @property
@@ -98,7 +101,7 @@ class Gradients:
         """Forget what was taken before; the shards of this worker follow."""
         self._used = [False] * len(self.parameters)
         self.came_twice = self._heard = False
-        self._tallies = self._opened(step)
+        self._open(step)
         for sums in self._sums:
             sums.begin()
 
@@ -240,32 +243,34 @@ class Gradients:
             hook.remove()
 
     def _hooked(self) -> "list[torch.utils.hooks.RemovableHandle]":
+        arrives = self._stay if self._single else self._arrive
         return [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrive, number))
+            parameter.register_post_accumulate_grad_hook(partial(arrives, number))
             for number, parameter in enumerate(self.parameters)
         ]
 
-    def _opened(self, step: int) -> list[Tally | None]:
-        lengths = [bucket.numel for bucket in self._buckets] or [one.numel() for one in self.parameters]
-        if not self._is_tallied:
-            return [None] * len(lengths)
-        size = sum(one.nbytes for one in self.parameters)
-        found = windows(lengths, size, self._checked_bytes, step)
-        return [Tally(part.start, part.stop, self.witness) if part else None for part in found]
+    def _open(self, step: int) -> None:
+        """Nothing is tallied, and nothing kept."""
+        self._windows = windows(self._lengths, self._bytes, self._checked_bytes, step)
+        self._tallies = [None] * len(self._windows)
+        if not self._single:  # what stays where it is gets one when it is kept
+            self._tallies = [Tally(part.start, part.stop, self.witness) if part else None for part in self._windows]
 
     def _keep(self, number: int, values: Tensor | None) -> None:
         """From now on these are kept, and not what was kept before in their place."""
-        if (tally := self._tallies[number]) is not None and values is not None and not values.is_sparse:
-            tally = self._tallies[number] = tally.part(0)
-            tally.keep(in_memory_order(values), 0)
+        part = self._windows[number]
+        if part and values is not None and not values.is_sparse:
+            tally = self._tallies[number] = Tally(part.start, part.stop, self.witness)
+            tally.keep(values if values.is_contiguous() else in_memory_order(values), 0)
+
+    def _stay(self, number: int, parameter: Tensor) -> None:
+        if self._listens:
+            self._keep(number, parameter.grad)  # what came before is part of it
+            self._heard = True
 
     @torch.no_grad()
     def _arrive(self, number: int, parameter: Tensor) -> None:
         if not self._listens:
-            return
-        if self._single:
-            self._keep(number, parameter.grad)  # what came before is part of it
-            self._heard = True
             return
         if self._arrived[number]:
             self.came_twice = True
