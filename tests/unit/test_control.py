@@ -30,7 +30,7 @@ def told(
         ]
     )
     assert words.shape == (workers, word.length)
-    return word.read(words, ["a", "b"])
+    return word.open(words).read(["a", "b"])
 
 
 def test_every_number_of_workers_reads_the_same_to_the_last_bit() -> None:
@@ -75,14 +75,14 @@ def test_a_worker_with_nothing_but_empty_shards_is_recognised() -> None:
     split = Split.even(2, 2)
     word = ControlWord(split, 0)
     words = torch.stack([word.pack([REPORTS[0]], [], Flags()), word.pack([ShardReport()], [], Flags())])
-    assert word.has_silent_worker(words)
-    assert not word.has_silent_worker(words[[0, 0]])
+    assert word.open(words).has_silent_worker(split)
+    assert not word.open(words[[0, 0]]).has_silent_worker(split)
 
 
 def test_which_metrics_were_logged_is_told_by_the_first_shard_that_is_not_empty() -> None:
     split = Split.even(2, 2)
     word = ControlWord(split, 0)
     empty, full, other = (word.pack([one], [], Flags()) for one in (ShardReport(), REPORTS[0], ShardReport(0.0, 1.0)))
-    assert word.logged(torch.stack([empty, full])) == word.logged(torch.stack([full, other])) == signature_of("ab")
-    assert word.logged(torch.stack([other, full])) == signature_of(())
-    assert word.logged(torch.stack([empty, empty])) is None
+    pairs = [[empty, full], [full, other], [other, full], [empty, empty]]
+    logged = [word.open(torch.stack(pair)).logged for pair in pairs]
+    assert logged == [signature_of("ab"), signature_of("ab"), signature_of(()), None]

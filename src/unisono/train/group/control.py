@@ -2,11 +2,13 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field, fields
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from functools import cache
+from operator import attrgetter
+from struct import Struct
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from unisono.adapt.view import Timings
@@ -19,14 +21,13 @@ from unisono.words import MODULUS
 MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
-_FLAGS = 6
-_DIGESTS = slice(_FLAGS, _FLAGS + 2)  # as bits: nothing computes with them
-_TOLD = _DIGESTS.stop
-_BALANCE = _TOLD + len(fields(Timings))
-_HEADER = _BALANCE + 2
+_TIMES = tuple(one.name for one in fields(Timings))
+_HEADER = f"6?2x{len(_TIMES)}d4Q"  # flags; times; digests and balances, with which nothing computes
 _FIXED = 4  # loss, weight, squared norm, which metrics
+_ROW = _FIXED + MAX_METRICS
 
-_Words = npt.NDArray[np.float64]
+_times_of = attrgetter(*_TIMES)
+_Row = Sequence[float]
 
 
 @dataclass(slots=True)
@@ -115,10 +116,10 @@ class Flags:
 
 @dataclass(frozen=True, slots=True)
 class ControlWord:
-    """Packs one worker's part of the control word, and reads everybody's.
+    """Packs one worker's part of the control word, and opens everybody's.
 
-    A word is 1-D float64 of the same length on every worker: flags, then a row per shard (as many as the
-    widest worker has), then one bit per tensor. Bits travel as bytes: nothing computes with them.
+    A word is a row of bytes of the same length on every worker: flags, then numbers for each shard (as many as the
+    widest worker has), then one bit per tensor.
     """
 
     split: Split
@@ -127,7 +128,11 @@ class ControlWord:
     @property
     def length(self) -> int:
         """Bytes of one worker's word."""
-        return 8 * (_HEADER + self.split.widest * _ROW) + -(-self.tensors // 8)
+        return self._form.size + -(-self.tensors // 8)
+
+    @property
+    def _form(self) -> Struct:
+        return _form(self.split.widest)
 
     def pack(self, reports: Sequence[ShardReport], used: Sequence[bool], flags: Flags) -> torch.Tensor:
         """This worker's word: uint8, 1-D of ``length``.
@@ -135,99 +140,110 @@ class ControlWord:
         Raises:
             LossError: more metrics than a control word has room for.
         """
-        numbers = np.zeros(_HEADER + self.split.widest * _ROW)
-        numbers[:_FLAGS] = (
-            flags.leave,
-            flags.regroup,
-            flags.again,
-            flags.lost,
-            flags.flipped,
-            flags.written,
+        form, (balance, copies) = self._form, flags.balance
+        rows = [number for report in reports for number in _row(report)]
+        rows += [0.0] * (self.split.widest * _ROW - len(rows))
+        numbers = form.pack(
+            *(flags.leave, flags.regroup, flags.again, flags.lost, flags.flipped, flags.written),
+            *_times_of(flags.timings),
+            *(flags.digest, flags.own, balance % MODULUS, copies % PRIME),
+            *rows,
         )
-        numbers.view(np.uint64)[_DIGESTS] = flags.digest, flags.own
-        numbers[_TOLD:_BALANCE] = astuple(flags.timings)
-        balance, copies = flags.balance
-        numbers.view(np.uint64)[_BALANCE:_HEADER] = balance % MODULUS, copies % PRIME
-        for row, report in zip(numbers[_HEADER:].reshape(-1, _ROW), reports, strict=False):
-            _fill(row, report)
-        bits = np.packbits(np.asarray(used, dtype=bool))
-        return torch.from_numpy(np.concatenate([numbers.view(np.uint8), bits]))
+        bits = np.packbits(np.array(used, dtype=bool)).tobytes()
+        return torch.frombuffer(bytearray(numbers + bits), dtype=torch.uint8)
 
-    def read(self, words: torch.Tensor, names: Sequence[str]) -> StepReport:
-        """What all workers' words, of shape (world size, length), say together.
+    def open(self, words: torch.Tensor) -> "ControlWords":
+        """All workers' words, of shape (world size, length)."""
+        form = self._form
+        rows = np.ascontiguousarray(words.numpy())
+        told = [form.unpack_from(row) for row in rows]
+        used = np.unpackbits(np.bitwise_or.reduce(rows[:, form.size :], axis=0), count=self.tensors).astype(bool)
+        shards = [
+            one[_SHARDS + _ROW * number :][:_ROW]
+            for rank, one in enumerate(told)
+            for number in range(len(self.split.of(rank)))
+        ]
+        return ControlWords(tuple(map(_flags, told)), shards, tuple(used.tolist()))
+
+
+_TOLD = 6 + len(_TIMES)
+_SHARDS = _TOLD + 4
+
+
+def _flags(told: Sequence[Any]) -> Flags:
+    leave, regroup, again, lost, flipped, written = told[:6]
+    digest, own, *balance = told[_TOLD:_SHARDS]
+    timings = Timings(*told[6:_TOLD])
+    return Flags(leave, regroup, again, lost, flipped, written, digest, own, timings, Balance(*balance))
+
+
+@cache
+def _form(rows: int) -> Struct:
+    return Struct(f"<{_HEADER}{rows * _ROW}d")
+
+
+@dataclass(frozen=True, slots=True)
+class ControlWords:
+    """Everybody's control words.
+
+    Attributes:
+        flags: what each worker says, by rank.
+        rows: the numbers of each shard, in order.
+        used: one flag per tensor: whether any worker's shard used it.
+    """
+
+    flags: tuple[Flags, ...]
+    rows: Sequence[_Row]
+    used: tuple[bool, ...]
+
+    @property
+    def logged(self) -> float | None:
+        """Tells which metrics the first shard that is not empty has logged; None if all are."""
+        return next((row[_FIXED - 1] for row in self.rows if row[1]), None)
+
+    def has_silent_worker(self, split: Split) -> bool:
+        """Whether some worker had nothing but empty shards, or none, and so cannot know which metrics were logged."""
+        return any(not any(self.rows[shard][1] for shard in split.of(rank)) for rank in range(split.workers))
+
+    def read(self, names: Sequence[str]) -> StepReport:
+        """What all of them say together.
 
         Args:
-            words: the control words, uint8 of shape (world size, length).
             names: the metrics that this worker's shards logged.
 
         Raises:
             LossError: shards logged different metrics.
         """
-        numbers = self._numbers(words)
-        bits = np.bitwise_or.reduce(words.numpy()[:, numbers.shape[1] * 8 :], axis=0)
-        used = np.unpackbits(bits, count=self.tensors).astype(bool)
-        rows = [row for rank in range(self.split.workers) for row in self._rows(numbers, rank)]
-        shards = tuple(_report(row, shard, names) for shard, row in enumerate(rows))
+        shards = tuple(_report(row, shard, names) for shard, row in enumerate(self.rows))
         weight = _total([report.weight for report in shards])
         loss = _mean([(report.loss, report.weight) for report in shards], weight)
         metrics = {
             name: _mean([(report.metrics.get(name, 0.0), report.weight) for report in shards], weight) for name in names
         }
-        leave, regroup, again, lost, _, written = (bool(numbers[:, flag].any()) for flag in range(_FLAGS))
-        kept = is_balanced(*zip(*_balances(numbers), strict=True))
         return StepReport(
-            shards, loss, weight, metrics, tuple(used.tolist()), leave, regroup, again, lost, written, kept
+            shards,
+            loss,
+            weight,
+            metrics,
+            self.used,
+            **{
+                flag: any(map(attrgetter(flag), self.flags))
+                for flag in ("leave", "regroup", "again", "lost", "written")
+            },
+            is_balanced=is_balanced(*zip(*(each.balance for each in self.flags), strict=True)),
         )
 
-    def flags(self, words: torch.Tensor) -> tuple[Flags, ...]:
-        """What each worker said, by rank."""
-        numbers = self._numbers(words)
-        digests = numbers.view(np.uint64)[:, _DIGESTS].tolist()
-        rows = zip(numbers[:, :_BALANCE].tolist(), digests, _balances(numbers), strict=True)
-        return tuple(_flags(row, told, balance) for row, told, balance in rows)
 
-    def has_silent_worker(self, words: torch.Tensor) -> bool:
-        """Whether some worker had nothing but empty shards, or none, and so cannot know which metrics were logged."""
-        numbers = self._numbers(words)
-        return any(not self._rows(numbers, rank)[:, 1].any() for rank in range(self.split.workers))
-
-    def logged(self, words: torch.Tensor) -> float | None:
-        """Tells which metrics the first shard that is not empty has logged; None if all are."""
-        numbers = self._numbers(words)
-        rows = (row for rank in range(self.split.workers) for row in self._rows(numbers, rank))
-        return next((float(row[_FIXED - 1]) for row in rows if row[1]), None)
-
-    def _numbers(self, words: torch.Tensor) -> _Words:
-        return np.ascontiguousarray(words.numpy()[:, : 8 * (_HEADER + self.split.widest * _ROW)]).view(np.float64)
-
-    def _rows(self, numbers: _Words, rank: int) -> _Words:
-        rows: _Words = numbers[rank, _HEADER:].reshape(-1, _ROW)[: len(self.split.of(rank))]
-        return rows
-
-
-_ROW = _FIXED + MAX_METRICS
-
-
-def _balances(numbers: _Words) -> list[Balance]:
-    return [Balance(*row) for row in numbers.view(np.uint64)[:, _BALANCE:_HEADER].tolist()]
-
-
-def _flags(header: Sequence[float], digests: Sequence[int], balance: Balance) -> Flags:
-    leave, regroup, again, lost, flipped, written = (bool(flag) for flag in header[:_FLAGS])
-    digest, own = digests
-    return Flags(leave, regroup, again, lost, flipped, written, digest, own, Timings(*header[_TOLD:]), balance)
-
-
-def _fill(row: _Words, report: ShardReport) -> None:
+def _row(report: ShardReport) -> list[float]:
     if len(report.metrics) > MAX_METRICS:
         raise LossError(f"{len(report.metrics)} metrics logged in one loss function: at most {MAX_METRICS} fit")
-    row[:_FIXED] = report.loss, report.weight, report.squared_norm, signature_of(report.metrics)
-    for number, name in enumerate(sorted(report.metrics)):
-        row[_FIXED + number] = report.metrics[name]
+    logged = [report.metrics[name] for name in sorted(report.metrics)]
+    logged += [0.0] * (MAX_METRICS - len(logged))
+    return [report.loss, report.weight, report.squared_norm, signature_of(report.metrics), *logged]
 
 
-def _report(row: _Words, shard: int, names: Sequence[str]) -> ShardReport:
-    loss, weight, squared_norm, signature = row[:_FIXED].tolist()
+def _report(row: _Row, shard: int, names: Sequence[str]) -> ShardReport:
+    loss, weight, squared_norm, signature = row[:_FIXED]
     if weight == 0:
         return ShardReport()
     if signature != signature_of(names):
@@ -236,7 +252,7 @@ def _report(row: _Words, shard: int, names: Sequence[str]) -> ShardReport:
             f"shard {shard} logged other metrics than this worker's shards ({logged}): "
             f"call run.log with the same names in every call of the loss function"
         )
-    values = row[_FIXED : _FIXED + len(names)].tolist()
+    values = row[_FIXED : _FIXED + len(names)]
     return ShardReport(loss, weight, dict(zip(sorted(names), values, strict=True)), squared_norm)
 
 

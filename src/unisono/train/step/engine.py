@@ -476,15 +476,15 @@ class StepEngine:
         own = Balance(gradients.balance, gradients.copies)
         is_written = self._update.must_part()
         flags = replace(flags, again=gradients.came_twice, lost=self.has_lost, written=is_written, balance=own)
-        words = self._workers.transport.all_gather(word.pack(reports, used, flags))
+        words = word.open(self._workers.transport.all_gather(word.pack(reports, used, flags)))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
-        logged = word.logged(words)
-        if logged is not None and word.has_silent_worker(words):
+        logged = words.logged
+        if logged is not None and words.has_silent_worker(self._split):
             if logged not in self._known:  # on any worker: all of them have seen the same
                 everybody = self._workers.gather_json(names)
                 self._known[logged] = next(known for known in everybody if known is not None)
             names = self._known[logged] if names is None else names
-        return word.read(words, names or []), word.flags(words)
+        return words.read(names or []), words.flags
 
     def _measured(self, call: Call, gradients: Gradients, report: StepReport) -> GradientNorms:
         seen = [(part, call.batch.shard(shard)) for shard, part in enumerate(report.shards) if part.weight]
