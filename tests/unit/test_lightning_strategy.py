@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,19 @@ import torch
 import torchmetrics
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 
 import unisono
-from unisono.errors import DataError, JobError, LossError, ModelError
+from unisono.errors import DataError, JobError, LossError, ModelError, UnisonoWarning
 
 Start = Callable[..., unisono.Run]
 
@@ -98,7 +106,7 @@ def loader_of(size: int = 20, data: Any = DATA, **options: Any) -> Any:
 def fitted(module: Any = None, *, loader: Any = None, ckpt_path: Any = None, **options: Any) -> Any:
     """A trainer that has trained; without a strategy with Lightning alone."""
     trainer = trainer_of(**options)
-    trainer.fit(module or Net(), loader or loader_of(), loader_of(30), ckpt_path=ckpt_path)
+    trainer.fit(module or Net(), loader_of() if loader is None else loader, loader_of(30), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -197,6 +205,90 @@ def test_a_module_may_go_backward_by_itself(start: Start) -> None:
     pairs = zip(usual.lightning_module.parameters(), own.lightning_module.parameters(), strict=True)
     assert all(torch.allclose(*pair, rtol=1e-4) for pair in pairs)
     assert len(own.lightning_module.hooks) == 3 * 5 * 4
+
+
+class Extremes(Net):
+    """Logs the largest and the smallest of what it has."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        loss = self.loss(batch)[0]
+        self.log("largest", loss, reduce_fx="max", on_step=True, on_epoch=True)
+        self.log("smallest", loss, reduce_fx=torch.min)
+
+
+def test_evaluations_combine_batches_by_their_extremes(start: Start) -> None:
+    strategy = on(start(shards=1))
+    alone, ours = fitted(Extremes()), fitted(Extremes(), **strategy)
+    assert known(ours) == known(alone)
+    assert not ours.strategy.evaluating.is_whole
+
+
+class Paired(Net):
+    """Evaluates batches with parts of two loaders."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("val_loss", self.loss(batch["a"])[0] - self.loss(batch["b"])[0])
+
+
+def test_batches_of_several_loaders_are_evaluated_whole(start: Start) -> None:
+    def found(**options: Any) -> Any:
+        trainer = trainer_of(max_epochs=1, **options)
+        pairs = CombinedLoader({"a": loader_of(30), "b": loader_of(7)}, "max_size_cycle")
+        trainer.fit(Paired(), loader_of(), pairs)
+        return known(trainer)
+
+    strategy = on(start(shards=1))
+    assert found(**strategy) == found()
+
+
+def test_weights_are_averaged_with_the_statistics_of_the_averaged_ones(start: Start) -> None:
+    def averaged(**options: Any) -> Any:
+        averaging = callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
+        return fitted(callbacks=[averaging], **options)
+
+    strategy = on(start(shards=1))
+    alone, ours = averaged(), averaged(**strategy)
+    assert same_weights(ours, alone)
+    assert known(ours) == known(alone)
+
+
+class Failing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 2:
+            raise ValueError("once")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_script_may_catch_what_a_training_raises_and_train_again(start: Start) -> None:
+    run, alone = start(shards=1), fitted()
+    with pytest.raises(ValueError, match="once"):
+        fitted(Failing(), **on(run))
+    assert same_weights(fitted(**on(run)), alone)
+
+
+def test_layers_are_unfrozen_between_two_trainings(start: Start) -> None:
+    run, module = start(shards=1), Net()
+    layer: Any = module.layers[0]
+    first = layer.weight.clone()
+    layer.requires_grad_(False)
+    fitted(module, **on(run))
+    assert torch.equal(layer.weight, first)
+    layer.requires_grad_(True)
+    fitted(module, **on(run))
+    assert not torch.equal(layer.weight, first)
+
+
+class Appending(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.hooks.append("shard")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("default")
+def test_who_keeps_something_of_shards_is_warned_once(start: Start) -> None:
+    with pytest.warns(UnisonoWarning, match=r"training_step adds to self\.hooks") as warned:
+        fitted(Appending(), **on(start(shards=4)))
+    assert sum("training_step adds" in str(one.message) for one in warned) == 1
 
 
 class Keeping(Net):
@@ -353,6 +445,20 @@ class Correlating(Net):
         return self.loss(batch)[0]
 
 
+class Thawing(callbacks.BaseFinetuning):  # type: ignore[misc]  # Lightning is not looked into by mypy
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.layers[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.layers[0], optimizer)
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([])
+
+
 class Twice(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -369,6 +475,11 @@ class Twice(Net):
         ({"module": Correlating()}, ModelError, "keep sums in it"),
         ({"module": Twice()}, ModelError, "LBFGS"),
         ({"sync_batchnorm": True}, JobError, "statistics are over a shard"),
+        ({"reload_dataloaders_every_n_epochs": 1}, JobError, "call fit once for each loader"),
+        ({"callbacks": [callbacks.LearningRateFinder()]}, JobError, "search with a Trainer without this strategy"),
+        ({"callbacks": [callbacks.BatchSizeFinder()]}, JobError, "search with a Trainer without this strategy"),
+        ({"callbacks": [Thawing()]}, ModelError, "before a training of its own"),
+        ({"loader": DataLoader(Endless(), batch_size=20)}, DataError, "a finite stream becomes one with list"),
         ({"val_check_interval": timedelta(seconds=1)}, JobError, "goes by a clock"),
         ({"loader": {"a": loader_of(), "b": loader_of()}}, JobError, "StackDataset"),
         ({"loader": loader_of(sampler=DistributedSampler(DATA, 2, 0))}, DataError, "leave the sampler out"),

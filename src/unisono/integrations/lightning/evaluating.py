@@ -98,6 +98,7 @@ class Evaluating:
     def _is_shared(self, loader: Any) -> bool:
         inside, trainer = self._run.inside, self._strategy.lightning_module.trainer
         can = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        can = can and trainer._evaluation_loop._is_sequential  # else a batch has parts of several loaders
         is_ready = not inside.ending.is_closed and inside.trained.prepared is not None
         return can and is_ready and not self.is_whole and not trainer.sanity_checking
 
@@ -127,7 +128,7 @@ class Evaluating:
         step = getattr(super(type(strategy), strategy), hook)
         fx, module._current_fx_name = module._current_fx_name, hook
         kept, metrics = _Kept(module), Metrics(module)
-        with metrics.of_batch() as made, heard(module.trainer, loop) as ears:
+        with metrics.of_batch() as made, heard(module.trainer, loop, of_shards=False) as ears:
             step(*loop._build_step_args_from_hook_kwargs(values, hook))
         module._current_fx_name = fx
         samples = _extract_batch_size(batch)

@@ -110,7 +110,9 @@ class OneFit:
             self._state.load(known)
 
     def close(self) -> None:
-        """Give the module back as it was."""
+        """Give the module back as it was. A loop that an error has left is over: a script may catch it, and go on."""
+        if self._steps is not None:
+            self._steps.close()
         self._let_go()
 
     def state(self) -> dict[str, Any]:

@@ -7,6 +7,31 @@ from typing import Any
 import torch
 
 from unisono.errors import JobError, ModelError
+from unisono.integrations.lightning.framework import pl
+
+_SEARCHES = pl.callbacks.LearningRateFinder, pl.callbacks.BatchSizeFinder
+
+
+def require_one_training(trainer: Any) -> None:
+    """Refuse what trains with other loaders, or other batches, than the run has entered its loop with.
+
+    Args:
+        trainer: the trainer, before anything is set up.
+
+    Raises:
+        JobError: a callback or a setting of the trainer; says what to do.
+    """
+    for one in trainer.callbacks:
+        if isinstance(one, _SEARCHES):
+            raise JobError(
+                f"{type(one).__name__} (and Tuner) trains inside of the training, and takes it back: search with a "
+                f"Trainer without this strategy, in a script of its own, and write down what it finds"
+            )
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise JobError(
+            "reload_dataloaders_every_n_epochs: the epochs of a run are those of one loader: have the data set or a "
+            "sampler go by the epoch, or call fit once for each loader"
+        )
 
 
 def require_kept(trainer: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from unisono.errors import DataError
 from unisono.integrations.lightning.batch import GlobalBatch
 
 
@@ -35,6 +36,22 @@ class TrainingLoader:
 
     def __next__(self) -> GlobalBatch:
         return self._next()
+
+
+def require_length(loader: Any) -> None:
+    """Refuse a training loader that does not know the number of its batches.
+
+    Raises:
+        DataError: it is one; says what to do.
+    """
+    try:
+        len(loader)
+    except TypeError:
+        dataset = getattr(loader, "dataset", loader)
+        raise DataError(
+            f"the training loader over a {type(dataset).__name__} has no length, and samples are shared out among "
+            f"workers by their numbers: give it a map-style data set; a finite stream becomes one with list(stream)"
+        ) from None
 
 
 class _First(Sampler[Any]):

@@ -20,6 +20,7 @@ PREFIX = "lightning "
 
 MEANS = ("mean", "avg", torch.mean)
 SUMS = ("sum", torch.sum, sum)
+EXTREMES = {"min": "min", torch.min: "min", min: "min", "max": "max", torch.max: "max", max: "max"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,16 @@ class LogCall:
 
 
 class HeardLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is not looked into by mypy
-    """Stands where a loop of Lightning keeps results, and notes what is logged instead of adding it up."""
+    """Stands where a loop of Lightning keeps results, and notes what is logged instead of adding it up.
 
-    def __init__(self) -> None:
+    Args:
+        of_shards: whether what is noted is of shards, which are combined by mean and sum.
+    """
+
+    def __init__(self, *, of_shards: bool) -> None:
         super().__init__(training=True)
         self.calls: list[LogCall] = []
+        self._of_shards = of_shards
 
     def log(self, fx: str, name: str, value: Any, **said: Any) -> None:
         """Note a call.
@@ -87,7 +93,7 @@ class HeardLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is not 
         """
         is_number, reduce = isinstance(value, Tensor), said.get("reduce_fx", torch.mean)
         reduce = reduce.lower() if isinstance(reduce, str) else reduce
-        if is_number and reduce not in MEANS and reduce not in SUMS:
+        if is_number and self._of_shards and reduce not in MEANS and reduce not in SUMS:
             raise LossError(
                 f"self.log({name!r}, reduce_fx={said['reduce_fx']!r}): shards are combined by mean and sum. Log a "
                 f"torchmetrics.MaxMetric or another metric that adds up instead"
@@ -100,7 +106,7 @@ class HeardLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is not 
             bool(said.get("logger", True)),
             bool(said.get("on_step", False)),
             bool(said.get("on_epoch", True)),
-            "sum" if is_number and reduce in SUMS else "mean",
+            ("sum" if reduce in SUMS else EXTREMES.get(reduce, "mean")) if is_number else "mean",
             is_number and said.get("batch_size") is not None,
             bool(said.get("add_dataloader_idx", True)),
             "float64" if is_number and value.dtype == torch.float64 else "float32",
@@ -109,14 +115,15 @@ class HeardLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is not 
 
 
 @contextmanager
-def heard(trainer: Any, loop: Any) -> Iterator[HeardLogs]:
+def heard(trainer: Any, loop: Any, *, of_shards: bool = True) -> Iterator[HeardLogs]:
     """What is logged in here is noted, and Lightning's own results stay as they are.
 
     Args:
         trainer: the trainer.
         loop: the loop that keeps the results.
+        of_shards: whether what is logged is of shards of a batch, and not of whole ones.
     """
-    connector, kept, ears = trainer._logger_connector, loop._results, HeardLogs()
+    connector, kept, ears = trainer._logger_connector, loop._results, HeardLogs(of_shards=of_shards)
     fx = connector._current_fx
     loop._results = ears
     try:

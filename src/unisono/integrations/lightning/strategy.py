@@ -12,8 +12,8 @@ from unisono.integrations.lightning.batch import GlobalBatch
 from unisono.integrations.lightning.evaluating import EvaluatedBatch, Evaluating, EvaluationLoader
 from unisono.integrations.lightning.fitting import Fits, OneFit
 from unisono.integrations.lightning.framework import part, pl
-from unisono.integrations.lightning.kept import require_kept
-from unisono.integrations.lightning.loader import TrainingLoader
+from unisono.integrations.lightning.kept import require_kept, require_one_training
+from unisono.integrations.lightning.loader import TrainingLoader, require_length
 from unisono.integrations.lightning.loggers import Rows, agree_on_versions, rows_of
 from unisono.integrations.lightning.ranks import WorkersEnvironment, follow
 from unisono.integrations.live_rank import rank_of
@@ -96,6 +96,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
     def setup_environment(self) -> None:
         """Agree on where loggers write, before they do."""
         super().setup_environment()
+        require_one_training(self._trainer)
         for loop in (self._trainer.validate_loop, self._trainer.test_loop, self._trainer.predict_loop):
             loop.inference_mode = False  # tensors that it makes, such as metrics' states, do not tell of writes
         if self._trainer.state.fn == _TrainerFn.FITTING and self._may_ask:
@@ -138,6 +139,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         if self._trainer.predicting:
             return dataloader
         if self._trainer.training:
+            require_length(dataloader)
             return TrainingLoader(dataloader, self._next_step)
         return EvaluationLoader(dataloader, self.evaluating)
 

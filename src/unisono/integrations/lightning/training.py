@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor
 
-from unisono.errors import LossError
+from unisono.errors import LossError, UnisonoWarning
 from unisono.integrations.lightning.framework import part
 from unisono.integrations.lightning.logged import PREFIX, LogCall, LogKind, heard, tell
 from unisono.integrations.lightning.metrics import Metrics
@@ -45,6 +46,7 @@ class Training:
     kinds: dict[str, LogKind] = field(default_factory=dict)
     accumulated: list[Tensor | None] = field(default_factory=list)
     _loss: Tensor | None = None
+    _has_warned: bool = False
 
     def compute(self, closure: Any, update: Callable[[Callable[[], Any]], Any]) -> Any:
         """Compute the step that is under way, and update the weights when it is time.
@@ -91,16 +93,37 @@ class Training:
         return bool(_is_overridden("backward", self.trainer.lightning_module))
 
     def _shard(self, closure: Callable[[], Any], batch: Any) -> Any:
-        trainer = self.trainer
+        trainer, kept = self.trainer, self._lengths()
         self.shard, self._loss = trainer.strategy.shard_to_device(batch), None
         try:
             with heard(trainer, trainer.fit_loop.epoch_loop) as ears:
-                closure()
+                loss = closure()
             self._log(ears.calls)
         finally:
             self.shard = None
+        if kept != self._lengths():
+            self._warn_of_kept(kept)
+        if self._only_measures:
+            return loss.detach() + 0 * next(one for one in self._trained() if one.requires_grad).sum()
         assert self._loss is not None, "the closure goes backward"
         return BackwardDone(self._loss.detach()) if self._goes_by_itself else self._loss
+
+    def _lengths(self) -> dict[str, int]:
+        """The lengths of lists and dicts in the module's attributes, as long as nobody was warned of them."""
+        if self._has_warned:
+            return {}
+        named = vars(self.trainer.lightning_module).items()
+        return {name: len(one) for name, one in named if type(one) in (list, dict) and not name.startswith("_")}
+
+    def _warn_of_kept(self, before: dict[str, int]) -> None:
+        changed = [f"self.{name}" for name, length in self._lengths().items() if length != before.get(name)]
+        self._has_warned = True
+        warn(
+            f"training_step adds to {', '.join(changed)}: it has one shard of the batch, so each worker keeps another "
+            f"part there. Do not decide or log anything by it; self.log and torchmetrics have the whole batch",
+            UnisonoWarning,
+            stacklevel=2,
+        )
 
     def _log(self, calls: list[LogCall]) -> None:
         """Log what the shard has logged, so that the run combines it."""
@@ -135,7 +158,10 @@ class Training:
     def _update(self, update: Callable[[Callable[[], Any]], Any]) -> None:
         """Update the weights with the mean gradient; or add it to what other batches have left."""
         assert self.step is not None
-        parameters = [one for group in self.trainer.optimizers[0].param_groups for one in group["params"]]
+        parameters = self._trained()
+        if self._only_measures:
+            for one in parameters:
+                one.grad = None
         if self.accumulated:
             self._add(parameters)
         if self.trainer.fit_loop._should_accumulate():
@@ -151,6 +177,14 @@ class Training:
             return loss
 
         update(gone_backward)
+
+    @property
+    def _only_measures(self) -> bool:
+        """Whether StochasticWeightAveraging goes through the batches for BatchNorm's statistics alone."""
+        return bool(self.trainer.fit_loop._skip_backward)
+
+    def _trained(self) -> list[Tensor]:
+        return [one for group in self.trainer.optimizers[0].param_groups for one in group["params"]]
 
     @torch.no_grad()
     def _add(self, parameters: list[Tensor]) -> None:

@@ -122,7 +122,8 @@ class Prepared:
         if _trained(self.optimizers) != self._trained:
             raise ModelError(
                 "what is trained changed after run.prepare: a parameter was frozen or unfrozen, or given to an "
-                "optimizer. Do that before it, or call run.prepare again"
+                "optimizer. Do that before it, or call run.prepare again; in a framework's trainer, before a "
+                "training of its own"
             )
 
     def layout(self) -> dict[str, str]:
