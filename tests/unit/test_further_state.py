@@ -247,6 +247,54 @@ def test_what_is_no_tensor_any_more_is_named(start: Start, attribute: str, now: 
     steps.close()
 
 
+class Buffered(nn.Module):
+    """A layer with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.linear(inputs)
+        return found
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("name", ["metric.top", "scale", "linear.weight"])
+def test_a_body_that_changes_a_form_is_refused_before_a_checkpoint_that_nobody_could_resume(
+    start: Start, name: str, shards: int
+) -> None:
+    run, metric, model = start(batch_size=4, shards=shards, checkpoint_every=1), Metric(), Buffered()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state={"metric": (metric, RULES)})
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        metric.update(batch[0])  # some of it grows, as it may
+        found: Tensor = model(batch[0]).sum()
+        return found
+
+    def changed() -> None:
+        if name == "linear.weight":
+            model.linear.weight.data = torch.zeros(2, 4)
+        elif name == "scale":
+            model.scale = torch.zeros(5)
+        else:
+            metric.top = torch.zeros(5)
+
+    def train() -> None:
+        for step in run.steps(TensorDataset(INPUTS)):
+            step.run(loss_fn)
+            if step.number == 1:
+                changed()
+
+    with pytest.raises(ModelError, match=rf"{name} has the form .*, and had .* at run.prepare"):
+        train()
+    run.close()
+    assert [path.name for path in sorted((run.dir / "checkpoints").iterdir())] == ["step-00000001"]
+
+
 @pytest.mark.unit
 @pytest.mark.usefixtures("one_worker")
 @pytest.mark.parametrize(

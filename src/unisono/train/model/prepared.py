@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 
+from unisono.checkpoint.layout import form_of
 from unisono.errors import ModelError
 from unisono.train.model.further_state import further_places
 from unisono.train.model.places import BufferPlace, places_of
@@ -37,6 +38,7 @@ class Prepared:
     _registries: list[tuple[dict[str, Any], tuple[int, ...]]] = field(repr=False)
     _buffer_names: list[tuple[dict[str, Any], list[str]]] = field(repr=False)
     _trained: tuple[int, ...] = field(repr=False)
+    _forms: dict[str, list[Any]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, model: Any, optimizers: Sequence[Optimizer], state: Mapping[str, Any] | None = None) -> "Prepared":
@@ -58,7 +60,7 @@ class Prepared:
                 frozen.grad = None
         if not parameters:
             raise ModelError("the optimizers hold no parameter that requires a gradient: there is nothing to train")
-        return cls(
+        found = cls(
             model,
             modules,
             tuple(optimizers),
@@ -68,6 +70,8 @@ class Prepared:
             [(layer._buffers, _present(layer._buffers)) for root in modules for layer in root.modules()],
             _trained(optimizers),
         )
+        found._forms.update(found._forms_now())
+        return found
 
     def trained_by(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
         """The parameters that these optimizers update, by name, in the inventory's order."""
@@ -125,6 +129,24 @@ class Prepared:
                 "optimizer. Do that before it, or call run.prepare again; in a framework's trainer, before a "
                 "training of its own"
             )
+
+    def require_forms(self) -> None:
+        """Refuse a state that could not be restored into what the script makes at its start.
+
+        Raises:
+            ModelError: names what has got another dtype or shape since ``prepare``, and says what to do.
+        """
+        for name, form in self._forms_now().items():
+            if form != (before := self._forms.get(name, form)):
+                raise ModelError(
+                    f"{name} has the form {form}, and had {before} at run.prepare: no run could go on from such a "
+                    f"checkpoint. Leave its dtype and shape as they are, or call run.prepare again between two loops"
+                )
+
+    def _forms_now(self) -> dict[str, list[Any]]:
+        """Dtype and shape of all weights, buffers and further state by name."""
+        weights = {name: form_of(tensor) for name, tensor in self.weights().items()}
+        return weights | {place.name: place.form for place in self.buffers}
 
     def layout(self) -> dict[str, str]:
         """Names, shapes and dtypes of all parameters and buffers, for comparison between workers."""

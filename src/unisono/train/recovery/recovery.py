@@ -77,7 +77,7 @@ class Snapshots:
         if self._trained.restored is not None or self._is_cut():
             self._checkpoints.requested = False
         elif self._checkpoints.due(self._trained.progress.position.step) and not self._trained.is_doubted:
-            self._checkpoints.save(self.take(), verified)
+            self._save(verified)
 
     def save(self, verified: Digests | None) -> bool:
         """Write a checkpoint now, and wait for it.
@@ -85,7 +85,7 @@ class Snapshots:
         Returns:
             whether it is on disk.
         """
-        return self._checkpoints.save(self.take(), verified, wait=True)
+        return self._save(verified, wait=True)
 
     def save_cut(self, verified: Digests | None) -> None:
         """The loop is over before its end: what the script does from now on follows on steps that are left out.
@@ -97,14 +97,19 @@ class Snapshots:
         """
         self.settle()
         if self._checkpoints.in_use:
-            self._checkpoints.save(self.take(), verified, wait=True)
+            self._save(verified, wait=True)
             self._cut = self._trained.progress
 
     def save_last(self, verified: Digests | None) -> None:
         """The run ends: write one if this run writes any, and finish what is being written."""
         if self._checkpoints.in_use and not self._is_cut():
-            self._checkpoints.save(self.take(), verified)
+            self._save(verified)
         self._checkpoints.close()
+
+    def _save(self, verified: Digests | None, *, wait: bool = False) -> bool:
+        snapshot = self.take()
+        self._trained.require_prepared().require_forms()
+        return self._checkpoints.save(snapshot, verified, wait=wait)
 
     def _is_cut(self) -> bool:
         """Whether the run was cut short where it stands, and that state is on disk."""
