@@ -262,6 +262,36 @@ class Buffered(nn.Module):
 
 @pytest.mark.unit
 @pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize("when", ["before", "in a body", "in the last body"])
+@pytest.mark.parametrize("name", ["metric.top", "metric.scores", "scale"])
+def test_a_tensor_whose_writes_torch_does_not_count_is_refused(start: Start, name: str, when: str) -> None:
+    run, metric, model = start(batch_size=4, shards=2), Metric(), Buffered()
+
+    @torch.inference_mode()
+    def assign() -> None:
+        if name == "metric.scores":
+            metric.scores = [torch.zeros(2), torch.zeros(2)]
+        elif name == "scale":
+            model.scale = torch.ones(2)
+        else:
+            metric.top = torch.zeros(3)
+
+    def train() -> None:
+        if when == "before":
+            assign()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state={"metric": (metric, RULES)})
+        for step in run.steps(TensorDataset(INPUTS)):
+            step.run(lambda model, batch: model(batch[0]).sum())
+            if when != "before" and step.number == (2 if when == "in the last body" else 0):
+                assign()
+        run.finish()
+
+    with pytest.raises(ModelError, match=r"was made in torch\.inference_mode"):
+        train()
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("one_worker")
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("name", ["metric.top", "scale", "linear.weight"])
 def test_a_body_that_changes_a_form_is_refused_before_a_checkpoint_that_nobody_could_resume(

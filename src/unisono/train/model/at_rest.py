@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from unisono.checkpoint.quick_digest import Summing, flipped_bits, total_of
 from unisono.train.model.buffers import Buffers
+from unisono.train.model.tensors import version_of
 from unisono.words import Sums
 
 MOST_FLIPPED = 2
@@ -134,7 +135,10 @@ class AtRest:
 
     def _writes(self, now: Sequence[Tensor]) -> list[int]:
         """Which tensors these are, and how often torch says that each was written."""
-        versions = [*map(_VERSION, now)]
+        try:
+            versions = [*map(_VERSION, now)]
+        except RuntimeError:
+            versions = [*map(version_of, now)]  # which says what is wrong
         start = len(self._weights) + len(self.buffers)
         for number, weight in enumerate(self._seen, start):  # what the script writes to: it does not see the parts
             versions[number] += weight._version

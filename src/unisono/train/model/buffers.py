@@ -16,7 +16,7 @@ from unisono.plan.tree import SummationTree
 from unisono.reduce.transport import Transport
 from unisono.train.model.combining import Combining
 from unisono.train.model.places import FRESH, BufferPlace, Placed, Rule
-from unisono.train.model.tensors import set_all
+from unisono.train.model.tensors import set_all, version_of
 
 LARGEST_STATISTIC = 2**16
 """Elements of the largest buffer that is compared by value."""
@@ -85,7 +85,7 @@ class Buffers:
                 base.value = (
                     base.value.copy_(place.tensor) if _alike(base.value, place.tensor) else place.tensor.clone()
                 )
-                base.version = place.tensor._version
+                base.version = version_of(place.tensor, place.name)
 
     @torch.no_grad()
     def rewind(self) -> None:

@@ -12,6 +12,7 @@ from unisono.errors import ModelError
 from unisono.received import short
 from unisono.train.model.listed_place import ListedPlace
 from unisono.train.model.places import RULES, BufferPlace
+from unisono.train.model.tensors import version_of
 
 
 def further_places(state: Mapping[str, Any]) -> list[BufferPlace]:
@@ -70,6 +71,7 @@ def _place(registry: dict[str, Any], key: str, name: str, rule: Any, *, grows: b
             raise ModelError(f"{said} is a list of tensors, to which shards append: its rule can only be cat")
         return ListedPlace.of(registry, key, name)
     tensor = registry[key]
+    version_of(tensor, said)
     if tensor.layout != torch.strided or _repeats(tensor):
         raise ModelError(f"{said} is sparse or expanded, so that it cannot be set to a value: give a dense copy of it")
     if tensor.requires_grad:

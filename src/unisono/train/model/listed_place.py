@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono.checkpoint.layout import KEPT, form_of
 from unisono.train.model.places import BufferPlace
+from unisono.train.model.tensors import version_of
 
 MOST_DIMENSIONS = 16
 
@@ -58,7 +59,7 @@ class ListedPlace(BufferPlace):
         if not listed:
             return self._nothing
         if not self._joined.is_of(listed):
-            self._joined.of = [(one, one._version) for one in listed]
+            self._joined.of = [(one, version_of(one, self.name)) for one in listed]
             self._joined.tensor = torch.cat([torch.atleast_1d(one) for one in listed])
         return self._joined.tensor
 

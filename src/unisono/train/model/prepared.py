@@ -15,7 +15,7 @@ from unisono.checkpoint.layout import form_of
 from unisono.errors import ModelError
 from unisono.train.model.further_state import further_places
 from unisono.train.model.places import BufferPlace, places_of
-from unisono.train.model.tensors import tensors_of
+from unisono.train.model.tensors import tensors_of, version_of
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,7 @@ def _check_kinds(modules: Sequence[Any], optimizers: Sequence[Any]) -> None:
         if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise ModelError("the model has lazy layers without a shape yet: run one batch through it first")
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            version_of(tensor, name)
             if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
                 raise ModelError(
                     f"{name} is an expanded tensor: several of its elements share one place in memory, so it cannot be "

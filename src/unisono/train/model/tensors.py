@@ -42,6 +42,25 @@ def set_like(tensors: Sequence[Tensor], found: Any, what: str) -> None:
     set_all(list(zip(tensors, found, strict=True)))
 
 
+def version_of(tensor: Tensor, name: str = "a weight, a buffer or further state") -> int:
+    """The number of writes into a tensor that torch has counted.
+
+    Args:
+        tensor: the tensor.
+        name: its name for people.
+
+    Raises:
+        ModelError: torch counts none; names the tensor, and says what to do.
+    """
+    try:
+        return tensor._version
+    except RuntimeError:
+        raise ModelError(
+            f"{name} was made in torch.inference_mode, where torch counts no writes to a tensor: make it in "
+            f"torch.no_grad, or make a .clone() of it outside"
+        ) from None
+
+
 # One number for all weights.
 
 
