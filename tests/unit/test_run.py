@@ -361,6 +361,29 @@ def test_a_run_that_resumes_may_unfreeze_in_its_first_step(start: Start, tmp_pat
     assert unfreezes(start(checkpoint_every=1), at=1, later=True) == expected
 
 
+def unfreezes_between_loops(run: unisono.Run, *, loops: int = 2) -> None:
+    """Trains one layer in the first loop, and both in the second."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    optimizer = sgd(model)
+    for number in range(loops):
+        model[0].requires_grad_(number > 0)
+        run.prepare(model, optimizer)
+        for step in run.steps(data()):
+            step.run(cross_entropy)
+
+
+def test_a_run_that_resumes_at_the_end_of_a_loop_may_unfreeze_for_the_next_one(start: Start, tmp_path: Path) -> None:
+    undisturbed = start(run_dir=tmp_path / "undisturbed")
+    unfreezes_between_loops(undisturbed)
+    stopped = start(checkpoint_every=1)
+    unfreezes_between_loops(stopped, loops=1)
+    stopped.close()
+    resumed = start(checkpoint_every=1)
+    unfreezes_between_loops(resumed)
+    assert resumed.finish() == undisturbed.finish()
+
+
 def test_a_model_can_be_prepared_again_after_a_change_without_going_back_to_a_checkpoint(start: Start) -> None:
     run = start(checkpoint_every=1)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))

@@ -81,6 +81,7 @@ class Trained:
         self.original: Snapshot | None = None
         self._about = about
         self._settled: Snapshot | None = None  # in the middle of a loop; as long as no step was computed after it
+        self._settled_loop = 0
 
     @property
     def is_doubted(self) -> bool:
@@ -170,6 +171,7 @@ class Trained:
             restore_optimizers(self.prepared, snapshot)
         self.original = snapshot
         self._settled = snapshot if self.progress.reading is not None else None
+        self._settled_loop = self.progress.loop
         return True
 
     def require_same_trained(self) -> None:
@@ -179,7 +181,8 @@ class Trained:
             CheckpointError: some are; says what to do.
         """
         if self._settled is not None and self.prepared is not None:
-            require_same_trained(self.prepared, self._settled)
+            if self.loops == self._settled_loop + 1:  # not if nothing was left of that loop
+                require_same_trained(self.prepared, self._settled)
             self._settled = None
 
     def go_on(self) -> None:
