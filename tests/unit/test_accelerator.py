@@ -317,6 +317,23 @@ def test_a_script_is_told_what_it_has_to_prepare(made: Made) -> None:
         iter(loader)
 
 
+def test_layers_are_unfrozen_between_two_loops(made: Made) -> None:
+    accelerator, model, *others = made()
+    model.weight.requires_grad_(False)
+    frozen = model.weight.clone()
+    train(accelerator, model, *others)
+    assert torch.equal(model.weight, frozen)
+    model.weight.requires_grad_(True)
+    train(accelerator, model, *others)
+    assert not torch.equal(model.weight, frozen)
+
+
+def test_the_precision_belongs_to_the_job(tmp_path: Path) -> None:
+    accelerator = unisono.accelerate.Accelerator(mixed_precision="bf16", run_dir=tmp_path / "run")
+    assert accelerator.run.job.precision == "bf16"
+    accelerator.run.close()
+
+
 class Stream(IterableDataset[Any]):
     """The samples one after the other."""
 

@@ -17,7 +17,7 @@ from unisono.errors import JobError, ModelError
 from unisono.integrations import live_rank
 from unisono.integrations.accelerate.bodies import Bodies
 from unisono.integrations.accelerate.evaluation import Evaluations, from_main, leaves_of, rebuilt
-from unisono.integrations.accelerate.kept import require_kept, require_own_folder
+from unisono.integrations.accelerate.kept import precision_of, require_kept, require_own_folder
 from unisono.integrations.accelerate.loader import Loader, size_of, together
 from unisono.integrations.accelerate.records import RecordingAccelerator, Saves
 from unisono.integrations.accelerate.wrapped import Optimizer, StepState
@@ -55,7 +55,8 @@ class Accelerator(RecordingAccelerator):
         require_kept(said)
         if said.get("cpu"):
             ours.setdefault("device", "cpu")
-        self.run = run_for("unisono.accelerate.Accelerator", run, ours)
+        defaults = {"precision": "bf16"} if precision_of(said) == "bf16" else {}  # it is part of the job
+        self.run = run_for("unisono.accelerate.Accelerator", run, ours, defaults)
         if said.get("mixed_precision") is None and self.run.job.precision == "bf16":
             own["mixed_precision"] = "bf16"
         super().__init__(*arguments, **own)
@@ -72,7 +73,7 @@ class Accelerator(RecordingAccelerator):
     # -- what is trained -------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Every worker gets the same weights, before anything that needs them.
+        """Every worker gets the same weights, before anything that needs them; again when others are trained.
 
         Not in ``prepare``, which scripts call for one model after the other: a checkpoint holds all of them.
 
@@ -80,10 +81,13 @@ class Accelerator(RecordingAccelerator):
             ModelError: nothing to train.
             JobMismatch: the workers hold different models.
         """
-        what = [*map(id, self._models), *map(id, self._optimizers)]
-        if self._models and self._optimizers and what != self._prepared_for:
+        if not (self._models and self._optimizers):
+            return
+        models = [self.unwrap_model(model) for model in self._models]
+        trained = [id(parameter) for model in models for parameter in model.parameters() if parameter.requires_grad]
+        what = [*map(id, models), *map(id, self._optimizers), *trained]
+        if what != self._prepared_for:
             self._prepared_for = what
-            models = [self.unwrap_model(model) for model in self._models]
             self.run.prepare(models if len(models) > 1 else models[0], [one.optimizer for one in self._optimizers])
 
     def prepare_data_loader(

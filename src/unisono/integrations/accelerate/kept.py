@@ -42,8 +42,7 @@ def require_kept(said: Mapping[str, Any]) -> None:
     for name, what in _VARIABLES.items():
         if os.environ.get(name, "").lower() in ("1", "true", "yes"):
             _refuse_split(f"{name}={os.environ[name]}", what)
-    precision = str(said.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-    if precision in ("fp16", "fp8"):
+    if (precision := precision_of(said)) in ("fp16", "fp8"):
         raise JobError(
             f"mixed_precision={precision!r} scales losses or weights by what each process has seen: use "
             f"mixed_precision='bf16'"
@@ -71,6 +70,11 @@ def require_kept(said: Mapping[str, Any]) -> None:
             "accelerate has formed a process group of its own already: make unisono.accelerate.Accelerator() before "
             "anything that uses accelerate's PartialState"
         )
+
+
+def precision_of(said: Mapping[str, Any]) -> str:
+    """The precision that an accelerator is made with."""
+    return str(said.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
 
 
 def require_own_folder(project: str | os.PathLike[str] | None, run: Path) -> None:
