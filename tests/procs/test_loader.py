@@ -22,7 +22,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import unisono
-from unisono.data.loader import DEPTH, Loaded, Processes, load
+from unisono.data.loader import Loaded, load
+from unisono.data.loader_processes import DEPTH, Processes
 from unisono.data.order import KeyedOrder
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept
@@ -284,7 +285,8 @@ SCRIPT = """
 import sys, threading
 import psutil, torch
 import unisono
-from unisono.data.loader import Processes, load
+from unisono.data.loader import load
+from unisono.data.loader_processes import Processes
 from unisono.data.order import KeyedOrder
 from unisono.data.shards import ShardSource, ShardsRequest
 

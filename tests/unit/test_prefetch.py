@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from unisono.data.loader import Processes
+from unisono.data.loader_processes import Processes
 from unisono.data.order import KeyedOrder
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.errors import DataError

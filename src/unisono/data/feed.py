@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, SequentialSampler
 
-from unisono.data.loader import Processes
+from unisono.data.loader_processes import Processes
 from unisono.data.order import BlockwiseOrder, KeyedOrder, Order
 from unisono.data.sampler_order import LoopKey, SamplerOrder
 from unisono.data.shards import Collate, ShardSource, check_dataset

@@ -1,40 +1,12 @@
 """Reads one worker's shards, ahead of the steps that need them."""
 
-import atexit
-import multiprocessing
-import os
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
 from itertools import cycle
-from time import monotonic
 from typing import Any, Protocol
 
-from unisono.data.process import LAST_WORDS_S, LoaderProcess
-from unisono.data.shards import ShardSource, ShardsRequest
-from unisono.data.slot import Slot
-from unisono.errors import JobError
-
-DEPTH = 2
-"""Steps that each loader process is asked for: one that it loads, and one that comes next, so that it never waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Processes:
-    """The processes that load ahead.
-
-    Attributes:
-        count: the number of them; 0 to load in this process when a batch is asked for.
-        timeout_s: seconds after which a process is taken to hang.
-        ahead: the number of steps that each is asked for.
-        begin: a function that each calls first, with its number from 0.
-    """
-
-    count: int
-    timeout_s: float
-    ahead: int = DEPTH
-    begin: Callable[[int], None] | None = None
+from unisono.data.loader_processes import LoaderProcesses, Processes
+from unisono.data.shards import LocatedShards, ShardSource, ShardsRequest
 
 
 class Loaded(Protocol):
@@ -63,8 +35,6 @@ def load(source: ShardSource, requests: Iterator[ShardsRequest], processes: Proc
     """
     if not processes.count:
         return InProcess(source, requests)
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise JobError(f"loader_workers={processes.count}: this system cannot fork processes; use loader_workers=0")
     return Ahead(source, requests, processes)
 
 
@@ -88,31 +58,15 @@ class InProcess:
 
 
 class Ahead:
-    """Loads in processes of its own, which live as long as the loop: over all its epochs.
-
-    Batches travel in slots of shared memory and are used where they lie. A slot is filled again when nobody has a
-    tensor of its batch any more. Two more than are asked for do: one for the step that is computed, one for the step
-    before it, which the script's loop variable holds until it gets the next.
-    """
+    """Loads in processes of its own, which live as long as the loop: over all its epochs."""
 
     def __init__(self, source: ShardSource, requests: Iterator[ShardsRequest], processes: Processes) -> None:
         self._source, self._requests = source, requests
-        self._timeout_s = processes.timeout_s
-        self._owner = os.getpid()
         self._most = processes.ahead * processes.count
-        self._slots = [Slot() for _ in range(self._most + 2)]
-        self._free = deque(range(len(self._slots)))
-        self._asked: deque[tuple[LoaderProcess, int]] = deque()
-        self._processes: list[LoaderProcess] = []
-        atexit.register(self.close)  # before multiprocessing's own, which would wait for them
-        try:
-            for number in range(processes.count):
-                others = [process.connection for process in self._processes]
-                self._processes.append(LoaderProcess(number, source, self._slots, others, processes.begin))
-        except BaseException:
-            self.close()
-            raise
-        self._turns = cycle(self._processes)
+        self._asked = deque[int]()
+        self._processes = LoaderProcesses(source.fetch, processes, share_slots=True)
+        self._turns = cycle(range(processes.count))
+        self._next = next(self._turns)
         self._ask()
 
     def __next__(self) -> list[Any]:
@@ -123,43 +77,24 @@ class Ahead:
         """
         if not self._asked:
             raise StopIteration
-        process, number = self._asked.popleft()
-        packed, slot = process.answer(self._timeout_s), self._slots[number]
-        give_back = partial(self._free.append, number)
-        shards: list[Any]
-        if self._free:
-            shards = slot.lend(packed, give_back)
-        else:  # the script keeps many batches
-            shards = slot.copied(packed)
-            give_back()
+        shards: list[Any] = self._processes.answer(self._asked.popleft())
         self._ask()
         return shards
 
     def is_ready(self) -> bool:
         """Whether the next answer is here."""
-        return bool(self._asked) and self._asked[0][0].is_ready()
+        return bool(self._asked) and self._processes.is_ready(self._asked[0])
 
     def close(self) -> None:
         """End the processes; those that are loading get a moment."""
-        atexit.unregister(self.close)
-        if os.getpid() != self._owner:  # a process that the script forked
-            return
-        processes, self._processes = self._processes, []
-        for process in processes:
-            process.hang_up()
-        until = monotonic() + LAST_WORDS_S
-        for process in processes:
-            process.end(max(0.0, until - monotonic()))
-        slots, self._slots = self._slots, []
-        for slot in slots:
-            slot.close()
         self._asked.clear()
+        self._processes.close()
 
     def _ask(self) -> None:
-        while self._free and len(self._asked) < self._most:
-            request = next(self._requests, None)
-            if request is None:
-                return
-            process, slot = next(self._turns), self._free.popleft()
-            process.ask(self._source.located(request), slot)
-            self._asked.append((process, slot))
+        while len(self._asked) < self._most and self._processes.ask(self._next, self._request):
+            self._asked.append(self._next)
+            self._next = next(self._turns)
+
+    def _request(self) -> LocatedShards | None:
+        request = next(self._requests, None)
+        return None if request is None else self._source.located(request)

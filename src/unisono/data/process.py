@@ -10,11 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from unisono.data.shards import LocatedShards, ShardSource
 from unisono.data.slot import Packed, Slot
 from unisono.errors import DataError
 from unisono.host.parent_death import end_with_parent
@@ -23,6 +22,14 @@ from unisono.host.stacks import ask_for_stacks, write_when_asked
 LONGEST_MS = 2**31 - 1
 LAST_WORDS_S = 1.0
 """How long a loader process may take to end once its worker has hung up."""
+
+
+class LoaderRequest(Protocol):
+    """What a loader process is asked for."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
 
 
 class Failed(NamedTuple):
@@ -38,7 +45,7 @@ class LoaderProcess:
 
     Args:
         number: the process' number, from 0.
-        source: gives the batches. The process gets a copy of the data set as it is now.
+        fetch: a function that makes what was asked for. The process gets a copy of it as it is now.
         slots: the shared memory that batches are written to.
         others: connections to the loader processes before this one; they are none of its business.
         begin: a function that the process calls first, with its number.
@@ -47,7 +54,7 @@ class LoaderProcess:
     def __init__(
         self,
         number: int,
-        source: ShardSource,
+        fetch: Callable[[Any], Any],
         slots: Sequence[Slot],
         others: Sequence[Connection],
         begin: Callable[[int], None] | None = None,
@@ -55,10 +62,10 @@ class LoaderProcess:
         context = multiprocessing.get_context("fork")  # other ways run the script again from its first line
         self.connection, theirs = context.Pipe()
         self._name = f"loader process {number}"
-        self._asked: deque[LocatedShards] = deque()
+        self._asked: deque[LoaderRequest] = deque()
         self._process = context.Process(
             target=_serve,
-            args=(theirs, [*others, self.connection], Serving(source, slots, begin, number), os.getpid()),
+            args=(theirs, [*others, self.connection], Serving(fetch, slots, begin, number), os.getpid()),
             name=f"unisono-loader-{number}",
             daemon=True,
         )
@@ -67,11 +74,11 @@ class LoaderProcess:
         self._incoming = select.poll()
         self._incoming.register(self.connection, select.POLLIN)
 
-    def ask(self, shards: LocatedShards, slot: int) -> None:
-        """Have shards loaded into a slot. Does not wait."""
-        self._asked.append(shards)
+    def ask(self, request: LoaderRequest, slot: int) -> None:
+        """Have something loaded into a slot. Does not wait."""
+        self._asked.append(request)
         with suppress(OSError):  # it is gone, as the missing answer will tell
-            self.connection.send((shards, slot))
+            self.connection.send((request, slot))
 
     def is_ready(self) -> bool:
         """Whether the next answer is here."""
@@ -97,7 +104,7 @@ class LoaderProcess:
             return answer
         if answer.type == DataError.__name__:
             raise DataError(answer.message)
-        what = f"{self._name} could not load {_named(asked)}: {answer.type}: {answer.message}"
+        what = f"{self._name} could not load {asked.name}: {answer.type}: {answer.message}"
         raise DataError(f"{what}\n\nIts traceback:\n{answer.trace}")
 
     def hang_up(self) -> None:
@@ -119,7 +126,7 @@ class LoaderProcess:
         if code is not None and code < 0:
             how = f"was ended by {signal.Signals(-code).name}"
         advice = " Most often that is the system, out of memory: use fewer loader_workers, or smaller batches."
-        told = f"{self._name} (pid {self._process.pid}) {how} while it loaded {_named(self._asked[0])}."
+        told = f"{self._name} (pid {self._process.pid}) {how} while it loaded {self._asked[0].name}."
         return told + (advice if code == -signal.SIGKILL else "")
 
     def _hangs(self, timeout_s: float) -> str:
@@ -128,16 +135,10 @@ class LoaderProcess:
         for pause_s in ask_for_stacks(pid):
             self._process.join(pause_s)
         return (
-            f"{self._name} (pid {pid}) gave nothing for {timeout_s:g} s while it loaded {_named(self._asked[0])}: "
+            f"{self._name} (pid {pid}) gave nothing for {timeout_s:g} s while it loaded {self._asked[0].name}: "
             f"standard error has the stack of where it hangs. If it may take that long, allow more with "
             f"unisono.init(failure_timeout_s=…)"
         )
-
-
-def _named(asked: LocatedShards) -> str:
-    request = asked.request
-    first, last = request.places[0].start, request.places[-1].stop - 1
-    return f"places {first} … {last} of epoch {request.epoch}"
 
 
 # --- inside of the process
@@ -146,7 +147,7 @@ def _named(asked: LocatedShards) -> str:
 class Serving(NamedTuple):
     """What a loader process has to work with."""
 
-    source: ShardSource
+    fetch: Callable[[Any], Any]
     slots: Sequence[Slot]
     begin: Callable[[int], None] | None
     number: int
@@ -159,9 +160,9 @@ def _serve(connection: Connection, others: Sequence[Connection], serving: Servin
     failed = _begun(serving)
     with suppress(EOFError, OSError):  # the worker has hung up, or is gone
         while True:
-            shards, slot = connection.recv()
+            request, slot = connection.recv()
             if failed is None:
-                _reply(connection, serving.source, shards, serving.slots[slot])
+                _reply(connection, serving.fetch, request, serving.slots[slot])
             else:
                 connection.send(failed)
 
@@ -191,9 +192,9 @@ def _ignored(number: int, frame: Any) -> None:
     """A handler that does nothing."""
 
 
-def _reply(connection: Connection, source: ShardSource, shards: LocatedShards, slot: Slot) -> None:
+def _reply(connection: Connection, fetch: Callable[[Any], Any], request: LoaderRequest, slot: Slot) -> None:
     try:
-        connection.send(slot.write(source.fetch(shards)))
+        connection.send(slot.write(fetch(request)))
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001 (told to the worker, which raises it)

@@ -45,6 +45,12 @@ class LocatedShards(NamedTuple):
     request: ShardsRequest
     samples: tuple[Indices, ...]
 
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        first, last = self.request.places[0].start, self.request.places[-1].stop - 1
+        return f"places {first} … {last} of epoch {self.request.epoch}"
+
 
 @dataclass(frozen=True)
 class ShardSource:

@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 from torch.utils.data._utils import worker
 from torch.utils.data.distributed import DistributedSampler
 
-from unisono.data.loader import Processes
+from unisono.data.loader_processes import Processes
 from unisono.data.sampler_order import parts_of
 from unisono.data.shards import Collate
 from unisono.errors import DataError, JobError

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unisono.data.loader import Loaded, Processes, load
+from unisono.data.loader import Loaded, load
+from unisono.data.loader_processes import Processes
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.slot import replaced
 
