@@ -103,3 +103,19 @@ def test_a_loop_that_is_entered_before_its_first_step_begins_where_the_others_ar
 
 def test_audits_read_shards_of_others(serial: dict[str, Done], tmp_path: Path) -> None:
     assert train(Cluster(tmp_path), "split", 3, UNISONO_AUDIT="0.5").outcome == serial["split"].outcome
+
+
+@pytest.mark.parametrize(("stream", "steps"), [("own-ahead", 2), ("loader-ahead", 9)])
+def test_loader_processes_change_nothing_while_workers_come_and_die_and_in_a_run_that_goes_on_with_two(
+    stream: str, steps: int, serial: dict[str, Done], tmp_path: Path
+) -> None:
+    alike, kills = serial[stream.removesuffix("-ahead")], [Kill(2, 0), Kill(5, 1, 3), Kill(11, 2, 2)]
+    done = train(Cluster(tmp_path), stream, (3, 3), kills=kills)
+    assert found(done) == found(alike)
+    assert done.world.struck == len(kills)
+    cluster, folder = Cluster(tmp_path / "more"), tmp_path / "more" / "run"
+    train(cluster, stream, 3, folder=folder, UNISONO_CHECKPOINT_EVERY="1", UNISONO_STOP_AFTER=f"{steps}")
+    again = train(cluster, stream, 2, folder=folder, LEDGER=str(tmp_path))
+    assert again.outcome == alike.outcome
+    rest = {step: ids for step, ids in ledger(alike.folder.parent).items() if step >= steps}
+    assert ledger(tmp_path) == rest

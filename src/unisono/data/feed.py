@@ -37,6 +37,20 @@ class Asked:
     batch_size: int | None = None
     collate_fn: Collate | None = None
 
+    def processes(self, timeout_s: float) -> Processes:
+        """The processes that are asked for.
+
+        Args:
+            timeout_s: seconds after which one is taken to hang.
+
+        Raises:
+            JobError: there is no such number of them.
+        """
+        workers = self.loader_workers or 0
+        if workers < 0:
+            raise JobError(f"loader_workers={short(workers)}: use 0 to load in this process, or a number of processes")
+        return Processes(workers, timeout_s)
+
 
 @dataclass(frozen=True)
 class Feed:
@@ -84,15 +98,13 @@ class Feed:
         """
         if isinstance(data, DataLoader):
             return cls._of_loader(data, asked, key, timeout_s)
-        workers = asked.loader_workers or 0
-        if workers < 0:
-            raise JobError(f"loader_workers={short(workers)}: use 0 to load in this process, or a number of processes")
+        processes = asked.processes(timeout_s)
         shuffle, drop_last, samples = bool(asked.shuffle), bool(asked.drop_last), check_dataset(data)
         order = KeyedOrder(samples, key.seed, shuffle, drop_last)
         if (blocks := _blocks_of(data, asked.shuffle)) is not None:
             order = BlockwiseOrder(samples, key.seed, True, drop_last, blocks)
         source = ShardSource(data, order, asked.collate_fn, samples)
-        return cls(source, Processes(workers, timeout_s), shuffle=shuffle, drop_last=drop_last)
+        return cls(source, processes, shuffle=shuffle, drop_last=drop_last)
 
     @classmethod
     def _of_loader(cls, loader: DataLoader[Any], asked: Asked, key: LoopKey, timeout_s: float) -> "Feed":

@@ -12,7 +12,7 @@ from typing import Any
 
 from unisono.data.process import LAST_WORDS_S, LoaderProcess, LoaderRequest
 from unisono.data.slot import Packed, Slot
-from unisono.errors import JobError
+from unisono.errors import DataError, JobError
 
 DEPTH = 2
 """Steps that each loader process is asked for: one that it loads, and one that comes next, so that it never waits."""
@@ -36,6 +36,9 @@ class Processes:
     timeout_s: float
     ahead: int = DEPTH
     begin: Callable[[int], None] | None = None
+
+
+NO_PROCESSES = Processes(0, 0.0)
 
 
 class Slots:
@@ -135,8 +138,13 @@ class LoaderProcesses:
         Raises:
             DataError: it failed, died or hangs.
         """
-        packed = self._processes[number].answer(self._timeout_s)
-        return self._slots(number).received(packed, self._asked[number].popleft())
+        slots, slot = self._slots(number), self._asked[number].popleft()
+        try:
+            packed = self._processes[number].answer(self._timeout_s)
+        except DataError:
+            slots.give_back(slot)
+            raise
+        return slots.received(packed, slot)
 
     def is_ready(self, number: int) -> bool:
         """Whether the next answer of a process is here."""

@@ -34,7 +34,7 @@ class LoopFeeds:
             passes = self._passes.get(data, 0)
             self._passes[data] = passes + epochs
         key = LoopKey(self._seed, loop, passes)
-        if (stream := StreamFeed.of(data, asked, key)) is not None:
+        if (stream := StreamFeed.of(data, asked, key, self._timeout_s, epochs)) is not None:
             return stream
         if not isinstance(data, DataLoader) and asked.shuffle is None:
             asked = replace(asked, shuffle=True)

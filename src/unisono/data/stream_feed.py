@@ -1,20 +1,22 @@
 """What a loop or an evaluation of a stream reads."""
 
 import warnings
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from unisono.data.feed import Asked, Shuffle, refuse_beside
+from unisono.data.loader_processes import NO_PROCESSES, Processes
 from unisono.data.opened_stream import opens_readers
 from unisono.data.order import KeyedOrder, Order
+from unisono.data.readers_ahead import ReadersAhead
 from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import Collate, is_indexed
 from unisono.data.stream_readers import OpenReaders
 from unisono.data.stream_source import StreamSource
-from unisono.data.torch_loader import keeps_states
+from unisono.data.torch_loader import keeps_states, processes_of
 from unisono.errors import DataError, JobError, UnisonoWarning
 
 
@@ -28,6 +30,9 @@ class StreamFeed:
         batch_size: the number of samples in a batch, if a loader says it.
         collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
         keeps: whether the states that the stream tells of itself are used.
+        begin: a function that each reader calls with its number before it opens its copy of the stream.
+        processes: the processes that read.
+        epochs: the number of epochs to read.
     """
 
     stream: Any
@@ -35,6 +40,9 @@ class StreamFeed:
     batch_size: int | None = None
     collate: Collate | None = None
     keeps: bool = False
+    begin: Callable[[int], None] | None = None
+    processes: Processes = NO_PROCESSES
+    epochs: int = 1
 
     @property
     def shuffle(self) -> bool:
@@ -57,8 +65,15 @@ class StreamFeed:
         return KeyedOrder(0, self.key.seed)
 
     @classmethod
-    def of(cls, data: Any, asked: Asked, key: LoopKey) -> "StreamFeed | None":
+    def of(cls, data: Any, asked: Asked, key: LoopKey, timeout_s: float, epochs: int = 1) -> "StreamFeed | None":
         """Take data as a script gives it; None if they are no stream.
+
+        Args:
+            data: the data.
+            asked: what the script asks for beside them.
+            key: what draws follow from.
+            timeout_s: seconds after which a loader process is taken to hang, unless a loader says so.
+            epochs: the number of epochs to read.
 
         Raises:
             DataError: the loader makes no batches.
@@ -69,14 +84,17 @@ class StreamFeed:
         if not opens_readers(stream) and (not isinstance(stream, IterableDataset) or is_indexed(stream)):
             return None
         if loader is None:
-            _refuse(asked.shuffle, asked.drop_last, asked.loader_workers, "loader_workers")
-            return cls(stream, key, None, asked.collate_fn)
+            _refuse(asked.shuffle, asked.drop_last)
+            return cls(stream, key, None, asked.collate_fn, processes=asked.processes(timeout_s), epochs=epochs)
         refuse_beside(asked)
-        _refuse(None, loader.drop_last, loader.num_workers, "num_workers")
+        _refuse(None, loader.drop_last)
         if loader.batch_size is None:
             raise DataError("batch_size=None: the loader makes no batches: give it the batch_size of the job")
         collate = None if loader.collate_fn is default_collate else loader.collate_fn
-        return cls(stream, key, loader.batch_size, collate, keeps_states(loader))
+        processes = processes_of(loader, timeout_s)
+        return cls(
+            stream, key, loader.batch_size, collate, keeps_states(loader), loader.worker_init_fn, processes, epochs
+        )
 
     def same(self) -> Mapping[str, Any]:
         """What has to be the same on all workers."""
@@ -92,8 +110,9 @@ class StreamFeed:
 
     def source(self, readers: int) -> StreamSource:
         """What gives the samples, read by so many readers."""
-        opened = OpenReaders(self.stream, self.key, readers, self.collate, keeps=self.keeps)
-        return StreamSource(opened, type(self.stream).__name__)
+        opened = OpenReaders(self.stream, self.key, readers, self.collate, self.begin, keeps=self.keeps)
+        ahead = ReadersAhead(opened, self.processes, self.epochs) if self.processes.count else opened
+        return StreamSource(ahead, type(self.stream).__name__)
 
 
 def warn_unless_promised(what: str, samples: int, promised: int | None) -> None:
@@ -108,7 +127,7 @@ def warn_unless_promised(what: str, samples: int, promised: int | None) -> None:
         )
 
 
-def _refuse(shuffle: Shuffle | None, drop_last: bool | None, workers: int | None, name: str) -> None:
+def _refuse(shuffle: Shuffle | None, drop_last: bool | None) -> None:
     if shuffle:
         raise JobError("shuffle=True: a stream has its own order. Shuffle in the stream, or the files that it reads")
     if drop_last:
@@ -116,5 +135,3 @@ def _refuse(shuffle: Shuffle | None, drop_last: bool | None, workers: int | None
             "drop_last=True: which batch of a stream is the last whole one is only known behind it. Leave it out: "
             "smaller batches are weighted by their size"
         )
-    if workers:
-        raise JobError(f"{name}={workers}: streams are read in the worker's own process. Leave it out")

@@ -1,7 +1,7 @@
 """One reader of a stream: it gives the samples of one logical shard, whichever worker asks."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -66,7 +66,13 @@ class _ReaderInfo:
 
     def __init__(self, number: int, readers: int, dataset: Any) -> None:
         self._number, self._readers = number, readers
-        self.dataset, self.seed, self.was_asked = dataset, number, False
+        self.seed, self._dataset = number, dataset
+        self.was_asked = self.was_counted = self.was_opened = False
+
+    @property
+    def dataset(self) -> Any:
+        self.was_opened = True
+        return self._dataset
 
     @property
     def id(self) -> int:
@@ -75,7 +81,7 @@ class _ReaderInfo:
 
     @property
     def num_workers(self) -> int:
-        self.was_asked = True
+        self.was_asked = self.was_counted = True
         return self._readers
 
 
@@ -90,6 +96,8 @@ class Reader:
         stream: the stream.
         key: the key of the reader.
         at: the state behind which it is to go on.
+        begin: a function that is called with the reader's number before its copy of the stream is opened, as a loader
+            process of torch calls ``worker_init_fn``. One that looks how many there are has split the copy.
         keeps: whether the states that streams tell of themselves are used; see
             :func:`~unisono.data.opened_stream.open_stream`.
 
@@ -101,13 +109,32 @@ class Reader:
         is_over: whether nothing is left.
     """
 
-    def __init__(self, stream: Any, key: ReaderKey, at: ReaderState, *, keeps: bool = False) -> None:
+    def __init__(
+        self,
+        stream: Any,
+        key: ReaderKey,
+        at: ReaderState,
+        begin: Callable[[int], None] | None = None,
+        *,
+        keeps: bool = False,
+    ) -> None:
         self._key, self._stream = key, _copied(stream)
         self._read, self._step = 0, 1
         self._info = _ReaderInfo(key.number, key.readers, self._stream)
         if hasattr(self._stream, "set_epoch"):
             self._stream.set_epoch(key.passes + key.epoch)
         seed_generators(key.stream(0, alike=True))
+        if begin is not None:
+            with self._inside():
+                begin(key.number)
+            self._info.was_asked = self._info.was_counted
+            if self._info.was_opened and not self._info.was_asked:
+                raise DataError(
+                    "worker_init_fn takes the stream out of get_worker_info(), and does not look how many readers "
+                    "there are: there is one for each shard of the job, whatever num_workers says to the loader. Split "
+                    "it by info.id and info.num_workers, or in the stream's __iter__"
+                )
+            seed_generators(key.stream(0, alike=True))
         with self._inside():
             opened = open_stream(self._stream, key.number, key.readers, at.state, keeps=keeps)
         self._iterator, self._tell = opened

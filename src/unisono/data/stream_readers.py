@@ -1,6 +1,6 @@
 """The readers of a stream that one process has open, and what each of them gives for a step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -98,13 +98,21 @@ class OpenReaders:
         key: what the draws of its samples follow from.
         readers: the number of readers, one for each shard of the job.
         collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
+        begin: a function that each reader calls with its number before it opens its copy of the stream.
         keeps: whether the states that streams tell of themselves are used.
     """
 
     def __init__(
-        self, stream: Any, key: LoopKey, readers: int, collate: Collate | None = None, *, keeps: bool = False
+        self,
+        stream: Any,
+        key: LoopKey,
+        readers: int,
+        collate: Collate | None = None,
+        begin: Callable[[int], None] | None = None,
+        *,
+        keeps: bool = False,
     ) -> None:
-        self._stream, self._key, self._readers, self._keeps = stream, key, readers, keeps
+        self._stream, self._key, self._readers, self._begin, self._keeps = stream, key, readers, begin, keeps
         self._is_known = False  # whether it was read twice, and gave the same
         self._collate = collate or default_collate
         self._open: dict[int, tuple[int, Reader]] = {}
@@ -153,7 +161,7 @@ class OpenReaders:
     def _reader(self, wish: Wish) -> Reader:
         key = self._key
         numbered = ReaderKey(key.seed, key.loop, key.passes, wish.epoch, wish.number, self._readers)
-        return Reader(self._stream, numbered, wish.at, keeps=self._keeps)
+        return Reader(self._stream, numbered, wish.at, self._begin, keeps=self._keeps)
 
     def _require_same(self, wish: Wish, samples: Sequence[Any]) -> None:
         """Read the first samples twice, once in a loop: what comes by chance is other then.

@@ -56,7 +56,8 @@ class LoaderParts:
         """
         _refuse(loader)
         collate = None if loader.collate_fn is default_collate else loader.collate_fn
-        processes = _processes(loader, timeout_s)
+        begin = partial(_begin, loader.worker_init_fn, loader.num_workers, loader.dataset)
+        processes = replace(processes_of(loader, timeout_s), begin=begin)
         batched = loader.batch_sampler
         if isinstance(batched, BatchSampler) and _is_plain(type(batched)):
             settings = batched.batch_size, batched.drop_last, collate, processes
@@ -103,15 +104,23 @@ def _refuse(loader: DataLoader[Any]) -> None:
             )
 
 
-def _processes(loader: DataLoader[Any], timeout_s: float) -> Processes:
+def processes_of(loader: DataLoader[Any], timeout_s: float) -> Processes:
+    """The processes that a loader asks for.
+
+    Args:
+        loader: the loader.
+        timeout_s: seconds after which a loader process is taken to hang, unless the loader says so.
+
+    Raises:
+        JobError: they are to be started in another way than by a fork.
+    """
     count, context = loader.num_workers, loader.multiprocessing_context
     if count and context is not None and context.get_start_method() != "fork":
         raise JobError(
             f"multiprocessing_context={context.get_start_method()!r}: loader processes are forked. Leave it out; a "
             f"data set that uses CUDA or threads of its own needs num_workers=0"
         )
-    begin = partial(_begin, loader.worker_init_fn, count, loader.dataset)
-    usual = Processes(count, loader.timeout or timeout_s, begin=begin)
+    usual = Processes(count, loader.timeout or timeout_s)
     return usual if loader.prefetch_factor is None else replace(usual, ahead=loader.prefetch_factor)
 
 

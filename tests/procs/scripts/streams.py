@@ -94,9 +94,12 @@ streams: dict[str, Callable[[], Any]] = {
     "whole": Whole,
     "own": Own,
     "loader": lambda: DataLoader(Split(), BATCH),
+    "loader-ahead": lambda: DataLoader(Split(), BATCH, num_workers=2),
+    "own-ahead": Own,
 }
+how: dict[str, Any] = {"loader_workers": 2} if os.environ["STREAM"] == "own-ahead" else {}
 for _ in range(2):
-    steps = run.steps(streams[os.environ["STREAM"]](), epochs=EPOCHS)
+    steps = run.steps(streams[os.environ["STREAM"]](), epochs=EPOCHS, **how)
     if "ENTERS" in os.environ:
         entered = [run.enter()]
     for step in steps:

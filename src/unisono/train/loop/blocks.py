@@ -139,7 +139,8 @@ class StreamBlocks:
         states = dict.fromkeys(self._of(workers.rank, workers), ReaderState())
         turn = 0
         with closing(self.feed.source(self.readers)) as source:
-            while states and (most is None or turn * self.readers + min(states) < most):
+            open_ones = set(states)
+            while open_ones and (most is None or turn * self.readers + min(open_ones) < most):
                 wishes = [Wish(0, number, at, self.size) for number, at in states.items()]
                 for wish, given in zip(wishes, source.read(wishes), strict=True):
                     number = turn * self.readers + wish.number
@@ -147,7 +148,7 @@ class StreamBlocks:
                         yield EvaluatedBlock((wish.number, turn), number, given.samples, source.batch(wish))
                     states[wish.number] = given.after
                     if given.is_over:
-                        del states[wish.number]
+                        open_ones.discard(wish.number)
                 turn += 1
 
     def shares(self, workers: Workers, read: Sequence[tuple[BlockPlace, int]]) -> Shares:

@@ -205,7 +205,7 @@ class Evaluator:
         prepared, job = self._trained.require_prepared(), self._job
         asked = Asked(batch_size=batch_size, collate_fn=collate)
         key = LoopKey(job.seed, NO_LOOP)
-        feed = StreamFeed.of(dataset, asked, key) or Feed.of(dataset, asked, key, self._timeout_s)
+        feed = StreamFeed.of(dataset, asked, key, self._timeout_s) or Feed.of(dataset, asked, key, self._timeout_s)
         self._collectives.agree("data set", feed.same())
         size = batch_size or feed.batch_size or -(-(job.batch_size or SAMPLES_PER_SHARD * job.shards) // job.shards)
         blocks, step = self._blocks(feed, size), self._trained.progress.position.step

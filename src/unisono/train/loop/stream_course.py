@@ -180,8 +180,9 @@ class StreamLoader:
         return self._batches
 
     def close(self) -> None:
-        """Whoever asks for a step again gets what is read then."""
+        """Close the readers; whoever asks for a step again gets what is read then."""
         self._given = None
+        self._course.source.close()
 
 
 def _epoch_over(progress: RunProgress) -> RunProgress:
