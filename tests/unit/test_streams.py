@@ -1,4 +1,5 @@
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -49,6 +50,38 @@ def test_what_is_drawn_inside_leaves_no_trace_outside() -> None:
         seed_generators(1)
         draws()
     assert draws() == expected
+
+
+DRAWN = {
+    "nothing": lambda: None,
+    "a uniform number": np.random.rand,
+    "a normal number": np.random.normal,
+    "a seed": lambda: np.random.seed(7),
+}
+
+
+@pytest.mark.parametrize("drawn", DRAWN.values(), ids=DRAWN)
+def test_numpy_goes_on_where_it_was_whether_or_not_anything_was_drawn_since_it_was_seeded(
+    drawn: Callable[[], object],
+) -> None:
+    with generators_kept():
+        seed_generators(3)
+        drawn()  # of two normal numbers the second one is kept for later
+        expected = [*np.random.normal(size=3), np.random.rand()]
+        seed_generators(3)
+        drawn()
+        with generators_kept():
+            seed_generators(4)
+            np.random.normal()
+            with generators_kept():
+                seed_generators(5)
+        assert [*np.random.normal(size=3), np.random.rand()] == expected
+
+
+def test_the_memory_of_numpys_generator_is_read_and_not_copied() -> None:
+    with generators_kept():
+        seed_generators(3)
+        assert Generators.capture().numpy == 3
 
 
 def test_the_fast_way_of_seeding_torch_gives_the_numbers_of_manual_seed() -> None:

@@ -1,10 +1,12 @@
 """The random generators that a script may draw from, seeded and kept as one."""
 
+import ctypes
 import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +16,63 @@ _ONE_AT_A_TIME = threading.Lock()
 """torch waits for its generator without letting other threads go on, and the one that has it may need to go on."""
 
 
+# NumPy copies the state of its generator number by number, which takes longer than all else here. Most often nobody has
+# drawn from it since it was seeded, and to know that it is enough to look at its memory.
+
+_NUMPY_NUMBERS = 624
+_NUMPY_BYTES = 4 * _NUMPY_NUMBERS + 4  # and how many of them were drawn
+
+
+class _NumpySeed(NamedTuple):
+    """The newest seed of NumPy's generator, and what it came to."""
+
+    seed: int
+    memory: bytes
+
+
+_numpy_seeds: list[_NumpySeed] = []
+"""The newest; none where the memory cannot be read."""
+
+
+def _numpy_memory() -> bytes:
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # NumPy's types leave it out
+    return ctypes.string_at(generator.ctypes.state_address, _NUMPY_BYTES)
+
+
+@cache
+def _is_numpy_readable() -> bool:
+    """Whether the state lies in memory as it did in all versions of NumPy so far."""
+    _, numbers, drawn, *_ = np.random.get_state()
+    return _numpy_memory() == np.asarray(numbers, np.uint32).tobytes() + np.int32(drawn).tobytes()
+
+
+def _seed_numpy(seed: int) -> None:
+    np.random.seed(seed)
+    _numpy_seeds[:] = [_NumpySeed(seed, _numpy_memory())] if _is_numpy_readable() else []
+
+
+def _numpy_state() -> Any:
+    """The state, or the seed if nobody has drawn since."""
+    newest = _numpy_seeds[0] if _numpy_seeds else None
+    return newest.seed if newest is not None and newest.memory == _numpy_memory() else np.random.get_state()
+
+
+def _set_numpy(state: Any) -> None:
+    if isinstance(state, int):
+        _seed_numpy(state)
+    else:
+        np.random.set_state(state)
+
+
+# All of them as one.
+
+
 @dataclass(frozen=True, slots=True)
 class Generators:
-    """The state of torch's generators (CPU, and CUDA where it is in use), NumPy's and Python's."""
+    """The state of torch's generators (CPU, and CUDA where it is in use), NumPy's and Python's.
+
+    NumPy's may be the seed that it was made from.
+    """
 
     torch_cpu: torch.Tensor
     torch_cuda: torch.Tensor | None
@@ -30,7 +86,7 @@ class Generators:
         # Not the bit generator's state alone: NumPy keeps every second normal number for the next call.
         with _ONE_AT_A_TIME:
             cpu = torch.get_rng_state()
-        return cls(cpu, cuda, np.random.get_state(), random.getstate())
+        return cls(cpu, cuda, _numpy_state(), random.getstate())
 
     def restore(self) -> None:
         """Set the generators back to this state."""
@@ -38,7 +94,7 @@ class Generators:
             torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda is not None:
             torch.cuda.set_rng_state(self.torch_cuda)
-        np.random.set_state(self.numpy)
+        _set_numpy(self.numpy)
         random.setstate(self.python)
 
 
@@ -49,7 +105,7 @@ def seed_generators(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    _seed_numpy(seed & 0xFFFFFFFF)
     random.seed(seed)
 
 
@@ -89,7 +145,7 @@ class SeededAgain:
             torch.default_generator.set_state(self._torch)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed(self._seed)
-        np.random.seed(self._seed & 0xFFFFFFFF)
+        _seed_numpy(self._seed & 0xFFFFFFFF)
         random.setstate(self._python)
 
 
