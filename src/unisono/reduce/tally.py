@@ -56,7 +56,7 @@ class Tally:
         self.balance -= self._sum(values, start)
 
     def keep(self, values: Tensor | Words, start: int) -> None:
-        """Values without gaps were written that stay until :meth:`has_kept` asks for them."""
+        """Values were written that stay until :meth:`has_kept` asks for them."""
         if (part := self._part(values, start)) is not None:
             self._kept.append((part, part.sum()))
 
@@ -83,10 +83,7 @@ class Tally:
 
     def has_kept(self) -> bool:
         """Whether everything that was kept is as it was."""
-        for part, words in self._kept:  # noqa: SIM110 (in each step: a generator would take twice as long)
-            if part.sum() != words:
-                return False
-        return True
+        return all(part.sum() == words for part, words in self._kept)
 
     def _part(self, values: Tensor | Words, start: int) -> Words | None:
         numel = values.numel() if isinstance(values, Tensor) else len(values)
@@ -95,7 +92,7 @@ class Tally:
             return None
         if end - begin == numel:
             return values if isinstance(values, Words) else Words(values)
-        return Words((values if isinstance(values, Tensor) else values.values).view(-1)[begin:end])
+        return Words((values if isinstance(values, Tensor) else values.values)[begin:end])
 
     def _sum(self, values: Tensor | Words, start: int) -> int:
         part = self._part(values, start)

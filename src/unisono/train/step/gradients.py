@@ -17,6 +17,7 @@ from unisono.reduce.partial_sums import PartialSumRow, PartialSums, views_of
 from unisono.reduce.reducer import Reducer, Weigh
 from unisono.reduce.tally import Tally, Witness
 from unisono.train.step.audit import ShardDigest, in_memory_order
+from unisono.words import Words
 
 _numbers = itertools.count()
 
@@ -86,6 +87,7 @@ class Gradients:
         self._views: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
         self._windows: Sequence[range] = ()  # what is checked of each buffer
         self._tallies: list[Tally | None] = []
+        self._kept: dict[int, tuple[Words, int]] = {}  # what took the place of a buffer that is tallied
         is_tallied = reducer.tallies and all(one.device.type == "cpu" for one in self.parameters)
         self._checked_bytes = fusion.checked_bytes if is_tallied else 0
         self._bytes = sum(one.nbytes for one in self.parameters)
@@ -155,10 +157,12 @@ class Gradients:
         """
         for number, parameter in enumerate(self.parameters):
             if self._single:
-                self._note(number, parameter.grad)
-                self._marked(number, parameter.grad)
+                gradient = parameter.grad
+                self._note(number, gradient)
+                if self.mark is not None:
+                    self.mark.take(number, gradient)
                 if not self._heard:
-                    self._keep(number, parameter.grad)
+                    self._keep(number, gradient)
             elif not self._arrived[number]:
                 self._take(number, parameter.grad)
         for sums in self._sums:
@@ -201,21 +205,24 @@ class Gradients:
 
     def has_kept(self) -> bool:
         """Whether the step's gradient, as far as its memory is checked, still is what was reduced."""
+        for words, left in self._kept.values():  # in each step: a generator would take twice as long
+            if words.sum() != left:
+                return False
         return all(tally.has_kept() for tally in self._tallies if tally is not None)
 
     def show(self) -> None:
         """Let the witness see the step's gradient."""
+        for words, _ in self._kept.values() if self.witness is not None else ():
+            assert self.witness is not None
+            self.witness("gradient", words.values)
         for tally in self._tallies:
             if tally is not None:
                 tally.show()
 
     def keep(self) -> None:
         """The step's gradient was changed, and stays from now on as it is."""
-        for number in range(len(self._tallies)):
-            if self._single:
-                self._keep(number, self.parameters[number].grad)
-            else:
-                self._keep(number, self._flats[number])
+        for number in range(len(self._windows)):
+            self._keep(number, self.parameters[number].grad if self._single else self._flats[number])
 
     def assign(self, totals: Sequence[Tensor], weight: float, used: Sequence[bool], *, writable: bool) -> None:
         """Make the mean the parameters' gradients; absent where no shard used one.
@@ -252,16 +259,19 @@ class Gradients:
     def _open(self, step: int) -> None:
         """Nothing is tallied, and nothing kept."""
         self._windows = windows(self._lengths, self._bytes, self._checked_bytes, step)
-        self._tallies = [None] * len(self._windows)
-        if not self._single:  # what stays where it is gets one when it is kept
+        self._kept = {}
+        if not self._single:
             self._tallies = [Tally(part.start, part.stop, self.witness) if part else None for part in self._windows]
 
     def _keep(self, number: int, values: Tensor | None) -> None:
         """From now on these are kept, and not what was kept before in their place."""
         part = self._windows[number]
         if part and values is not None and not values.is_sparse:
-            tally = self._tallies[number] = Tally(part.start, part.stop, self.witness)
-            tally.keep(values if values.is_contiguous() else in_memory_order(values), 0)
+            kept = values if values.is_contiguous() else in_memory_order(values)
+            words = Words(kept if len(part) == kept.numel() else kept.view(-1)[part.start : part.stop])
+            self._kept[number] = words, words.sum()
+            if not self._single:
+                self._tallies[number] = None
 
     def _stay(self, number: int, parameter: Tensor) -> None:
         if self._listens:
