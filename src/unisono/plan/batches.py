@@ -92,10 +92,10 @@ class Batches:
 
     def after(self, position: Position, batch: Batch) -> Position:
         """Where the job stands once ``batch`` is committed."""
-        done = replace(position, step=position.step + 1, samples=position.samples + batch.size)
+        step, samples = position.step + 1, position.samples + batch.size
         if batch.is_last_in_epoch:
-            return replace(done, epoch=batch.epoch + 1, offset=0)
-        return replace(done, offset=batch.stop)
+            return Position(step, samples, batch.epoch + 1)
+        return Position(step, samples, position.epoch, batch.stop)
 
     def next_from(self, position: Position, epochs: int) -> Position | None:
         """Where the next batch starts; None if there is none left.

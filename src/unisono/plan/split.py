@@ -90,7 +90,7 @@ class Split:
         pieces, rest = divmod(shards, self.shards)
         if rest or pieces < 1:
             raise ValueError(f"{shards} shards are no multiple of {self.shards}")
-        return Split(tuple(bound * pieces for bound in self.bounds))
+        return self if pieces == 1 else Split(tuple(bound * pieces for bound in self.bounds))
 
     def seconds(self, seconds: Sequence[float]) -> float:
         """The seconds that the slowest worker takes for its shards.

@@ -22,7 +22,8 @@ MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
 _TIMES = tuple(one.name for one in fields(Timings))
-_HEADER = f"6?2x{len(_TIMES)}d4Q"  # flags; times; digests and balances, with which nothing computes
+_FLAGS = 6
+_HEADER = f"{_FLAGS}?2x{len(_TIMES)}d4Q"  # flags; times; digests and balances, with which nothing computes
 _FIXED = 4  # loss, weight, squared norm, which metrics
 _ROW = _FIXED + MAX_METRICS
 
@@ -163,17 +164,18 @@ class ControlWord:
             for rank, one in enumerate(told)
             for number in range(len(self.split.of(rank)))
         ]
-        return ControlWords(tuple(map(_flags, told)), shards, tuple(used.tolist()))
+        raised = [any(column) for column in zip(*(one[:_FLAGS] for one in told), strict=True)]
+        return ControlWords(tuple(map(_flags, told)), raised, shards, tuple(used.tolist()))
 
 
-_TOLD = 6 + len(_TIMES)
+_TOLD = _FLAGS + len(_TIMES)
 _SHARDS = _TOLD + 4
 
 
 def _flags(told: Sequence[Any]) -> Flags:
-    leave, regroup, again, lost, flipped, written = told[:6]
+    leave, regroup, again, lost, flipped, written = told[:_FLAGS]
     digest, own, *balance = told[_TOLD:_SHARDS]
-    timings = Timings(*told[6:_TOLD])
+    timings = Timings(*told[_FLAGS:_TOLD])
     return Flags(leave, regroup, again, lost, flipped, written, digest, own, timings, Balance(*balance))
 
 
@@ -188,11 +190,13 @@ class ControlWords:
 
     Attributes:
         flags: what each worker says, by rank.
+        raised: one bool per flag: whether any worker says so.
         rows: the numbers of each shard, in order.
         used: one flag per tensor: whether any worker's shard used it.
     """
 
     flags: tuple[Flags, ...]
+    raised: Sequence[bool]
     rows: Sequence[_Row]
     used: tuple[bool, ...]
 

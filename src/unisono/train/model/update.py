@@ -130,10 +130,12 @@ def may_change_gradients(optimizer: Optimizer) -> bool:
 
 def _adds_momentum_in_place(group: Mapping[str, Any]) -> bool:
     """Whether SGD keeps Nesterov's step in the gradients, as torch does where it updates many tensors at once."""
+    if not group.get("nesterov"):
+        return False
     at_once = group.get("foreach")
     if at_once is None and not group.get("fused"):  # torch chooses, by the device
         at_once = any(parameter.device.type != "cpu" for parameter in group["params"])
-    return bool(at_once and group.get("nesterov"))
+    return bool(at_once)
 
 
 def tell_schedulers(optimizers: Sequence[Optimizer]) -> None:
