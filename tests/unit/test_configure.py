@@ -281,3 +281,21 @@ def test_a_variable_allows_that_the_job_changes() -> None:
 def test_a_script_whose_workers_may_change_has_one_run() -> None:
     with pytest.raises(JobError, match="has one run: this is its second unisono.init"):
         configured(ELASTIC, 2)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"devices_per_worker": 0}, "devices_per_worker=0: needs a number of devices"),
+        ({"devices_per_worker": 2, "monitor": 10}, "do not go together with monitor yet"),
+        ({"devices_per_worker": 2, "audit": 0.5, "strategy": "local-sgd"}, "audit, strategy"),
+    ],
+)
+def test_what_a_worker_of_several_devices_cannot_do_is_refused(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobError, match=re.escape(words)):
+        configured(**said)
+
+
+def test_devices_come_from_the_script_or_the_environment() -> None:
+    assert configured({"UNISONO_DEVICES_PER_WORKER": "3"}).communication.devices == 3
+    assert configured({"UNISONO_DEVICES_PER_WORKER": "3"}, devices_per_worker=2).communication.devices == 2

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -257,3 +258,33 @@ def test_whatever_the_variables_say_the_answer_is_an_environment_or_a_clear_erro
 def test_recognising_loads_no_torch() -> None:
     program = "import sys, unisono.membership.environment; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+# -- the devices of a worker
+
+
+def process(rank: int, local_rank: int | None = None, size: int = 6, local_size: int = 6) -> Environment:
+    return Environment("torchrun", rank, size, rank if local_rank is None else local_rank, local_size, "a")
+
+
+def test_neighbouring_processes_are_the_devices_of_one_worker() -> None:
+    workers = [process(rank).worker(3) for rank in range(6)]
+    assert [(one.rank, one.world_size, one.local_rank, one.local_world_size) for one in workers] == [
+        *3 * [(0, 2, 0, 2)],
+        *3 * [(1, 2, 1, 2)],
+    ]
+    devices = [process(rank).device(3) for rank in range(6)]
+    assert [(one.rank, one.world_size, one.local_rank) for one in devices] == 2 * [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("where", "devices", "words"),
+    [
+        (process(0), 4, "devices_per_worker=4: the job has 6 processes, which are no whole number of workers"),
+        (process(0, local_size=3), 2, "host a has 3 processes, which are no whole number of workers"),
+        (process(3, local_rank=0, local_size=2), 2, "rank 3 is number 0 of host a"),
+    ],
+)
+def test_processes_that_are_no_whole_workers_are_refused(where: Environment, devices: int, words: str) -> None:
+    with pytest.raises(JobError, match=re.escape(words)):
+        where.worker(devices)

@@ -141,6 +141,13 @@ Shards = Annotated[
     int | None,
     typer.Option(envvar="UNISONO_SHARDS", help="The number of shards of the global batch, unless the script sets it."),
 ]
+DevicesPerWorker = Annotated[
+    int | None,
+    typer.Option(
+        envvar="UNISONO_DEVICES_PER_WORKER",
+        help="The devices of each worker, each with a process, unless the script sets them: for models in slices.",
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option(envvar="UNISONO_THREADS", help="torch threads per worker, unless the script sets them.")
 ]
@@ -290,6 +297,7 @@ class WorkerOptions:
 class JobOptions(WorkerOptions):
     """The options of commands whose workers train a job."""
 
+    devices_per_worker: DevicesPerWorker = None
     checkpoint_every: CheckpointEvery = None
     allow_job_change: AllowJobChange = False
     policy: PolicyNames = None

@@ -104,9 +104,9 @@ def worker_command(
     """How to start the worker of a rank. A job of one worker has no ``rendezvous``."""
     own = {
         "UNISONO_RANK": str(rank),
-        "UNISONO_WORLD_SIZE": str(settings.workers),
+        "UNISONO_WORLD_SIZE": str(settings.processes),
         "UNISONO_LOCAL_RANK": str(rank),
-        "UNISONO_LOCAL_WORLD_SIZE": str(settings.workers),
+        "UNISONO_LOCAL_WORLD_SIZE": str(settings.processes),
     }
     where = _where(rendezvous, rank)
     variables = own | _common(settings, run_dir) | where | settings.extra_environment
@@ -134,6 +134,7 @@ def _common(settings: LaunchSettings, run_dir: Path) -> dict[str, str]:
 
 def _wishes(settings: LaunchSettings) -> dict[str, str]:
     wishes = {
+        "UNISONO_DEVICES_PER_WORKER": settings.devices_per_worker,
         "UNISONO_SHARDS": settings.shards,
         "UNISONO_POLICIES": ",".join(settings.policies) or None,
         "UNISONO_STRATEGY": settings.strategy,
@@ -154,10 +155,10 @@ def _where(rendezvous: RendezvousSocket | None, rank: int) -> dict[str, str]:
 
 def dry_run(settings: LaunchSettings, run_dir: Path) -> str:
     """What would be started, one worker below the other, for a person to read."""
-    rendezvous = RendezvousSocket("PORT", "FD") if settings.workers > 1 else None
+    rendezvous = RendezvousSocket("PORT", "FD") if settings.processes > 1 else None
     lines = ["# PORT and FD are those of a socket on loopback that the launcher opens"] if rendezvous else []
     lines += [f"# {line}" for line in settings.tuning.lines]
-    for rank in range(settings.workers):
+    for rank in range(settings.processes):
         command = worker_command(settings, run_dir, rank, rendezvous)
         shown = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
         lines += [f"# rank {rank}", str(WorkerCommand(command.script, shown))]

@@ -85,7 +85,7 @@ class Launcher:
         is_warm = settings.warm_start and sys.platform == "linux"
         if self._share and is_warm and self._shared is None:
             self._shared = await _template_for_all(settings, folder)
-        gains = is_warm and settings.workers > 1  # one worker alone would only begin later
+        gains = is_warm and settings.processes > 1  # one worker alone would only begin later
         log = folder.log_of("template") if gains else None
         warm = Warm(elastic_command(settings, folder.path, None), log, self._shared if is_warm else None)
         return await _FixedWorkers(settings, folder, terminal, warm).run()
@@ -148,8 +148,8 @@ class _FixedWorkers:
     async def _start_all(self) -> None:
         await self._begins.open()
         await self._loaded_or_interrupted()
-        with _listening(self._settings.workers) as rendezvous:
-            for rank in range(self._settings.workers):
+        with _listening(self._settings.processes) as rendezvous:
+            for rank in range(self._settings.processes):
                 if self._interrupted is None:
                     try:
                         self._running[rank] = await self._start(rank, rendezvous)

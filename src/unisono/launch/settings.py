@@ -91,6 +91,7 @@ class LaunchSettings:
     Attributes:
         script: the script or module that each worker runs.
         workers: the number of workers on this host.
+        devices_per_worker: the devices of each worker, each driven by a process, if the person sets them here.
         run_dir: the run folder; None makes a new one below ``runs``.
         shards: the job's shards, if the person sets them here.
         threads: torch threads of each worker, if the person sets them here.
@@ -109,6 +110,7 @@ class LaunchSettings:
 
     script: Script
     workers: int = 1
+    devices_per_worker: int | None = None
     run_dir: Path | None = None
     shards: int | None = None
     threads: int | None = None
@@ -123,6 +125,11 @@ class LaunchSettings:
     extra_environment: dict[str, str] = field(default_factory=dict)
     memory_limit_mib: float | None = None
 
+    @property
+    def processes(self) -> int:
+        """The number of processes on this host: one for each device of each worker."""
+        return self.workers * (self.devices_per_worker or 1)
+
     def told(self, variables: Mapping[str, str]) -> "LaunchSettings":
         """The same, with further variables for every worker."""
         return replace(self, extra_environment={**self.extra_environment, **variables})
@@ -133,11 +140,11 @@ class LaunchSettings:
         Raises:
             JobError: a number is out of range, or the script cannot be run; names it.
         """
-        for name in ("workers", "shards", "threads", "checkpoint_every"):
+        for name in ("workers", "devices_per_worker", "shards", "threads", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise JobError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
-        if self.workers > MOST_WORKERS:
+        if self.processes > MOST_WORKERS:
             raise JobError(f"--workers {self.workers}: at most {MOST_WORKERS} on one host")
         if not 0 <= self.grace_s <= LONGEST_S:
             raise JobError(f"--grace-s {self.grace_s:g}: needs a number of seconds, 0 or more, at most {LONGEST_S:g}")

@@ -3,7 +3,7 @@
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from unisono.errors import JobError
@@ -58,6 +58,37 @@ class Environment:
     host: str
     rendezvous: RendezvousAddress | None = None
     note: str = ""
+
+    def worker(self, devices: int) -> "Environment":
+        """The same place where so many of these processes are the devices of one worker: that worker's.
+
+        Raises:
+            JobError: the processes, or those of this host, are no whole number of such workers.
+        """
+        for what, count in (("the job", self.world_size), (f"host {self.host}", self.local_world_size)):
+            if count % devices:
+                raise JobError(
+                    f"devices_per_worker={devices}: {what} has {count} processes, which are no whole number of workers "
+                    f"of {devices} devices each. All devices of a worker are on one host: start a multiple of "
+                    f"{devices} processes on each"
+                )
+        if self.local_rank % devices != self.rank % devices:
+            raise JobError(
+                f"devices_per_worker={devices}: rank {self.rank} is number {self.local_rank} of host {self.host}. Give "
+                f"the processes of a host neighbouring ranks"
+            )
+        return replace(
+            self,
+            rank=self.rank // devices,
+            world_size=self.world_size // devices,
+            local_rank=self.local_rank // devices,
+            local_world_size=self.local_world_size // devices,
+        )
+
+    def device(self, devices: int) -> "Environment":
+        """Likewise: this process's place among the devices of its worker."""
+        rank = self.rank % devices
+        return replace(self, rank=rank, world_size=devices, local_rank=rank, local_world_size=devices)
 
     def describe(self) -> str:
         """One line: ``torchrun: rank 2 of 4 on host a, rendezvous 10.0.0.1:29500``."""

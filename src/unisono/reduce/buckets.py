@@ -69,7 +69,7 @@ def plan_buckets(
     kinds = list(dict.fromkeys((tensor.dtype, tensor.device) for tensor in reversed(tensors)))
     buckets: list[Bucket] = []
     for kind, device in kinds:
-        dtype = _narrowed(kind, compressed)
+        dtype = narrowed(kind, compressed)
         entries: list[BucketEntry] = []
         offset, limit = 0, min(FIRST_BUCKET_BYTES, bucket_bytes)
         for index in reversed(range(len(tensors))):
@@ -85,7 +85,8 @@ def plan_buckets(
     return tuple(buckets)
 
 
-def _narrowed(dtype: torch.dtype, compressed: torch.dtype | None) -> torch.dtype:
+def narrowed(dtype: torch.dtype, compressed: torch.dtype | None) -> torch.dtype:
+    """The dtype of a bucket for tensors of one; see :func:`plan_buckets`."""
     narrows = compressed is not None and dtype.is_floating_point and dtype.itemsize > compressed.itemsize
     return compressed if compressed is not None and narrows else dtype
 

@@ -128,7 +128,7 @@ def assemble(config: RunConfig, opened: Opened) -> Inside:
         opened: what was opened for it.
     """
     job, device, membership, checkpoints = config.job, config.device, opened.membership, opened.checkpoints
-    if not membership.joins and membership.workers.rank == 0:
+    if not membership.joins and membership.workers.is_main:
         checkpoints.begin_writing()
     base = _base(config, opened)
     made = _computing(base)
@@ -241,7 +241,7 @@ def _computing(base: _Base) -> _Computing:
     local = LocalTraining(config, trained, membership, listeners)
     steps = CurrentSteps(trained, membership, folder, listeners, exact, local)
     ending.also(steps.drop)
-    snapshots = Snapshots(trained, checkpoints, steps, listeners)
+    snapshots = Snapshots(trained, checkpoints, membership, steps, listeners)
     recovery = Recovery(
         membership, steps, trained, integrity, requests, checkpoints, snapshots, folder, listeners, ending
     )

@@ -126,7 +126,7 @@ class PolicyRunner:
             view = self._view(epoch)
         decisions = [decision for hook in hooks for decision in self._policy_state.ask(hook, view)]
         self._policy_state.take(decisions, view, self._trained.progress.loop)
-        self._has_written = self._membership.workers.rank == 0
+        self._has_written = self._membership.workers.is_main
         for decision in decisions:
             self._carry_out(decision, view)
             self._newest.append(_told(decision, view))
@@ -135,7 +135,7 @@ class PolicyRunner:
 
     def _write_missing(self) -> None:
         """The main worker may have been lost before it wrote what all have decided: then the next one does."""
-        if self._newest and not self._has_written and self._membership.workers.rank == 0:
+        if self._newest and not self._has_written and self._membership.workers.is_main:
             for line in self._newest:
                 if not self._folder.tells("decided", line):
                     self._folder.journal("decided", **line)
@@ -146,7 +146,7 @@ class PolicyRunner:
 
         def look(workers: Workers) -> dict[str, Any]:
             seen: dict[str, Any] = {"error": ""}
-            if workers.rank == 0:
+            if workers.is_main:
                 try:
                     seen |= {"figures": {policy.name: dict(observed(policy, view)) for policy in policies}}
                 except PolicyError as error:
@@ -158,7 +158,7 @@ class PolicyRunner:
             raise PolicyError(seen["error"])
         news = {name: each for name, each in seen["figures"].items() if each != self._policy_state.observed.get(name)}
         self._policy_state.observed |= news
-        if self._membership.workers.rank == 0:
+        if self._membership.workers.is_main:
             for name, figures in news.items():
                 self._folder.journal("observed", step=view.step, policy=name, figures=figures)
 

@@ -10,6 +10,21 @@ from torch import nn
 
 from unisono.train.assembly import Inside
 from unisono.train.model.prepared import Prepared, refuse_unset_memory
+from unisono.train.model.slices import materialise, require_sliced, slice_module
+
+
+def cut(inside: Inside, module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Have each device of this worker keep its slices of a module; a worker of one device keeps all of it.
+
+    Args:
+        inside: the parts of the run.
+        module: the module.
+        options: further arguments of torch's ``fully_shard``.
+    """
+    devices = inside.membership.workers.devices
+    materialise(module, inside.device)
+    if devices.count > 1:
+        slice_module(module, devices.mesh, **options)
 
 
 def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> None:
@@ -34,6 +49,8 @@ def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any]
     prepared, trained = Prepared.of(model, optimizers, state), inside.trained
     if inside.job.deterministic:
         refuse_unset_memory(prepared.optimizers)
+    if (count := inside.membership.workers.devices.count) > 1:
+        require_sliced(prepared.parameters, count)
     inside.synchronisation.before_call()
     inside.collectives.agree("model", prepared.layout())
     is_first, trained.prepared = trained.prepared is None, prepared

@@ -37,8 +37,8 @@ class RunView:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the worker that prints and writes files (rank 0)."""
-        return self.rank == 0
+        """Whether this is the worker that prints and writes files (rank 0; of several devices, the first)."""
+        return self.inside.membership.is_main
 
     @property
     def generation(self) -> int:

@@ -33,7 +33,15 @@ from unisono.train.config.configure import configure
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
 from unisono.train.config.run_config import Recording, RunConfig
 from unisono.train.group.collectives import CollectiveCalls
-from unisono.train.group.connect import FixedRendezvous, Rendezvous, TopologyName, TransportName, connect
+from unisono.train.group.connect import (
+    FixedRendezvous,
+    Rendezvous,
+    TopologyName,
+    TransportName,
+    connect,
+    connect_devices,
+)
+from unisono.train.group.devices import Devices
 from unisono.train.group.elastic import elastic
 from unisono.train.group.membership import Fixed, Membership
 from unisono.train.group.workers import Workers
@@ -102,6 +110,7 @@ def init(
     topology: TopologyName | None = None,
     overlap: bool | None = None,
     shard_optimizer: bool | Literal["auto"] | None = None,
+    devices_per_worker: int | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     keep: int = 3,
@@ -145,6 +154,8 @@ def init(
             wherever that saves time: not over shared memory when the workers' threads keep all cores busy.
         shard_optimizer: whether the workers of one host share their parameters and split the update and the optimizer's
             state; ``auto``, the default, where that can be and saves time. Decides no bit.
+        devices_per_worker: the number of devices of a worker, for models that do not fit one device: each is driven by
+            a process of its own, and holds its slices of what :meth:`Run.fully_shard` got (default: 1). Decides no bit.
         run_dir: the run folder; one that holds checkpoints of the same job is resumed. By default a new one
             under ``runs/``.
         checkpoint_every: the number of steps between automatic checkpoints; by default none are written.
@@ -203,9 +214,16 @@ def _membership(config: RunConfig) -> Membership:
         return elastic(
             communication.coordinator, job, environment.host, form, communication.timeout_s, communication.silence_s
         )
-    job.require_workers(environment.world_size)
-    generation = Generation(1, environment.rank, Split.even(job.shards, environment.world_size))
-    return Fixed(form(generation, FixedRendezvous(environment, communication.timeout_s)))
+    place, count, timeout_s = environment.worker(communication.devices), communication.devices, communication.timeout_s
+    job.require_workers(place.world_size)
+    devices = Devices()
+    if count > 1:
+        here = environment.device(count)
+        devices = connect_devices(config, FixedRendezvous(here, timeout_s, environment, f"/worker-{place.rank}"))
+    meeting = FixedRendezvous(place, timeout_s, environment, f"/device-{devices.rank}")
+    workers = form(Generation(1, place.rank, Split.even(job.shards, place.world_size)), meeting)
+    workers.devices = devices
+    return Fixed(workers)
 
 
 def _besides(config: RunConfig) -> dict[str, Any]:
@@ -263,5 +281,6 @@ def _batch(job: Job) -> str:
 
 def _launched(run: Run, environment: Environment) -> str:
     if not run.inside.membership.is_elastic:
-        return environment.describe()
+        count = run.inside.membership.workers.devices.count
+        return environment.describe() + (f", {count} devices per worker" if count > 1 else "")
     return f"unisono: {run.world_size} workers to begin with, elastic"

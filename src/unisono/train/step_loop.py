@@ -177,8 +177,8 @@ class StepLoop:
         self.between.step_begins()
         return loop.place(self.trained.progress, self)
 
-    def shards(self) -> range:
-        """Which shards this worker is to load."""
+    def shards(self) -> Sequence[int]:
+        """Which shards this process is to load."""
         return self.steps.shards()
 
     def shape(self) -> BatchShape:

@@ -178,7 +178,36 @@ def _communication(said: Mapping[str, Any], told: _Told, tolerance: FaultToleran
         min(timeout_s, told_s or math.inf) / 2,
         recognise(told.environ),
         coordinator,
+        _devices(said, told, coordinator),
     )
+
+
+def _devices(said: Mapping[str, Any], told: _Told, coordinator: CoordinatorAccess | None) -> int:
+    """The number of devices of a worker.
+
+    Raises:
+        JobError: it is none, or something is asked for that a worker of several devices cannot do.
+    """
+    wanted: int | None = _first(said["devices_per_worker"], told.whole("UNISONO_DEVICES_PER_WORKER"))
+    count = 1 if wanted is None else wanted
+    if count < 1:
+        raise JobError(f"devices_per_worker={short(count)}: needs a number of devices, at least 1")
+    if count == 1:
+        return 1
+    asked = {
+        "an elastic job": coordinator is not None,
+        "policies": bool(said["policies"]) or "UNISONO_POLICIES" in told,
+        "monitor": bool(said["monitor"]) or "UNISONO_MONITOR_EVERY" in told,
+        "audit": bool(_first(said["audit"], told.number("UNISONO_AUDIT", 0, 1), 0.0)),
+        "strategy": bool(said["strategy"] or told.get("UNISONO_STRATEGY")),
+        "shard_optimizer=True": said["shard_optimizer"] is True or told.get("UNISONO_SHARD_OPTIMIZER") == "1",
+    }
+    if refused := [name for name, is_asked in asked.items() if is_asked]:
+        raise JobError(
+            f"devices_per_worker={count}: workers of several devices do not go together with {', '.join(refused)} yet. "
+            f"Leave it out, or use one device per worker"
+        )
+    return count
 
 
 def _split_update(said: Mapping[str, Any], told: _Told, recording: Recording) -> SplitUpdate:

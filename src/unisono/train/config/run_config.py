@@ -71,6 +71,7 @@ class Communication:
         silence_s: the seconds without the coordinator after which the job may soon go on without this worker.
         environment: the place of this worker among those that were started with it.
         coordinator: the access to the coordinator of an elastic job; None for a job whose workers stay the same.
+        devices: the number of devices of a worker, each driven by a process of its own.
     """
 
     transport: str = "auto"
@@ -79,6 +80,7 @@ class Communication:
     silence_s: float = 150.0
     environment: Environment = field(default_factory=lambda: Environment("single", 0, 1, 0, 1, ""))
     coordinator: CoordinatorAccess | None = None
+    devices: int = 1
 
 
 @dataclass(frozen=True, slots=True)

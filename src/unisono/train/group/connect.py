@@ -1,14 +1,20 @@
 """The connection of a generation's workers, from their environment."""
 
 import itertools
+import os
+import socket
 import sys
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from unisono.errors import JobError
 from unisono.job import Job
@@ -21,6 +27,7 @@ from unisono.membership.rendezvous import (
     open_store,
     own_address,
 )
+from unisono.plan.split import Split
 from unisono.plan.topology import TOPOLOGIES
 from unisono.received import short
 from unisono.reduce.host_transport import HierarchicalTransport, host_split
@@ -29,6 +36,7 @@ from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
 from unisono.train.config.run_config import Communication, RunConfig
+from unisono.train.group.devices import Devices
 from unisono.train.group.workers import Workers
 
 # How the workers of a generation find each other.
@@ -60,16 +68,20 @@ class FixedRendezvous(Rendezvous):
     Args:
         environment: this worker's rank, world size and place among the hosts.
         timeout_s: the longest wait for the other workers, in seconds.
+        process: the place of this process among all, where only some of them meet; by default all do.
+        scope: a name for those that meet.
     """
 
-    def __init__(self, environment: Environment, timeout_s: float) -> None:
-        self.environment = environment
+    def __init__(
+        self, environment: Environment, timeout_s: float, process: Environment | None = None, scope: str = ""
+    ) -> None:
+        self.environment, self._process = environment, process or environment
         self._timeout_s = timeout_s
-        self._scope = f"unisono/{next(_meetings)}"
+        self._scope = f"unisono/{next(_meetings)}{scope}"
 
     def store(self) -> dist.Store:
         """The launcher's, or rank 0's."""
-        return dist.PrefixStore(self._scope, open_store(self.environment, self._timeout_s))
+        return dist.PrefixStore(self._scope, open_store(self._process, self._timeout_s))
 
     def peers(self) -> Peers:
         """They post where they can be called."""
@@ -197,3 +209,46 @@ def topology_over(backend: str, job: Job, wanted: str) -> str | None:
     if wanted not in ("auto", "direct"):
         raise JobError(f"topology={wanted!r} needs Gloo; over {backend} use 'direct' or 'auto'")
     return None  # sends between two workers are not tried on it
+
+
+# The devices of one worker.
+
+
+def connect_devices(config: RunConfig, rendezvous: Rendezvous) -> Devices:
+    """Connect the devices of this worker, which are on one host. Collective among them."""
+    here = rendezvous.environment
+    generation = Generation(1, here.rank, Split.even(here.world_size, here.world_size))
+    return Devices(connect(config, generation, rendezvous), partial(_form_mesh, config, rendezvous))
+
+
+def _form_mesh(config: RunConfig, rendezvous: Rendezvous) -> DeviceMesh:
+    """The devices of this worker as torch's default process group: FSDP's collective calls need one by name."""
+    here, process = rendezvous.environment, config.communication.environment
+    if dist.is_initialized():
+        raise JobError(
+            "devices_per_worker needs torch's default process group for the devices of each worker, and the script has "
+            "made one: leave torch.distributed.init_process_group out"
+        )
+    with _on_loopback():
+        dist.init_process_group(
+            backend_for(config.device, process),
+            store=dist.PrefixStore("devices", rendezvous.store()),
+            rank=here.rank,
+            world_size=here.world_size,
+            timeout=timedelta(seconds=config.communication.timeout_s),
+        )
+    return init_device_mesh(config.device.type, (here.world_size,))
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Gloo listens on loopback alone: what meets in here is on one host."""
+    name, before = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ[name] = next((each for _, each in socket.if_nameindex() if each.startswith("lo")), before or "")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

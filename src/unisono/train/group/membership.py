@@ -73,7 +73,7 @@ class Membership(ABC):
     @property
     def is_main(self) -> bool:
         """Whether this is the main worker: the first of those that train."""
-        return not self.joins and self.workers.rank == 0
+        return not self.joins and self.workers.is_main
 
     @property
     @abstractmethod

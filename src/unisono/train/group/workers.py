@@ -18,6 +18,7 @@ from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.received import LARGEST_JSON, parse_json, short
 from unisono.reduce.transport import Transport
+from unisono.train.group.devices import Devices
 from unisono.train.model.tensors import checksum
 
 Operation = Literal["mean", "sum", "max", "min"]
@@ -30,6 +31,8 @@ class Workers:
         generation: the generation that these workers form.
         transport: the transport between them.
         host: the host name or address under which others reach this worker; empty if all are on one host.
+        devices: the devices of this worker; by default one. These verbs are then among the devices of one rank in their
+            workers, each of which holds its slices of the state.
 
     Attributes:
         servers: the number of workers, those of the highest ranks, that are to serve and compute nothing; equal on all.
@@ -38,10 +41,13 @@ class Workers:
         is_asking: whether it waits for another worker, other than in the transport.
     """
 
-    def __init__(self, generation: Generation, transport: Transport, host: str = "") -> None:
+    def __init__(
+        self, generation: Generation, transport: Transport, host: str = "", devices: Devices | None = None
+    ) -> None:
         self.generation = generation
         self.transport = transport
         self.host = host
+        self.devices = Devices() if devices is None else devices
         self.servers = 0
         self.ticks = 0
         self.is_called = self.is_asking = False
@@ -57,6 +63,11 @@ class Workers:
     def world_size(self) -> int:
         """The number of workers."""
         return self.generation.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the first device of the main worker, which prints and writes files."""
+        return self.rank == 0 and self.devices.is_first
 
     @property
     def waits(self) -> bool:
@@ -203,6 +214,7 @@ class Workers:
     def close(self) -> None:
         """Let go of the connections."""
         self.transport.close()
+        self.devices.close()
 
     def _received(self, source: int, skeleton: Any, places: Mapping[str, Any], seal: str) -> Any:
         """The value, once its tensors are here.

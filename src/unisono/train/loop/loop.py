@@ -24,8 +24,8 @@ from unisono.train.step.step import Step
 class LoopSteps(Protocol):
     """The part of a run that a loop calls."""
 
-    def shards(self) -> range:
-        """Which shards this worker computes now."""
+    def shards(self) -> Sequence[int]:
+        """Which shards this process computes now."""
 
     def compute(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from unisono.adapt.view import BatchShape
@@ -14,7 +14,7 @@ from unisono.plan.batches import Position
 Load = Callable[[Iterator[ShardsRequest]], Loaded]
 """From what each step needs to what it gets."""
 
-Part = tuple[range, BatchShape]
+Part = tuple[Sequence[int], BatchShape]
 """Which shards a worker computes, and of what batches."""
 
 Requests = Callable[[Position, Part], Iterator[ShardsRequest]]

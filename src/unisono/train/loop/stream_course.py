@@ -94,7 +94,7 @@ class StreamCourse:
         """Whether the loop has gone through the stream so many times."""
         return position.epoch >= epochs
 
-    def batches(self, shards: range) -> list[Any]:
+    def batches(self, shards: Sequence[int]) -> list[Any]:
         """The batches of some shards of the step that was read last."""
         assert self._batch is not None, "a step was read"
         return self.source.of(self._batch, shards)

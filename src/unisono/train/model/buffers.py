@@ -131,6 +131,15 @@ class Buffers:
         """What a shard of this worker has made of each buffer; None of those that it has not written."""
         return self._results.get(shard, [])
 
+    def set_result(self, shard: int, made: Sequence[Tensor | None]) -> None:
+        """Keep what another device of this worker says that a shard has made of the buffers.
+
+        Raises:
+            ModelError: it has given one another shape or dtype.
+        """
+        self._require_same_form(made)
+        self._results[shard] = list(made)
+
     @contextmanager
     @torch.no_grad()
     def aside(self) -> Iterator[Callable[[], Sequence[Tensor | None]]]:

@@ -15,6 +15,7 @@ from unisono.checkpoint.layout import form_of
 from unisono.errors import ModelError
 from unisono.train.model.further_state import further_places
 from unisono.train.model.places import BufferPlace, places_of
+from unisono.train.model.slices import slice_of, update_slices
 from unisono.train.model.tensors import tensors_of, version_of
 
 
@@ -54,6 +55,7 @@ class Prepared:
         """
         modules = tuple(model) if isinstance(model, list | tuple) else (model,)
         _check_kinds(modules, optimizers)
+        update_slices(optimizers)
         parameters = _named_parameters(modules, optimizers)
         for frozen in _owned(optimizers):
             if not frozen.requires_grad:  # or the optimizer would go on with the gradient that it had before
@@ -97,7 +99,7 @@ class Prepared:
         found: dict[int, tuple[str, Tensor]] = {}
         state = {id(place.tensor) for place in self.buffers}
         of_modules = (
-            (prefix + name, parameter)
+            (prefix + name, slice_of(parameter))
             for prefix, module in prefixed(self.modules)
             for name, parameter in module.named_parameters()
         )
@@ -159,7 +161,7 @@ class Prepared:
         """The names of each optimizer's parameters, in its order: its state is kept by their numbers."""
         named = {id(tensor): name for name, tensor in self.parameters.items()}
         for prefix, module in prefixed(self.modules):
-            named |= {id(tensor): prefix + name for name, tensor in module.named_parameters()}
+            named |= {id(slice_of(tensor)): prefix + name for name, tensor in module.named_parameters()}
         return [[named.get(id(tensor), "?") for tensor in _owned([one])] for one in self.optimizers]
 
 
@@ -217,8 +219,8 @@ def _named_parameters(modules: Sequence[nn.Module], optimizers: Sequence[Optimiz
     named: dict[str, Tensor] = {}
     for prefix, module in prefixed(modules):
         for name, parameter in module.named_parameters():
-            if owned.pop(id(parameter), None) is not None:
-                named[prefix + name] = parameter
+            if owned.pop(id(own := slice_of(parameter)), None) is not None:
+                named[prefix + name] = own
     # Some optimizers update tensors that belong to no module, such as a learned temperature.
     return named | {f"optimizer parameter {number}": tensor for number, tensor in enumerate(owned.values())}
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unisono.checkpoint.layout import form_of
 from unisono.errors import CheckpointError, ModelError
+from unisono.train.model.slices import whole_of
 from unisono.words import sum_of_words
 
 # Tensors, and what they are to be.
@@ -93,7 +94,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 def tensor_digest(tensor: Tensor) -> str:
     """The sha256 of one tensor's dtype, shape and bits, in hex."""
-    data = tensor.detach().cpu().contiguous()
+    data = whole_of(tensor).detach().cpu().contiguous()
     header = f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}".encode()
     # An empty or 0-dim tensor has no last dimension to view as bytes.
     values = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else b""

@@ -58,7 +58,7 @@ class ResultWriter(Listener):
             save: a function that writes the last checkpoint.
             workers: the workers of this generation.
         """
-        if workers.rank == 0:
+        if workers.is_main:
             self._folder.ready(self._config.fault_tolerance.failure_timeout_s)
         save()
         about: dict[str, Any] = {"workers": workers.gather_json(peak_memory(self._config.device))}
@@ -66,14 +66,14 @@ class ResultWriter(Listener):
             parameters = self._trained.prepared.parameters.values()
             about["gradient_bytes"] = sum(each.numel() * each.itemsize for each in parameters)
             about["reduction"] = reduction_probe(workers, self._config.job.reduction, self._config.device)
-        if workers.rank == 0:
+        if workers.is_main:
             self._folder.journal("finished", step=self._trained.progress.position.step, weights_sha256=weights)
             self._write(weights_sha256=weights, **about)
         workers.barrier()
 
     def preempted(self) -> None:
         """The workers were asked to leave, and the job goes on when it is started again."""
-        if self._membership.workers.rank != 0:
+        if not self._membership.workers.is_main:
             return
         self._folder.journal("preempted", step=self._trained.progress.position.step)
         error = {"rank": None, "type": "Preempted", "message": "asked to leave: start the job again to go on"}

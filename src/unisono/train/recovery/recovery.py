@@ -22,6 +22,7 @@ from unisono.train.model.update import hyperparameters_of, replaced_hyperparamet
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.ending import Ending, Requests
+from unisono.train.state.sliced_state import whole_state
 from unisono.train.state.state import RunProgress
 from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
@@ -34,11 +35,20 @@ class Snapshots:
     Args:
         trained: the state of the run.
         checkpoints: the checkpoints of the run.
+        membership: the members of the job.
         steps: the present step computer, which knows whether the weights are whole.
         listeners: the run's listeners.
     """
 
-    def __init__(self, trained: Trained, checkpoints: Checkpoints, steps: CurrentSteps, listeners: Listeners) -> None:
+    def __init__(
+        self,
+        trained: Trained,
+        checkpoints: Checkpoints,
+        membership: Membership,
+        steps: CurrentSteps,
+        listeners: Listeners,
+    ) -> None:
+        self._membership = membership
         self._trained, self._checkpoints, self._steps, self._listeners = trained, checkpoints, steps, listeners
         self._cut: RunProgress | None = None
 
@@ -107,9 +117,11 @@ class Snapshots:
         self._checkpoints.close()
 
     def _save(self, verified: Digests | None, *, wait: bool = False) -> bool:
-        snapshot = self.take()
-        self._trained.require_prepared().require_forms()
-        return self._checkpoints.save(snapshot, verified, wait=wait)
+        found, prepared = self.take(), self._trained.require_prepared()
+        prepared.require_forms()
+        if self._membership.workers.devices.count > 1:  # the workers have agreed on slices
+            found, verified = whole_state(prepared, found), None
+        return self._checkpoints.save(found, verified, wait=wait)
 
     def _is_cut(self) -> bool:
         """Whether the run was cut short where it stands, and that state is on disk."""
@@ -202,7 +214,7 @@ class Recovery(Recovers):
         self._requests.regroup = False
         self._integrity.known.cleared = []  # ranks mean other workers from now on
         self._steps.make()
-        if self._membership.workers.rank == 0:
+        if self._membership.workers.is_main:
             self._checkpoints.begin_writing()
         self._listeners.tell(lambda one: one.renewed())
 
@@ -235,7 +247,7 @@ class Recovery(Recovers):
         Args:
             verified: digests of the state on which they have agreed.
         """
-        step, is_main = self._trained.progress.position.step, self._membership.workers.rank == 0
+        step, is_main = self._trained.progress.position.step, self._membership.workers.is_main
         is_written = self._snapshots.save(verified)
         self._listeners.tell(lambda one: one.preempted())
         if is_main:

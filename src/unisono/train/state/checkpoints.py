@@ -76,10 +76,19 @@ class Checkpoints:
         """Whether the one after so many steps is on disk, as far as this worker knows."""
         return self.store is None or step in self.store.steps()
 
-    def newest(self, workers: Workers) -> Snapshot | None:
-        """The newest whole checkpoint, read by the main worker and handed to all."""
+    def newest(self, workers: Workers, cut: Callable[[Snapshot], Snapshot] = lambda whole: whole) -> Snapshot | None:
+        """The newest whole checkpoint, read by the main worker and handed to all.
+
+        Args:
+            workers: the workers that get it.
+            cut: a function that leaves a device what it holds of a snapshot.
+        """
         newest = self.store.newest() if self.store is not None else None
-        tree = workers.broadcast(None if newest is None else as_tree(newest))
+        tree = None if newest is None else as_tree(newest)
+        if workers.devices.count > 1:
+            whole = workers.devices.inside.broadcast(tree)
+            tree = None if whole is None else as_tree(cut(as_snapshot(whole)))
+        tree = workers.broadcast(tree)
         self.written = tree is not None  # a run that goes on from a checkpoint leaves one, too
         return None if tree is None else as_snapshot(tree)
 
@@ -180,13 +189,14 @@ class _Opening:
         self.folder: RunFolder | None = None
 
     def __call__(self, workers: Workers) -> str:
-        if workers.rank == 0 and self.folder is None:
+        if workers.is_main and self.folder is None:
             recording = self._config.recording
             self.folder = RunFolder(recording.folder or new_run_folder(Path("runs"), _script_stem()))
             if recording.term_in(self.folder.path) is None:
                 _hold(self.folder)
             _keep_job(self.folder, self._config)
-        return str(workers.broadcast(None if self.folder is None else str(self.folder.path)))
+        own = workers.devices.first(None if self.folder is None else str(self.folder.path))
+        return str(workers.broadcast(own))
 
     def close(self) -> None:
         """Let go of it."""

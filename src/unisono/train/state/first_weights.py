@@ -17,9 +17,11 @@ from unisono.errors import CheckpointError, UnisonoWarning
 from unisono.train.group.collectives import Change
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared, prefixed
+from unisono.train.model.slices import slice_of
 from unisono.train.model.tensors import Values, digest_tensors, set_all
 from unisono.train.state.checkpoints import Checkpoints, require_same_job
 from unisono.train.state.registered import kept, restoring
+from unisono.train.state.sliced_state import sliced_state
 from unisono.train.state.state import module_part
 from unisono.train.state.trained import Trained
 
@@ -56,7 +58,7 @@ class FirstWeights:
             resumes: whether there may be a checkpoint to go on from.
         """
         shared = shared_weights(workers, prepared)
-        found = self._checkpoints.newest(workers) if resumes else None
+        found = self._checkpoints.newest(workers, partial(sliced_state, prepared)) if resumes else None
         if found is not None:
             where = f"the checkpoint of step {found.step} in {self._folder.path}"
             with restoring(found, "fingerprint of its job"):
@@ -72,7 +74,7 @@ class FirstWeights:
         return Change(make, partial(self._resumed, found, workers) if resumes else lambda: None)
 
     def _resumed(self, found: Snapshot | None, workers: Workers) -> None:
-        if workers.rank != 0:
+        if not workers.is_main:
             return
         if found is None:  # what an earlier try in this folder measured is measured again
             self._folder.metrics.truncate_after(-1)
@@ -101,7 +103,7 @@ def shared_weights(workers: Workers, prepared: Prepared) -> Values:
     if workers.world_size == 1:
         return []
     digests = workers.gather_json(digest_tensors(prepared.tensors()))
-    if workers.rank == 0 and len(set(digests)) > 1:
+    if workers.is_main and len(set(digests)) > 1:
         warnings.warn(
             "the workers built models with different weights, and now all have those of rank 0: the next run "
             "would start from others. Build the model after unisono.init, which seeds the random generators, or seed "
@@ -111,7 +113,7 @@ def shared_weights(workers: Workers, prepared: Prepared) -> Values:
         )
     shared: dict[int, tuple[Tensor, Tensor]] = {}
     buffers = [place.tensor for place in prepared.buffers]
-    for tensor in [*prepared.tensors().values(), *prepared.parameters.values(), *buffers]:
+    for tensor in [*map(slice_of, prepared.tensors().values()), *prepared.parameters.values(), *buffers]:
         if tensor.data_ptr() not in shared and tensor.numel():
             value = tensor.detach().clone()
             workers.transport.broadcast(value, 0)

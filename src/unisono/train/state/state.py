@@ -16,6 +16,7 @@ from unisono.plan.batches import Position
 from unisono.received import short, value_of
 from unisono.train.model.places import BufferPlace, set_places
 from unisono.train.model.prepared import Prepared, prefixed
+from unisono.train.model.slices import slice_of, sliced_like
 from unisono.train.state.registered import kept
 
 VERSIONS = "_metadata"
@@ -124,7 +125,10 @@ def restore_models(prepared: Prepared, snapshot: Snapshot) -> None:
             f"first {odd[0]}"
         )
     for prefix, module in prefixed(prepared.modules):
-        module.load_state_dict(module_part(snapshot.model, prefix))
+        part, held = module_part(snapshot.model, prefix), module.state_dict()
+        for name, value in part.items():
+            part[name] = sliced_like(held[name], value)
+        module.load_state_dict(part)
     set_places([(places[name], value) for name, value in values.items()])
 
 
@@ -239,7 +243,7 @@ def _module_state(prepared: Prepared) -> OrderedDict[str, Any]:
     versions: dict[str, Any] = {}
     for prefix, module in prefixed(prepared.modules):
         state = module.state_dict()
-        whole.update((prefix + name, value) for name, value in state.items())
+        whole.update((prefix + name, slice_of(value)) for name, value in state.items())
         versions |= {prefix + name: value for name, value in getattr(state, VERSIONS, {}).items()}
     setattr(whole, VERSIONS, versions)
     return whole

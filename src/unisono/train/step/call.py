@@ -18,6 +18,11 @@ LossFunction = Callable[[Any, Any], Any]
 """``loss_fn(model, batch) -> loss``, ``-> (loss, weight)`` or ``-> BackwardDone(loss)``."""
 
 
+def global_norm(parameters: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients of parameters together, as ``clip_grad_norm_`` of torch computes it."""
+    return torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+
+
 @dataclass(frozen=True, slots=True)
 class Clip:
     """The limits on the step's gradient before the update: on its global norm, on each value, or none.
@@ -39,11 +44,18 @@ class Clip:
         """Whether there is a limit at all."""
         return self.norm is not None or self.value is not None
 
-    def apply(self, parameters: Sequence[Tensor]) -> float:
-        """Limit the parameters' gradients in place; returns their global norm if it is limited, else 0."""
+    def apply(self, parameters: Sequence[Tensor], norm_of: Callable[[Sequence[Tensor]], Tensor] = global_norm) -> float:
+        """Limit the parameters' gradients in place; returns their global norm if it is limited, else 0.
+
+        Args:
+            parameters: the parameters.
+            norm_of: a function that returns the norm of all their gradients together.
+        """
         norm = 0.0
         if self.norm is not None:
-            norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.norm))
+            total = norm_of(parameters)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.norm, total)
+            norm = float(total)
         if self.value is not None:
             torch.nn.utils.clip_grad_value_(parameters, self.value)
         return norm

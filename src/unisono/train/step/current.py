@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import PolicyError
 from unisono.sync.parameter_server import ParameterServer
@@ -85,12 +87,13 @@ class CurrentSteps:
         assert self._computer is not None, "all workers have the same models"
         return self._computer
 
-    def shards(self) -> range:
-        """Which shards of the next step are this worker's, as far as that is known beforehand."""
+    def shards(self) -> Sequence[int]:
+        """Which shards of the next step this process loads, as far as that is known beforehand."""
         if self._computer is not None and self._computer.shares_work:
-            return range(0)
+            return ()
         workers = self._membership.workers
-        return workers.split(self._trained.policy_state.shards).of(workers.rank)
+        mine = workers.split(self._trained.policy_state.shards).of(workers.rank)
+        return [turn.own for turn in workers.devices.rounds(mine)]
 
     def make(self) -> None:
         """Have the one compute that the present strategy needs, in the present generation. Collective."""
@@ -101,7 +104,7 @@ class CurrentSteps:
             return
         if policy_state.topology is not None:
             workers.transport.use_topology(policy_state.topology)
-        if not serve(workers, self.strategy) and workers.rank == 0:
+        if not serve(workers, self.strategy) and workers.is_main:
             self._folder.journal("all compute", strategy=str(self.strategy), workers=workers.world_size)
         chosen, other = (self._exact, self._local) if self.strategy.is_exact else (self._local, self._exact)
         chosen.make(workers)

@@ -1,11 +1,14 @@
 """Computes steps: this worker's shards, the reduction, the update."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +24,8 @@ from unisono.plan.split import Split
 from unisono.reduce.reducer import REDUCTIONS, Reducer
 from unisono.reduce.tally import Witness
 from unisono.train.config.run_config import Execution
-from unisono.train.group.control import Balance, ControlWord, Flags, ShardReport, StepReport, signature_of
+from unisono.train.group.control import Balance, ControlWord, Flags, StepReport, signature_of
+from unisono.train.group.devices import Round
 from unisono.train.group.majority import Verdict, judged
 from unisono.train.group.workers import Workers
 from unisono.train.model.at_rest import AtRest, Seen, kept_by
@@ -33,12 +37,16 @@ from unisono.train.model.places import set_places
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.update import Update, may_change_gradients
 from unisono.train.step.audit import Audit
-from unisono.train.step.call import Call
+from unisono.train.step.call import Call, global_norm
+from unisono.train.step.device_exchange import shared_buffers, shared_report, shared_weights
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ForwardPass, Shard, require_agreement, total_weight
 from unisono.train.step.script_memory import ScriptMemory
 from unisono.train.step.sharded_update import ShardedUpdate
 from unisono.train.step.why_whole import why_whole
+
+if TYPE_CHECKING:
+    from unisono.train.step.sliced_gradients import Slicing
 
 MOST_REPEATS = 3
 """Of a step whose memory did not keep what was written; after that a worker's memory is broken for good."""
@@ -107,6 +115,8 @@ class StepEngine:
         overlap = execution.overlaps(workers.transport, job.threads)
         self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap)
         self._prepared = prepared
+        self._devices = workers.devices
+        self._slicing = _slicing_of(prepared, workers)
         self._forward = ForwardPass(job, prepared, device)
         self._writes = ForwardWrites(prepared.weights())
         self._buffers = Buffers(prepared.buffers, workers.transport.split, workers.rank)
@@ -257,7 +267,7 @@ class StepEngine:
         if not call.clip.limits:
             return 0.0
         self.has_lost |= not gradients.has_kept()
-        norm = call.clip.apply(gradients.parameters)
+        norm = call.clip.apply(gradients.parameters, self._slicing.norm if self._slicing else global_norm)
         gradients.keep()
         return norm
 
@@ -308,6 +318,10 @@ class StepEngine:
     @property
     def _mine(self) -> range:
         return self._split.of(self._workers.rank)
+
+    @property
+    def _rounds(self) -> Sequence[Round]:
+        return self._devices.rounds(self._mine)
 
     def _looking(self) -> AtRest:
         """What this worker looks at: where workers share the weights, each looks at its own part."""
@@ -376,11 +390,11 @@ class StepEngine:
         started = perf_counter()
         gradients.begin(call.step)
         drawn = self._audit.drawn(call.step, call.number, call.batch, is_last=call.is_last)
-        shards = [Shard.of(call, number, is_audited=number in drawn) for number in self._mine]
+        shards = [Shard.of(call, turn.own, is_audited=turn.own in drawn, counts=turn.counts) for turn in self._rounds]
         self._writes.begin()
         with generators_kept():
-            for shard in shards:
-                self._compute(call, shard, gradients, shards)
+            for turn, shard, batch in zip(self._rounds, shards, call.shards, strict=True):
+                self._compute(call, turn, shard, batch, gradients, shards)
                 self._workers.tick()
         with self._told(f"step {call.step}"):
             self._writes.require_none()
@@ -393,7 +407,7 @@ class StepEngine:
         totals, reducing = gradients.totals()
         reduced = perf_counter()
         seen = Seen() if self._at_rest is None else self._at_rest.look()
-        report, told = self._exchange(gradients, [shard.read() for shard in shards], flags(seen))
+        report, told = self._exchange(gradients, shards, flags(seen))
         done = perf_counter()
         seconds = {
             "compute": computed - started,
@@ -436,18 +450,27 @@ class StepEngine:
         self._workers.tick()
         return found
 
-    def _compute(self, call: Call, shard: Shard, gradients: Gradients, shards: Sequence[Shard]) -> None:
+    def _compute(
+        self, call: Call, turn: Round, shard: Shard, batch: Any, gradients: Gradients, shards: Sequence[Shard]
+    ) -> None:
         self._prepared.clear_gradients()
         gradients.mark = shard.mark
         gradients.open(last=shard is shards[-1])
         with self._told(f"step {call.step}, shard {call.first + shard.number}"):
-            if shard.samples:
+            if not shard.samples and self._devices.count > 1:  # passes are collective, so it takes part with another's
+                assert call.load is not None, "the batch of any shard can be loaded"
+                batch = call.load(0)
+            if shard.samples or self._devices.count > 1:
                 self._buffers.open(first=shard is shards[0])
-                self._forward.compute(call, shard, call.shards[shard.number - self._mine.start])
+                self._forward.compute(call, shard, batch)
+            if shard.samples and shard.counts:
                 self._buffers.take(shard.number)
+            shared_buffers(self._devices, turn, self._buffers)
             if shard is shards[-1]:
-                gradients.send(partial(self._weigh, call, [each.report.weight for each in shards]))
-            if shard.report.weight:
+                gradients.send(partial(self._weigh, call, shared_weights(self._devices, self._rounds, shards)))
+            if shard.report.weight or self._devices.count > 1:
+                if not (shard.report.weight and shard.counts):
+                    gradients.leave_out()
                 with gradients.listening():
                     shard.backward(gradients.parameters)
             else:
@@ -469,13 +492,14 @@ class StepEngine:
         return weight if self._job.compression == "none" else None
 
     def _exchange(
-        self, gradients: Gradients, reports: Sequence[ShardReport], flags: Flags
+        self, gradients: Gradients, shards: Sequence[Shard], flags: Flags
     ) -> tuple[StepReport, tuple[Flags, ...]]:
-        used = [*gradients.used, *self._buffers.used]
+        used: Sequence[bool] = [*gradients.used, *self._buffers.used]
         word = ControlWord(self._split, len(used))
         own = Balance(gradients.balance, gradients.copies)
         is_written = self._update.must_part()
         flags = replace(flags, again=gradients.came_twice, lost=self.has_lost, written=is_written, balance=own)
+        reports, used, flags = shared_report(self._devices, self._rounds, [one.read() for one in shards], used, flags)
         words = word.open(self._workers.transport.all_gather(word.pack(reports, used, flags)))
         names = next((sorted(report.metrics) for report in reports if report.weight), None)
         logged = words.logged
@@ -534,5 +558,14 @@ class StepEngine:
             fusion = Fusion(self._bucket_bytes, compressed, self._checked_bytes)
             trained = self._prepared.trained_by(call.optimizers)
             norms = SquaredNorms(len(trained), self._monitoring.blocks_of(trained.values()))
-            self._gradients[key] = Gradients(trained, self._reducer, fusion, norms)
+            make = self._slicing.gradients if self._slicing else Gradients
+            self._gradients[key] = make(trained, self._reducer, fusion, norms)
         return self._gradients[key]
+
+
+def _slicing_of(prepared: Prepared, workers: Workers) -> Slicing | None:
+    if workers.devices.count == 1:
+        return None
+    from unisono.train.step.sliced_gradients import Slicing  # loads FSDP, which takes seconds
+
+    return Slicing(prepared.modules, workers.devices)

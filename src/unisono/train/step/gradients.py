@@ -54,7 +54,10 @@ class Gradients:
         is_watched: whether somebody wants to know each shard's squared norm.
         witness: a function that gets what was written to checked memory, to inject a fault.
         mark: a digest that takes the gradients of the shard under way, if that is audited.
+        leaves_single: whether gradients of a single shard stay where they are.
     """
+
+    leaves_single = True
 
     def __init__(self, parameters: Mapping[str, Tensor], reducer: Reducer, fusion: Fusion, norms: SquaredNorms) -> None:
         self.names = tuple(parameters)
@@ -64,10 +67,8 @@ class Gradients:
         self.mark: ShardDigest | None = None
         self._norms = norms
         self._reducer = reducer
-        self._single = reducer.transport.tree.shards == 1
-        self._buckets: tuple[Bucket, ...] = ()
-        if not self._single:
-            self._buckets = plan_buckets(self.parameters, fusion.bucket_bytes, fusion.compressed)
+        self._single = self.leaves_single and reducer.transport.tree.shards == 1
+        self._buckets: tuple[Bucket, ...] = () if self._single else self._planned(fusion)
         size = sum(parameter.numel() for parameter in self.parameters)
         self._shares_reading = norms.one_in == 1 and size > LARGE and not self._single
         self._names_of_buckets = [(next(_numbers), bucket) for bucket in range(len(self._buckets))]
@@ -123,6 +124,9 @@ class Gradients:
         self._missing = [len(bucket.entries) for bucket in self._buckets]
         for sums in self._sums:
             sums.open()
+
+    def leave_out(self) -> None:
+        """What comes of the passes under way does not count: the shard is empty, or another device computes it."""
 
     def send(self, weigh: Weigh) -> None:
         """The weights of all this worker's shards are known: buckets may go to the reducer."""
@@ -248,6 +252,9 @@ class Gradients:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
+
+    def _planned(self, fusion: Fusion) -> tuple[Bucket, ...]:
+        return plan_buckets(self.parameters, fusion.bucket_bytes, fusion.compressed)
 
     def _hooked(self) -> "list[torch.utils.hooks.RemovableHandle]":
         arrives = self._stay if self._single else self._arrive

@@ -154,19 +154,21 @@ class Shard:
         loss: the mean loss, once it is computed.
         has_gradients: whether the loss function went backward by itself.
         mark: the digest of its gradients, if it is audited.
+        counts: whether what comes of it here counts: not where another device of the worker computes it as well.
     """
 
     number: int
     samples: int
+    counts: bool = True
     report: ShardReport = field(default_factory=ShardReport)
     loss: Tensor | None = None
     has_gradients: bool = False
     mark: ShardDigest | None = None
 
     @classmethod
-    def of(cls, call: Call, number: int, *, is_audited: bool) -> "Shard":
+    def of(cls, call: Call, number: int, *, is_audited: bool, counts: bool = True) -> "Shard":
         """A shard that is about to be computed."""
-        return cls(number, len(call.batch.shard(number)), mark=ShardDigest() if is_audited else None)
+        return cls(number, len(call.batch.shard(number)), counts, mark=ShardDigest() if is_audited else None)
 
     def read(self) -> ShardReport:
         """What it came to. Only here the loss is read, since that waits for a GPU."""

@@ -200,7 +200,7 @@ class ExactSteps:
             healing = verdict is Verdict.HEALING
             doubt = self.integrity.settle_majority(workers, place, collectives.recovery.heal) if healing else note
             return self._train(call, collectives, workers) if doubt is None else self._doubted(workers, doubt)
-        while workers.rank == 0 and workers.transport.measured:
+        while workers.is_main and workers.transport.measured:
             about = workers.transport.measured.pop(0)
             self.listeners.tell(lambda one, about=about: one.topology_measured(about))  # type: ignore[misc]
         self.listeners.tell(lambda one: one.call_worked_out(made, mine, attempt.report))
@@ -290,8 +290,13 @@ class ExactSteps:
         """Split no update that the script makes by itself.
 
         Raises:
-            JobError: all updates are to be split.
+            JobError: all updates are to be split, or the model lies in slices.
         """
+        if self.membership.workers.devices.count > 1:
+            raise JobError(
+                "step.run(update=…): an update of the script's own would see this device's slices alone. Leave it out, "
+                "clip with step.run(clip_norm=…), or use one device per worker"
+            )
         if self.config.execution.shard_optimizer is True:
             raise JobError(
                 "step.run(update=…): shard_optimizer=True cannot split an update that the script makes by itself. "

@@ -1,0 +1,244 @@
+"""Models whose parameters lie in slices on the devices of a worker, by torch's ``fully_shard``."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from unisono.errors import ModelError
+from unisono.train.model.update import READERS
+
+# What torch has for models in slices takes seconds to load: only models that are in slices load it.
+
+_slices: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_wholes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def is_sliced(tensor: Tensor) -> bool:
+    """Whether a tensor lies in slices on several devices."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def slice_of(tensor: Tensor) -> Tensor:
+    """What this device holds of a tensor: its slice along the first dimension, if it has slices, else all of it.
+
+    A parameter's slice is the same object each time, with a gradient of its own: optimizers update it.
+    """
+    if not is_sliced(tensor):
+        return tensor
+    found: Tensor | None = _slices.get(tensor)
+    if found is None:
+        with torch.no_grad():
+            found = tensor.to_local()  # type: ignore[attr-defined]
+        if isinstance(tensor, nn.Parameter):
+            found = _slices[tensor] = nn.Parameter(found, requires_grad=tensor.requires_grad)
+            _wholes[found] = weakref.ref(tensor)
+    return found
+
+
+def held_whole(parameter: Tensor) -> Tensor | None:
+    """What torch holds in place of the parameter that a slice is of; None for what is no slice."""
+    reference = _wholes.get(parameter)
+    return None if reference is None else reference()
+
+
+def sliced_like(tensor: Tensor, value: Tensor) -> Tensor:
+    """This device's slice as torch wants it in place of a tensor that is in slices; else the value as it is."""
+    if not is_sliced(tensor):
+        return value
+    kind: Any = type(tensor.detach())
+    sliced: Any = tensor
+    made: Tensor = kind.from_local(
+        value, sliced.device_mesh, sliced.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return made
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """A tensor with all its slices. Collective among the devices of a worker, if it has slices."""
+    held = tensor if is_sliced(tensor) else held_whole(tensor)
+    return tensor if held is None else held.full_tensor()  # type: ignore[attr-defined]
+
+
+def whole_like(held: Tensor, value: Tensor) -> Tensor:
+    """All slices of a tensor that is cut as another one. Collective among the devices of a worker.
+
+    Args:
+        held: what torch holds of the other one.
+        value: this device's slice.
+    """
+    return whole_of(sliced_like(held, value))
+
+
+def cut_like(held: Tensor, value: Tensor) -> Tensor:
+    """This device's slice of a whole tensor, cut as another one; all of it, if that has another shape."""
+    if value.shape != held.shape:
+        return value
+    mesh: Any = held.device_mesh  # type: ignore[attr-defined]
+    chunks = value.chunk(mesh.size())
+    rank = mesh.get_local_rank()
+    return chunks[rank].clone() if rank < len(chunks) else value[:0].clone()
+
+
+def slice_module(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Have each device of a worker keep its slices of a module's parameters, except those that are in slices already.
+
+    Args:
+        module: the module. One that is made of others is sliced after them.
+        mesh: the devices of the worker.
+        options: further arguments of torch's ``fully_shard``.
+
+    Raises:
+        ModelError: a parameter has no dimension to cut; names it.
+    """
+    for name, parameter in module.named_parameters():
+        if not parameter.dim():
+            raise ModelError(f"{name} is a single number, which cannot be cut: give it the shape (1,)")
+    from torch.distributed.fsdp import fully_shard  # takes seconds to load
+
+    # Also the outermost module: between two steps all parameters are in slices.
+    fully_shard(module, mesh=mesh, **{"reshard_after_forward": True, **options})
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Have a module on a device; what is on the meta device gets the values that its layer's ``reset_parameters`` sets.
+
+    Raises:
+        ModelError: a layer on the meta device has none; names it.
+    """
+    for name, layer in module.named_modules():
+        tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in tensors):
+            continue
+        if not callable(reset := getattr(layer, "reset_parameters", None)):
+            raise ModelError(
+                f"{name or type(module).__name__} ({type(layer).__name__}) is on the meta device, and has no "
+                f"reset_parameters() to set its first values: give its class one, or build it on {device}"
+            )
+        layer.to_empty(device=device, recurse=False)
+        reset()
+    module.to(device)
+
+
+# What torch's FSDP knows of the slices.
+
+
+@dataclass(frozen=True, slots=True)
+class UnitParameter:
+    """A parameter of an FSDP unit.
+
+    Attributes:
+        slice: the slice of this device.
+        start: the offset of the slice in this device's row of the unit's gradients, in elements.
+        padded: the number of elements of a slice with its padding, the same on all devices.
+        held: torch's own object for it.
+    """
+
+    slice: Tensor
+    start: int
+    padded: int
+    held: Any
+
+    def of(self, row: Tensor) -> Tensor:
+        """This parameter's part of a row."""
+        return row.as_strided(self.slice.shape, self.held.contiguous_sharded_stride, row.storage_offset() + self.start)
+
+    @property
+    def gathered(self) -> Tensor | None:
+        """The parameter with all its slices, as passes see it; None before the first one."""
+        found: Tensor | None = getattr(self.held, "_unsharded_param", None)
+        return found
+
+    def clear(self) -> None:
+        """Have no gradient of it with torch."""
+        self.held.sharded_param.grad = None
+        if self.gathered is not None:
+            self.gathered.grad = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The parameters that FSDP gathers, and reduces, together.
+
+    Attributes:
+        name: the name of its module.
+        module: the module.
+        parameters: its parameters that require gradients, in the order of its rows.
+        length: the elements of a row.
+    """
+
+    name: str
+    module: Any
+    parameters: tuple[UnitParameter, ...]
+    length: int
+
+
+def units_of(modules: Sequence[nn.Module]) -> list[Unit]:
+    """The FSDP units of modules, in their order; none of modules that are not in slices."""
+    return [unit for root in modules for unit in _units_of(root)]
+
+
+def _units_of(root: nn.Module) -> Iterator[Unit]:
+    for name, module in root.named_modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        for group in () if state is None else state()._fsdp_param_groups:
+            found, start = [], 0
+            for held in group.fsdp_params:
+                if held.sharded_param.requires_grad:
+                    padded = held.padded_sharded_param_size.numel()
+                    found.append(UnitParameter(slice_of(held.sharded_param), start, padded, held))
+                    start += padded
+            yield Unit(name or type(root).__name__, module, tuple(found), start)
+
+
+def update_slices(optimizers: Sequence[Optimizer]) -> None:
+    """Have optimizers update this device's slices.
+
+    Raises:
+        ModelError: an optimizer whose result for an element depends on others, or on where in memory it lies; says what
+            to use.
+    """
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        if not any(is_sliced(each) for group in groups for each in group["params"]):
+            continue
+        name = type(optimizer).__name__
+        if type(optimizer) not in READERS:
+            known = ", ".join(kind.__name__ for kind in READERS)
+            raise ModelError(
+                f"{name} may need whole tensors, and each device has slices of them: use one of torch's {known}"
+            )
+        if any(group.get("fused") for group in groups):
+            raise ModelError(
+                f"{name}(fused=True) gives an element other bits depending on where its slice begins: leave fused out"
+            )
+        for group in groups:
+            group["params"] = [slice_of(each) for each in group["params"]]
+        kept = [(slice_of(each), state) for each, state in optimizer.state.items()]
+        optimizer.state.clear()
+        for each, state in kept:  # some keep something from the beginning
+            optimizer.state[each] = {name: slice_of(value) for name, value in state.items()}
+
+
+def require_sliced(parameters: Mapping[str, Tensor], devices: int) -> None:
+    """Refuse to train what each device has for itself: nobody would add the devices' gradients up.
+
+    Raises:
+        ModelError: names a parameter.
+    """
+    for name, parameter in parameters.items():
+        if held_whole(parameter) is None:
+            raise ModelError(
+                f"{name} is no part of a model in slices, and each worker has {devices} devices: call "
+                f"run.fully_shard(model) for the whole model, last of all, before the optimizer is made"
+            )

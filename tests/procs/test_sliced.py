@@ -1,0 +1,83 @@
+"""Models in slices: the bits of the job that has none, on any number of devices and workers."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launches import Launches, launches
+
+pytestmark = [pytest.mark.procs, pytest.mark.xdist_group("sliced")]
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "sliced.py")
+CASES = {"language", "clipped", "residual", "unused", "meta", "narrow"}
+
+
+def results(output: str) -> dict[str, list[str]]:
+    """What the script has printed of each model: digest of the weights, last loss, sum of predictions."""
+    lines = [line.removeprefix("[rank 0] ").split() for line in output.splitlines()]
+    return {words[0]: words[1:] for words in lines if words and words[0] in CASES}
+
+
+@pytest.fixture(scope="module")
+def launched() -> Iterator[Launches]:
+    with launches({**os.environ, "PYTHONWARNINGS": "ignore::UserWarning"}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def serial(launched: Launches, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    found = results(launched(1, SCRIPT, folder=tmp_path_factory.mktemp("serial") / "run"))
+    assert found.keys() == CASES
+    return found
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("workers", "devices"),
+    [(1, 3), (2, 2), *(pytest.param(*each, marks=slow) for each in ((1, 2), (3, 2), (2, 3), (1, 5), (5, 1), (1, 8)))],
+)
+def test_models_in_slices_end_with_the_bits_of_whole_ones(
+    workers: int, devices: int, serial: dict[str, list[str]], launched: Launches, tmp_path: Path
+) -> None:
+    told = {"UNISONO_DEVICES_PER_WORKER": str(devices)}
+    assert results(launched(workers * devices, SCRIPT, folder=tmp_path / "run", **told)) == serial
+
+
+def test_a_checkpoint_of_four_devices_goes_on_with_three_one_and_twice_two(
+    serial: dict[str, list[str]], launched: Launches, tmp_path: Path
+) -> None:
+    said = launched(
+        4,
+        SCRIPT,
+        "language",
+        folder=tmp_path / "run",
+        UNISONO_DEVICES_PER_WORKER="4",
+        UNISONO_STOP_AFTER="3",
+        UNISONO_CHECKPOINT_EVERY="2",
+    )
+    assert results(said)["language"] != serial["language"]
+    for processes, devices in ((3, 3), (1, 1), (4, 2)):
+        folder = tmp_path / f"{processes}-{devices}"
+        shutil.copytree(tmp_path / "run", folder)
+        said = launched(processes, SCRIPT, "language", folder=folder, UNISONO_DEVICES_PER_WORKER=str(devices))
+        assert "resumes after step 3" in said
+        assert results(said)["language"] == serial["language"]
+
+
+def test_what_cannot_be_in_slices_is_refused_by_name(launched: Launches, tmp_path: Path) -> None:
+    said = launched(2, SCRIPT, "refused", folder=tmp_path / "run", UNISONO_DEVICES_PER_WORKER="2")
+    words = [line.removeprefix("[rank 0] ModelError: ") for line in said.splitlines() if "Error: " in line]
+    begins = [
+        "AdamW(fused=True) gives an element other bits",
+        "Muon may need whole tensors",
+        "2.scale is a single number",
+        "weight is no part of a model in slices, and each worker has 2 devices",
+        "1.weight is no part of a model in slices",
+        "Scalar (Scalar) is on the meta device",
+    ]
+    assert [word for word, begin in zip(words, begins, strict=True) if not word.startswith(begin)] == []
