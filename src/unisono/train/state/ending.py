@@ -30,10 +30,21 @@ class LeaveRequest:
     def close(self) -> None:
         """Give the signal back to whoever had it."""
         if self._listens and signal.getsignal(signal.SIGTERM) == self._note:
-            signal.signal(signal.SIGTERM, self._before)
+            signal.signal(signal.SIGTERM, self._below())
         self._listens = False
 
+    def _below(self) -> Any:
+        """Whoever had the signal before, and still wants it: a run that was opened before may be closed by now."""
+        below = self._before
+        while isinstance(run := getattr(below, "__self__", None), LeaveRequest) and not run._listens:
+            below = run._before
+        return below
+
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._listens:  # somebody has put it back
+            signal.signal(number, self._below())
+            os.kill(os.getpid(), number)
+            return
         if self.requested:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
