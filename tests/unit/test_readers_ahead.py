@@ -131,7 +131,7 @@ def test_a_reader_of_another_worker_is_read_here(ahead: Callable[..., Readers]) 
 
 def test_an_error_in_a_reader_comes_in_its_turn_and_says_what_was_read(ahead: Callable[..., Readers]) -> None:
     readers = ahead(Numbers(broken=207))
-    with pytest.raises(DataError, match="could not load what readers 0, 2, 4 of the stream give next: OSError"):
+    with pytest.raises(DataError, match="could not load the next samples of the stream's readers 0, 2, 4: OSError"):
         read(readers, range(READERS), 3)
     again = ahead(Numbers(broken=207))
     assert read(again, range(READERS), 2) == read(opened(Numbers()), range(READERS), 2)

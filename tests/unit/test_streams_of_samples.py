@@ -284,6 +284,18 @@ class Shorter(Numbers):
         return iter(range(9))
 
 
+class Ragged(Pairs):
+    def __iter__(self) -> Iterator[Any]:
+        for place, (inputs, label) in enumerate(super().__iter__()):
+            yield torch.zeros(7) if place == 10 else inputs, label
+
+
+class Torn(Pairs):
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(range(7), range(7), strict=True)
+        raise OSError("the file is torn")
+
+
 class Locked(Pairs):
     def __init__(self) -> None:
         super().__init__()
@@ -304,14 +316,32 @@ class Telling(Own):
         (Locked(), "Locked cannot be copied"),
         (Telling(), r"Going.state_dict\(\) returned what is no JSON"),
         (Pairs(0), "the stream is empty"),
+        (
+            Ragged(),
+            r"samples 0 … 15 of reader 0 of Ragged in epoch 0 cannot .* Sample 5 is \(Tensor\[7\] float32, int\)",
+        ),
+        (
+            (one for one in Pairs()),
+            "generator can only be read from front to back.*IterableDataset, whose __iter__",
+        ),
     ],
-    ids=["by chance", "locked", "no JSON", "empty"],
+    ids=["by chance", "locked", "no JSON", "empty", "ragged", "used up"],
 )
 def test_streams_that_cannot_be_kept_say_why(start: Start, stream: Any, message: str) -> None:
     run = start()
     prepared(run)
     with pytest.raises(DataError, match=message):
         next(run.steps(stream))
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_error_in_a_stream_says_which_reader_was_asked_for_what(start: Start, processes: int) -> None:
+    run = start()
+    prepared(run)
+    with pytest.raises((OSError, DataError), match="the file is torn") as caught:
+        next(run.steps(Torn(), loader_workers=processes))
+    told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "(while reader 0 of Torn was asked for number 7 of what it reads in epoch 0)" in told
 
 
 def test_a_stream_that_has_become_shorter_says_so() -> None:

@@ -23,7 +23,7 @@ class ReadRequest(NamedTuple):
     @property
     def name(self) -> str:
         """Its name in messages."""
-        return f"what readers {', '.join(map(str, self.readers))} of the stream give next"
+        return f"the next samples of the stream's readers {', '.join(map(str, self.readers))}"
 
 
 class ReadingOn:

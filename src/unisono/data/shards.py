@@ -171,15 +171,29 @@ class ShardSource:
         return found
 
     def _collated(self, samples: list[Any], indices: Sequence[int]) -> Any:
-        collate = self.collate or default_collate
-        try:
-            return collate(samples)
-        except Exception as error:
-            odd = _first_odd(samples, indices)
-            raise DataError(
-                f"samples {indices[0]} … {indices[-1]} of the data set cannot be collated into one batch: {error}."
-                f"{odd} Make all samples alike, or pass run.steps(…, collate_fn=…)"
-            ) from error
+        return collated(self.collate, samples, indices, "the data set")
+
+
+def collated(collate: Collate | None, samples: list[Any], numbers: Sequence[int], whose: str) -> Any:
+    """A batch of samples.
+
+    Args:
+        collate: a function that makes it; None for torch's ``default_collate``.
+        samples: the samples.
+        numbers: their numbers, for messages.
+        whose: the name of what has these numbers.
+
+    Raises:
+        DataError: they cannot be collated; names them, and the first one that is unlike the others.
+    """
+    try:
+        return (collate or default_collate)(samples)
+    except Exception as error:
+        odd = _first_odd(samples, numbers)
+        raise DataError(
+            f"samples {numbers[0]} … {numbers[-1]} of {whose} cannot be collated into one batch: {error}.{odd} Make "
+            f"all samples alike, or pass run.steps(…, collate_fn=…)"
+        ) from error
 
 
 def _fetches_many(dataset: Any) -> bool:
@@ -253,8 +267,9 @@ def check_dataset(dataset: Any) -> int:
     if not is_indexed(dataset):
         raise DataError(
             f"{kind} can only be read from front to back, but samples are shared out among workers by index: "
-            f"use a map-style data set (with __len__ and __getitem__); a finite stream becomes one with "
-            f"list(stream), a large one when its samples are written to files and indexed"
+            f"use a map-style data set (with __len__ and __getitem__); a finite stream becomes one with list(stream). "
+            f"run.steps, run.evaluate and run.predict take streams, too: a torch.utils.data.IterableDataset, whose "
+            f"__iter__ makes a generator anew each time"
         )
     if not isinstance(dataset, Sized):
         raise DataError(f"{kind} has no length: give it a __len__ that returns the number of samples")

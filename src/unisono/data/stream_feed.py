@@ -19,6 +19,9 @@ from unisono.data.stream_source import StreamSource
 from unisono.data.torch_loader import keeps_states, processes_of
 from unisono.errors import DataError, JobError, UnisonoWarning
 
+PATIENCE = 0.75
+"""Of the time after which others miss a worker: a loader process that hangs is named before, as nobody else can do."""
+
 
 @dataclass(frozen=True)
 class StreamFeed:
@@ -72,7 +75,8 @@ class StreamFeed:
             data: the data.
             asked: what the script asks for beside them.
             key: what draws follow from.
-            timeout_s: seconds after which a loader process is taken to hang, unless a loader says so.
+            timeout_s: seconds after which a worker is missed; a loader process that hangs is so a little before, unless
+                a loader says when.
             epochs: the number of epochs to read.
 
         Raises:
@@ -83,6 +87,7 @@ class StreamFeed:
         stream = data if loader is None else loader.dataset
         if not opens_readers(stream) and (not isinstance(stream, IterableDataset) or is_indexed(stream)):
             return None
+        timeout_s *= PATIENCE
         if loader is None:
             _refuse(asked.shuffle, asked.drop_last)
             return cls(stream, key, None, asked.collate_fn, processes=asked.processes(timeout_s), epochs=epochs)

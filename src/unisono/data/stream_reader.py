@@ -206,7 +206,15 @@ class Reader:
     def _next(self) -> Any:
         seed_generators(self._key.stream(self._read, alike=self._step > 1))
         with self._inside():
-            found = next(self._iterator)
+            try:
+                found = next(self._iterator)
+            except Exception as error:
+                if not isinstance(error, StopIteration):
+                    error.add_note(
+                        f"(while reader {self._key.number} of {type(self._stream).__name__} was asked for number "
+                        f"{self._read} of what it reads in epoch {self._key.epoch})"
+                    )
+                raise
         self._read += 1
         return found
 

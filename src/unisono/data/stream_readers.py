@@ -6,10 +6,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from unisono.data.sampler_order import LoopKey
-from unisono.data.shards import Collate, one_thread
+from unisono.data.shards import Collate, collated, one_thread
 from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
 from unisono.data.streams import seed_generators
 from unisono.errors import DataError
@@ -114,7 +113,7 @@ class OpenReaders:
     ) -> None:
         self._stream, self._key, self._readers, self._begin, self._keeps = stream, key, readers, begin, keeps
         self._is_known = False  # whether it was read twice, and gave the same
-        self._collate = collate or default_collate
+        self._collate = collate
         self._open: dict[int, tuple[int, Reader]] = {}
         self._newest: dict[int, _Newest] = {}
 
@@ -135,7 +134,9 @@ class OpenReaders:
             key = self._key.loop, wish.epoch, wish.number, wish.at.samples
             with one_thread():
                 seed_generators(stream_seed(self._key.seed, Stream.COLLATE, *key))
-                newest.batch = self._collate(list(newest.samples))
+                numbers = range(wish.at.samples, wish.at.samples + len(newest.samples))
+                whose = f"reader {wish.number} of {type(self._stream).__name__} in epoch {wish.epoch}"
+                newest.batch = collated(self._collate, list(newest.samples), numbers, whose)
         return newest.batch
 
     def close(self) -> None:
