@@ -345,6 +345,40 @@ def test_with_a_single_shard_the_gradient_is_kept_where_autograd_has_put_it(clip
     assert weights != expected
 
 
+def struck_in_the_backward_pass(change: Callable[[Tensor], object]) -> bool:
+    """Whether a worker says of its last step that memory has not kept its gradient; the last layer's comes first."""
+    model = copy.deepcopy(MODEL)
+    prepared = Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    first, *_, last = model.parameters()
+    alone = Split.even(1, 1)
+    workers = Workers(Generation(1, 0, alone), Solo(1))
+    engine = StepEngine(Job.create(batch_size=SAMPLES, shards=1), workers, prepared, CPU, Execution())
+
+    def strike(_: Tensor) -> None:
+        assert last.grad is not None
+        change(last.grad)
+
+    hook = first.register_post_accumulate_grad_hook(strike)
+    try:
+        call = called(0, engine, workers, prepared, None)
+        update = engine.work_out(call, engine.attempt(call))
+        assert update is not None
+        update()
+        return engine.has_lost
+    finally:
+        hook.remove()
+        engine.close()
+
+
+def test_a_bit_that_flips_while_other_gradients_are_computed_is_found() -> None:
+    assert struck_in_the_backward_pass(lambda gradient: flip(gradient, 0, 5))
+    assert not struck_in_the_backward_pass(lambda gradient: None)
+
+
+def test_a_hook_of_the_script_may_change_a_gradient_that_was_looked_at() -> None:
+    assert not struck_in_the_backward_pass(lambda gradient: gradient.mul_(2.0))
+
+
 def test_memory_that_never_keeps_what_is_written_ends_the_job() -> None:
     with pytest.raises(MemoryFault, match=r"step 0: 4 times in a row .* broken"):
         everybody(OneHost(), Split.even(SHARDS, 3), 1, Flips("partial_sum", 1, bit=3, always=True))

@@ -82,12 +82,15 @@ class Gradients:
         self._arrived: list[bool] = []
         self._missing: list[int] = []
         self._sends = self._listens = False
-        self._hears, self._heard = True, False
+        self._hears = True
         self._flats: list[Tensor] = []
         self._wide: dict[int, Tensor] = {}
         self._views: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
         self._windows: Sequence[range] = ()  # what is checked of each buffer
         self._tallies: list[Tally | None] = []
+        self._seen: dict[
+            int, tuple[int, int]
+        ] = {}  # which gradients have arrived, and how often each was written by then
         self._kept: dict[int, tuple[Words, int]] = {}  # what took the place of a buffer that is tallied
         is_tallied = reducer.tallies and all(one.device.type == "cpu" for one in self.parameters)
         self._checked_bytes = fusion.checked_bytes if is_tallied else 0
@@ -103,7 +106,7 @@ class Gradients:
     def begin(self, step: int = 0) -> None:
         """Forget what was taken before; the shards of this worker follow."""
         self._used = [False] * len(self.parameters)
-        self.came_twice = self._heard = False
+        self.came_twice = False
         self._open(step)
         for sums in self._sums:
             sums.begin()
@@ -165,8 +168,8 @@ class Gradients:
                 self._note(number, gradient)
                 if self.mark is not None:
                     self.mark.take(number, gradient)
-                if not self._heard:
-                    self._keep(number, gradient)
+                if gradient is not None and self._seen.get(number) != (id(gradient), gradient._version):
+                    self._keep(number, gradient)  # a hook of the script has changed it since
             elif not self._arrived[number]:
                 self._take(number, parameter.grad)
         for sums in self._sums:
@@ -266,7 +269,7 @@ class Gradients:
     def _open(self, step: int) -> None:
         """Nothing is tallied, and nothing kept."""
         self._windows = windows(self._lengths, self._bytes, self._checked_bytes, step)
-        self._kept = {}
+        self._kept, self._seen = {}, {}
         if not self._single:
             self._tallies = [Tally(part.start, part.stop, self.witness) if part else None for part in self._windows]
 
@@ -281,9 +284,9 @@ class Gradients:
                 self._tallies[number] = None
 
     def _stay(self, number: int, parameter: Tensor) -> None:
-        if self._listens:
-            self._keep(number, parameter.grad)  # what came before is part of it
-            self._heard = True
+        if self._listens and (gradient := parameter.grad) is not None:
+            self._keep(number, gradient)  # what came before is part of it
+            self._seen[number] = id(gradient), gradient._version
 
     @torch.no_grad()
     def _arrive(self, number: int, parameter: Tensor) -> None:
