@@ -39,10 +39,13 @@ def batch_for(step_ms: float, whole: int, start: Callable[[int], Starting]) -> i
         whole: the number of samples of which the batch is a multiple.
         start: starts a job with so many samples a batch.
     """
-    with start(FIRST_BATCH) as job:
-        await_steps(job, WARM_UP_STEPS)
-        took = slowest_median(job, 0.0, time.time())
-    return max(whole, round(FIRST_BATCH * step_ms / 1000 / took / whole) * whole)
+    batch = max(whole, FIRST_BATCH // whole * whole)
+    for _ in range(2):  # what a step takes beside its samples, a larger batch takes once
+        with start(batch) as job:
+            await_steps(job, WARM_UP_STEPS)
+            took = slowest_median(job, 0.0, time.time())
+        batch = max(whole, round(batch * step_ms / 1000 / took / whole) * whole)
+    return batch
 
 
 def one_round(
