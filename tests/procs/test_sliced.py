@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,3 +83,18 @@ def test_what_cannot_be_in_slices_is_refused_by_name(launched: Launches, tmp_pat
         "Scalar (Scalar) is on the meta device",
     ]
     assert [word for word, begin in zip(words, begins, strict=True) if not word.startswith(begin)] == []
+
+
+@pytest.mark.slow
+def test_verify_compares_devices_moment_by_moment_with_one(tmp_path: Path) -> None:
+    options = ("--workers", "1,2", "--devices-per-worker", "1,2", "--steps", "2")
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono", "verify", *options, SCRIPT, "unused"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bit for bit, with 1, 2, 1 × 2 and 2 × 2 workers (× devices), after each of 2 steps" in done.stdout

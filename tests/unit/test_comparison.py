@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from unisono.launch.settings import Size
 from unisono.launch.verify.cause import Case, equal_until_then, explain, repeated_text, weights_text, where
 from unisono.launch.verify.comparison import (
     Difference,
@@ -88,7 +89,7 @@ def traced(
         for line in lines:
             change(line, rank)
         ranks.append(read_moments(lines))
-    return RunTrace(workers, tuple(ranks), {**JOB, **(job or {})}, complete)
+    return RunTrace(Size(workers), tuple(ranks), {**JOB, **(job or {})}, complete)
 
 
 def other(values: dict[str, str], *names: str) -> None:
@@ -429,7 +430,7 @@ def test_what_parts_from_the_first_run_before_its_ranks_do_comes_first() -> None
         if rank == 1:
             weights_from(line, 1)
 
-    assert found(2, both).against == 1
+    assert found(2, both).against == Size(1)
 
 
 def test_a_learning_rate_of_some_ranks_is_told_with_the_ranks() -> None:
@@ -453,7 +454,7 @@ def test_another_number_of_calls_in_a_step_is_another_path() -> None:
     def lines(calls: int) -> Sequence[Line]:
         return [weights(0), *(call(0, range(SHARDS)) | {"call": number} for number in range(calls)), weights(1)]
 
-    reference, twice = (RunTrace(1, (read_moments(lines(calls)),), JOB) for calls in (1, 2))
+    reference, twice = (RunTrace(Size(1), (read_moments(lines(calls)),), JOB) for calls in (1, 2))
     finding = compare(reference, twice)
     assert finding is not None
     assert where(finding).startswith("step 0: the end of step 0 ")
@@ -474,7 +475,7 @@ def test_a_run_that_failed_is_compared_as_far_as_it_came() -> None:
 
 
 def test_a_run_that_never_began_has_nothing_to_compare() -> None:
-    assert compare(traced(), RunTrace(2, ((), ()), complete=False)) is None
+    assert compare(traced(), RunTrace(Size(2), ((), ()), complete=False)) is None
 
 
 def test_a_repetition_is_compared_up_to_the_step_in_question() -> None:
@@ -491,7 +492,7 @@ def test_what_the_repetition_showed_is_said() -> None:
 
 
 def test_a_second_prepare_shows_weights_and_is_no_step() -> None:
-    run = RunTrace(1, (read_moments([weights(0), call(0, range(SHARDS)), weights(1), weights(1)]),))
+    run = RunTrace(Size(1), (read_moments([weights(0), call(0, range(SHARDS)), weights(1), weights(1)]),))
     assert [moment.stage for moment in run.whole if moment.call != 0] == [Stage.START, Stage.WEIGHTS, Stage.START]
     assert run.steps == 1
 
@@ -500,7 +501,7 @@ def test_a_second_prepare_shows_weights_and_is_no_step() -> None:
 def test_every_stage_has_a_cause_with_something_to_do(stage: Stage) -> None:
     job = {"batch_size": 1} if stage is Stage.JOB else JOB
     began = Difference(stage, 1, 0, ("2",), "0x1p+0", "0x1p+1")
-    finding = Finding(Parting(began, began, None), workers=2, against=1, jobs=(JOB, job))
+    finding = Finding(Parting(began, began, None), size=Size(2), against=Size(1), jobs=(JOB, job))
 
     for repeats in (True, False, None):
         cause = explain(Case(finding, repeats))

@@ -42,6 +42,7 @@ def words(line: str) -> list[str]:
         ("--workers 1,3 train.py --keep --help", "1,3", 20, ("--keep", "--help")),
         ("train.py --workers 1,2,3,5 --steps 7", "1,2,3,5", 7, ()),
         ("train.py data --lr 1 --workers=1,3 -v", "1,3", 20, ("data", "--lr", "1", "-v")),
+        ("train.py --workers 1 --devices-per-worker 1,4", "1", 20, ()),
         ("train.py --lr 1 --steps 7 -- --steps 9 --", "1,2,3", 7, ("--lr", "1", "--steps", "9", "--")),
         ("train.py --step 7", "1,2,3", 20, ("--step", "7")),
     ],

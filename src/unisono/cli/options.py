@@ -322,8 +322,8 @@ class JobPlace:
         return Control(Whereabouts(self.url, self.token_file, self.certificate, self.run_dir).address())
 
 
-def read_workers(text: str) -> tuple[int, ...]:
-    """The numbers in ``1,2,4``.
+def read_workers(text: str, option: str = "--workers") -> tuple[int, ...]:
+    """The numbers in ``1,2,4``, the value of an option.
 
     Raises:
         JobError: one is no number.
@@ -332,6 +332,7 @@ def read_workers(text: str) -> tuple[int, ...]:
     wrong = next((word for word in words if not re.fullmatch(r"[0-9]{1,6}", word)), None)
     if wrong is not None:
         raise JobError(
-            f"--workers {short(text)}: {short(wrong)} is no number of workers; write them as in --workers 1,2,4"
+            f"{option} {short(text)}: {short(wrong)} is no number of {option.strip('-').partition('-')[0]}; write them "
+            f"as in {option} 1,2,4"
         )
     return tuple(map(int, words))

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from unisono.cli.tables import show_table
 from unisono.launch.ending.result import last_lines
-from unisono.launch.verify.cause import equal_until_then, repeated_text, weights_text, where, workers_text
+from unisono.launch.settings import Size
+from unisono.launch.verify.cause import equal_until_then, repeated_text, weights_text, where
 from unisono.launch.verify.comparison import Finding, Stage
 from unisono.launch.verify.hints import Hint
 from unisono.launch.verify.verify import TracedRun, VerifyRequest, VerifyResult
@@ -37,7 +38,7 @@ class Printer:
         """Say what is going to be compared."""
         steps = f"{self._request.steps} step{'s' if self._request.steps > 1 else ''}"
         title = Text.assemble(("unisono verify  ", "bold"), shlex.join(self._request.script.argv))
-        self._print(title.append(f"  ({steps}, {_numbers(self._request.workers)} workers)", "dim"))
+        self._print(title.append(f"  ({steps}, {_sizes(self._request.sizes)})", "dim"))
 
     @contextmanager
     def watch(self, label: str, trace: Path) -> Iterator[None]:
@@ -72,7 +73,7 @@ class Printer:
             for line in last_lines(run.folder.log_of(cause.rank), LOG_LINES):
                 self._print(Text.assemble((f"[rank {cause.rank}] ", "dim"), line))
             words = f"see the last lines of rank {cause.rank} above" if cause.failure is not None else words
-        text = f"The run with {workers_text(run.trace.workers)} failed with exit code {outcome.exit_code}: {words}"
+        text = f"The run with {run.trace.size} failed with exit code {outcome.exit_code}: {words}"
         self._print(Text(text, "bold red"))
         if not kept:
             self._print(Text("The logs of all workers can be kept with --keep.", "dim"))
@@ -106,12 +107,11 @@ def _table(verification: VerifyResult) -> Table:
     for name in ("workers", "steps"):
         table.add_column(name, justify="right")
     table.add_column("last weights")
-    first = verification.runs[0].trace.workers
-    table.add_column(f"compared with {workers_text(first)}")
+    table.add_column(f"compared with {verification.runs[0].trace.size}")
     for number, (run, finding) in enumerate(zip(verification.runs, verification.findings, strict=True)):
         verdict = _verdict(run, finding, is_first=number == 0)
         digest = run.trace.sha256[:DIGITS] or "none"
-        table.add_row(str(run.trace.workers), str(run.trace.steps), digest, verdict)
+        table.add_row(_number(run.trace.size), str(run.trace.steps), digest, verdict)
     return table
 
 
@@ -140,13 +140,13 @@ def _brief(finding: Finding) -> str:
 
 def _headline(finding: Finding) -> str:
     counts, weights = finding.parting.counts, finding.parting.weights
-    who = workers_text(finding.workers)
+    who = str(finding.size)
     if finding.against is None:
         pair = f"with {who}, rank {finding.rank} parts from rank 0"
-    elif finding.against == finding.workers:
-        pair = f"{who} part from {who}" if finding.workers > 1 else "two runs with 1 worker part"
+    elif finding.against == finding.size:
+        pair = f"{who} part from {who}" if finding.size.workers > 1 else f"two runs with {who} part"
     else:
-        pair = f"{who} part{'s' if finding.workers == 1 else ''} from {workers_text(finding.against)}"
+        pair = f"{who} part{'s' if finding.size.workers == 1 else ''} from {finding.against}"
     if counts.stage is Stage.START:
         return f"Not identical: {pair} before the first step."
     if counts.stage is Stage.LENGTH:
@@ -197,10 +197,8 @@ def _identical(request: VerifyRequest, verification: VerifyResult) -> str:
     trace = verification.runs[0].trace
     steps = "after the only step" if trace.steps == 1 else f"after each of {trace.steps} steps"
     fewer = "" if trace.steps == request.steps else " (the script takes no more)"
-    workers = _numbers(request.workers)
-    return (
-        f"Identical: all {trace.tensors} parameters and buffers, bit for bit, with {workers} workers, {steps}{fewer}."
-    )
+    sizes = _sizes(request.sizes)
+    return f"Identical: all {trace.tensors} parameters and buffers, bit for bit, with {sizes}, {steps}{fewer}."
 
 
 def _notes(verification: VerifyResult) -> list[str]:
@@ -208,11 +206,16 @@ def _notes(verification: VerifyResult) -> list[str]:
     job = verification.runs[0].trace.job
     if job.get("reduction") == "native":
         notes.append('The job uses reduction="native", which does not promise this: it may differ next time.')
-    if max(run.trace.workers for run in verification.runs) < 3 <= job.get("shards", 3):
+    if max(run.trace.size.processes for run in verification.runs) < 3 <= job.get("shards", 3):
         notes.append("Two workers hide mistakes, since a + b = b + a: --workers 1,3 shows more.")
     return notes
 
 
-def _numbers(workers: Sequence[int]) -> str:
-    *first, last = map(str, workers)
-    return f"{', '.join(first)} and {last}" if first else last
+def _number(size: Size) -> str:
+    return str(size.workers) if size.devices == 1 else f"{size.workers} × {size.devices}"
+
+
+def _sizes(sizes: Sequence[Size]) -> str:
+    *first, last = map(_number, sizes)
+    devices = "" if all(size.devices == 1 for size in sizes) else " (× devices)"
+    return f"{', '.join(first)} and {last} workers{devices}" if first else f"{last} workers{devices}"

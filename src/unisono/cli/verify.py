@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 STEPS = 20
 WORKERS = "1,2,3"
+DEVICES = "1"
 
 
 def verify(
@@ -38,6 +39,9 @@ def verify(
     module: Module = False,
     shards: Shards = None,
     threads: Threads = None,
+    devices_per_worker: Annotated[
+        str, typer.Option(metavar="N,N,…", help="Numbers of devices of a worker, for models in slices.")
+    ] = DEVICES,
     tuned: Tuned = True,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the run folders, with logs and traces, and print where they are.")
@@ -52,9 +56,11 @@ def verify(
 
         unisono verify train.py --lr 0.1 --workers 1,2,3,5 --steps 20
 
+    With --devices-per-worker 1,4 the script runs with all of these numbers of workers on one device each, then on four.
+
     Exit code 0 if all are identical, 1 if not, the script's own if it fails.
     """
-    options = Options(workers, steps, shards, threads, keep, tuned)
+    options = Options(workers, steps, shards, threads, keep, tuned, devices_per_worker)
     words: Sequence[str] = args or ()
     if not _given(context):
         options, words = options.taken_from(words)
@@ -71,6 +77,7 @@ class Options:
     threads: int | None
     keep: bool
     tuned: bool = True
+    devices_per_worker: str = DEVICES
 
     def taken_from(self, words: Sequence[str]) -> tuple[Options, list[str]]:
         """These options, unless others stand among words; and the words that are left.
@@ -91,7 +98,8 @@ class Options:
         from unisono.launch.verify.verify import VerifyRequest
 
         tuning = Tuning.of_this_process(wanted=self.tuned)
-        request = VerifyRequest(script, read_workers(self.workers), self.steps, self.shards, self.threads, tuning)
+        workers, devices = read_workers(self.workers), read_workers(self.devices_per_worker, "--devices-per-worker")
+        request = VerifyRequest(script, workers, self.steps, self.shards, self.threads, tuning, devices)
         request.check()
         return request
 
@@ -102,6 +110,7 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, defaults: Options) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
         self.add_argument("--workers", default=defaults.workers)
+        self.add_argument("--devices-per-worker", default=defaults.devices_per_worker)
         self.add_argument("--steps", type=int, default=defaults.steps)
         self.add_argument("--shards", type=int, default=defaults.shards)
         self.add_argument("--threads", type=int, default=defaults.threads)

@@ -77,6 +77,29 @@ def _require_module(name: str) -> None:
         raise JobError(f"there is no module {name} (looked in {Path.cwd()} and the installed packages)")
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many workers a job has, and of how many devices each.
+
+    Attributes:
+        workers: the number of workers.
+        devices: the number of devices of each worker.
+    """
+
+    workers: int
+    devices: int = 1
+
+    @property
+    def processes(self) -> int:
+        """The number of processes: one for each device of each worker."""
+        return self.workers * self.devices
+
+    def __str__(self) -> str:
+        """``1 worker``, ``3 workers of 2 devices``."""
+        workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        return workers if self.devices == 1 else f"{workers} of {self.devices} devices"
+
+
 MOST_WORKERS = 4096
 """That one host offers to a coordinator."""
 

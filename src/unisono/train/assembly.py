@@ -196,7 +196,7 @@ def _base(config: RunConfig, opened: Opened) -> _Base:
 def _watching(config: RunConfig, opened: Opened) -> list[Listener]:
     """Those who write down what somebody is going to check."""
     recording, coordinator, found = config.recording, config.communication.coordinator, list[Listener]()
-    rank = -1 if opened.membership.joins else opened.membership.workers.rank
+    rank = -1 if opened.membership.joins else opened.membership.workers.process
     if recording.samples:
         worker = f"rank-{rank}" if coordinator is None else coordinator.worker
         found.append(SampleLog(opened.folder.path, worker))

@@ -40,7 +40,7 @@ class Case:
     @property
     def by_chance(self) -> bool:
         """Whether one and the same command gives different results."""
-        return self.repeats is False or self.finding.against == self.finding.workers
+        return self.repeats is False or self.finding.against == self.finding.size
 
     @property
     def among_ranks(self) -> bool:
@@ -61,11 +61,6 @@ class Case:
     def from_the_first(self) -> bool:
         """Whether shard 0 of step 0 differs: rank 0 computes it first of all, whatever the number of workers."""
         return self.finding.began.step == 0 and "0" in self.finding.began.names
-
-
-def workers_text(count: int) -> str:
-    """``1 worker``, ``3 workers``."""
-    return "1 worker" if count == 1 else f"{count} workers"
 
 
 def explain(case: Case) -> Cause:
@@ -130,7 +125,7 @@ def repeated_text(case: Case) -> str:
     """What the repetition showed; empty if there was none."""
     if case.repeats is None or case.finding.against is None:
         return ""
-    who = workers_text(case.finding.against)
+    who = str(case.finding.against)
     if case.repeats:
         return f"{who} a second time: the same bits, so it is not chance"
     return f"{who} a second time: other bits, so the number of workers is not to blame"
@@ -139,9 +134,9 @@ def repeated_text(case: Case) -> str:
 def _sides(finding: Finding) -> tuple[str, str]:
     if finding.against is None:
         return "on rank 0", f"on rank {finding.rank}"
-    if finding.against == finding.workers:
+    if finding.against == finding.size:
         return "in the first run", "in the second"
-    return f"with {workers_text(finding.against)}", f"with {workers_text(finding.workers)}"
+    return f"with {finding.against}", f"with {finding.size}"
 
 
 def _named(difference: Difference) -> str:

@@ -13,6 +13,8 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
+from unisono.launch.settings import Size
+
 Line = Mapping[str, Any]
 Values = Mapping[str, str]
 
@@ -132,13 +134,13 @@ class RunTrace:
     """The traces of all workers of one run.
 
     Attributes:
-        workers: the number of workers.
-        ranks: the moments of each worker, by rank.
+        size: the size of the run.
+        ranks: the moments of each process, by rank.
         job: the settings of its job; empty if they are not known.
         complete: whether the run ended well; of any other run only the beginning can be compared.
     """
 
-    workers: int
+    size: Size
     ranks: tuple[Moments, ...]
     job: Mapping[str, Any] = field(default_factory=dict)
     complete: bool = True
@@ -295,8 +297,8 @@ class Finding:
 
     Attributes:
         parting: the first differences.
-        workers: the number of workers of the run.
-        against: the number of workers of the run that it is compared with; None if its own ranks differ.
+        size: the size of the run.
+        against: the size of the run that it is compared with; None if its own ranks differ.
         rank: the first rank that differs from rank 0, if its own ranks differ.
         ranks: the ranks that computed the differing shards, if shards differ.
         trained: the parameters that the optimizers update.
@@ -304,8 +306,8 @@ class Finding:
     """
 
     parting: Parting
-    workers: int
-    against: int | None = None
+    size: Size
+    against: Size | None = None
     rank: int | None = None
     ranks: frozenset[int] = frozenset()
     trained: frozenset[str] = frozenset()
@@ -333,7 +335,7 @@ class Finding:
         """Whether it helps to know if the run that is compared with repeats itself."""
         told = {Stage.JOB, Stage.CLIP, Stage.OPTIONS, Stage.FLOW, Stage.LENGTH}
         native = self.stage is Stage.GRADIENTS and self.jobs[1].get("reduction") == "native"
-        return self.against is not None and self.against != self.workers and self.stage not in told and not native
+        return self.against is not None and self.against != self.size and self.stage not in told and not native
 
 
 def compare(reference: RunTrace, other: RunTrace) -> Finding | None:
@@ -344,8 +346,8 @@ def compare(reference: RunTrace, other: RunTrace) -> Finding | None:
         return inside
     return Finding(
         parting,
-        workers=other.workers,
-        against=reference.workers,
+        size=other.size,
+        against=reference.size,
         ranks=other.owners(parting.began) if parting.began.stage in PER_SHARD else frozenset(),
         trained=other.trained,
         jobs=(reference.job, other.job),
@@ -358,5 +360,5 @@ def compare_ranks(run: RunTrace) -> Finding | None:
     for rank, moments in enumerate(others, start=1):
         parting = find_parting(first, moments, whole=run.complete)
         if parting is not None:
-            return Finding(parting, run.workers, rank=rank, trained=run.trained, jobs=(run.job, run.job))
+            return Finding(parting, run.size, rank=rank, trained=run.trained, jobs=(run.job, run.job))
     return None

@@ -13,10 +13,10 @@ from unisono.errors import JobError
 from unisono.launch.ending.outcome import Outcome
 from unisono.launch.ending.result import open_folder
 from unisono.launch.local import Launcher, launch
-from unisono.launch.settings import LaunchSettings, Script
+from unisono.launch.settings import LaunchSettings, Script, Size
 from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning
-from unisono.launch.verify.cause import Case, Cause, explain, workers_text
+from unisono.launch.verify.cause import Case, Cause, explain
 from unisono.launch.verify.comparison import Finding, Moments, RunTrace, Stage, compare, compare_ranks, find_parting
 from unisono.launch.verify.comparison import read_moments as moments_of
 from unisono.launch.verify.hints import Hint, read_hints
@@ -34,6 +34,7 @@ class VerifyRequest:
         shards: the job's number of shards, if set here.
         threads: the number of threads of each worker, if set here.
         tuning: the settings of the workers' memory allocator.
+        devices_per_worker: the numbers of devices of a worker, each for all numbers of workers, from the first on.
     """
 
     script: Script
@@ -42,6 +43,12 @@ class VerifyRequest:
     shards: int | None = None
     threads: int | None = None
     tuning: Tuning = field(default_factory=Tuning)
+    devices_per_worker: tuple[int, ...] = (1,)
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """The sizes of the runs, in their order."""
+        return tuple(Size(workers, devices) for devices in self.devices_per_worker for workers in self.workers)
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is started.
@@ -49,19 +56,20 @@ class VerifyRequest:
         Raises:
             JobError: a number is out of range, or the script cannot be run; names it.
         """
-        if len(self.workers) < 2:
+        if len(self.sizes) < 2:
             said = ",".join(map(str, self.workers))
             raise JobError(f"--workers {said}: name two numbers at least, such as --workers 1,3, to compare their runs")
         if self.steps < 1:
             raise JobError(f"--steps {self.steps}: at least 1 is needed")
-        for workers in self.workers:
-            self.settings(workers, Path(), self.steps).check()
+        for size in self.sizes:
+            self.settings(size, Path(), self.steps).check()
 
-    def settings(self, workers: int, trace: Path, steps: int) -> LaunchSettings:
+    def settings(self, size: Size, trace: Path, steps: int) -> LaunchSettings:
         """How to start one of the runs."""
         return LaunchSettings(
             self.script,
-            workers=workers,
+            workers=size.workers,
+            devices_per_worker=size.devices,
             shards=self.shards,
             threads=self.threads,
             tuning=self.tuning,
@@ -145,10 +153,10 @@ def verify(request: VerifyRequest, folder: Path, watch: Watch) -> VerifyResult:
     runs: list[TracedRun] = []
     with Launcher(share=True) as launcher:
         runner = _Runner(request, watch, launcher)
-        for number, workers in enumerate(request.workers, start=1):
-            place = folder / f"run-{number}-{workers_text(workers).replace(' ', '-')}"
-            label = f"run {number} of {len(request.workers)}: {workers_text(workers)}"
-            runs.append(runner.run(workers, place, label, fresh=number == 1))
+        for number, size in enumerate(request.sizes, start=1):
+            place = folder / f"run-{number}-{str(size).replace(' ', '-')}"
+            label = f"run {number} of {len(request.sizes)}: {size}"
+            runs.append(runner.run(size, place, label, fresh=number == 1))
             if runs[-1].failed:
                 break
             _require_steps(request, runs)
@@ -171,8 +179,8 @@ def _repeats(runner: _Runner, reference: RunTrace, finding: Finding, folder: Pat
     if not finding.needs_repetition:
         return None
     step = finding.began.step
-    label = f"looking for the cause: {workers_text(reference.workers)} again"
-    again = runner.run(reference.workers, folder / "again", label, steps=step + 1)
+    label = f"looking for the cause: {reference.size} again"
+    again = runner.run(reference.size, folder / "again", label, steps=step + 1)
     if again.failed:
         return None
     return find_parting(reference.until(step).whole, again.trace.whole, whole=False) is None
@@ -193,7 +201,7 @@ class _Runner:
     watch: Watch
     launcher: Launcher
 
-    def run(self, workers: int, place: Path, label: str, *, steps: int | None = None, fresh: bool = False) -> TracedRun:
+    def run(self, size: Size, place: Path, label: str, *, steps: int | None = None, fresh: bool = False) -> TracedRun:
         """A run from its start to its end, traced."""
         # Forks of one process go through a set of words in the same order, so the first run is no such fork.
         start = launch if fresh else self.launcher.launch
@@ -201,12 +209,12 @@ class _Runner:
         for part in (place / "run", traces):
             part.mkdir(parents=True)
         folder = open_folder(place / "run", request.script.stem)
-        settings = request.settings(workers, traces, steps or request.steps)
+        settings = request.settings(size, traces, steps or request.steps)
         with self.watch(label, traces):
             outcome = start(settings, folder, SilentTerminal())
         complete = outcome.exit_code == 0
-        ranks = tuple(_read(traces / f"rank-{rank}.jsonl", whole=complete) for rank in range(workers))
-        return TracedRun(RunTrace(workers, ranks, folder.read_job() or {}, complete), outcome, folder)
+        ranks = tuple(_read(traces / f"rank-{rank}.jsonl", whole=complete) for rank in range(size.processes))
+        return TracedRun(RunTrace(size, ranks, folder.read_job() or {}, complete), outcome, folder)
 
 
 def _read(path: Path, *, whole: bool) -> Moments:

@@ -65,6 +65,11 @@ class Workers:
         return self.generation.world_size
 
     @property
+    def process(self) -> int:
+        """The number of this process, among those of all devices of all workers."""
+        return self.rank * self.devices.count + self.devices.rank
+
+    @property
     def is_main(self) -> bool:
         """Whether this is the first device of the main worker, which prints and writes files."""
         return self.rank == 0 and self.devices.is_first

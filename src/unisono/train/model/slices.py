@@ -80,6 +80,13 @@ def whole_like(held: Tensor, value: Tensor) -> Tensor:
     return whole_of(sliced_like(held, value))
 
 
+def whole_gradient(parameter: Tensor) -> Tensor:
+    """The gradient of a parameter with all its slices. Collective among the devices of a worker, if it has slices."""
+    held = held_whole(parameter)
+    assert parameter.grad is not None, "there is a gradient"
+    return parameter.grad if held is None else whole_like(held, parameter.grad)
+
+
 def cut_like(held: Tensor, value: Tensor) -> Tensor:
     """This device's slice of a whole tensor, cut as another one; all of it, if that has another shape."""
     if value.shape != held.shape:

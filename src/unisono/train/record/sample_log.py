@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class SampleLog(Listener):
         """A loop over a data set begins."""
         self._loop = number, batches, order
 
-    def call_begins(self, call: Call, shards: range, generation: int) -> None:
+    def call_begins(self, call: Call, shards: Sequence[int], generation: int) -> None:
         """This worker is about to compute these shards of a step."""
         assert self._loop is not None, "a loop has begun"
         loop, batches, order = self._loop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.train.group.control import StepReport
 from unisono.train.model.prepared import Prepared
+from unisono.train.model.slices import slice_of, whole_gradient
 from unisono.train.model.tensors import tensor_digest
 from unisono.train.step.call import Call
 from unisono.train.step.listeners import Listener
@@ -63,14 +64,14 @@ class Trace(Listener):
         """The weights after ``number`` steps, with the digest that ``run.finish`` prints for all of them."""
         self._names = {}
         for name, tensor in tensors.items():
-            self._names.setdefault(_identity(tensor), name)
+            self._names.setdefault(_identity(slice_of(tensor)), name)
         whole = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
         text = "".join(f"{name}:{digest}\n" for name, digest in whole.items())
         digests = {name: digest[:16] for name, digest in whole.items()}
         sha256 = hashlib.sha256(text.encode()).hexdigest()
         self._write({"kind": "weights", "step": number, "tensors": digests, "sha256": sha256})
 
-    def call_worked_out(self, call: Call, shards: range, report: StepReport) -> None:
+    def call_worked_out(self, call: Call, shards: Sequence[int], report: StepReport) -> None:
         """What went into a call, and what its shards came to, before the update."""
         self._place = {"step": call.step, "call": call.number}
         before: dict[str, str] = {}
@@ -83,7 +84,7 @@ class Trace(Listener):
                 **self._place,
                 "before": before,
                 "samples": [len(call.batch.shard(shard)) for shard in range(len(report.shards))],
-                "inputs": {shard: content_digest(batch) for shard, batch in zip(shards, call.shards, strict=True)},
+                "inputs": {shard: content_digest(batch) for shard, batch in zip(shards, call.shards, strict=False)},
                 "losses": [part.loss.hex() for part in report.shards],
                 "shares": [part.weight.hex() for part in report.shards],
                 "clip": {"clip_norm": call.clip.norm, "clip_value": call.clip.value},
@@ -104,8 +105,8 @@ class Trace(Listener):
         self._optimizers.append(optimizer)
 
         def begin(*_: Any) -> None:
-            gradients = {name: tensor.grad for name, tensor in self._parameters(optimizer).items()}
-            self._gradients = _digests({name: grad for name, grad in gradients.items() if grad is not None})
+            used = {name: one for name, one in self._parameters(optimizer).items() if one.grad is not None}
+            self._gradients = _digests({name: whole_gradient(one) for name, one in used.items()})
 
         def end(*_: Any) -> None:
             self._write(

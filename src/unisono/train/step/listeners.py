@@ -69,13 +69,13 @@ class Listener:
     def step_begins(self, step: Step) -> None:
         """A step's samples are here, and nothing of it is computed."""
 
-    def call_begins(self, call: Call, shards: range, generation: int) -> None:
+    def call_begins(self, call: Call, shards: Sequence[int], generation: int) -> None:
         """This worker is about to compute these shards."""
 
     def step_computed(self, step: Step, shards: int, seconds: float) -> None:
         """It has computed so many, in so many seconds, and has the others' yet to add."""
 
-    def call_worked_out(self, call: Call, shards: range, report: StepReport) -> None:
+    def call_worked_out(self, call: Call, shards: Sequence[int], report: StepReport) -> None:
         """All have computed the call, and no update is made yet. Before collectives that work the update out."""
 
     def call_counted(self, call: Call, counted: Counted) -> None:

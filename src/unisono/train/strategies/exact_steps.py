@@ -182,7 +182,8 @@ class ExactSteps:
         engine, mine = self.require_engine(), workers.split(call.step.batch.shards).of(workers.rank)
         samples = call.source.mark(call.step.batch)
         made = self._call(call, mine, samples)
-        self.listeners.tell(lambda one: one.call_begins(made, mine, workers.generation.number))
+        own = [turn.own for turn in workers.devices.rounds(mine) if turn.counts]
+        self.listeners.tell(lambda one: one.call_begins(made, own, workers.generation.number))
         try:
             attempt = engine.attempt(made, partial(self.report.flags, collectives.formed_s))
         except PolicyError:
@@ -203,7 +204,7 @@ class ExactSteps:
         while workers.is_main and workers.transport.measured:
             about = workers.transport.measured.pop(0)
             self.listeners.tell(lambda one, about=about: one.topology_measured(about))  # type: ignore[misc]
-        self.listeners.tell(lambda one: one.call_worked_out(made, mine, attempt.report))
+        self.listeners.tell(lambda one: one.call_worked_out(made, own, attempt.report))
         update = engine.work_out(made, attempt)
         make = partial(self._update, call.step, attempt, update, self.trained.setting(workers), (audited, note))
         then = partial(self._updated, made, attempt, workers, is_skipped=update is None)
