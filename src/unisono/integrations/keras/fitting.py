@@ -6,15 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from unisono.errors import CheckpointError
 from unisono.integrations.kept_attributes import KeptAttributes
 from unisono.integrations.keras.batches import DataEpochs
 from unisono.integrations.keras.callbacks import OnMain, state_of
 from unisono.integrations.keras.losses import LossTracker
 from unisono.integrations.keras.shard_step import PREFIX
-from unisono.integrations.keras.update import OptimizerState
 from unisono.integrations.keras.variables import results_of
 from unisono.train.step.step import Step
 
@@ -153,62 +150,3 @@ class Fitting:
                 data.go_on(heard)
         for one, (_, kept) in zip(self._kept, state["callbacks"], strict=True):
             one.load(kept)
-
-
-class Fittings:
-    """All of a model's trainings and its optimizer, as checkpoints and other workers get them.
-
-    Args:
-        model: the Keras model.
-
-    Attributes:
-        evaluated: what metrics came to in each evaluation of the script so far, in their order.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._optimizer = OptimizerState(model)
-        self.evaluated: list[Tensor] = []
-        self._begun: list[Fitting] = []
-        self._awaited: dict[int, Mapping[str, Any]] = {}
-
-    @property
-    def count(self) -> int:
-        """The number of trainings that have begun."""
-        return len(self._begun)
-
-    def begin(self, fit: Fitting) -> None:
-        """One more begins."""
-        fit.begin()
-        number = len(self._begun)
-        self._begun.append(fit)
-        if (state := self._awaited.pop(number, None)) is not None:
-            fit.load(state)
-
-    def recall(self, state: Mapping[str, Any]) -> None:
-        """The newest training was over when the run was where it goes on: have its history.
-
-        Args:
-            state: what all of this will be set to.
-        """
-        number = len(self._begun) - 1
-        if number < len(state["fits"]):
-            self._begun[number].load(state["fits"][number])
-
-    def state_dict(self) -> dict[str, Any]:
-        """All of it."""
-        fits = [one.state() for one in self._begun]
-        return {"optimizer": self._optimizer.state_dict(), "fits": fits, "evaluated": list(self.evaluated)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set all of it; what is of a training that this worker has yet to begin waits for that.
-
-        Raises:
-            CheckpointError: it is of another optimizer, or of other callbacks.
-        """
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.evaluated = list(state["evaluated"])
-        for number, one in enumerate(state["fits"]):
-            if number < len(self._begun):
-                self._begun[number].load(one)
-            else:
-                self._awaited[number] = one

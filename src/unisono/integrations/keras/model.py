@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import ceil
-from operator import is_
 from typing import Any
 
 import keras
@@ -16,19 +15,17 @@ from unisono.errors import ModelError
 from unisono.integrations.keras.batches import DrawKey
 from unisono.integrations.keras.callbacks import listed
 from unisono.integrations.keras.data import KerasData, split
-from unisono.integrations.keras.fitting import Fitting, Fittings
+from unisono.integrations.keras.fitting import Fitting
 from unisono.integrations.keras.kept import require_kept, require_number
+from unisono.integrations.keras.on_run import OnRun
 from unisono.integrations.keras.shard_step import EvaluationStep, PredictStep, TrainStep
-from unisono.integrations.keras.update import KerasUpdate
-from unisono.integrations.keras.variables import is_built, require_sums, results_of, set_metrics, shared_state
-from unisono.integrations.names import free_name
+from unisono.integrations.keras.variables import results_of, set_metrics
 from unisono.integrations.run_of_script import run_for
 from unisono.train.group.workers import Workers
 from unisono.train.run import Run
-from unisono.train.state.registered import kept
 from unisono.train.step.step import Step
 
-OWN = ("keras_model", "run", "_fits", "_name", "_update", "_prepared_for")
+OWN = ("keras_model", "run", "_on_run")
 
 USUAL_BATCH = 32
 """Samples in a batch where nobody says how many, as in Keras."""
@@ -60,9 +57,7 @@ class Model:
     def __init__(self, model: Any, run: Run | None = None, **settings: Any) -> None:
         require_kept(model)
         self.keras_model, self.run = model, run_for("unisono.keras.Model", run, settings)
-        self._fits, self._name = Fittings(model), ""
-        self._update: KerasUpdate | None = None
-        self._prepared_for: list[Any] = []
+        self._on_run = OnRun(model, self.run)
 
     def __getattr__(self, name: str) -> Any:
         if name in OWN:  # it is being made
@@ -161,11 +156,11 @@ class Model:
         model._assert_compile_called("fit")
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
-        training = DrawKey(run.job.seed, self._fits.count)
+        training = DrawKey(run.job.seed, self._on_run.count)
         samples = KerasData.of(x, training, y, sample_weight, class_weight, shuffle=bool(shuffle))
         held_out = None if validation_data is None else self._held_out(validation_data, training)
         require_number(model)
-        self._get_ready(samples)
+        self._on_run.get_ready(samples)
         config = run.inside.loop.config
         size = samples.batch_size or batch_size or config.asked_batch_size or USUAL_BATCH
         steps_in_pass = samples.steps(size if config.batch_set_by is None else run.job.batch_size or size)
@@ -177,24 +172,22 @@ class Model:
         shuffled = None if samples.is_loader else bool(shuffle)
         epochs_of_data = (samples.epochs, None if held_out is None else held_out.epochs)
         fit = Fitting(model, called, range(initial_epoch, epochs), steps_per_epoch, validate, epochs_of_data)
-        self._fits.begin(fit)
+        self._on_run.begin(fit)
         if fit.epochs:
             passes = ceil(len(fit.epochs) * (steps_per_epoch or steps_in_pass) / steps_in_pass)
             loop = run.steps(samples.data, passes, shuffle=shuffled, batch_size=size)
             run.enter()  # data sets that change hear what they have missed, before anything is read
             self._train(fit, samples, loop)
-        history = fit.end()
-        if not fit.is_here and (restored := self._restored()):
-            self._fits.recall(restored)
-        return history
+        return self._on_run.end()
 
     def _train(self, fit: Fitting, samples: KerasData, steps: Iterable[Step]) -> None:
-        assert self._update is not None, "the model is ready"
+        update = self._on_run.update
+        assert update is not None, "the model is ready"
         results = frozenset(results_of(self.keras_model))
         for step in steps:
             fit.step_begins(step)
             train_step = TrainStep(self.keras_model, samples.unpack, results, self.run.log, step.size)
-            step.run(train_step, update=self._update.step)
+            step.run(train_step, update=update.step)
             if fit.step_ends(step):
                 break
 
@@ -236,14 +229,14 @@ class Model:
         self, samples: KerasData, size: int, callbacks: Any, verbose: Any, *, is_kept: bool = False
     ) -> dict[str, float]:
         model, run, count = self.keras_model, self.run, samples.steps(size)
-        self._get_ready(samples)
+        self._on_run.get_ready(samples)
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = listed(callbacks, model, lambda: run.is_main, verbose, epochs=1, steps=count)
         callbacks.on_test_begin()
         with samples.epoch():
-            row = self._summed(samples, size, self._known() if is_kept else None)
+            row = self._summed(samples, size, self._on_run.known() if is_kept else None)
         if is_kept:
-            self._fits.evaluated.append(row)
+            self._on_run.evaluated.append(row)
         set_metrics(model, row)
         logs = results_of(model)
         callbacks.on_test_batch_end(count - 1, logs)
@@ -273,7 +266,7 @@ class Model:
         model, run = self.keras_model, self.run
         size = batch_size or USUAL_BATCH
         samples = KerasData.of(x, DrawKey(run.job.seed)).cut(steps, size)
-        self._get_ready(samples)
+        self._on_run.get_ready(samples)
         called = listed(callbacks, model, lambda: run.is_main, 0, epochs=1, steps=samples.steps(size))
         called.on_predict_begin()
         with samples.epoch():
@@ -282,42 +275,6 @@ class Model:
             )
         called.on_predict_end()
         return keras.tree.map_structure(_array, found)
-
-    def _get_ready(self, samples: KerasData) -> None:
-        """Build the model, and prepare it unless that was done for what it is now."""
-        model, run = self.keras_model, self.run
-        require_kept(model)
-        if not is_built(model):
-            first = samples.first()
-            model._symbolic_build(data_batch=(*first, *[None] * (3 - len(first))))
-        present = self._present()
-        if len(present) == len(self._prepared_for) and all(map(is_, present, self._prepared_for)):
-            return
-        require_sums(model)
-        if not self._prepared_for:
-            self._name = free_name(run, "keras")
-            run.register(self._name, self._fits)
-        self._update = KerasUpdate(model)
-        run.prepare(model, self._update, state=shared_state(model))
-        self._prepared_for = self._present()
-
-    def _present(self) -> list[Any]:
-        """What the run is prepared for: it has to be told of others."""
-        model = self.keras_model
-        return [
-            model.optimizer,
-            *model.trainable_variables,
-            *(variable for variable, _ in shared_state(model).values()),
-        ]
-
-    def _known(self) -> torch.Tensor | None:
-        """What the metrics came to in the coming evaluation, if the run has it behind itself."""
-        rows, number = self._restored().get("evaluated", []), len(self._fits.evaluated)
-        return rows[number] if number < len(rows) else None
-
-    def _restored(self) -> Mapping[str, Any]:
-        restored = self.run.inside.trained.restored
-        return {} if restored is None else kept(restored, "registered").get(self._name, {})
 
     def _summed(self, samples: KerasData, batch_size: int, known: torch.Tensor | None) -> torch.Tensor:
         """What the metrics' variables add up to over all samples."""
