@@ -40,6 +40,16 @@ class KeptAttributes:
         changed = {name for name, value in plain.items() if name not in self._base or not same(value, self._base[name])}
         return {name: deepcopy(plain[name]) for name in sorted(changed)}
 
+    def outline(self) -> dict[str, Any] | None:
+        """The same without values that have arrays, which may be large.
+
+        Returns:
+            the state; None if the object says itself what that is, and there are arrays in it.
+        """
+        state = self.state()
+        found = {name: value for name, value in state.items() if not flatten(value)[1]}
+        return None if self._says_itself and len(found) < len(state) else found
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Have that again; everything else is as it was at first."""
         if self._says_itself:

@@ -32,6 +32,7 @@ class Fitting:
         data: the epochs of the data that it trains with, and of those that are held out, if they change between them.
         logs: the newest values of all metrics.
         is_here: whether this worker takes part, or goes on where it was; not if the run is behind it.
+        knows: whether this worker has taken part, or has the state.
     """
 
     model: Any
@@ -42,6 +43,7 @@ class Fitting:
     data: tuple[DataEpochs | None, DataEpochs | None] = (None, None)
     logs: dict[str, float] = field(default_factory=dict)
     is_here: bool = field(default=False, init=False)
+    knows: bool = field(default=False, init=False)
     _epoch: int = -1
     _batch: int = 0
     _done: int = 0
@@ -75,7 +77,7 @@ class Fitting:
             for one in self.callbacks.callbacks:
                 if isinstance(one, OnMain):
                     one.stands_at(epoch)
-        self.is_here = self._is_told = True
+        self.is_here = self.knows = self._is_told = True
         self._tracker.step_begins()
         self.callbacks.on_train_batch_begin(self._batch)
 
@@ -132,8 +134,12 @@ class Fitting:
             "callbacks": told,
         }
 
+    def outline(self) -> dict[str, Any]:
+        """What a worker needs that has missed it: all but the arrays that callbacks keep."""
+        return {**self.state(), "callbacks": [[type(one.thing).__name__, one.outline()] for one in self._kept]}
+
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on where it was.
+        """Stand where it was.
 
         Raises:
             CheckpointError: it was with other callbacks.
@@ -144,9 +150,10 @@ class Fitting:
         self._epoch, self._batch, self._done = state["epoch"], state["batch"], state["done"]
         self.logs = dict(state["logs"])
         self.model.stop_training = state["stops"]
-        self.is_here = True
+        self.knows = True
         for data, heard in zip(self.data, state["data"], strict=True):
             if data is not None:
                 data.go_on(heard)
         for one, (_, kept) in zip(self._kept, state["callbacks"], strict=True):
-            one.load(kept)
+            if kept is not None:
+                one.load(kept)

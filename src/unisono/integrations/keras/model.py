@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from functools import partial
 from math import ceil
 from typing import Any
@@ -177,7 +178,8 @@ class Model:
             passes = ceil(len(fit.epochs) * (steps_per_epoch or steps_in_pass) / steps_in_pass)
             loop = run.steps(samples.data, passes, shuffle=shuffled, batch_size=size)
             run.enter()  # data sets that change hear what they have missed, before anything is read
-            self._train(fit, samples, loop)
+            with closing(loop):  # also where training stops early: what follows is behind the loop
+                self._train(fit, samples, loop)
         return self._on_run.end()
 
     def _train(self, fit: Fitting, samples: KerasData, steps: Iterable[Step]) -> None:

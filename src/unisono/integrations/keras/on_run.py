@@ -86,19 +86,21 @@ class OnRun:
         number = len(self._begun)
         self._begun.append(fit)
         if (state := self._awaited.pop(number, None)) is not None:
-            fit.load(state)
+            self._go_on(fit, state)
 
     def end(self) -> Any:
         """The newest training is over.
 
         Returns:
-            its history, also if the run has it behind itself.
+            its history, also if this worker has not taken part in it.
         """
         fit, number = self._begun[-1], len(self._begun) - 1
-        history = fit.end()
-        if not fit.is_here and number < len(fits := self._restored().get("fits", [])):
+        if not fit.knows and number < len(fits := self._restored().get("fits", [])):
             fit.load(fits[number])
-        return history
+        outline = self._run.together(lambda workers: workers.broadcast(fit.outline(), 0))
+        if not fit.knows:  # this worker joins, and the others have done it
+            fit.load(outline)
+        return fit.end()
 
     def state_dict(self) -> dict[str, Any]:
         """All of it."""
@@ -115,6 +117,11 @@ class OnRun:
         self.evaluated = list(state["evaluated"])
         for number, one in enumerate(state["fits"]):
             if number < len(self._begun):
-                self._begun[number].load(one)
+                self._go_on(self._begun[number], one)
             else:
                 self._awaited[number] = one
+
+    @staticmethod
+    def _go_on(fit: Fitting, state: Mapping[str, Any]) -> None:
+        fit.load(state)
+        fit.is_here = True
