@@ -87,6 +87,41 @@ def test_a_run_that_begins_and_ends_by_itself_is_the_same_on_any_number_of_worke
     assert one.metrics[18]["batch_size"] == 20
 
 
+MODELS = SCRIPTS / "keras_models.py"
+
+
+@pytest.fixture(scope="module")
+def of_models(cluster: Cluster) -> Done:
+    return cluster(MODELS, 1, shards=8)
+
+
+@pytest.mark.parametrize("workers", [slow(2), 3, slow(5)])
+def test_models_that_train_by_turns_give_the_same_on_any_number_of_workers(
+    cluster: Cluster, of_models: Done, workers: int
+) -> None:
+    done = cluster(MODELS, workers, shards=8)
+    assert len(said(done)) == 2
+    assert (done.outcome, said(done)) == (of_models.outcome, said(of_models))
+
+
+@pytest.mark.parametrize("points", [slow(0), 5])
+def test_models_that_train_by_turns_are_all_given_to_workers_that_come_later(
+    cluster: Cluster, of_models: Done, points: int
+) -> None:
+    kills = [Kill(2, 1, points), Kill(7, 0, points), Kill(9, 2, points), Kill(12, 0, points), Kill(17, 1, points)]
+    done = cluster(MODELS, 3, shards=8, kills=kills)
+    assert (done.outcome, said(done)) == (of_models.outcome, said(of_models))
+
+
+@pytest.mark.parametrize("stop", [slow(6), 8, slow(12), 16])
+def test_models_that_train_by_turns_and_what_they_wrote_are_there_when_a_run_resumes(
+    cluster: Cluster, of_models: Done, stop: int, tmp_path: Path
+) -> None:
+    cluster(MODELS, 3, shards=8, folder=tmp_path, UNISONO_STOP_AFTER=str(stop))
+    done = cluster(MODELS, 2, shards=8, folder=tmp_path)
+    assert (done.outcome, said(done)) == (of_models.outcome, said(of_models))
+
+
 BATCHES = SCRIPTS / "keras_batches.py"
 
 

@@ -197,6 +197,34 @@ def test_what_a_train_step_returns_besides_metrics_is_the_mean_over_the_batch(st
     assert found == pytest.approx(X.mean(), rel=1e-5)
 
 
+class OfAll(keras.Sequential):  # type: ignore[misc]  # Keras has no types
+    """The train_step of Keras' guide, which returns what each metric comes to, and all compiled ones as one."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return {**super().train_step(data), **{one.name: one.result() for one in self.metrics}}
+
+
+class Seen(keras.metrics.Metric):  # type: ignore[misc]  # Keras has no types
+    """Comes to a variable, as in Keras' guide to metrics."""
+
+    def __init__(self) -> None:
+        super().__init__(name="seen")
+        self.samples = self.add_weight(name="samples", initializer="zeros")
+
+    def update_state(self, truth: Any, found: Any, sample_weight: Any = None) -> None:
+        self.samples.assign_add(len(truth))
+
+    def result(self) -> Any:
+        return self.samples
+
+
+def test_metrics_that_stand_for_several_or_come_to_a_variable_are_read(start: Start) -> None:
+    layers = [keras.Input((6,)), keras.layers.Dense(3, activation="softmax")]
+    model = compiled(unisono.keras.Model(OfAll(layers), start(batch_size=40, shards=4)), metrics=[Seen()])
+    assert model.fit(X, Y, verbose=0).history["seen"] == [90.0]
+    assert model.evaluate(X, Y, verbose=0, return_dict=True)["seen"] == 90.0
+
+
 def test_frozen_layers_stay_and_thawed_ones_are_trained_after_another_compile(start: Start) -> None:
     model = unisono.keras.Model(network(batch_norm=True), start(batch_size=30, shards=2))
     model.layers[0].trainable = False
@@ -261,10 +289,17 @@ def test_an_epoch_has_as_many_steps_as_is_said_and_the_learning_rate_warms_up_in
         unisono.keras.LearningRateWarmup(0)
 
 
+def stateful() -> Any:
+    layers = [keras.Input(batch_shape=(30, 2, 3)), keras.layers.LSTM(3, stateful=True)]
+    return keras.Sequential(layers)
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "jit": (lambda model: compiled(model, jit_compile=True), ModelError, "leave it out"),
     "executions": (lambda model: compiled(model, steps_per_execution=2), ModelError, "use 1"),
     "metric": (lambda model: compiled(model, metrics=[FromOne()]).fit(X, Y), ModelError, "begin with zeros"),
+    "stateful": (lambda model: unisono.keras.Model(stateful()), ModelError, "lstm.* has stateful=True"),
+    "train_on_batch": (lambda model: compiled(model).train_on_batch(X, Y), ModelError, "Use fit"),
     "settings": (lambda model: unisono.keras.Model(network(), seed=1, shards=2), JobError, "beside a run that is open"),
     "generator": (lambda model: compiled(model).fit(iter([(X, Y)])), DataError, "give arrays, a PyDataset"),
     "beside": (lambda model: compiled(model).fit(Batches(), Y), DataError, "y beside a Batches: let it return"),

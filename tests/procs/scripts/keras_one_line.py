@@ -5,10 +5,11 @@ import json
 import keras
 import numpy as np
 from keras import layers
+from keras.src.backend.common import global_state
 
 import unisono
 
-keras.utils.clear_session()  # names of layers begin anew, also where another run was in this thread
+global_state.set_global_attribute("object_name_uids", None)  # names of layers begin anew in this thread
 keras.utils.set_random_seed(3)
 digits = np.random.RandomState(0)
 labels = digits.randint(0, 3, 100)

@@ -27,6 +27,11 @@ def require_kept(model: Any) -> None:
             "a keras.distribution is active, and Unisono shares the batches out itself: leave "
             "keras.distribution.set_distribution out"
         )
+    if stateful := [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)]:
+        raise ModelError(
+            f"{stateful[0]} has stateful=True, so what it gives for a batch follows from the batch before, and workers "
+            f"compute parts of batches: leave it out, and put what belongs together into one sequence"
+        )
     if not model.compiled:
         return
     if model.jit_compile:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from math import ceil
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -22,7 +22,6 @@ from unisono.integrations.keras.on_run import OnRun
 from unisono.integrations.keras.shard_step import EvaluationStep, PredictStep, TrainStep
 from unisono.integrations.keras.variables import results_of, set_metrics
 from unisono.integrations.run_of_script import run_for
-from unisono.train.group.workers import Workers
 from unisono.train.run import Run
 from unisono.train.step.step import Step
 
@@ -85,25 +84,23 @@ class Model:
         require_kept(self.keras_model)
 
     def save(self, *values: Any, **options: Any) -> None:
-        """Save the Keras model, on the main worker. The others wait until it is there."""
-        self._on_main(partial(self.keras_model.save, *values, **options))
+        """Save the Keras model, on the main worker, while the others wait. A run that resumes leaves the file alone."""
+        self._on_run.write(partial(self.keras_model.save, *values, **options))
 
     def save_weights(self, *values: Any, **options: Any) -> None:
-        """Save the weights, on the main worker. The others wait until they are there."""
-        self._on_main(partial(self.keras_model.save_weights, *values, **options))
+        """Save the weights, likewise."""
+        self._on_run.write(partial(self.keras_model.save_weights, *values, **options))
 
-    def _on_main(self, act: Callable[[], None]) -> None:
-        if self.run.inside.ending.is_closed:  # each worker runs the last lines by itself
-            if self.run.is_main:
-                act()
-            return
+    def train_on_batch(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: what each worker trains by itself is in no checkpoint.
 
-        def together(workers: Workers) -> None:
-            if workers.rank == 0:
-                act()
-            workers.barrier()
-
-        self.run.together(together)
+        Raises:
+            ModelError: says what to do.
+        """
+        raise ModelError(
+            "train_on_batch: each worker would train on the whole batch by itself, and neither checkpoints nor workers "
+            "that join would have it. Use fit, whose PyDataset makes the batches, or a loop (run.prepare, run.steps)"
+        )
 
     def fit(
         self,
@@ -161,7 +158,7 @@ class Model:
         samples = KerasData.of(x, training, y, sample_weight, class_weight, shuffle=bool(shuffle))
         held_out = None if validation_data is None else self._held_out(validation_data, training)
         require_number(model)
-        self._on_run.get_ready(samples)
+        self._on_run.get_ready(samples, trains=True)
         config = run.inside.loop.config
         size = samples.batch_size or batch_size or config.asked_batch_size or USUAL_BATCH
         steps_in_pass = samples.steps(size if config.batch_set_by is None else run.job.batch_size or size)

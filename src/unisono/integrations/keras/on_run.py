@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any
 
@@ -11,9 +11,11 @@ from torch import Tensor
 from unisono.integrations.keras.data import KerasData
 from unisono.integrations.keras.fitting import Fitting
 from unisono.integrations.keras.kept import require_kept
-from unisono.integrations.keras.update import KerasUpdate, OptimizerState
+from unisono.integrations.keras.update import KerasUpdate, VariablesState
 from unisono.integrations.keras.variables import is_built, require_sums, shared_state
 from unisono.integrations.names import free_name
+from unisono.train.group.workers import Workers
+from unisono.train.model.prepared import Prepared
 from unisono.train.run import Run
 from unisono.train.state.registered import kept
 
@@ -32,27 +34,36 @@ class OnRun:
 
     def __init__(self, model: Any, run: Run) -> None:
         self._model, self._run, self._name = model, run, ""
-        self._optimizer = OptimizerState(model)
+        self._optimizer = VariablesState("optimizer", lambda: model.optimizer.variables if model.optimizer else ())
+        self._weights = VariablesState("model", lambda: model.variables)
         self._prepared_for: list[Any] = []
+        self._prepared: Prepared | None = None
         self._begun: list[Fitting] = []
         self._awaited: dict[int, Mapping[str, Any]] = {}
         self.update: KerasUpdate | None = None
         self.evaluated: list[Tensor] = []
+        self._written = 0
 
     @property
     def count(self) -> int:
         """The number of trainings that have begun."""
         return len(self._begun)
 
-    def get_ready(self, samples: KerasData) -> None:
-        """Build the model, and prepare it unless that was done for what it is now."""
+    def get_ready(self, samples: KerasData, *, trains: bool = False) -> None:
+        """Build the model, and prepare it unless that was done for what it is now.
+
+        Args:
+            samples: data by which it gets its shapes.
+            trains: whether it is to be trained: then the run has to be prepared for it, and not for another model.
+        """
         model, run = self._model, self._run
         require_kept(model)
         if not is_built(model):
             first = samples.first()
             model._symbolic_build(data_batch=(*first, *[None] * (3 - len(first))))
         present = self._present()
-        if len(present) == len(self._prepared_for) and all(map(is_, present, self._prepared_for)):
+        is_same = len(present) == len(self._prepared_for) and all(map(is_, present, self._prepared_for))
+        if is_same and (self._is_prepared or not trains):
             return
         require_sums(model)
         if not self._prepared_for:
@@ -60,7 +71,12 @@ class OnRun:
             run.register(self._name, self)
         self.update = KerasUpdate(model)
         run.prepare(model, self.update, state=shared_state(model))
-        self._prepared_for = self._present()
+        self._prepared_for, self._prepared = self._present(), run.inside.trained.prepared
+
+    @property
+    def _is_prepared(self) -> bool:
+        """Whether the run keeps this model, and no other one that was prepared since."""
+        return self._prepared is self._run.inside.trained.prepared
 
     def _present(self) -> list[Any]:
         """What the run is prepared for: it has to be told of others."""
@@ -104,22 +120,45 @@ class OnRun:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it."""
-        fits = [one.state() for one in self._begun]
-        return {"optimizer": self._optimizer.state_dict(), "fits": fits, "evaluated": list(self.evaluated)}
+        return {
+            "weights": {} if self._is_prepared else self._weights.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "fits": [one.state() for one in self._begun],
+            "evaluated": list(self.evaluated),
+            "written": self._written,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set all of it; what is of a training that this worker has yet to begin waits for that.
 
         Raises:
-            CheckpointError: it is of another optimizer, or of other callbacks.
+            CheckpointError: it is of another model or optimizer, or of other callbacks.
         """
+        if state["weights"]:
+            self._weights.load_state_dict(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.evaluated = list(state["evaluated"])
+        self.evaluated, self._written = list(state["evaluated"]), state["written"]
         for number, one in enumerate(state["fits"]):
             if number < len(self._begun):
                 self._go_on(self._begun[number], one)
             else:
                 self._awaited[number] = one
+
+    def write(self, act: Callable[[], None]) -> None:
+        """Have the main worker write a file, while the others wait. A run that resumes behind it leaves it alone."""
+        if self._run.inside.ending.is_closed:  # each worker runs the last lines by itself
+            if self._run.is_main:
+                act()
+            return
+        is_written = self._written < self._restored().get("written", 0)
+
+        def together(workers: Workers) -> None:
+            if workers.rank == 0 and not is_written:
+                act()
+            workers.barrier()
+
+        self._run.together(together)
+        self._written += 1
 
     @staticmethod
     def _go_on(fit: Fitting, state: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from unisono.errors import LossError, ModelError
 from unisono.integrations.attributes import put
 from unisono.integrations.keras.kept import optimizers_of
 from unisono.integrations.keras.losses import weighed
-from unisono.integrations.keras.variables import flat_metrics, seeds_drawn
+from unisono.integrations.keras.variables import flat_metrics, left_alone, seeds_drawn
 from unisono.train.step.loss import BackwardDone
 
 PREFIX = "keras "
@@ -56,12 +56,13 @@ class TrainStep:
         self._take(applied)
         if not isinstance(logs, Mapping):
             raise LossError(f"train_step returned a {type(logs).__name__}: return a dict of values by name")
-        for name, value in logs.items():
+        values = dict(_flat(logs))
+        for name, value in values.items():
             if name not in self.results:
                 self.log(f"{PREFIX}{name}", _number(value))
-        if not logs:
+        if not values:
             raise LossError("train_step returned no values: have it return {'loss': …}")
-        return BackwardDone(_number(logs.get("loss", next(iter(logs.values())))), weight.value)
+        return BackwardDone(_number(values.get("loss", next(iter(values.values())))), weight.value)
 
     def _take(self, applied: Sequence[Applied]) -> None:
         """Have the gradients that the optimizer was given where the run looks for them."""
@@ -131,13 +132,19 @@ class EvaluationStep:
     def __call__(self, _: Any, batch: Any) -> Tensor:
         """The values of the metrics' variables, which add up over blocks."""
         self.model.reset_metrics()
-        with seeds_drawn(self.model):
+        with left_alone(self.model):
             self.model.test_step(self.unpack(batch))
         return flat_metrics(self.model)
 
 
+def _flat(logs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Values by name, also those of a metric that stands for several."""
+    for name, value in logs.items():
+        yield from _flat(value) if isinstance(value, Mapping) else [(name, value)]
+
+
 def _number(value: Any) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)
+    return float(keras.ops.convert_to_tensor(value).detach())
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,7 @@ class PredictStep:
 
     def __call__(self, _: Any, batch: Any) -> Any:
         """The outputs, with one row per sample."""
-        with seeds_drawn(self.model):
+        with left_alone(self.model):
             return self.model.predict_step(self.unpack(batch))
 
 

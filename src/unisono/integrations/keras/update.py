@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,34 +46,34 @@ def _scaled(optimizer: Any, factor: float) -> Iterator[None]:
         yield
 
 
-class OptimizerState:
-    """The variables of a model's Keras optimizer, as checkpoints and other workers get them.
+class VariablesState:
+    """The values of Keras' variables, as checkpoints and other workers get them.
 
     Args:
-        model: the model.
+        owner: what has them, for messages.
+        variables: a function that returns them, always in the same order.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, owner: str, variables: Callable[[], Sequence[Any]]) -> None:
+        self._owner, self._variables = owner, variables
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The variables by number and name; none as long as there is no optimizer."""
+        """The values by number and name."""
         return {f"{number} {one.path}": one.value.detach().clone() for number, one in enumerate(self._variables())}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set all of them.
 
         Raises:
-            CheckpointError: it is the state of another optimizer. Then nothing has changed.
+            CheckpointError: it is the state of others. Then nothing has changed.
         """
         variables = self._variables()
         if len(state) != len(variables):
-            raise CheckpointError(f"the Keras optimizer has {len(variables)} variables, and its state {len(state)}")
+            raise CheckpointError(f"the Keras {self._owner} has {len(variables)} variables, and its state {len(state)}")
         for variable, (name, value) in zip(variables, state.items(), strict=True):
             if form_of(value) != form_of(variable.value):
-                raise CheckpointError(f"{name} of the Keras optimizer's state is not like its variable {variable.path}")
+                raise CheckpointError(
+                    f"{name} of the Keras {self._owner}'s state is not like its variable {variable.path}"
+                )
         for variable, value in zip(variables, state.values(), strict=True):
             variable.assign(value)
-
-    def _variables(self) -> list[Any]:
-        return [] if self._model.optimizer is None else list(self._model.optimizer.variables)

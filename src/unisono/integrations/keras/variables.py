@@ -52,8 +52,9 @@ def moving_statistics(model: Any) -> list[Any]:
 
 
 def seeds_of(model: Any) -> list[Any]:
-    """The states of the model's seed generators."""
-    return [one.state for layer in model._flatten_layers() for one in getattr(layer, "_seed_generators", ())]
+    """The states of the model's seed generators, and of the global one, from which callbacks may draw."""
+    own = (one.state for layer in model._flatten_layers() for one in getattr(layer, "_seed_generators", ()))
+    return [*own, global_seed_generator().state]
 
 
 def metric_variables(model: Any) -> list[Any]:
@@ -85,7 +86,7 @@ def seeds_drawn(model: Any) -> Iterator[None]:
 
     So what they give depends on what torch's generator was seeded with: step and shard, not the worker.
     """
-    variables = [*seeds_of(model), global_seed_generator().state]
+    variables = seeds_of(model)
     before = [variable.value.clone() for variable in variables]
     for variable in variables:
         drawn = torch.randint(LARGEST_SEED, tuple(variable.shape), dtype=variable.value.dtype)
@@ -94,6 +95,18 @@ def seeds_drawn(model: Any) -> Iterator[None]:
         yield
     finally:
         for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+
+@contextmanager
+def left_alone(model: Any) -> Iterator[None]:
+    """What layers change in here is put back, and seeds are drawn: each worker does a part of an evaluation."""
+    before = [(variable, variable.value.clone()) for variable in moving_statistics(model)]
+    try:
+        with seeds_drawn(model):
+            yield
+    finally:
+        for variable, value in before:
             variable.assign(value)
 
 
@@ -118,4 +131,4 @@ def results_of(model: Any) -> dict[str, float]:
 
 
 def _number(value: Any) -> Any:
-    return torch.as_tensor(value).tolist()
+    return torch.as_tensor(value.value if isinstance(value, keras.Variable) else value).tolist()
