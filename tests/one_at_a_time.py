@@ -27,7 +27,7 @@ from unisono.plan.split import Split
 from unisono.plan.tree import Node
 from unisono.reduce.segment import Segment, created, pages
 from unisono.reduce.tally import Tally
-from unisono.reduce.transport import Transport
+from unisono.reduce.transport import Solo, Transport
 from unisono.testing.fault import listening
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers
@@ -397,6 +397,7 @@ class SimulatedMembership(Membership):
     def __init__(self, world: World, worker: Worker, *, joins: bool) -> None:
         self.world, self.worker, self.joins = world, worker, joins
         self.is_elastic = True
+        self._workers = Workers(Generation(0, 0, Split.even(world.shards, 1)), Solo(world.shards))
         if not joins:
             self._enter_generation(world.wait(worker, "arrived"))
 
