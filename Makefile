@@ -7,15 +7,19 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 DOCS_READY := $(VENV)/.ready-docs
 NEWEST := .venv-newest
+OLDEST := .venv-oldest
+OLDEST_READY := $(OLDEST)/.ready
 EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/test_elastic_training.py \
 	tests/unit/test_checkpoint_models.py tests/unit/test_checkpoint_optimizers.py tests/unit/test_order.py \
 	tests/unit/test_overlap.py tests/unit/test_sharded_update.py tests/unit/test_squared_norms.py tests/unit/test_tree.py
+FRAMEWORKS := $(wildcard $(foreach name,accelerat keras lightning transformers,tests/unit/test_$(name)*.py)) \
+	tests/unit/test_frameworks.py tests/unit/test_run_of_script.py tests/procs/test_keras.py tests/procs/test_lightning.py
 
 # Where this is set (in container images), each of the suite's thousand processes would compile the package again. What is
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs test check lint unit procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch nightly case-study format clean
+.PHONY: help demo docs test check lint unit procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks nightly case-study format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -139,6 +143,10 @@ newest-torch:  ## the exactness matrix with the newest torch, in a venv of its o
 	@$(NEWEST)/bin/python -c 'import torch; print("==> torch", torch.__version__)'
 	@$(NEWEST)/bin/python -m pytest -n 3 --dist loadgroup $(EXACTNESS) $(OPTIONS)
 
+oldest-frameworks: $(OLDEST_READY)  ## the tests of Keras, Lightning, Transformers and accelerate with the oldest versions that are supported
+	@$(OLDEST)/bin/python -m pip list 2>/dev/null | grep -iE '^(accelerate|keras|lightning|torch|transformers) '
+	@$(OLDEST)/bin/python -m pytest -n 3 --dist loadgroup $(FRAMEWORKS) $(OPTIONS)
+
 nightly: $(BENCH_READY)  ## all that takes long, cheap things first, on through failures: most of a night; TARGETS="soak chaos" for some
 	@.ci/nightly $(TARGETS)
 
@@ -163,7 +171,7 @@ format: $(READY)  ## lay out the code and mend what ruff can mend
 
 clean:  ## remove .venv and all caches; what you trained stays
 	@echo "==> removing $(VENV) and the caches"
-	@rm -rf $(VENV) $(NEWEST) nightly .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf $(VENV) $(NEWEST) $(OLDEST) nightly .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is pinned in the very command that installs everything, or pip would fetch the newest build there is. As
@@ -181,6 +189,16 @@ $(READY): pyproject.toml constraints.txt
 	@"$(PYTHON)" -m venv $(VENV)
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
 		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[accelerate,dev,examples,keras,lightning,plot,study,transformers]'
+	@touch $@
+
+$(OLDEST_READY): pyproject.toml constraints.txt constraints-oldest.txt
+	@echo "==> installing the oldest versions of other frameworks into $(OLDEST)"
+	@rm -rf $(OLDEST)
+	@"$(PYTHON)" -m venv $(OLDEST)
+	@sed -n 's/^\([a-z0-9-]*==\).*/^\1/p' constraints-oldest.txt > $(OLDEST)/others.txt
+	@grep -vf $(OLDEST)/others.txt constraints.txt | cat - constraints-oldest.txt > $(OLDEST)/constraints.txt
+	@PIP_CONSTRAINT=$(OLDEST)/constraints.txt PIP_BUILD_CONSTRAINT=$(OLDEST)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+		$(OLDEST)/bin/python -m pip install --quiet -e '.[accelerate,dev,examples,keras,lightning,transformers]' pytorch-lightning
 	@touch $@
 
 $(DOCS_READY): $(READY)

@@ -90,7 +90,7 @@ class RecordingAccelerator(Original):  # type: ignore[misc]  # accelerate is not
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Begin to track on the main worker; on another one as soon as it is the main worker, and logs."""
-        self._begin_tracking = lambda: Original.init_trackers(self, project_name, config, init_kwargs)
+        self._begin_tracking = lambda: Original.init_trackers(self, project_name, config, init_kwargs or {})
         if self.run.is_main:
             self._track()
 
@@ -98,7 +98,7 @@ class RecordingAccelerator(Original):  # type: ignore[misc]  # accelerate is not
         """Log values with the trackers; in the body of a training loop in the last turn of a step."""
         if self._writes:
             self._track()
-            super().log(values, step, log_kwargs)
+            super().log(values, step, log_kwargs or {})
 
     def _track(self) -> None:
         begin, self._begin_tracking = self._begin_tracking, None
