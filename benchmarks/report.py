@@ -73,7 +73,7 @@ class Report:
         if self.draw is None:
             return []
         if find_spec("matplotlib") is None:
-            print("No plot: matplotlib is not installed (pip install 'unisono[bench]')")
+            print("No plot: matplotlib is not installed (pip install matplotlib)")
             return []
         from matplotlib.figure import Figure
 

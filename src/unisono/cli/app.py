@@ -27,7 +27,7 @@ def replay(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Draw a chart, too: .png, .svg or .pdf. Needs matplotlib: install unisono[plot]."
+            metavar="FILE", help="Draw a chart, too: .png, .svg or .pdf. Needs matplotlib: pip install matplotlib."
         ),
     ] = None,
     everything: Annotated[

@@ -16,8 +16,8 @@ try:
     import pyarrow.parquet
 except ImportError as error:
     raise JobError(
-        "unisono.ArrowStream needs pyarrow, which is not installed: pip install 'unisono[arrow]', or in a clone of "
-        "Unisono pip install '.[arrow]'"
+        "unisono.ArrowStream needs pyarrow 20 or newer, which is not installed: pip install 'pyarrow>=20' (in a clone "
+        "of Unisono: pip install -c constraints.txt '.[arrow]')"
     ) from error
 
 MAGIC = {b"PAR1": "parquet", b"ARRO": "arrow"}

@@ -1,6 +1,9 @@
 """accelerate: ``unisono.accelerate.Accelerator`` has a script's own loop train on any number of workers."""
 
-import unisono.integrations.accelerate.package  # noqa: F401 (it says what is missing, before what follows loads it)
-from unisono.integrations.accelerate.accelerator import Accelerator
+from unisono.integrations.packages import require
+
+require("accelerate", ["accelerate"])
+
+from unisono.integrations.accelerate.accelerator import Accelerator  # noqa: E402 (it loads what is asked for above)
 
 __all__ = ["Accelerator"]

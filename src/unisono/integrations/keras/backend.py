@@ -1,15 +1,11 @@
 """Keras, on torch: whoever imports this before anything that loads Keras is told what is missing."""
 
 import os
-from importlib.util import find_spec
 
 from unisono.errors import JobError
+from unisono.integrations.packages import require
 
-if find_spec("keras") is None:
-    raise JobError(
-        "unisono.keras needs Keras, which is not installed: pip install 'unisono[keras]', or in a clone of Unisono "
-        "pip install '.[keras]'"
-    )
+require("keras", ["keras"])
 
 _CURE = "set the environment variable KERAS_BACKEND=torch before Keras is imported"
 

@@ -2,29 +2,20 @@
 
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-from unisono.errors import JobError
-
-OLDEST = (2, 6)
+from unisono.integrations.packages import require
 
 _NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 """Packages by what they are installed as: two copies of one code, whose classes are not each other's."""
-
-_CURE = "pip install 'unisono[lightning]', or in a clone of Unisono pip install '.[lightning]'"
 
 
 def _package() -> str:
     """The one that the script uses; if that cannot be told, the one that is installed."""
     used = [one for one, name in _NAMES.items() if name in sys.modules]
-    there = used or [one for one in _NAMES if find_spec(one) is not None]
-    if not there:
-        raise JobError(f"unisono.lightning needs PyTorch Lightning, which is not installed: {_CURE}")
-    found = version(there[0].replace("_", "-"))
-    if tuple(map(int, found.split(".")[:2])) < OLDEST:
-        raise JobError(f"unisono.lightning needs Lightning 2.6 or newer, and {there[0]} {found} is installed: {_CURE}")
+    there = used or [one for one in _NAMES if find_spec(one) is not None] or list(_NAMES)
+    require("lightning", [there[0].replace("_", "-")])
     return there[0]
 
 

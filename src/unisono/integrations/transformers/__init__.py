@@ -1,6 +1,9 @@
 """Transformers: ``unisono.transformers.TrainerMixin`` has a ``Trainer`` train on any number of workers."""
 
-import unisono.integrations.transformers.package  # noqa: F401 (it says what is missing, before what follows loads it)
-from unisono.integrations.transformers.mixin import TrainerMixin
+from unisono.integrations.packages import require
+
+require("transformers", ["transformers", "accelerate"])
+
+from unisono.integrations.transformers.mixin import TrainerMixin  # noqa: E402 (it loads what is asked for above)
 
 __all__ = ["TrainerMixin"]
