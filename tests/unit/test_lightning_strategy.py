@@ -266,6 +266,16 @@ def test_a_script_may_catch_what_a_training_raises_and_train_again(start: Start)
     assert same_weights(fitted(**on(run)), alone)
 
 
+class Diverging(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 2 else 1)
+
+
+def test_steps_with_a_loss_that_is_nan_are_left_out_where_the_run_says_so(start: Start) -> None:
+    trainer = fitted(Diverging(), **on(start(shards=4, on_nan="skip")))
+    assert all(bool(one.isfinite().all()) for one in trainer.lightning_module.parameters())
+
+
 def test_layers_are_unfrozen_between_two_trainings(start: Start) -> None:
     run, module = start(shards=1), Net()
     layer: Any = module.layers[0]

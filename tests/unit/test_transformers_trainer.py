@@ -174,6 +174,26 @@ def test_what_this_machine_cannot_even_set_up_is_refused_before_the_training(
         made.train()
 
 
+class Failing(OnRun):
+    """Fails once."""
+
+    def training_step(self, *values: Any, **options: Any) -> Any:
+        if self.state.global_step == 2:
+            raise ValueError("once")
+        return super().training_step(*values, **options)
+
+
+def test_a_script_may_catch_what_a_training_raises_and_train_again(start: Start, tmp_path: Path) -> None:
+    run = start(batch_size=None, shards=1, seed=42)
+    with pytest.raises(ValueError, match="once"):
+        trainer(Failing, tmp_path, given={"run": run}).train()
+    again = trainer(OnRun, tmp_path, given={"run": run})
+    again.train()
+    plain = trainer(Trainer, tmp_path)
+    plain.train()
+    assert same_weights(again.model, plain.model)
+
+
 def test_trials_of_hyperparameters_are_refused(start: Start, tmp_path: Path) -> None:
     made = trainer(OnRun, tmp_path, given={"run": start(shards=2, batch_size=None)})
     with pytest.raises(UnisonoError, match="hyperparameter_search: each trial is a job of its own"):

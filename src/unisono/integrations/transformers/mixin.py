@@ -81,6 +81,14 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
 
     # -- training --------------------------------------------------------------------------------------------
 
+    def train(self, *values: Any, **options: Any) -> Any:
+        """Train. A loop that an error has left is over: a script may catch it, and train again."""
+        try:
+            return super().train(*values, **options)
+        finally:
+            if self._training is not None:
+                self._training.steps.close()
+
     def set_initial_training_values(self, args: Any, dataloader: Any, *values: Any) -> Any:
         """Note the loader, which the training enters next."""
         found = super().set_initial_training_values(args, dataloader, *values)
