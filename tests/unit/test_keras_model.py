@@ -310,6 +310,12 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     ),
     "shrinking": (lambda model: compiled(model).fit(Shrinking(), epochs=2), DataError, "has 2 batches, and had 3"),
     "no batches": (lambda model: compiled(model).fit(Batches(())), DataError, "has no batches"),
+    "empty": (lambda model: compiled(model).fit(X[:0], Y[:0]), DataError, "no batch: there are no samples"),
+    "nothing left": (
+        lambda model: compiled(model).fit(DataLoader(TensorDataset(torch.tensor(X[:3])), 5, drop_last=True)),
+        DataError,
+        "drop_last or a sampler leaves none",
+    ),
     "lengths": (lambda model: compiled(model).fit(X, Y[:7]), DataError, "7 and 90 samples"),
     "both weights": (
         lambda model: compiled(model).fit(X, Y, sample_weight=WEIGHTS, class_weight={0: 2.0}),

@@ -119,8 +119,15 @@ class KerasData:
         return batches.size if isinstance(batches, BatchOrder) else self.data.batch_size
 
     def steps(self, batch_size: int) -> int:
-        """The number of batches in a pass."""
-        return len(self.data) if self.is_loader else math.ceil(len(self) / batch_size)
+        """The number of batches in a pass.
+
+        Raises:
+            DataError: there is none.
+        """
+        found = len(self.data) if self.is_loader else math.ceil(len(self) / batch_size)
+        if not found:
+            raise DataError("the data have no batch: there are no samples, or drop_last or a sampler leaves none")
+        return found
 
     def unpack(self, batch: Any) -> tuple[Any, ...]:
         """What ``train_step`` gets for a collated batch."""
@@ -133,6 +140,7 @@ class KerasData:
 
     def first(self) -> tuple[Any, ...]:
         """A batch of the first two samples, by which a model gets its shapes."""
+        self.steps(1)
         source = self.data.dataset if self.is_loader else self.data
         collate = self.data.collate_fn if self.is_loader else default_collate
         with generators_kept():
