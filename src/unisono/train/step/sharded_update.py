@@ -23,8 +23,8 @@ from unisono.train.step.host_state import HostState, kinds_in
 from unisono.train.step.parts import Parts, kinds_of
 from unisono.train.step.pieces import Slice
 from unisono.train.step.script_memory import Kind, ScriptMemory, ShownState
-from unisono.train.step.shared_state import NOBODY, CopiedState, SharedState, oddity
-from unisono.train.step.why_whole import why_unfit
+from unisono.train.step.shared_state import NOBODY, CopiedState, SharedState, why_whole_by_state
+from unisono.train.step.why_whole import why_whole_by_optimizers
 
 Settings = tuple[tuple[str, bool], ...]
 """Which of a group's settings are on: by them optimizers decide what they keep."""
@@ -181,7 +181,7 @@ class ShardedUpdate:
         if self._shared is None:
             return False
         is_written = self._shared.shown.is_found_written()
-        return is_written or not self._shared.is_current() or bool(why_unfit(self._optimizers))
+        return is_written or not self._shared.is_current() or bool(why_whole_by_optimizers(self._optimizers))
 
     def part(self) -> None:
         """From now on each worker goes on with what its script sees, in memory of its own."""
@@ -253,7 +253,7 @@ class ShardedUpdate:
         held = self._held()
         shown = self._memory.laid_out(self._buckets, kinds_in(held))
         self._moves()
-        why = "a bit of its memory has flipped" if not is_right() else self._why_not(held, shown)
+        why = "a bit of its memory has flipped" if not is_right() else self._why_whole_now(held, shown)
         told = torch.tensor([self._digest(), int(not why)])
         everybody = self._transport.all_gather(told).tolist()
         if any(row != [everybody[0][0], 1] for row in everybody):
@@ -284,13 +284,13 @@ class ShardedUpdate:
     def _wait_longer(self) -> None:
         self._waits, self._patience = self._patience, 2 * self._patience
 
-    def _why_not(self, held: Mapping[int, Sequence[Kind]], shown: ShownState) -> str:
+    def _why_whole_now(self, held: Mapping[int, Sequence[Kind]], shown: ShownState) -> str:
         """Why the state cannot be shared as it is now; empty if it can."""
-        if why := why_unfit(self._optimizers):
+        if why := why_whole_by_optimizers(self._optimizers):
             return why
         if held != self._left:
             return "the script has changed what the optimizers keep"
-        if (why := oddity(shown, self._parameters, self._optimizers, self._names)) or self._has_room(held):
+        if (why := why_whole_by_state(shown, self._parameters, self._optimizers, self._names)) or self._has_room(held):
             return why
         return "there is too little memory to share it"
 

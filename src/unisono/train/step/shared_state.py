@@ -174,7 +174,7 @@ NOBODY = -1
 """No parameter's number."""
 
 
-def oddity(
+def why_whole_by_state(
     shown: ShownState, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer], names: Sequence[str]
 ) -> str:
     """Why tensors of the script cannot lie in the memory that is shown; empty if they can."""

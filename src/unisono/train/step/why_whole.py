@@ -29,7 +29,7 @@ def why_whole(prepared: Prepared, workers: Workers, execution: Execution, *, sur
     wanted, seat = execution.shard_optimizer, workers.transport.seat
     if not wanted:
         return "nobody has asked to split them"
-    why = why_unfit(prepared.optimizers)
+    why = why_whole_by_optimizers(prepared.optimizers)
     if why and wanted is True:
         raise JobError(f"shard_optimizer=True {why}")
     if seat is None or any(one.device.type != "cpu" for one in prepared.parameters.values()):
@@ -58,7 +58,7 @@ def _why_in_vain(prepared: Prepared, least_mib: float) -> str:
     return ""
 
 
-def why_unfit(optimizers: Sequence[Optimizer]) -> str:
+def why_whole_by_optimizers(optimizers: Sequence[Optimizer]) -> str:
     """Why the updates of these optimizers cannot be split as they are now; empty if they can."""
     owned = [id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
     if len(owned) != len(set(owned)):
