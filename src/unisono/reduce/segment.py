@@ -18,7 +18,7 @@ from unisono.reduce.buckets import ALIGNMENT, Bucket
 
 PAGE = 4096
 
-PRESENT, SWAPPED, IN_A_FILE = 63, 62, 61
+SWAPPED, IN_A_FILE = 62, 61
 """Bits of an entry of ``/proc/self/pagemap``."""
 
 _MAP_FIXED, _MREMAP_MAYMOVE, _MREMAP_FIXED = 0x10, 1, 2

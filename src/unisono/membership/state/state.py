@@ -26,7 +26,6 @@ class State:
         turns_seen: the value of ``last_turn`` when the newest generation began.
         generation: the newest one's number; 0 before the first.
         minted: the generation that lives; None while none does.
-        minted_at: the time at which that generation began.
         loop: the number of the loop that its members are in, if it is known.
         due_since: the time since which it has to end; None while it may go on.
         judged_at: the time at which its split was last judged.
@@ -61,7 +60,6 @@ class State:
     turns_seen: int = 0
     generation: int = 0
     minted: MintedGeneration | None = None
-    minted_at: float = 0.0
     loop: int | None = None
     judged_at: float = 0.0
     due_since: float | None = None

@@ -225,7 +225,7 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
         worker = before.workers[name]
         signs = replace(worker.signs, at=update.now, pulse=worker.signs.pulse.model_copy(update={"still_s": 0.0}))
         update.tell(update.put(worker, phase="working", arrived=None, formed=False, signs=signs), message)
-    update.set(generation=number, minted=new, minted_at=update.now, judged_at=update.now, loop=loop)
+    update.set(generation=number, minted=new, judged_at=update.now, loop=loop)
     update.set(due_since=None, arrival=None, turns_seen=before.last_turn)
     update.set(lost=(), broken=False, formed=False, seconds={})
     update.note(
