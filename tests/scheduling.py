@@ -1,4 +1,4 @@
-"""Which process runs which test: files are shared out test by test, unless their tests share something."""
+"""Which process runs which test: files are distributed test by test, unless their tests share something."""
 
 from pathlib import PurePath
 

@@ -231,7 +231,7 @@ def test_settings_that_cannot_be_kept_are_refused_with_the_cure(said: str, made:
 
 def test_variables_of_its_launcher_are_refused_likewise(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(JobError, match="FSDP shares a model out"):
+    with pytest.raises(JobError, match="FSDP distributes a model"):
         made()
 
 

@@ -1,4 +1,4 @@
-"""How the devices of a worker share out its shards, and speak for it with one voice."""
+"""How the devices of a worker distribute its shards, and speak for it with one voice."""
 
 import json
 from typing import Any, cast

@@ -174,7 +174,7 @@ def test_collective_calls_in_an_update_are_refused_and_may_follow_it(start: Star
 
     def update() -> str:
         for call in (run.barrier, lambda: run.all_reduce(1.0), lambda: step.run(used)):
-            with pytest.raises(JobError, match=r"step.run\(update=…\).* behind step.run"):
+            with pytest.raises(JobError, match=r"step.run\(update=…\).* after step.run"):
                 call()
         return "refused"
 

@@ -97,6 +97,6 @@ def test_a_loop_that_is_over_says_so_where_a_finished_run_is_given_more_epochs(
     run = start()
     assert train(run, sgd(0.1), epochs=5) == 0
     assert (
-        f"unisono: resumes after step 6 from {run.dir}, behind the script's first loop: it trains nothing more, also "
+        f"unisono: resumes after step 6 from {run.dir}, after the script's first loop: it trains nothing more, also "
         f"with more epochs" in capsys.readouterr().out.splitlines()
     )

@@ -157,7 +157,7 @@ def test_a_time_limit_that_is_none_or_too_short_is_refused(limit: str) -> None:
         (job(checkpoint_every=0), "--checkpoint-every 0"),
         (replace(allocated(nodes=2, cores=1), study_words=()), "study with --nodes 2"),
         (job(study_words=()), "--cores-per-gpu"),
-        (replace(allocated(cores=1), workers=(1,), study_words=("--workers=1",)), "before study and behind it"),
+        (replace(allocated(cores=1), workers=(1,), study_words=("--workers=1",)), "before study and after it"),
     ],
 )
 def test_what_cannot_work_is_refused_and_says_which_option(wrong: BatchJob, words: str) -> None:

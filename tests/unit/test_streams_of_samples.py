@@ -136,7 +136,7 @@ def test_readers_that_have_given_other_samples_than_the_loop_has_used_are_damage
 ) -> None:
     course = StreamCourse(cast("Any", None), 3, cast("Any", None), None)
     progress = RunProgress(Position(step=1, samples=5, epoch=0, offset=5), readers=readers)
-    with pytest.raises(CheckpointError, match=rf"behind 5 samples of epoch 0, .* have given {6 if readers else 0}"):
+    with pytest.raises(CheckpointError, match=rf"after 5 samples of epoch 0, .* have given {6 if readers else 0}"):
         course.ahead(progress, 1, BatchShape(8, 3))
 
 
@@ -345,7 +345,7 @@ def test_an_error_in_a_stream_says_which_reader_was_asked_for_what(start: Start,
 
 
 def test_a_stream_that_has_become_shorter_says_so() -> None:
-    with pytest.raises(DataError, match="has come to its end behind 3 samples of epoch 0, and it has given 5 before"):
+    with pytest.raises(DataError, match="has come to its end after 3 samples of epoch 0, and it has given 5 before"):
         reader(Shorter(), 0, ReaderState(5))
 
 

@@ -160,9 +160,9 @@ def test_what_cannot_be_kept_is_refused_with_the_cure(
     ("name", "value", "message"),
     [
         ("fp16", True, "fp16=True: its scaler skips steps .* use bf16=True"),
-        ("deepspeed", "zero.json", "deepspeed: Unisono shares the work out itself, .* leave it out"),
-        ("fsdp", True, "fsdp: Unisono shares the work out itself, .* leave it out"),
-        ("parallelism_config", object(), "parallelism_config: Unisono shares .* leave it out"),
+        ("deepspeed", "zero.json", "deepspeed: Unisono distributes the work itself, .* leave it out"),
+        ("fsdp", True, "fsdp: Unisono distributes the work itself, .* leave it out"),
+        ("parallelism_config", object(), "parallelism_config: Unisono distributes .* leave it out"),
     ],
 )
 def test_what_this_machine_cannot_even_set_up_is_refused_before_the_training(

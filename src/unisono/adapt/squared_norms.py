@@ -14,7 +14,7 @@ BLOCK = 4096
 """Elements whose squares are added by one call: short enough for float32, and what is left out or not as one."""
 
 LARGE = 2**22
-"""Elements above which the mean gradient is shared out, if all of it is read: less is read sooner than asked for."""
+"""Elements above which the mean gradient is distributed, if all of it is read: less is read sooner than asked for."""
 
 PIECE = 2**20
 """Elements of the mean gradient that one worker reads for all of them. No number of workers decides where one ends."""

@@ -18,7 +18,7 @@ from unisono.plan.order import Permutation, Stream, signed, stream_seed
 class ArrowStream:
     """A stream over the rows of Parquet and Arrow files, for ``run.steps``.
 
-    Row groups (record batches of Arrow files) are shared out among the readers, one after the other. With ``shuffle``
+    Row groups (record batches of Arrow files) are distributed among the readers, one after the other. With ``shuffle``
     they come in a keyed order, another one in each epoch, and each reader mixes the rows of ``window`` of its groups.
     A sample is a dict of a row's values: tensors where they are numbers, or lists of numbers of one length.
 

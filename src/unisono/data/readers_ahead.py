@@ -76,7 +76,7 @@ class ReadersAhead:
         self._newest: dict[int, tuple[Given, Any]] = {}
 
     def expect(self, wishes: Sequence[Wish]) -> None:
-        """This is what this worker needs next; its readers are shared out among its processes."""
+        """This is what this worker needs next; its readers are distributed among its processes."""
         self._wishes = {wish.number: wish for wish in wishes}
         count = self._settings.count
         mine = tuple(tuple(number for number in self._wishes if number % count == each) for each in range(count))

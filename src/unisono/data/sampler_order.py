@@ -176,6 +176,6 @@ def _indices(found: Iterable[Any], sampler: Any) -> Indices:
         return np.fromiter((operator.index(each) for each in found), np.int64)
     except (TypeError, RuntimeError, OverflowError) as error:
         raise DataError(
-            f"the sampler ({type(sampler).__name__}) gave something that is no index: {error}. Samples are shared out "
+            f"the sampler ({type(sampler).__name__}) gave something that is no index: {error}. Samples are distributed "
             f"among workers by whole numbers; have the data set translate them into keys of its own"
         ) from error

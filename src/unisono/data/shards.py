@@ -266,7 +266,7 @@ def check_dataset(dataset: Any) -> int:
     kind = type(dataset).__name__
     if not is_indexed(dataset):
         raise DataError(
-            f"{kind} can only be read from front to back, but samples are shared out among workers by index: "
+            f"{kind} can only be read from front to back, but samples are distributed among workers by index: "
             f"use a map-style data set (with __len__ and __getitem__); a finite stream becomes one with list(stream). "
             f"run.steps, run.evaluate and run.predict take streams, too: a torch.utils.data.IterableDataset, whose "
             f"__iter__ makes a generator anew each time"

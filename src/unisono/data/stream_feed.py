@@ -137,6 +137,6 @@ def _refuse(shuffle: Shuffle | None, drop_last: bool | None) -> None:
         raise JobError("shuffle=True: a stream has its own order. Shuffle in the stream, or the files that it reads")
     if drop_last:
         raise JobError(
-            "drop_last=True: which batch of a stream is the last whole one is only known behind it. Leave it out: "
+            "drop_last=True: which batch of a stream is the last whole one is only known after it. Leave it out: "
             "smaller batches are weighted by their size"
         )

@@ -184,7 +184,7 @@ class Reader:
     def _skip(self, samples: int) -> None:
         if len(self.take(samples)) < samples:
             raise DataError(
-                f"reader {self._key.number} of {type(self._stream).__name__} has come to its end behind "
+                f"reader {self._key.number} of {type(self._stream).__name__} has come to its end after "
                 f"{self.at.samples} samples of epoch {self._key.epoch}, and it has given {samples} before: a stream "
                 f"has to give the same samples again"
             )

@@ -88,7 +88,7 @@ def _refuse(loader: DataLoader[Any]) -> None:
         )
     if kind.__iter__ is not DataLoader.__iter__ and not keeps_states(loader):
         raise DataError(
-            f"{kind.__module__}.{kind.__name__} iterates in a way of its own, which cannot be shared out among "
+            f"{kind.__module__}.{kind.__name__} iterates in a way of its own, which cannot be distributed among "
             f"workers: give run.steps the torch.utils.data.DataLoader that it was made from, or its data set"
         )
     if loader.batch_sampler is None:

@@ -64,7 +64,7 @@ class Split:
     def with_servers(self, servers: int) -> "Split":
         """The same workers, of which those of the highest ranks serve and compute nothing.
 
-        The others share the shards out evenly; where they do not now, by the speeds that this split speaks of.
+        The others distribute the shards evenly; where they do not now, by the speeds that this split speaks of.
 
         Args:
             servers: the number of servers; 0 if nobody would be left to compute.

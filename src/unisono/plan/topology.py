@@ -137,7 +137,7 @@ def plan(split: Split, topology: str, pieces: int) -> Plan:
         split: the shards of each worker. Where some only serve, they finish the pieces, and all others send to
             them.
         topology: one of :data:`TOPOLOGIES`, for workers that all compute.
-        pieces: any number. They follow each other on the same way; where workers share them out, in turn.
+        pieces: any number. They follow each other on the same way; where workers distribute them, in turn.
     """
     abreast = finishers(split, topology)
     rounds: dict[int, list[Transfer]] = {}

@@ -13,7 +13,7 @@ from unisono.sync.strategy import ROUND, Strategy
 
 
 def shares(sizes: Sequence[int], servers: int) -> list[list[int]]:
-    """Share tensors out so that all servers hold about as many bytes: the largest ones first, each to the emptiest.
+    """Distribute tensors so that all servers hold about as many bytes: the largest ones first, each to the emptiest.
 
     Args:
         sizes: bytes of each tensor.

@@ -125,7 +125,7 @@ class Run(RunView):
     ) -> Generator[Step, None, None]:
         """The steps of a training loop, one per global batch.
 
-        A run that resumes yields only what is left. Samples are shared out among workers by index, before they
+        A run that resumes yields only what is left. Samples are distributed among workers by index, before they
         are loaded. After a fault of the memory that cannot be healed, steps come again: from the newest state on that
         is known to be right.
 
@@ -202,7 +202,7 @@ class Run(RunView):
         batch_size: int | None = None,
         collate_fn: Collate | None = None,
     ) -> dict[str, float]:
-        """Means over a whole data set, shared out among the workers: the same bits on any number of them.
+        """Means over a whole data set, distributed among the workers: the same bits on any number of them.
 
         The model is in evaluation mode meanwhile, and no gradients are computed.
 

@@ -93,7 +93,7 @@ class Accelerator(RecordingAccelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """A loader whose batches are shared out."""
+        """A loader whose batches are distributed."""
         if isinstance(data_loader, Loader):
             return data_loader
         loader = Loader(data_loader, self._read)
@@ -230,7 +230,7 @@ class Accelerator(RecordingAccelerator):
         return self.gather(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """What the main worker has: every worker has the same. An evaluation loop that reduces is not shared out.
+        """What the main worker has: every worker has the same. An evaluation loop that reduces is not distributed.
 
         Raises:
             JobError: in the body of a training loop.
@@ -238,7 +238,7 @@ class Accelerator(RecordingAccelerator):
         return self.gather(tensor) if self._evaluations.newest is None else self._whole(tensor)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """What it is given: an evaluation loop that pads is not shared out."""
+        """What it is given: an evaluation loop that pads is not distributed."""
         return tensor if self._evaluations.newest is None else self._whole(tensor)
 
     def _whole(self, tensor: Any) -> Any:

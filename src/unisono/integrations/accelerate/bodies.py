@@ -184,7 +184,7 @@ class Bodies:
         if self._phase not in (Phase.OUTSIDE, Phase.BEHIND):
             raise JobError(
                 f"{what} in the body of a training loop before optimizer.step() has updated: the body runs once for "
-                f"each shard of this worker, so other workers are not there. Do it behind optimizer.step(), where "
+                f"each shard of this worker, so other workers are not there. Do it after optimizer.step(), where "
                 f"accelerator.sync_gradients is true"
             )
 
@@ -259,7 +259,7 @@ class Bodies:
         if self._is_broken:
             raise JobError(
                 "a training loop was left in the middle of a step, by a break or an error, where others wait "
-                "for this one's shards: leave it behind optimizer.step(), where accelerator.sync_gradients is true"
+                "for this one's shards: leave it after optimizer.step(), where accelerator.sync_gradients is true"
             )
 
     def _stand_in(self, step: Step) -> Any:

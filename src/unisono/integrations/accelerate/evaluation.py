@@ -1,4 +1,4 @@
-"""A script's own evaluation loop: its batches are shared out, and what it gathers of them is put together in order."""
+"""A script's own evaluation loop: its batches are distributed, and what it gathers of them is put together in order."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Evaluations:
         """Nothing depends on the number of workers.
 
         Raises:
-            JobError: a loop that is shared out was left before its end.
+            JobError: a loop that is distributed was left before its end.
         """
         if self._is_cut_short:
             raise JobError(
@@ -81,7 +81,7 @@ class Evaluations:
 class EvaluationLoop:
     """One pass of a script over a loader that it evaluates with.
 
-    The first batch comes to every worker. If the loop's body gathers once in it, the other batches are shared out: in
+    The first batch comes to every worker. If the loop's body gathers once in it, the other batches are distributed: in
     each round every worker has one. If it gathers never, or several times, every worker has all batches: what the
     script adds up by itself is then that of all samples.
 
@@ -105,11 +105,11 @@ class EvaluationLoop:
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether batches that are shared out are left."""
+        """Whether batches that are distributed are left."""
         return self._is_shared and self._next < self._cut.steps
 
     def stay_beside(self) -> None:
-        """Another loop goes on while the script is in this one, as with ``zip``: no batches are shared out.
+        """Another loop goes on while the script is in this one, as with ``zip``: no batches are distributed.
 
         Raises:
             JobError: they are already.
@@ -183,7 +183,7 @@ class EvaluationLoop:
         """What every worker has of a batch that comes to all, as all do in this loop from now on.
 
         Raises:
-            JobError: batches are shared out already.
+            JobError: batches are distributed already.
         """
         if self._is_shared:
             raise JobError(
@@ -252,6 +252,6 @@ def _joined(parts: Sequence[Any]) -> Any:
         return torch.cat(list(parts))
     except RuntimeError as error:
         raise DataError(
-            f"what was gathered of batches cannot be put together ({error}): have every batch of one shape behind its "
+            f"what was gathered of batches cannot be put together ({error}): have every batch of one shape after its "
             f"first dimension, for instance padded to one length by the loader's collate_fn"
         ) from None

@@ -52,12 +52,12 @@ def require_kept(said: Mapping[str, Any]) -> None:
     if said.get("step_scheduler_with_optimizer") is False:
         raise JobError(
             "step_scheduler_with_optimizer=False: a scheduler would step once for each shard, of which workers have "
-            "different numbers; leave it out, and step schedulers behind optimizer.step()"
+            "different numbers; leave it out, and step schedulers after optimizer.step()"
         )
     loaders = said.get("dataloader_config")
     if loaders is not None and loaders.dispatch_batches:
         raise JobError(
-            "dispatch_batches=True has the main process load for all, and the run shares samples out before they are "
+            "dispatch_batches=True has the main process load for all, and the run distributes samples before they are "
             "loaded: leave it out"
         )
     if loaders is not None and loaders.use_stateful_dataloader:
@@ -96,6 +96,6 @@ def require_own_folder(project: str | os.PathLike[str] | None, run: Path) -> Non
 
 def _refuse_split(where: str, what: str) -> NoReturn:
     raise JobError(
-        f"{where}: {what} shares a model out among processes by itself, and Unisono has the whole model on each "
+        f"{where}: {what} distributes a model among processes by itself, and Unisono has the whole model on each "
         f"worker: leave it out (workers of one host share weights and optimizer state all the same)"
     )

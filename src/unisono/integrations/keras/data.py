@@ -220,7 +220,7 @@ def _tensor(leaf: Any) -> Tensor:
     if not isinstance(array, np.ndarray | Tensor):
         raise DataError(
             f"{type(leaf).__name__} cannot be read by index: give arrays, a PyDataset (whose __getitem__ makes batch "
-            f"j), a map-style data set or a DataLoader; samples are shared out among workers by their numbers"
+            f"j), a map-style data set or a DataLoader; samples are distributed among workers by their numbers"
         )
     if isinstance(array, np.ndarray):
         array = torch.as_tensor(np.require(array, requirements=["C", "W"]))  # torch warns of memory that is read-only

@@ -24,7 +24,7 @@ def require_kept(model: Any) -> None:
         raise ModelError(f"unisono.keras.Model needs a Keras model, got {type(model).__name__}")
     if keras.distribution.distribution() is not None:
         raise JobError(
-            "a keras.distribution is active, and Unisono shares the batches out itself: leave "
+            "a keras.distribution is active, and Unisono distributes the batches itself: leave "
             "keras.distribution.set_distribution out"
         )
     if stateful := [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)]:

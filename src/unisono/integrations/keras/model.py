@@ -1,4 +1,4 @@
-"""A Keras model whose ``fit``, ``evaluate`` and ``predict`` share their work out among the workers of a run."""
+"""A Keras model whose ``fit``, ``evaluate`` and ``predict`` distribute their work among the workers of a run."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Model:
             Keras' ``History``, the same on all workers.
 
         Raises:
-            DataError: data that cannot be shared out; says what to do.
+            DataError: data that cannot be distributed; says what to do.
             JobError: a batch size that cannot be had.
             ModelError: what cannot be kept; says what to do.
         """
@@ -201,7 +201,7 @@ class Model:
         callbacks: Any = None,
         return_dict: bool = False,
     ) -> Any:
-        """Loss and metrics over data, shared out among the workers, with the model's own ``test_step``.
+        """Loss and metrics over data, distributed among the workers, with the model's own ``test_step``.
 
         What the metrics add up is added up over all samples, so each result is that of all of them (AUC, too).
 
@@ -250,7 +250,7 @@ class Model:
         steps: int | None = None,
         callbacks: Any = None,
     ) -> Any:
-        """The model's outputs, shared out among the workers, on each worker.
+        """The model's outputs, distributed among the workers, on each worker.
 
         Args:
             x: arrays in any structure, a ``PyDataset``, a map-style data set or a ``DataLoader``.

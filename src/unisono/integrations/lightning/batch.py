@@ -38,14 +38,14 @@ class GlobalBatch:
 
 def _refuse() -> NoReturn:
     raise ModelError(
-        "this batch is shared out among the workers, and hooks around a step (on_train_batch_start, "
+        "this batch is distributed among the workers, and hooks around a step (on_train_batch_start, "
         "on_validation_batch_end …) have no samples of it: do that in training_step or validation_step, or change "
         "samples in on_after_batch_transfer, which get the shards"
     )
 
 
 def let_pass(module: Any) -> Callable[[], None]:
-    """Have batches that are shared out pass a module's hook for batches before they move to the device.
+    """Have batches that are distributed pass a module's hook for batches before they move to the device.
 
     Returns:
         a function that lets go of it again.

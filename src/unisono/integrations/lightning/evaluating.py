@@ -40,7 +40,7 @@ class EvaluationLoader:
 
     Args:
         loader: the script's loader.
-        evaluating: what shares the batches out.
+        evaluating: what distributes the batches.
     """
 
     def __init__(self, loader: Any, evaluating: Evaluating) -> None:
@@ -70,7 +70,7 @@ class Evaluating:
         strategy: the strategy.
 
     Attributes:
-        is_whole: whether each worker evaluates all batches, since the module keeps of them what cannot be shared out.
+        is_whole: whether each worker evaluates all batches, since the module keeps of them what cannot be distributed.
         is_under_way: whether batches are being evaluated.
     """
 

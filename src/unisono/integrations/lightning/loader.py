@@ -49,7 +49,7 @@ def require_length(loader: Any) -> None:
     except TypeError:
         dataset = getattr(loader, "dataset", loader)
         raise DataError(
-            f"the training loader over a {type(dataset).__name__} has no length, and samples are shared out among "
+            f"the training loader over a {type(dataset).__name__} has no length, and samples are distributed among "
             f"workers by their numbers: give it a map-style data set; a finite stream becomes one with list(stream)"
         ) from None
 

@@ -1,4 +1,4 @@
-"""A strategy for Lightning's ``Trainer`` that shares each batch out among the workers of a run."""
+"""A strategy for Lightning's ``Trainer`` that distributes each batch among the workers of a run."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         return EvaluationLoader(dataloader, self.evaluating)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch, unless it is shared out."""
+        """Move a batch, unless it is distributed."""
         return batch if isinstance(batch, GlobalBatch) else super().batch_to_device(batch, device, dataloader_idx)
 
     def shard_to_device(self, batch: Any, loader: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Evaluation and prediction, shared out among the workers, and put together by the trainer's own loop."""
+"""Evaluation and prediction, distributed among the workers, and put together by the trainer's own loop."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def read_by_run(loader: Any, accumulated: int = 1) -> DataLoader[Any]:
     dataset: Any = getattr(loader, "dataset", None)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise DataError(
-            f"{type(dataset).__name__} is read from front to back, and samples are shared out among workers by their "
+            f"{type(dataset).__name__} is read from front to back, and samples are distributed among workers by their "
             f"numbers: give the trainer a map-style data set, such as datasets.Dataset; a finite stream becomes one "
             f"with list(stream)"
         )

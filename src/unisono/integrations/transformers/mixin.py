@@ -1,4 +1,4 @@
-"""A ``Trainer`` whose training, evaluation and prediction are shared out among the workers of a run."""
+"""A ``Trainer`` whose training, evaluation and prediction are distributed among the workers of a run."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from unisono.errors import DataError, JobError
 
 
 def require_arguments(args: Any) -> None:
-    """Refuse training arguments by which a training could not be shared out, or would have other bits on other workers.
+    """Refuse arguments by which a training could not be distributed, or would have other bits on other workers.
 
     Raises:
         JobError: one of them; says what to do.
@@ -36,13 +36,13 @@ def require_map_style(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset):
         raise DataError(
             f"the training data set is a {type(dataset).__name__}, which is read from front to back, and samples are "
-            f"shared out among workers by their numbers: give a map-style one; a finite stream becomes one with "
+            f"distributed among workers by their numbers: give a map-style one; a finite stream becomes one with "
             f"list(stream) or datasets.Dataset.from_generator"
         )
 
 
 def _refused(args: Any) -> Iterator[tuple[str, str]]:
-    shares = "Unisono shares the work out itself, and every worker has the whole model: leave it out"
+    shares = "Unisono distributes the work itself, and every worker has the whole model: leave it out"
     if args.deepspeed:
         yield "deepspeed", shares
     if args.fsdp:
@@ -62,7 +62,7 @@ def _refused(args: Any) -> Iterator[tuple[str, str]]:
     if args.batch_eval_metrics:
         yield "batch_eval_metrics=True", "metrics are computed on all rows in order; leave it out"
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
-        yield "train_sampling_strategy='batch_rebalance'", "it shares batches out by ranks; use 'group_by_length'"
+        yield "train_sampling_strategy='batch_rebalance'", "it distributes batches by ranks; use 'group_by_length'"
     name = str(getattr(args.optim, "value", args.optim))
     if "lomo" in name or "layerwise" in name:
         yield f"optim={name!r}", "it updates weights in the middle of the backward pass; use another one"

@@ -166,7 +166,7 @@ class BatchJob:
         if self.allocation.cores is None and self.allocation.gpus:
             raise JobError("study: say with --cores-per-gpu how many cores there are for each GPU")
         if self.workers and any(word.partition("=")[0] == "--workers" for word in words):
-            raise JobError("--workers stands before study and behind it: before it for an array, else behind it")
+            raise JobError("--workers stands before study and after it: before it for an array, else after it")
 
     @property
     def study(self) -> bool:

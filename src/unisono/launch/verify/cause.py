@@ -185,7 +185,7 @@ def _job(case: Case) -> Cause:
     return Cause(
         f"these are two different jobs: what unisono.init gets for {names} is not the same in both runs",
         "give unisono.init the same settings on any number of workers: batch_size counts the samples of all workers "
-        "together, and Unisono shares them out",
+        "together, and Unisono distributes them",
         case.asks + CHANCE,
     )
 
@@ -236,7 +236,7 @@ def _samples(case: Case) -> Cause:
         return Cause("the data set has another length each time", "make its length follow from the data alone", CHANCE)
     return Cause(
         f"the data set has another length: its number of samples depends {case.depends_on}",
-        "give run.steps the whole data set on every worker: it shares the samples out by itself",
+        "give run.steps the whole data set on every worker: it distributes the samples by itself",
         case.asks,
     )
 
@@ -254,7 +254,7 @@ def _inputs(case: Case) -> Cause:
         return Cause(
             f"the data depend {case.depends_on}: the data set may be cut by rank before run.steps gets it, or built "
             f"from the number of workers",
-            "give run.steps the whole data set on every worker: it shares the samples out by itself",
+            "give run.steps the whole data set on every worker: it distributes the samples by itself",
             (Topic.WORLD, Topic.RANK, Topic.ORDER),
         )
     return Cause(

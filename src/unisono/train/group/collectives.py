@@ -22,14 +22,14 @@ R = TypeVar("R")
 
 WITHIN = (
     "step.run(update=…): what it is given makes this worker's update, and the others wait for nobody in it: call "
-    "run.evaluate, run.all_reduce, step.run and the like behind step.run"
+    "run.evaluate, run.all_reduce, step.run and the like after step.run"
 )
 """Why a collective call cannot be made in the middle of a change."""
 
 INSIDE = (
     "a collective call inside of another: the functions that step.run, run.evaluate, run.predict and run.together are "
     "given are called oftener on some workers than on others, and again if one is lost. Call run.evaluate, step.run, … "
-    "behind that call; a function of run.together has what it is given (workers.all_reduce …)"
+    "after that call; a function of run.together has what it is given (workers.all_reduce …)"
 )
 """Why a collective call cannot be made while one is carried out."""
 

@@ -91,7 +91,7 @@ class Devices:
         return self._form_mesh()
 
     def rounds(self, shards: range) -> Sequence[Round]:
-        """How the devices share out the shards of their worker: in turns, so that they add up in their order."""
+        """How the devices distribute the shards of their worker: in turns, so that they add up in their order."""
         return [
             Round(together, together[min(self.rank, len(together) - 1)], self.rank < len(together))
             for start in range(shards.start, shards.stop, self.count)

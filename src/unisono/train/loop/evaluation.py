@@ -1,4 +1,4 @@
-"""Metrics and predictions over a whole data set, shared out among the workers."""
+"""Metrics and predictions over a whole data set, distributed among the workers."""
 
 from __future__ import annotations
 

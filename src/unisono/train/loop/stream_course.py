@@ -108,7 +108,7 @@ class StreamCourse:
             )
         if (given := sum(one.samples for one in states)) != position.offset:
             raise CheckpointError(
-                f"the checkpoint stands behind {position.offset} samples of epoch {position.epoch}, and its readers of "
+                f"the checkpoint stands after {position.offset} samples of epoch {position.epoch}, and its readers of "
                 f"the stream have given {given}: it is damaged, or was written when the data were no stream. Go on "
                 f"from another checkpoint, or start in a new folder"
             )

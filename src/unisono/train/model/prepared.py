@@ -206,7 +206,7 @@ def _check_kinds(modules: Sequence[Any], optimizers: Sequence[Any]) -> None:
         if closure is not None and closure.default is closure.empty:
             raise ModelError(
                 f"{type(optimizer).__name__} wants to compute the loss itself, several times a step (a closure), "
-                f"which cannot be shared out among workers: use another optimizer"
+                f"which cannot be distributed among workers: use another optimizer"
             )
 
 

@@ -91,8 +91,8 @@ def _behind(loops: int) -> str:
         case 0:
             return ""
         case 1:
-            return ", behind the script's first loop: it trains nothing more, also with more epochs"
-    return f", behind the script's first {loops} loops: they train nothing more, also with more epochs"
+            return ", after the script's first loop: it trains nothing more, also with more epochs"
+    return f", after the script's first {loops} loops: they train nothing more, also with more epochs"
 
 
 def shared_weights(workers: Workers, prepared: Prepared) -> Values:

@@ -113,7 +113,7 @@ class LocalTraining:
         """Compute this worker's part of a step, and update its weights.
 
         Raises:
-            JobError: the step was computed already, and its work cannot be shared out again.
+            JobError: the step was computed already, and its work cannot be distributed again.
             UnisonoError: whatever the engine raises.
         """
         own, step = Sums(), call.step

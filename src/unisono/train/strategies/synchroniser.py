@@ -106,7 +106,7 @@ class Synchroniser(Update):
         context: the workers, what they train, and their limits.
 
     Attributes:
-        parts: into how many a step's work is cut that is not shared out beforehand; 0 if every worker has its own part.
+        parts: the number of parts of a step's work that is not distributed before; 0 if every worker has its own.
         follows: whether it goes on from what this worker knew before a loss.
 
     Raises:
