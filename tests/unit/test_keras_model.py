@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import unisono
 from unisono.errors import DataError, JobError, ModelError, UnisonoWarning
@@ -294,6 +294,11 @@ def stateful() -> Any:
     return keras.Sequential(layers)
 
 
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return zip(X, Y, strict=True)
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "jit": (lambda model: compiled(model, jit_compile=True), ModelError, "leave it out"),
     "executions": (lambda model: compiled(model, steps_per_execution=2), ModelError, "use 1"),
@@ -302,6 +307,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "train_on_batch": (lambda model: compiled(model).train_on_batch(X, Y), ModelError, "Use fit"),
     "settings": (lambda model: unisono.keras.Model(network(), seed=1, shards=2), JobError, "beside a run that is open"),
     "generator": (lambda model: compiled(model).fit(iter([(X, Y)])), DataError, "give arrays, a PyDataset"),
+    "stream": (
+        lambda model: compiled(model).fit(DataLoader(Endless(), 16)),
+        DataError,
+        "Endless cannot be read by index",
+    ),
     "beside": (lambda model: compiled(model).fit(Batches(), Y), DataError, "y beside a Batches: let it return"),
     "uneven": (
         lambda model: compiled(model).fit(Batches((40, 60, 90))),

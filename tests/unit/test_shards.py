@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from unisono.data.order import BLOCK, KeyedOrder
 from unisono.data.shards import LocatedShards, ShardSource, ShardsRequest
 from unisono.data.streams import generators_kept, seed_generators
-from unisono.errors import DataError
+from unisono.errors import DataError, UnisonoWarning
 from unisono.plan.order import sample_order
 
 pytestmark = pytest.mark.unit
@@ -39,6 +39,39 @@ def drawn(dataset: Any, start: int, stop: int, *, epoch: int = 0, seed: int = 0)
 
 def test_what_a_sample_draws_does_not_depend_on_the_samples_beside_it() -> None:
     assert torch.equal(drawn(Noise(), 1, 3)[1], drawn(Noise(), 2, 4)[0])
+
+
+class Cached(Noise):
+    """Keeps what it has drawn."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index not in self.kept:
+            self.kept[index] = super().__getitem__(index)
+        return self.kept[index]
+
+
+class ByChance(Noise):
+    """Draws from a generator that nobody has seeded."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(random.SystemRandom().random())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (Cached(), r"sample 7 of the data set \(Cached\) drew something when it was asked for, and nothing when"),
+        (ByChance(), r"sample 7 of the data set \(ByChance\) is another one each time that it is asked for"),
+    ],
+)
+def test_samples_that_depend_on_who_has_asked_before_are_warned_of_once(dataset: Any, message: str) -> None:
+    source = ShardSource(dataset, KeyedOrder(20, 0, shuffle=False))
+    with pytest.warns(UnisonoWarning, match=message):
+        source.load(ShardsRequest(0, (range(7, 7), range(7, 9))))
+    source.load(ShardsRequest(0, (range(9, 12),)))
 
 
 def test_the_same_holds_for_a_subset_which_could_fetch_many_samples_at_once() -> None:
@@ -134,8 +167,8 @@ def test_samples_are_those_that_a_seed_before_each_of_them_gives(drawing: Sequen
             assert (batch is None) if expected is None else torch.equal(batch, expected)
 
 
-def test_a_data_set_that_draws_is_asked_for_one_sample_in_vain_and_another_for_none_but_the_first() -> None:
-    for drawing, often in ((range(20), [0, *range(9)]), ((), [0, *range(9)]), ((7,), [0, *range(9), *range(9)])):
+def test_a_data_set_that_draws_is_asked_for_one_sample_twice_in_vain_and_another_for_none_but_the_first() -> None:
+    for drawing, often in ((range(20), [0, 0, *range(9)]), ((), [0, *range(9)]), ((7,), [0, *range(9), *range(9)])):
         dataset = Quiet(drawing)
         source = ShardSource(dataset, KeyedOrder(20, 0))
         source.load(ShardsRequest(0, CUT[:2]))

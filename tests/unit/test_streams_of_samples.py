@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import unisono
 from unisono.adapt.view import BatchShape
+from unisono.data.alike import alike
 from unisono.data.sampler_order import LoopKey
 from unisono.data.stream_feed import StreamFeed
 from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
-from unisono.data.stream_readers import OpenReaders, Wish, alike
+from unisono.data.stream_readers import OpenReaders, Wish
 from unisono.data.streams import generators_kept
 from unisono.errors import CheckpointError, DataError, JobError, PolicyError, UnisonoWarning
 from unisono.plan.batches import Position

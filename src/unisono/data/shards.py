@@ -1,5 +1,6 @@
 """One shard's samples, fetched, augmented and collated alike wherever that happens."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from unisono.data.alike import alike
 from unisono.data.order import Order
 from unisono.data.streams import DrawWatch, seed_generators
-from unisono.errors import DataError
+from unisono.errors import DataError, UnisonoWarning
 from unisono.plan.batches import Batch
 from unisono.plan.order import Indices
 
@@ -134,9 +136,26 @@ class ShardSource:
         wanted = [indices.tolist() for indices in shards.samples]
         seed = self.order.quiet_stream(shards.request.epoch)
         first: list[int] = next((indices[:1] for indices in wanted if indices), [])
-        if self.watch.is_new and self._watched(seed, [first]) is None:  # most that draw do so in each sample
+        if not self.watch.is_new:
+            return self._watched(seed, wanted)
+        if (once := self._watched(seed, [first])) is None:  # most that draw do so in each sample
+            if self._watched(seed, [first]) is not None:
+                self._warn(first, "drew something when it was asked for, and nothing when it was asked for again")
             return None
-        return self._watched(seed, wanted)
+        found = self._watched(seed, wanted)
+        if found is not None and not alike(once[0], next((each[:1] for each in found if each), [])):
+            self._warn(first, "is another one each time that it is asked for, and draws nothing from the generators")
+        return found
+
+    def _warn(self, first: Sequence[int], what: str) -> None:
+        """Warn of samples that depend on who has asked for them before; looked at once in a loop, in each process."""
+        warnings.warn(
+            f"sample {first[0]} of the data set ({type(self.dataset).__name__}) {what}: which samples are trained on "
+            f"then depends on workers and loader processes, and the weights with them. Draw in each __getitem__, keep "
+            f"nothing of it, and draw from the global generators of torch, NumPy and Python, which are seeded before",
+            UnisonoWarning,
+            stacklevel=2,
+        )
 
     def _watched(self, seed: int, wanted: Sequence[Sequence[int]]) -> list[list[Any]] | None:
         self.watch.begin(seed)

@@ -1,12 +1,10 @@
 """The readers of a stream that one process has open, and what each of them gives for a step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-from torch import Tensor
-
+from unisono.data.alike import alike
 from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import Collate, collated, one_thread
 from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
@@ -194,25 +192,3 @@ class OpenReaders:
         except Exception:  # noqa: BLE001 (whatever it is, it cannot go on)
             return False
         return alike(resumed, reader.take(count))
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two samples hold the same: tensors, arrays, numbers, text and bytes, in lists, tuples and mappings.
-
-    Of other things only the type is compared.
-    """
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return (
-            one.shape == other.shape
-            and one.dtype == other.dtype
-            and bool(((one == other) | ((one != one) & (other != other))).all())
-        )
-    if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(alike(*pair) for pair in zip(one, other, strict=True))
-    return not isinstance(one, int | float | str | bytes) or bool(one == other or (one != one and other != other))

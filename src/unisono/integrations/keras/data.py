@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+from unisono.data.shards import is_indexed
 from unisono.data.streams import generators_kept
 from unisono.errors import DataError
 from unisono.integrations.keras.batches import (
@@ -24,6 +25,11 @@ from unisono.integrations.keras.batches import (
     DrawKey,
     changes,
     loader_of,
+)
+
+_CANNOT_BE_READ = (
+    "{} cannot be read by index: give arrays, a PyDataset (whose __getitem__ makes batch j), a map-style data set or a "
+    "DataLoader over one; samples are distributed among workers by their numbers"
 )
 
 
@@ -72,6 +78,9 @@ class KerasData:
             return cls(loader, epochs=DataEpochs(rows, training) if changes(x) else None)
         if isinstance(x, DataLoader | Dataset):
             _refuse_beside(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
+            source: Any = x.dataset if isinstance(x, DataLoader) else x
+            if not is_indexed(source):
+                raise DataError(_CANNOT_BE_READ.format(type(source).__name__))
             return cls(x)
         if class_weight is not None:
             if sample_weight is not None:
@@ -218,10 +227,7 @@ def _tensor(leaf: Any) -> Tensor:
     if array is not leaf and array.ndim == 1:  # a column of pandas is one for Keras, too
         array = np.expand_dims(array, -1)
     if not isinstance(array, np.ndarray | Tensor):
-        raise DataError(
-            f"{type(leaf).__name__} cannot be read by index: give arrays, a PyDataset (whose __getitem__ makes batch "
-            f"j), a map-style data set or a DataLoader; samples are distributed among workers by their numbers"
-        )
+        raise DataError(_CANNOT_BE_READ.format(type(leaf).__name__))
     if isinstance(array, np.ndarray):
         array = torch.as_tensor(np.require(array, requirements=["C", "W"]))  # torch warns of memory that is read-only
     tensor = array.detach()
