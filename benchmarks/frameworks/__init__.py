@@ -60,6 +60,7 @@ COMPARISONS = {
     "accelerate-ddp": Comparison(
         "accelerate 1, a Llama, two workers beside DDP", "accelerate", "accelerate", workers=2, alone="ddp"
     ),
+    "fsdp": Comparison("FSDP2, a transformer in slices on two devices", "fsdp", "torch", workers=2, alone="fsdp2"),
     "keras": Comparison("Keras 3, a ConvNet, one worker", "keras", "keras"),
     "lightning": Comparison("Lightning, a ConvNet, one worker", "lightning", "lightning"),
     "lightning-ddp": Comparison("Lightning, a ConvNet, two workers", "lightning", "lightning", 2, "ddp"),
