@@ -11,7 +11,7 @@ import pytest
 
 from launches import Launches, launches
 
-pytestmark = [pytest.mark.procs, pytest.mark.xdist_group("sliced")]
+pytestmark = pytest.mark.procs
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "sliced.py")
 CASES = {"language", "clipped", "residual", "unused", "meta", "narrow"}

@@ -33,6 +33,7 @@ WRONG = {
     "topology": ("mesh", ["ring"]),
     "overlap": ("yes", 1),
     "shard_optimizer": ("no",),
+    "devices_per_worker": ("two", 1.5, True),
     "run_dir": (5, b"a", True),
     "checkpoint_every": ("often", 1.5, True),
     "keep": ("all", None),

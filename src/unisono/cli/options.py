@@ -297,7 +297,6 @@ class WorkerOptions:
 class JobOptions(WorkerOptions):
     """The options of commands whose workers train a job."""
 
-    devices_per_worker: DevicesPerWorker = None
     checkpoint_every: CheckpointEvery = None
     allow_job_change: AllowJobChange = False
     policy: PolicyNames = None

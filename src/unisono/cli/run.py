@@ -6,6 +6,7 @@ from pathlib import Path
 import typer
 
 from unisono.cli.options import (
+    DevicesPerWorker,
     DryRun,
     FailureTimeout,
     FaultScript,
@@ -42,6 +43,7 @@ def run(
     run_dir: RunDir = None,
     *,
     job: JobOptions,
+    devices_per_worker: DevicesPerWorker = None,
     max_restarts: MaxRestarts = None,
     restart_on_error: RestartOnError = False,
     failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
@@ -64,6 +66,7 @@ def run(
         script,
         args,
         workers=wanted.largest if room is None else min(room, wanted.largest),
+        devices_per_worker=devices_per_worker,
         run_dir=run_dir,
         extra_environment={} if faults is None else _fault_injection(faults),
     )
