@@ -69,8 +69,9 @@ class SlicedGradients(Gradients):
         self._counts = False
         self._has_come: list[bool] = []
         super().__init__(parameters, reducer, fusion, norms)
+        scratch, self._received = _Scratch(), _Scratch()
         for number, (unit, _) in enumerate(self._units):
-            unit.module.set_custom_reduce_scatter(_Exchange(partial(self._arrive_all, number)))
+            unit.module.set_custom_reduce_scatter(_Exchange(partial(self._arrive_all, number), scratch))
             unit.module.set_reduce_scatter_unused_params(True)
             unit.module.set_gradient_divide_factor(1.0)
             unit.module.set_force_sum_reduction_for_comms(True)
@@ -148,7 +149,7 @@ class SlicedGradients(Gradients):
         for one in trained:
             if not (self._counts and one.is_used):  # adds nothing, not even to the sign of a zero
                 leaves[:, one.parameter.start : one.parameter.start + one.parameter.padded].fill_(-0.0)
-        received = torch.empty_like(leaves)
+        received = self._received(leaves.numel(), leaves.dtype, leaves.device).view_as(leaves)
         dist.all_to_all_single(received, leaves, group=self._devices.group)
         self._add(number, received)
 
@@ -167,16 +168,32 @@ class SlicedGradients(Gradients):
 class _Exchange(ReduceScatter):
     """What FSDP calls with a unit's gradients, in place of its own sum over the devices."""
 
-    def __init__(self, arrive: Callable[[Tensor], None]) -> None:
-        self._arrive = arrive
+    def __init__(self, arrive: Callable[[Tensor], None], scratch: _Scratch) -> None:
+        self._arrive, self._scratch = arrive, scratch
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        return self._scratch(torch.Size(size).numel(), dtype, device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         self._arrive(input_tensor.view(-1, output_tensor.numel()))
+
+
+class _Scratch:
+    """Memory for what a unit exchanges, used again by each unit of the same size: nobody reads it when that is done."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of so many elements, not initialised."""
+        if device.type != "cpu":  # there it may still be read in another stream
+            return torch.empty(numel, dtype=dtype, device=device)
+        key = numel, dtype
+        if key not in self._held:
+            self._held[key] = torch.empty(numel, dtype=dtype)
+        return self._held[key]
 
 
 def _trained(unit: Unit, numbers: Mapping[int, int]) -> list[_Trained]:
