@@ -59,7 +59,7 @@ def test_alone_every_epoch_has_every_sample_once(stream: str, serial: dict[str, 
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3, 5])
 def test_weights_metrics_and_samples_are_the_same_on_any_number_of_workers(
     stream: str, workers: int, serial: dict[str, Done], tmp_path: Path
 ) -> None:
@@ -105,7 +105,9 @@ def test_audits_read_shards_of_others(serial: dict[str, Done], tmp_path: Path) -
     assert train(Cluster(tmp_path), "split", 3, UNISONO_AUDIT="0.5").outcome == serial["split"].outcome
 
 
-@pytest.mark.parametrize(("stream", "steps"), [("own-ahead", 2), ("loader-ahead", 9)])
+@pytest.mark.parametrize(
+    ("stream", "steps"), [("own-ahead", 2), pytest.param("loader-ahead", 9, marks=pytest.mark.slow)]
+)
 def test_loader_processes_change_nothing_while_workers_come_and_die_and_in_a_run_that_goes_on_with_two(
     stream: str, steps: int, serial: dict[str, Done], tmp_path: Path
 ) -> None:
