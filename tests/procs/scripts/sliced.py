@@ -118,7 +118,8 @@ def language(run: unisono.Run) -> nn.Module:
 
 def residual(run: unisono.Run) -> nn.Module:
     layers = [run.fully_shard(Residual(3)) for _ in range(2)]
-    return run.fully_shard(nn.Sequential(*layers, nn.Flatten(), nn.Linear(48, CLASSES)))
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(48, CLASSES))
+    return run.fully_shard(model, reshard_after_forward=False)  # so its own parameters stay gathered behind predictions
 
 
 def unused(run: unisono.Run) -> nn.Module:
@@ -174,6 +175,8 @@ def train(name: str) -> None:
         losses = []
         for step in run.steps(data, epochs=2):
             losses.append(step.run(case.loss_fn, clip_norm=case.clip_norm))
+            if step.is_last_in_epoch:
+                run.predict(data)
             schedule.step()
         predicted = run.predict(data).double().sum().item()
         run.print(name, unisono.digest(model)[:16], losses[-1].hex(), predicted.hex())

@@ -164,8 +164,7 @@ class ControlWord:
             for rank, one in enumerate(told)
             for number in range(len(self.split.of(rank)))
         ]
-        raised = [any(column) for column in zip(*(one[:_FLAGS] for one in told), strict=True)]
-        return ControlWords(tuple(map(_flags, told)), raised, shards, tuple(used.tolist()))
+        return ControlWords(tuple(map(_flags, told)), shards, tuple(used.tolist()))
 
 
 _TOLD = _FLAGS + len(_TIMES)
@@ -190,13 +189,11 @@ class ControlWords:
 
     Attributes:
         flags: what each worker says, by rank.
-        raised: one bool per flag: whether any worker says so.
         rows: the numbers of each shard, in order.
         used: one flag per tensor: whether any worker's shard used it.
     """
 
     flags: tuple[Flags, ...]
-    raised: Sequence[bool]
     rows: Sequence[_Row]
     used: tuple[bool, ...]
 

@@ -15,7 +15,7 @@ from unisono.checkpoint.layout import form_of
 from unisono.errors import ModelError
 from unisono.train.model.further_state import further_places
 from unisono.train.model.places import BufferPlace, places_of
-from unisono.train.model.slices import slice_of, update_slices
+from unisono.train.model.slices import let_go_of_gathered, slice_of, update_slices
 from unisono.train.model.tensors import tensors_of, version_of
 
 
@@ -113,6 +113,8 @@ class Prepared:
         Raises:
             ModelError: says what to do.
         """
+        if any(tuple(map(id, registry.values())) != members for registry, members in self._registries):
+            let_go_of_gathered(self.modules)  # by an evaluation, say
         for registry, members in self._registries:
             if tuple(map(id, registry.values())) != members:
                 raise ModelError(

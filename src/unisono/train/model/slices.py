@@ -117,6 +117,14 @@ def slice_module(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
     fully_shard(module, mesh=mesh, **{"reshard_after_forward": True, **options})
 
 
+def let_go_of_gathered(modules: Sequence[nn.Module]) -> None:
+    """Have parameters in slices again that a pass has gathered, and no backward pass has followed. Not collective."""
+    for root in modules:
+        for module in root.modules():
+            if hasattr(module, "_get_fsdp_state"):
+                module.reshard()  # type: ignore[operator]
+
+
 def materialise(module: nn.Module, device: torch.device) -> None:
     """Have a module on a device; what is on the meta device gets the values that its layer's ``reset_parameters`` sets.
 
@@ -181,13 +189,11 @@ class Unit:
         name: the name of its module.
         module: the module.
         parameters: its parameters that require gradients, in the order of its rows.
-        length: the elements of a row.
     """
 
     name: str
     module: Any
     parameters: tuple[UnitParameter, ...]
-    length: int
 
 
 def units_of(modules: Sequence[nn.Module]) -> list[Unit]:
@@ -205,7 +211,7 @@ def _units_of(root: nn.Module) -> Iterator[Unit]:
                     padded = held.padded_sharded_param_size.numel()
                     found.append(UnitParameter(slice_of(held.sharded_param), start, padded, held))
                     start += padded
-            yield Unit(name or type(root).__name__, module, tuple(found), start)
+            yield Unit(name or type(root).__name__, module, tuple(found))
 
 
 def update_slices(optimizers: Sequence[Optimizer]) -> None:
