@@ -221,9 +221,8 @@ def _membership(config: RunConfig) -> Membership:
         here = environment.device(count)
         devices = connect_devices(config, FixedRendezvous(here, timeout_s, environment, f"/worker-{place.rank}"))
     meeting = FixedRendezvous(place, timeout_s, environment, f"/device-{devices.rank}")
-    workers = form(Generation(1, place.rank, Split.even(job.shards, place.world_size)), meeting)
-    workers.devices = devices
-    return Fixed(workers)
+    generation = Generation(1, place.rank, Split.even(job.shards, place.world_size))
+    return Fixed(connect(config, generation, meeting, devices))
 
 
 def _besides(config: RunConfig) -> dict[str, Any]:

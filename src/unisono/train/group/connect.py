@@ -102,8 +102,16 @@ TopologyName = Literal["auto", "direct", "ring", "tree", "star"]
 TRANSPORTS = ("auto", "shared_memory", "hierarchical", "process_group")
 
 
-def connect(config: RunConfig, generation: Generation, rendezvous: Rendezvous) -> Workers:
+def connect(
+    config: RunConfig, generation: Generation, rendezvous: Rendezvous, devices: Devices | None = None
+) -> Workers:
     """Connect the workers of a generation. Collective.
+
+    Args:
+        config: the configuration of the run.
+        generation: the generation that they form.
+        rendezvous: the rendezvous of its workers.
+        devices: the devices of this worker; by default one.
 
     Raises:
         JobError: a name is unknown, or shared memory or a topology was asked for where it cannot be; says why.
@@ -113,14 +121,15 @@ def connect(config: RunConfig, generation: Generation, rendezvous: Rendezvous) -
     _require_known("transport", how.transport, TRANSPORTS)
     _require_known("topology", how.topology, ("auto", *TOPOLOGIES))
     if environment.world_size == 1:
-        return Workers(generation, Solo(job.shards))
+        return Workers(generation, Solo(job.shards), devices=devices)
     chosen = _chosen(config, environment)
     if chosen == "shared_memory":
-        return Workers(generation, SharedMemoryTransport(rendezvous.peers(), generation.rank, generation.split))
+        transport = SharedMemoryTransport(rendezvous.peers(), generation.rank, generation.split)
+        return Workers(generation, transport, devices=devices)
     host = "" if environment.local_world_size == environment.world_size else own_address(rendezvous.store())
-    everyone = Workers(generation, _over_process_group(config, rendezvous, generation), host)
+    everyone = Workers(generation, _over_process_group(config, rendezvous, generation), host, devices)
     if chosen == "hierarchical" and _share_hosts(everyone, environment, how):
-        return Workers(generation, _over_hosts(everyone, rendezvous, config), host)
+        return Workers(generation, _over_hosts(everyone, rendezvous, config), host, devices)
     return everyone
 
 
