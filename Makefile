@@ -12,6 +12,7 @@ OLDEST_READY := $(OLDEST)/.ready
 EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/test_elastic_training.py \
 	tests/unit/test_checkpoint_models.py tests/unit/test_checkpoint_optimizers.py tests/unit/test_order.py \
 	tests/unit/test_overlap.py tests/unit/test_sharded_update.py tests/unit/test_squared_norms.py tests/unit/test_tree.py
+SLURM := slurmctld slurmd slurm-client munge iproute2
 FRAMEWORKS := $(wildcard $(foreach name,accelerat keras lightning transformers,tests/unit/test_$(name)*.py)) \
 	tests/unit/test_frameworks.py tests/unit/test_run_of_script.py tests/procs/test_keras.py tests/procs/test_lightning.py
 
@@ -19,7 +20,7 @@ FRAMEWORKS := $(wildcard $(foreach name,accelerat keras lightning transformers,t
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs test check lint unit procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks nightly case-study format clean
+.PHONY: help demo docs test check lint unit procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks nightly case-study slurm format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -48,17 +49,25 @@ unit: $(READY)  ## layers and unit tests
 	@echo "==> layers and unit tests"
 	@$(BIN)/python -m pytest -m "unit and not slow" -n auto
 
-procs: $(READY)  ## tests of whole jobs, on threads and with processes of their own
+procs: $(READY) slurm  ## tests of whole jobs, on threads and with processes of their own
 	@echo "==> tests of whole jobs"
 	@$(BIN)/python -m pytest -m "not unit and not alone and not slow" -n 3 --dist loadgroup
 
-slow: $(READY)  ## more of them, which take longer than a change can wait
+slow: $(READY) slurm  ## more of them, which take longer than a change can wait
 	@echo "==> slow tests"
 	@$(BIN)/python -m pytest -m slow -n 3 --dist loadgroup
 
 alone: $(READY)  ## tests of what is promised to happen in time
 	@echo "==> tests of what is promised to happen in time"
 	@$(BIN)/python -m pytest -m alone
+
+# The tests of Slurm jobs make a cluster of their own. Where systemd runs, installing would start Slurm's services as well.
+slurm:  ## install Slurm for the tests of its jobs, as root on Debian or in a container of it; elsewhere they are left out
+	@command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v srun >/dev/null && command -v ip >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ ! -d /run/systemd/system ] \
+			&& echo "==> installing Slurm (half a minute)" && apt-get -qq -o Acquire::Retries=1 update && RUNLEVEL=1 \
+			DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $(SLURM) >/dev/null; } \
+		|| echo "==> NO SLURM: the tests of its jobs are left out (on Debian: apt-get install $(SLURM))"
 
 mutants: $(READY)  ## make mistakes in the membership and the hand-over, one by one: a test has to find each; half an hour
 	@PYTHONPATH=tests $(BIN)/python -m mutants $(OPTIONS)

@@ -10,6 +10,7 @@ TOGETHER = {
     "test_examples.py": "three steps of all examples",
     "test_hosts.py": "the two hosts",
     "test_library_streams.py": "the files, and the serial runs over them",
+    "test_slurm.py": "the cluster",
     "test_sliced.py": "the models that one device has trained",
     "test_study.py": "the study that was killed and started again",
     "test_fork_server.py": "the template",

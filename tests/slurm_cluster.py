@@ -1,243 +1,244 @@
-"""A cluster of one machine: what stands for sbatch, srun and scontrol, and sets variables as they do.
+"""A Slurm of three nodes on this machine: the real one, in namespaces of its own, which nobody else sees."""
 
-Jobs run one after the other. Nodes are groups of processes.
-"""
-
-import multiprocessing
 import os
 import re
-import runpy
-import signal
-import socket
-import stat
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-from unisono.membership.environment import PORTS
+TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "ip", "unshare", "nsenter", "hostname", "mount")
 
-COMMANDS = ("sbatch", "srun", "scontrol")
-FOLDER = "STAND_IN_FOLDER"
+NODES = ("n1", "n2", "n3")
+LOGIN = "login"
+"""The host on which people work, and the controller."""
+
+ADDRESSES = {name: f"10.79.0.{number}" for number, name in enumerate((*NODES, LOGIN), 1)}
+
+START_S = 30.0
+PATIENCE_S = 120.0
+
+NODE = 'hostname "$1" && exec slurmd -D -N "$1"'
+"""What a node does; it lives as long as its slurmd does."""
+
+INSIDE = f"""
+mount --bind hosts /etc/hosts && hostname {LOGIN} && ip link set lo up || exit 1
+for address in {" ".join(ADDRESSES.values())}; do ip address add "$address" dev lo || exit 1; done
+munged --force --key-file="$PWD/munge.key" --socket="$PWD/munge.socket" --pid-file="$PWD/munge.pid" \\
+    --seed-file="$PWD/munge.seed" --log-file="$PWD/munge.log" || exit 1
+slurmctld -D &
+for node in {" ".join(NODES)}; do unshare --uts sh -c '{NODE}' sh "$node" & done
+echo there
+cat
+"""
+"""The first process: it waits for those that lose their parents, and all others end with it."""
+
+# A job waits for as long as credentials last before it starts again, and Slurm's usual two minutes are long.
+# The kernel's process table is what tells which processes are a job's: there are no control groups here.
+CONFIGURATION = """
+ClusterName=tests
+SlurmctldHost={login}
+SlurmctldPort=6817
+SlurmUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+SwitchType=switch/none
+MailProg=/bin/true
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=6
+KillWait=30
+InactiveLimit=0
+SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{nodes}
+PartitionName=usual Nodes=ALL Default=YES PriorityTier=1 GraceTime=30 State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=9 State=UP
+"""
+
+
+class NoCluster(Exception):
+    """It cannot be made here; says why."""
 
 
 class Cluster:
-    """A folder with the commands, and what they have done.
+    """The commands of a cluster that runs.
 
     Args:
-        folder: a new one.
+        folder: its files.
+        pid: of the first process in its namespaces.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-        for name in COMMANDS:
-            path = folder / name
-            program = (
-                f"import sys\nsys.path[:0] = {sys.path!r}\nimport slurm_cluster\nslurm_cluster.{name}(sys.argv[1:])"
-            )
-            path.write_text(f"#!{sys.executable}\n{program}\n")
-            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    def __init__(self, folder: Path, pid: int) -> None:
+        self._folder, self._pid = folder, pid
 
-    @property
-    def environ(self) -> dict[str, str]:
-        """Variables with which its commands are found."""
-        others = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-        return {**others, "PATH": f"{self.folder}:{os.environ['PATH']}", FOLDER: str(self.folder)}
+    def command(self, *words: str, folder: Path) -> list[str]:
+        """A command on the host where people work, in a folder."""
+        enter = ["nsenter", f"--target={self._pid}", "--net", "--mount", "--uts", "--pid", f"--wd={folder}"]
+        return [*enter, "--", "env", f"SLURM_CONF={self._folder}/slurm.conf", *words]
 
-    def close(self) -> None:
-        """End jobs that still run."""
-        for path in self.folder.glob("pid-*"):
-            with suppress(ProcessLookupError):
-                os.killpg(int(path.read_text()), signal.SIGKILL)
+    def run(self, *words: str, folder: Path, **variables: str) -> str:
+        """Run a command there to its end; what it has printed.
 
-    def wait(self, patience_s: float) -> None:
-        """Until all jobs have ended."""
+        Raises:
+            AssertionError: it has failed, or takes too long.
+        """
+        done = subprocess.run(
+            self.command(*words, folder=folder), env={**os.environ, **variables}, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def slurm(self, *words: str) -> str:
+        """One of Slurm's own commands."""
+        return self.run(*words, folder=self._folder)
+
+    def show(self, job: str) -> dict[str, str]:
+        """What ``scontrol show job`` knows: ``JobState``, ``ExitCode``, ``Restarts`` and more."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.slurm("scontrol", "show", "job", "--oneliner", job)))
+
+    def until(self, job: str, state: str) -> dict[str, str]:
+        """Wait until a job is in a state; what is known of it then. One that has ended stays as it is."""
+        found: dict[str, str] = {}
+
+        def is_so() -> bool:
+            found.update(self.show(job))
+            assert found["JobState"] not in ENDS - {state}, f"{state} was expected\n{found}\n{self.output(found)}"
+            return found["JobState"] == state
+
+        self.wait_for(is_so, lambda: f"{state}\n{found}\n{self.output(found)}")
+        return found
+
+    def output(self, found: Mapping[str, str]) -> str:
+        """What a job has printed, for people."""
+        path = Path(found.get("StdOut", ""))
+        return path.read_text(errors="replace")[-6000:] if path.is_file() else ""
+
+    def wait_for(self, is_so: Callable[[], bool], words: Callable[[], str]) -> None:
+        """Wait until something is so."""
         begun = time.monotonic()
-        while not list(self.folder.glob("pid-*")) or any(map(_runs, self.folder.glob("pid-*"))):
-            assert time.monotonic() - begun < patience_s, "the job did not end"
-            time.sleep(0.05)
+        while not is_so():
+            assert time.monotonic() - begun < PATIENCE_S, f"it did not come: {words()}"
+            time.sleep(0.1)
 
-    @property
-    def calls(self) -> list[str]:
-        """The calls of scontrol."""
-        path = self.folder / "calls"
-        return path.read_text().splitlines() if path.exists() else []
+    def requeue(self, job: str) -> None:
+        """Have Slurm end a job and start it again."""
+        self.slurm("scontrol", "requeue", job)
 
+    def kill(self, node: str) -> None:
+        """A node dies, with all that runs on it."""
+        name = os.readlink(f"/proc/{self._slurmd(node)}/ns/uts")  # noqa: PTH115 (as text)
+        for process in psutil.Process(self._pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess, FileNotFoundError):
+                if os.readlink(f"/proc/{process.pid}/ns/uts") == name:  # noqa: PTH115 (as text)
+                    process.kill()
 
-def directives_of(script: str) -> list[str]:
-    """What sbatch takes from a script: ``_opt_batch_script`` in Slurm's src/sbatch/opt.c, line by line."""
-    found: list[str] = []
-    for line in script.split("\n"):
-        if line.startswith("#SBATCH"):
-            found += _arguments(line.removeprefix("#SBATCH"))
-        elif line.strip(" \t\v\f\r") and not line.lstrip(" \t\v\f\r").startswith("#"):
-            break
-    return found
+    def _slurmd(self, node: str) -> int:
+        for process in psutil.Process(self._pid).children():
+            with suppress(psutil.NoSuchProcess):
+                if process.cmdline()[:1] == ["slurmd"] and process.cmdline()[-1] == node:
+                    return int(process.pid)
+        raise AssertionError(f"{node} is not up")
 
+    def boot(self, node: str) -> None:
+        """A node that has died is there again."""
+        command = ["setsid", "--fork", "unshare", "--uts", "sh", "-c", f"exec >/dev/null 2>&1; {NODE}", "sh", node]
+        self.slurm(*command)
+        self.until_idle()
 
-def _arguments(line: str) -> list[str]:
-    """``get_argument`` there, until nothing is left."""
-    found: list[str] = []
-    at = 0
-    while True:
-        argument, escaped, quote = None, False, ""
-        while at < len(line) and line[at].isspace():
-            at += 1
-        assert line[at : at + 1] != ":", line
-        while at < len(line) and (quote or not line[at].isspace()):
-            char = line[at]
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                at += 1
-                escaped = True
-                continue
-            elif quote and char == quote:
-                quote = ""
-                at += 1
-                continue
-            elif not quote and char in "\"'":
-                quote = char
-                at += 1
-                continue
-            elif not quote and char == "#":
-                break
-            argument = (argument or "") + char
-            at += 1
-        assert not quote, line
-        if argument is None:
-            return found
-        found.append(argument)
+    def until_idle(self) -> None:
+        """Wait until all nodes are free."""
+        command = ["sinfo", "--noheader", "--Node", "--partition=urgent", "--format=%T"]
+        self.wait_for(lambda: self.slurm(*command).split() == ["idle"] * len(NODES), lambda: self.slurm("sinfo"))
+
+    def clear(self) -> None:
+        """End all jobs, and use all nodes again."""
+        self.slurm("scancel", "--state=PENDING", "--user=root")
+        self.slurm("scancel", "--signal=KILL", "--full", "--user=root")
+        self.slurm("scancel", "--user=root")
+        for node in self.slurm(
+            "sinfo", "--noheader", "--Node", "--partition=urgent", "--states=drain", "--format=%N"
+        ).split():
+            self.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+        self.until_idle()
 
 
-def sbatch(arguments: Sequence[str]) -> None:
-    """Note a job and run it, in a process of its own."""
-    script = Path(arguments[0]).read_text() if arguments else sys.stdin.read()
-    options = dict(one.removeprefix("--").partition("=")[::2] for one in directives_of(script))
-    folder = Path(os.environ[FOLDER])
-    spool = folder / "slurm_script"
-    spool.write_text(script)
-    job = _free_job()
-    if pid := os.fork():
-        (folder / f"pid-{job}").write_text(str(pid))
-        sys.stdout.write(f"Submitted batch job {job}\n")
-        return
-    os.setsid()
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):
-        os.dup2(nothing, descriptor)
-    first, last = map(int, options.get("array", "0-0").split("-"))
-    for element in range(first, last + 1):
-        own = {"SLURM_ARRAY_JOB_ID": str(job), "SLURM_ARRAY_TASK_ID": str(element)} if "array" in options else {}
-        own["SLURM_JOB_ID"] = str(job if element == last else _free_job())
-        _run(spool, options, own)
+ENDS = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
+"""States that a job does not leave by itself."""
 
 
-def _runs(path: Path) -> bool:
-    return bool(psutil.pid_exists(int(path.read_text())))
+@contextmanager
+def slurm_cluster() -> Iterator[Cluster]:
+    """As long as the context lasts; all of its processes end with it, or with this process.
 
-
-def _run(spool: Path, options: Mapping[str, str], own: Mapping[str, str]) -> None:
-    name = (
-        f"{own['SLURM_ARRAY_JOB_ID']}_{own['SLURM_ARRAY_TASK_ID']}"
-        if "SLURM_ARRAY_JOB_ID" in own
-        else own["SLURM_JOB_ID"]
-    )
-    per_node, nodes = int(options["ntasks-per-node"]), int(options["nodes"])
-    environ = {
-        **os.environ,
-        **own,
-        "SLURM_JOB_NAME": options["job-name"],
-        "SLURM_NNODES": str(nodes),
-        "SLURM_NTASKS": str(nodes * per_node),
-        "SLURM_NTASKS_PER_NODE": str(per_node),
-        "SLURM_JOB_NODELIST": _nodelist(nodes),
-        "SLURMD_NODENAME": "localhost",
-        **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0"),
-    }
-    with Path(f"slurm-{name}.out").open("ab") as output:
-        for restarts in range(5):
-            again = {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
-            done = subprocess.run(
-                ["/bin/bash", spool], env={**environ, **again}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                check=False,
-            )  # fmt: skip
-            output.write(f"ended with {done.returncode}\n".encode())
-            wish = spool.parent / f"requeue-{name}"
-            if not wish.exists():
-                return
-            wish.unlink()
-
-
-def srun(arguments: Sequence[str]) -> None:
-    """Start the tasks of a step, and end with the highest of their exit codes."""
-    begin = next(at for at, one in enumerate(arguments) if not one.startswith("--"))
-    options = dict(one.removeprefix("--").partition("=")[::2] for one in arguments[:begin])
-    tasks, nodes = int(options["ntasks"]), int(options["nodes"])
-    per_node = -(-tasks // nodes)
-    most = int(os.environ["SLURM_NTASKS_PER_NODE"])
-    assert per_node <= int(options.get("ntasks-per-node", most)) <= most
-    assert nodes <= int(os.environ["SLURM_NNODES"])
-    import unisono.train.start  # noqa: F401 (torch, too: once, and not in each task, since they are forked)
-
-    started = []
-    for rank in range(tasks):
-        variables = {
-            "SLURM_STEP_ID": "0",
-            "SLURM_STEP_NUM_TASKS": str(tasks),
-            "SLURM_STEP_NODELIST": _nodelist(nodes),
-            "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})" if nodes > 1 else str(per_node),
-            "SLURM_NTASKS": str(tasks),
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank % per_node),
-            "SLURM_NODEID": str(rank // per_node),
-            "SLURMD_NODENAME": _nodelist(nodes).split(",")[rank // per_node],
-        }
-        started.append(multiprocessing.get_context("fork").Process(target=_task, args=(arguments[begin:], variables)))
-        started[-1].start()
-    for one in started:
-        one.join()
-    sys.exit(max(code if code >= 0 else 128 - code for one in started if (code := one.exitcode) is not None))
-
-
-def _task(command: Sequence[str], variables: Mapping[str, str]) -> None:
-    """What Python would do with the words behind it."""
-    python, script, *_ = command
-    assert python == sys.executable
-    os.environ.update(variables)
-    sys.argv[:] = command[1:]
-    sys.path[0] = str(Path(script).parent)
-    runpy.run_path(script, run_name="__main__")
-
-
-def scontrol(arguments: Sequence[str]) -> None:
-    """Note that a job is to be started again."""
-    folder = Path(os.environ[FOLDER])
-    with (folder / "calls").open("a") as calls:
-        calls.write(" ".join(arguments) + "\n")
-    action, condition, job = arguments
-    assert (action, condition) == ("requeue", "incomplete"), arguments
-    assert re.fullmatch(r"\d+(_\d+)?", job), job
-    (folder / f"requeue-{job}").touch()
-
-
-def _nodelist(nodes: int) -> str:
-    return ",".join(["localhost", *(f"node{number}" for number in range(1, nodes))])
-
-
-def _free_job() -> int:
-    """A job's number whose first step has a port that is free."""
-    for _ in range(1000):
-        job = int.from_bytes(os.urandom(3))
-        with socket.socket() as tried:
+    Raises:
+        NoCluster: not root, Slurm is not installed, or the kernel cannot do it.
+    """
+    _require_tools()
+    with tempfile.TemporaryDirectory(prefix="slurm-") as name:
+        folder = Path(name)
+        _write(folder)
+        command = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        with (folder / "daemons.log").open("wb") as log, subprocess.Popen(
+            [*command, "sh", "-c", INSIDE], cwd=folder, env={**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+        ) as outside:  # fmt: skip
+            assert outside.stdin is not None
+            assert outside.stdout is not None
             try:
-                tried.bind(("127.0.0.1", PORTS[job * 31 % len(PORTS)]))
-                return job
-            except OSError:
-                continue
-    raise AssertionError("no port is free")
+                if not outside.stdout.readline():
+                    raise NoCluster(f"it does not start: {(folder / 'daemons.log').read_text()[-500:]}")
+                (inside,) = psutil.Process(outside.pid).children()
+                cluster = Cluster(folder, inside.pid)
+                cluster.until_idle()
+                yield cluster
+            finally:
+                outside.stdin.close()  # the first process ends, and the kernel kills all others of its namespace
+                with suppress(subprocess.TimeoutExpired):
+                    outside.wait(START_S)
+                outside.kill()
+
+
+def _require_tools() -> None:
+    if not sys.platform.startswith("linux"):
+        raise NoCluster(f"namespaces are Linux's, and this is {sys.platform}")
+    if os.geteuid() != 0:
+        raise NoCluster("making namespaces needs root")
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        raise NoCluster(f"{', '.join(missing)} not installed: 'make slurm' installs it on Debian")
+
+
+def _write(folder: Path) -> None:
+    key = folder / "munge.key"
+    key.touch(mode=0o400)
+    key.write_bytes(os.urandom(128))
+    addresses = {"localhost": "127.0.0.1", **ADDRESSES}
+    (folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in addresses.items()))
+    nodes = [
+        f"NodeName={name} NodeHostname={name} NodeAddr={ADDRESSES[name]} Port={10000 + number} CPUs=4 RealMemory=1000"
+        for number, name in enumerate(NODES)
+    ]
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, login=LOGIN, nodes="\n".join(nodes)))
+    for name in ("state", *(f"spool-{node}" for node in NODES)):
+        (folder / name).mkdir()

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slurm_cluster import directives_of
 from unisono.cli import app as cli
 from unisono.errors import JobError, LaunchError
 from unisono.launch.settings import Script
-from unisono.launch.slurm.batch_job import Allocation, BatchJob, split_words
+from unisono.launch.slurm.batch_job import Allocation, BatchJob, read_nodes, split_words
 from unisono.launch.slurm.batch_script import require_valid, submit, text_of, write
 from unisono.launch.slurm.words import directive, seconds_of
 
@@ -38,6 +37,52 @@ def allocated(**changes: Any) -> BatchJob:
 
 def text(job: BatchJob) -> str:
     return text_of(job, ["unisono", "slurm"])
+
+
+def directives_of(script: str) -> list[str]:
+    """What sbatch takes from a script: ``_opt_batch_script`` in Slurm's src/sbatch/opt.c, line by line."""
+    found: list[str] = []
+    for line in script.split("\n"):
+        if line.startswith("#SBATCH"):
+            found += _arguments(line.removeprefix("#SBATCH"))
+        elif line.strip(" \t\v\f\r") and not line.lstrip(" \t\v\f\r").startswith("#"):
+            break
+    return found
+
+
+def _arguments(line: str) -> list[str]:
+    """``get_argument`` there, until nothing is left."""
+    found: list[str] = []
+    at = 0
+    while True:
+        argument, escaped, quote = None, False, ""
+        while at < len(line) and line[at].isspace():
+            at += 1
+        assert line[at : at + 1] != ":", line
+        while at < len(line) and (quote or not line[at].isspace()):
+            char = line[at]
+            if escaped:
+                escaped = False
+            elif char == "\\":
+                at += 1
+                escaped = True
+                continue
+            elif quote and char == quote:
+                quote = ""
+                at += 1
+                continue
+            elif not quote and char in "\"'":
+                quote = char
+                at += 1
+                continue
+            elif not quote and char == "#":
+                break
+            argument = (argument or "") + char
+            at += 1
+        assert not quote, line
+        if argument is None:
+            return found
+        found.append(argument)
 
 
 @given(printed)
@@ -83,17 +128,25 @@ def test_nothing_that_is_named_freely_becomes_an_option_of_slurm(
 def test_all_that_the_cluster_is_asked_for_is_written() -> None:
     asked = allocated(nodes=2, cores=10, account="abc@v100", partition="gpu_p13,gpu_p2", more=("constraint=v100&32g",))
     assert directives_of(text(asked))[1:-3] == [
-        *("--time=00:30:00", "--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=10"),
+        *("--time=00:30:00", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=10", "--gpus-per-node=4"),
         *("--account=abc@v100", "--partition=gpu_p13,gpu_p2", "--constraint=v100&32g"),
     ]
-    assert "--nodes=2 --ntasks=8 \\\n    --cpus-per-task=10 \\\n    /usr/bin/python3 train.py\n" in text(asked)
+    assert "    --ntasks-per-node=4 \\\n    --cpus-per-task=10 \\\n    /usr/bin/python3 train.py\n" in text(asked)
+
+
+def test_a_range_of_nodes_is_slurms_to_choose_from_at_each_start() -> None:
+    assert read_nodes("2-4") == (2, 4)
+    assert read_nodes("4") == (None, 4)
+    written = text(allocated(nodes=4, least_nodes=2))
+    assert directives_of(written)[1:4] == ["--time=00:30:00", "--nodes=2-4", "--mincpus=4"]
+    assert '--ntasks="$((SLURM_JOB_NUM_NODES * 4))"' in written
 
 
 def test_workers_on_cpus_need_no_gpu() -> None:
     written = text(allocated(gpus=0, workers_per_node=3, nodes=2))
     assert "gpu" not in written
     assert "--ntasks-per-node=3" in directives_of(written)
-    assert "--nodes=2 --ntasks=6" in written
+    assert '--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * 3))"' in written
 
 
 def test_each_element_of_an_array_uses_as_few_nodes_as_it_needs() -> None:
@@ -137,6 +190,9 @@ def test_a_time_limit_that_is_none_or_too_short_is_refused(limit: str) -> None:
     ("wrong", "words"),
     [
         (allocated(nodes=0), "--nodes 0: at least 1"),
+        (allocated(nodes=2, least_nodes=3), "--nodes 3-2: the smallest number first"),
+        (allocated(nodes=2, least_nodes=0), "--nodes 0-2: the smallest number first, and at least 1"),
+        (replace(allocated(nodes=2, least_nodes=1), workers=(1, 8)), "--workers with --nodes 1-2"),
         (allocated(gpus=-1), "--gpus -1: at least 0"),
         (allocated(gpus=0), "how many workers"),
         (allocated(gpus=0, workers_per_node=0), "--workers-per-node 0"),
@@ -251,6 +307,7 @@ def test_the_command_prints_a_script_that_starts_where_it_was_written(
         (["nope.py", "--time", "30", "--gpus", "1"], "there is no script nope.py"),
         (["train.py", "--time", "soon", "--gpus", "1"], "--time 'soon'"),
         (["train.py", "--time", "30"], "how many workers?"),
+        (["train.py", "--time", "30", "--gpus", "1", "--nodes", "2-"], "--nodes '2-'"),
         (["train.py", "--time", "30", "--gpus", "1", "--workers", "x"], "--workers 'x'"),
     ],
 )

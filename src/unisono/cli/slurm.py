@@ -11,7 +11,7 @@ from unisono.cli.options import CheckpointEvery, read_workers
 from unisono.errors import JobError
 from unisono.launch.ending.result import RUNS
 from unisono.launch.settings import Script
-from unisono.launch.slurm.batch_job import REQUEUES, Allocation, BatchJob, split_words
+from unisono.launch.slurm.batch_job import REQUEUES, Allocation, BatchJob, read_nodes, split_words
 from unisono.launch.slurm.batch_script import require_valid, submit, text_of, write
 
 Words = Annotated[
@@ -51,7 +51,9 @@ def slurm(
     script: Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.", metavar="SCRIPT")],
     time: Time,
     args: Words = None,
-    nodes: Annotated[int, typer.Option(help="The number of nodes.")] = 1,
+    nodes: Annotated[
+        str, typer.Option(metavar="N|N-M", help="The number of nodes; from N to M, as many as are free at each start.")
+    ] = "1",
     gpus: Annotated[int, typer.Option(help="The number of GPUs of each node; each GPU gets one worker.")] = 0,
     workers_per_node: Annotated[
         int | None, typer.Option(help="Without GPUs: the number of workers on each node.")
@@ -81,9 +83,12 @@ def slurm(
     study, words = split_words(args or ())
     target = Script(script, () if study else words, is_module=is_module)
     target.require_readable()
+    least, most = read_nodes(nodes)
     job = BatchJob(
         script=target,
-        allocation=Allocation(time, nodes, gpus, workers_per_node, cores, account, partition, tuple(more or ())),
+        allocation=Allocation(
+            time, most, gpus, workers_per_node, cores, account, partition, tuple(more or ()), least_nodes=least
+        ),
         name=target.stem if job_name is None else job_name,
         folder=_here(),
         python=python,

@@ -16,8 +16,8 @@ NAME = re.compile(r"\w[\w.,:@/+=~-]*")
 
 OURS = frozenset(
     (
-        *("account", "array", "cpus-per-task", "gpus-per-node", "job-name", "nodes", "ntasks-per-node", "open-mode"),
-        *("partition", "requeue", "signal", "time"),
+        *("account", "array", "cpus-per-task", "gpus-per-node", "job-name", "mincpus", "nodes", "ntasks-per-node"),
+        *("open-mode", "partition", "requeue", "signal", "time"),
         *("chdir", "export", "ntasks", "wrap"),
     )
 )
@@ -33,13 +33,14 @@ class Allocation:
 
     Attributes:
         time: the time limit, in one of Slurm's forms.
-        nodes: the number of hosts.
+        nodes: the number of hosts; the largest, if it may start with fewer.
         gpus: the number of GPUs of each host; 0 for workers on CPUs.
         workers_per_node: the number of workers of each host on CPUs; None with GPUs, each of which has one worker.
         cores: the number of cores of each worker; None for as many as the cluster gives by itself.
         account: the account to charge; None for the person's usual one.
         partition: the partition in which to run; None for the cluster's usual one.
         more: further options of sbatch, as ``name=value``.
+        least_nodes: the smallest number of hosts with which it may start; None for ``nodes``.
     """
 
     time: str
@@ -50,6 +51,7 @@ class Allocation:
     account: str | None = None
     partition: str | None = None
     more: tuple[str, ...] = ()
+    least_nodes: int | None = None
 
     @property
     def per_node(self) -> int:
@@ -68,6 +70,8 @@ class Allocation:
             JobError: says which option, and why.
         """
         seconds_of(self.time)
+        if self.least_nodes is not None and not 1 <= self.least_nodes <= self.nodes:
+            raise JobError(f"--nodes {self.asked_nodes}: the smallest number first, and at least 1")
         for name, value, least in (("--nodes", self.nodes, 1), ("--gpus", self.gpus, 0)):
             if value < least:
                 raise JobError(f"{name} {value}: at least {least}")
@@ -84,14 +88,24 @@ class Allocation:
         for option in self.more:
             _require_option(option)
 
+    @property
+    def asked_nodes(self) -> str:
+        """The number of hosts, as Slurm reads it: ``4``, or ``2-4``."""
+        return f"{self.nodes}" if self.least_nodes is None else f"{self.least_nodes}-{self.nodes}"
+
     def directives(self, tasks_per_node: int, cores: int | None) -> list[str]:
         """What is asked for, as Slurm reads it."""
+        # Of a range, Slurm 22.05 gives too few nodes when it is told of tasks.
+        room = (
+            {"ntasks-per-node": tasks_per_node, "cpus-per-task": cores}
+            if self.least_nodes is None
+            else {"mincpus": tasks_per_node * (cores or 1)}
+        )
         asked = {
             "time": self.time,
-            "nodes": self.nodes,
-            "ntasks-per-node": tasks_per_node,
+            "nodes": self.asked_nodes,
+            **room,
             "gpus-per-node": self.gpus or None,
-            "cpus-per-task": cores,
             "account": self.account,
             "partition": self.partition,
         }
@@ -154,6 +168,8 @@ class BatchJob:
         wrong = [count for count in self.workers if not 1 <= count <= room]
         if wrong:
             raise JobError(f"--workers {wrong[0]}: the job has room for 1 to {room}")
+        if self.workers and self.allocation.least_nodes is not None:
+            raise JobError(f"--workers with --nodes {self.allocation.asked_nodes}: say on how many nodes there is room")
         if len(set(self.workers)) < len(self.workers):
             raise JobError(f"--workers {','.join(map(str, self.workers))}: one of them stands there twice")
 
@@ -219,6 +235,21 @@ class BatchJob:
             return ["-m", self.script.target]
         dashed = self.script.target.startswith("-")  # Python would take it for an option
         return [f"./{self.script.target}" if dashed else self.script.target]
+
+
+def read_nodes(text: str) -> tuple[int | None, int]:
+    """The smallest number of hosts, None if only one number is given, and the largest, as Slurm reads them.
+
+    Args:
+        text: ``4``, or ``2-4``.
+
+    Raises:
+        JobError: it is neither.
+    """
+    found = re.fullmatch(r"(?:([0-9]{1,6})-)?([0-9]{1,6})", text)
+    if found is None:
+        raise JobError(f"--nodes {short(text)}: write a number, as in --nodes 4, or a range, as in --nodes 2-4")
+    return None if found[1] is None else int(found[1]), int(found[2])
 
 
 def require_name(option: str, text: str) -> None:
