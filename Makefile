@@ -20,7 +20,10 @@ FRAMEWORKS := $(wildcard $(foreach name,accelerat keras lightning transformers,t
 # kept lies in __pycache__, which git ignores.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs test check lint unit procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks nightly case-study slurm format clean
+# Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
+export PIP_COMPILE := 0
+
+.PHONY: help demo docs test check lint unit procs unit-and-procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks nightly case-study slurm format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -29,7 +32,7 @@ help:  ## what can be made
 demo: $(READY)  ## train on digits, kill a worker, add two, and compare the weights with the serial run
 	@$(BIN)/python examples/demo.py
 
-test: unit procs alone  ## the whole test suite
+test: unit-and-procs alone  ## the whole test suite
 
 docs: $(DOCS_READY)  ## the documentation as a site, in site/
 	@echo "==> documentation"
@@ -59,7 +62,12 @@ slow: $(READY) slurm  ## more of them, which take longer than a change can wait
 
 alone: $(READY)  ## tests of what is promised to happen in time
 	@echo "==> tests of what is promised to happen in time"
-	@$(BIN)/python -m pytest -m alone
+	@$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'pytest.mark.alone' tests)
+
+# Both of them in one go: what they import is imported once by each process, and none waits for the last test of the others.
+unit-and-procs: $(READY) slurm
+	@echo "==> layers, unit tests, and tests of whole jobs"
+	@$(BIN)/python -m pytest -m "not alone and not slow" -n 3 --dist loadgroup
 
 # The tests of Slurm jobs make a cluster of their own. Where systemd runs, installing would start Slurm's services as well.
 slurm:  ## install Slurm for the tests of its jobs, as root on Debian or in a container of it; elsewhere they are left out

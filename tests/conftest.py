@@ -1,14 +1,16 @@
 """What holds for every test: it leaves nothing behind, and it says what kind of test it is."""
 
+import gc
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
 from leaks import Guard
+from scheduling import TOGETHER, Together
 from torch_settings import TorchSettings
 
 KINDS = {"unit", "cluster", "procs"}
@@ -36,17 +38,36 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("KERAS_BACKEND", "torch")
     patch.setenv("KERAS_HOME", folder.name)
     (Path(folder.name) / "keras.json").write_text("{}")  # or it writes its own
+    gc.disable()  # until all is imported, of which little becomes garbage: a third of the time that it takes
+    config.add_cleanup(gc.enable)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Refuse a test that does not say what it is: `make check` would miss it, or be slowed down by it."""
+def pytest_runtestloop() -> None:
+    """What is there when the first test begins stays: no later collection of garbage looks at it again."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test that does not say what it is: `make check` would miss it, or be slowed down by it.
+
+    What takes longest comes first, so that no process waits for another one's last test.
+    """
     wrong = [item.nodeid for item in items if len(KINDS & {mark.name for mark in item.iter_markers()}) != 1]
     if wrong:
         names = "\n  ".join(wrong)
         raise pytest.UsageError(
             f"each test has exactly one of the markers unit, cluster and procs; these do not:\n  {names}"
         )
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    if item.path.name in TOGETHER:
+        return 0
+    return 1 + ["procs", "cluster", "unit"].index(next(mark.name for mark in item.iter_markers() if mark.name in KINDS))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -54,8 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     """For ``--dist loadgroup``: xdist's own has a test's group in its name, and pytest 9.2 does not."""
     if config.getvalue("dist") != "loadgroup":
         return None
-    from scheduling import Together
-
+    config.option.loadscopereorder = False  # files that stay whole are collected first
     return Together(config, log)
 
 

@@ -35,6 +35,9 @@ from unisono.train.group.workers import Workers
 MOST_SWITCHES = 20_000
 """Between workers, in one world: far more than any of them needs."""
 
+BLOWS = int(os.environ.get("UNISONO_BLOWS", "40"))
+"""So many, and so many pairs, are tried on each job at most, drawn from a seed; on whole runs a part of that."""
+
 
 class Turn:
     """Somebody's turn: given once, taken once."""

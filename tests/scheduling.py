@@ -20,7 +20,7 @@ TOGETHER = {
 
 
 class Together(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Hands out files that stay whole first, those with the most tests before the others; then all other tests."""
+    """Hands out files that stay whole, and all other tests one by one, in the order in which they were collected."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]

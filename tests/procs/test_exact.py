@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,18 @@ WHAT_TRAVELS = frozenset(
 )
 """Jobs that differ in what goes from worker to worker. The others are tried over fewer ways and numbers of workers."""
 
+ON_ALL_NUMBERS = WHAT_TRAVELS | {
+    "fused_momentum_on_two_threads_split",
+    "adamw_clipped_by_norm_split",
+    "exact_strategies_in_turn",
+    "state_outside_of_the_model",
+    "metrics_and_a_scheduler",
+    "random_augmentation_in_this_process",
+    "random_augmentation_in_loader_processes",
+}
+"""Jobs in which the number of workers decides who does what. The others are tried on 2 and 5 at night."""
+
+OF_ALL_JOBS = (1, 3)
 
 SHARDS = {"UNISONO_SHARDS": "8"}
 QUIET = {**os.environ, "PYTHONWARNINGS": "ignore::UserWarning", "OMP_WAIT_POLICY": "passive"}
@@ -77,18 +89,22 @@ def reports_in(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in re.findall(r"RESULT (.*)", output)]
 
 
+def by_job(output: str) -> dict[str, list[Any]]:
+    """What every worker reported of each job."""
+    reports = reports_in(output)
+    return {name: [report for report in reports if report["job"] == name] for name in {each["job"] for each in reports}}
+
+
 @pytest.fixture(scope="module")
 def results(launch: Launches, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[Any]]]:
     """For each number of workers and each job, what every worker reported."""
     found: dict[int, dict[str, list[Any]]] = {}
     for workers in (*WORKERS, FULL):
-        command = (str(JOBS), *(sorted(WHAT_TRAVELS) if workers == FULL else job_names()))
+        jobs = WHAT_TRAVELS if workers == FULL else job_names() if workers in OF_ALL_JOBS else ON_ALL_NUMBERS
+        command = (str(JOBS), *sorted(jobs))
         folder = tmp_path_factory.mktemp("exact") / "run"
         output = python(*command, folder=folder) if workers == 1 else launch(workers, *command, folder=folder)
-        reports = reports_in(output)
-        found[workers] = {report["job"]: [] for report in reports}
-        for report in reports:
-            found[workers][report["job"]].append(report)
+        found[workers] = by_job(output)
     return found
 
 
@@ -104,19 +120,25 @@ UNEVEN = {
 
 
 @pytest.mark.parametrize(
-    ("topology", "workers"),
+    ("topology", "workers", "are_all"),
     [
-        ("direct", 3),
-        pytest.param("ring", 3, marks=pytest.mark.slow),
-        ("tree", 5),
-        pytest.param("star", 3, marks=pytest.mark.slow),
+        ("direct", 3, False),
+        pytest.param("direct", 3, True, marks=pytest.mark.slow),
+        pytest.param("ring", 3, False, marks=pytest.mark.slow),
+        ("tree", 5, False),
+        pytest.param("star", 3, False, marks=pytest.mark.slow),
     ],
 )
 def test_over_a_process_group_the_bits_are_those_of_shared_memory(
-    topology: str, workers: int, launch: Launches, results: dict[int, dict[str, list[Any]]], tmp_path: Path
+    topology: str,
+    workers: int,
+    are_all: bool,
+    launch: Launches,
+    results: dict[int, dict[str, list[Any]]],
+    tmp_path: Path,
 ) -> None:
     whole = [name for name in job_names() if not name.endswith("_split")]  # an update is split in shared memory
-    jobs = [name for name in whole if topology == "direct" or name in WHAT_TRAVELS]
+    jobs = [name for name in whole if are_all or name in WHAT_TRAVELS]
     output = launch(workers, str(JOBS), *jobs, folder=tmp_path / "run", UNISONO_TOPOLOGY=topology)
     reports = reports_in(output)
     assert len(reports) == workers * len(jobs)
@@ -169,9 +191,12 @@ def test_the_topology_that_was_measured_to_be_the_fastest_changes_no_bit_and_is_
         assert line["fastest"] in line["seconds"]
 
 
+ExampleWeights = Callable[[int], list[str]]
+
+
 @pytest.fixture(scope="module")
-def example_weights(launch: Launches, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
-    """For each number of workers, the weights that the examples end in."""
+def example_weights(launch: Launches, tmp_path_factory: pytest.TempPathFactory) -> ExampleWeights:
+    """The weights that the examples end in, on any number of workers."""
     script = tmp_path_factory.mktemp("script") / "examples.py"
     script.write_text(
         "import runpy, sys\n"
@@ -180,10 +205,12 @@ def example_weights(launch: Launches, tmp_path_factory: pytest.TempPathFactory) 
             for name, flags in [*EXAMPLES.items(), *UNEVEN.items()]
         )
     )
-    return {
-        workers: weights_in(launch(workers, str(script), folder=tmp_path_factory.mktemp("examples") / "run", **STEPS))
-        for workers in WORKERS
-    }
+
+    @cache
+    def weights(workers: int) -> list[str]:
+        return weights_in(launch(workers, str(script), folder=tmp_path_factory.mktemp("examples") / "run", **STEPS))
+
+    return weights
 
 
 ON_HOSTS = (
@@ -210,23 +237,27 @@ def weights_in(output: str) -> list[str]:
     return re.findall(r"weights sha256 (\w+)", output)
 
 
+slow = pytest.mark.slow  # tests/procs/test_examples.py has them on 2 and 3, with even batches
+
+
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=slow), pytest.param(3, marks=slow), 5])
 def test_digits_and_char_lm_end_in_the_same_weights_on_any_number_of_workers(
-    example_weights: dict[int, list[str]],
+    workers: int, example_weights: ExampleWeights
 ) -> None:
-    assert len(set(example_weights[1])) == len(EXAMPLES) + len(UNEVEN)
-    assert all(weights == example_weights[1] for weights in example_weights.values())
+    assert len(set(example_weights(1))) == len(EXAMPLES) + len(UNEVEN)
+    assert example_weights(workers) == example_weights(1)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_cut_off_on_two_workers_goes_on_in_the_middle_of_an_epoch_on_three(
-    example: str, launch: Launches, example_weights: dict[int, list[str]], tmp_path: Path
+    example: str, launch: Launches, example_weights: ExampleWeights, tmp_path: Path
 ) -> None:
     script, flags = str(ROOT / "examples" / example), EXAMPLES[example].split()
     cut = {"UNISONO_STOP_AFTER": "4", "UNISONO_CHECKPOINT_EVERY": "3"}
     before = weights_in(launch(2, script, *flags, folder=tmp_path / "run", **cut))
     after = weights_in(launch(3, script, *flags, folder=tmp_path / "run", **STEPS))
     events = [json.loads(line)["event"] for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
-    assert before != after == [example_weights[1][list(EXAMPLES).index(example)]]
+    assert before != after == [example_weights(1)[list(EXAMPLES).index(example)]]
     assert "resumed" in events
 
 
@@ -297,9 +328,19 @@ def job_names() -> list[str]:
 @pytest.mark.parametrize("job", job_names())
 def test_every_worker_of_any_number_ends_with_the_same_bits(job: str, results: dict[int, dict[str, list[Any]]]) -> None:
     serial = results[1][job][0]
-    for workers in WORKERS:
+    for workers in WORKERS if job in ON_ALL_NUMBERS else OF_ALL_JOBS:
         assert len(results[workers][job]) == workers
         assert all(report == serial for report in results[workers][job]), f"{workers} workers"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 5])
+def test_the_other_jobs_end_with_the_same_bits_on_two_and_on_five_workers(
+    workers: int, launch: Launches, results: dict[int, dict[str, list[Any]]], tmp_path: Path
+) -> None:
+    others = sorted({*job_names()} - ON_ALL_NUMBERS)
+    found = by_job(launch(workers, str(JOBS), *others, folder=tmp_path / "run"))
+    assert found == {job: results[1][job] * workers for job in others}
 
 
 @pytest.mark.parametrize("job", sorted(WHAT_TRAVELS))

@@ -20,7 +20,8 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).parent / "scripts" / "elastic_training.py"
-SETTINGS = {"PACE_S": "0", "EPOCHS": "12"}
+SETTINGS = {"PACE_S": "0", "EPOCHS": "4"}  # five steps each, and ten more
+LONG = SETTINGS | {"EPOCHS": "12"}
 PATIENCE_S = 150.0
 
 
@@ -60,7 +61,12 @@ def serial(serial_runs: SerialRuns) -> str:
     return serial_runs(SCRIPT, **SETTINGS).end()
 
 
-def test_every_fault_that_a_job_survives_strikes_once_and_changes_no_bit(serial: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="session")
+def long(serial_runs: SerialRuns) -> str:
+    return serial_runs(SCRIPT, **LONG).end()
+
+
+def test_every_fault_that_a_job_survives_strikes_once_and_changes_no_bit(long: str, tmp_path: Path) -> None:
     faults = (
         Faults()
         .kill(rank=1, at_step=2, after_s=0.005)
@@ -74,8 +80,9 @@ def test_every_fault_that_a_job_survives_strikes_once_and_changes_no_bit(serial:
         .join(at_step=48)
         .kill(rank=0, at_step=62)
     )
-    training = Training(tmp_path / "job", "-n", "1:3", "--max-restarts", "9", "--failure-timeout-s", "4", faults=faults)
-    assert training.digest == serial
+    options = ("-n", "1:3", "--max-restarts", "9", "--failure-timeout-s", "4")
+    training = Training(tmp_path / "job", *options, faults=faults, **LONG)
+    assert training.digest == long
     struck = training.journal("fault")
     assert sorted(line["number"] for line in struck) == list(range(1, 11))
     assert all(line["step"] >= faults.faults[line["number"] - 1].at_step for line in struck)
@@ -86,20 +93,20 @@ def test_every_fault_that_a_job_survives_strikes_once_and_changes_no_bit(serial:
 
 
 @pytest.mark.slow  # tests/unit/test_struck.py has one die at every point of every recovery
-def test_a_second_worker_may_die_at_each_point_of_the_recovery_from_the_first(serial: str, tmp_path: Path) -> None:
+def test_a_second_worker_may_die_at_each_point_of_the_recovery_from_the_first(long: str, tmp_path: Path) -> None:
     faults = Faults()
     for number, point in enumerate(RECOVERY):
         at_step = 3 + 7 * number
         faults = faults.kill(rank=1, at_step=at_step, after_s=0.003).kill(rank=0, at_step=at_step).in_recovery(point)
-    training = Training(tmp_path / "job", "-n", "1:3", "--max-restarts", "20", faults=faults)
-    assert training.digest == serial
+    training = Training(tmp_path / "job", "-n", "1:3", "--max-restarts", "20", faults=faults, **LONG)
+    assert training.digest == long
     inside = [line["point"] for line in training.journal("fault") if "point" in line]
     assert len(inside) >= len(RECOVERY) // 2  # a worker that is left alone has no recovery
     assert set(inside) <= set(RECOVERY)
 
 
 def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(serial: str, tmp_path: Path) -> None:
-    faults = Faults().kill_agent(rank=0, at_step=20, after_s=0.01)
+    faults = Faults().kill_agent(rank=0, at_step=8, after_s=0.01)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(SHARED_FORK_SERVER, raising=False)  # a worker kills the agent that is above it
         training = Training(tmp_path / "job", "-n", "1:2", "--checkpoint-every", "4", faults=faults)
@@ -113,28 +120,28 @@ def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(serial: 
 @pytest.mark.parametrize("workers", ["2", "3"])  # one alone: tests/unit/test_integrity.py
 def test_a_flipped_bit_of_one_workers_copy_does_not_pass_for_right(workers: str, serial: str, tmp_path: Path) -> None:
     # The update may round the first one away in its replica, after gradients were computed with it; never the second.
-    faults = Faults().flip_bit(rank=1, at_step=20, bit=0).flip_bit(rank=0, at_step=40, bit=23)
+    faults = Faults().flip_bit(rank=1, at_step=8, bit=0).flip_bit(rank=0, at_step=16, bit=23)
     training = Training(tmp_path / "job", "-n", workers, faults=faults)
     assert training.digest == serial
     found = training.journal("healed", "rolled back")
-    assert [line["step"] for line in found] == [20, 40]
+    assert [line["step"] for line in found] == [8, 16]
     assert {line["event"] for line in found} == {"healed" if workers == "3" else "rolled back"}
     said = training.ended.stdout + training.ended.stderr
     assert ("rank 1 on host" if workers == "3" else "no majority says which are right") in said
 
 
 def test_a_flipped_bit_of_the_copy_that_workers_share_does_not_pass_for_right(serial: str, tmp_path: Path) -> None:
-    faults = Faults().flip_bit(rank=1, at_step=20, bit=0).flip_bit(rank=0, at_step=40, bit=23)
+    faults = Faults().flip_bit(rank=1, at_step=8, bit=0).flip_bit(rank=0, at_step=16, bit=23)
     training = Training(tmp_path / "job", "-n", "3", faults=faults, UNISONO_SHARD_OPTIMIZER="1")
     assert training.digest == serial
-    assert [line["step"] for line in training.journal("rolled back")] == [20, 40]
+    assert [line["step"] for line in training.journal("rolled back")] == [8, 16]
     assert training.journal("memory shared")
     assert not training.journal("healed")
 
 
 def test_a_flipped_bit_beside_the_weights_does_not_pass_for_right(serial: str, tmp_path: Path) -> None:
     faults = (
-        Faults().flip_bit(rank=1, at_step=20, place="buffers").flip_bit(rank=0, at_step=40, place="optimizer", bit=23)
+        Faults().flip_bit(rank=1, at_step=8, place="buffers").flip_bit(rank=0, at_step=16, place="optimizer", bit=23)
     )
     training = Training(tmp_path / "job", "-n", "2", faults=faults)
     assert training.digest == serial
@@ -142,7 +149,7 @@ def test_a_flipped_bit_beside_the_weights_does_not_pass_for_right(serial: str, t
 
 
 def test_a_worker_that_computes_wrongly_is_named_and_replaced_and_leaves_no_trace(serial: str, tmp_path: Path) -> None:
-    faults = Faults().wrong_result(rank=1, at_step=20, bit=22)
+    faults = Faults().wrong_result(rank=1, at_step=8, bit=22)
     training = Training(tmp_path / "job", "-n", "3", "--max-restarts", "9", "--audit", "0.1", faults=faults)
     assert training.digest == serial
     named = training.journal("wrong result")

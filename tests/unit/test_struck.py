@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from one_at_a_time import Blow, blows_on
+from one_at_a_time import BLOWS, Blow, blows_on
 from struck_training import Memory, Outcome, train
 from unisono.errors import CheckpointError
 from unisono.plan.batches import Position
@@ -31,10 +30,7 @@ SIZES = [(2, 0), (3, 0), (4, 0), (1, 1), (2, 1), (3, 1)]
 
 THREADS = 16
 
-BLOWS = int(os.environ.get("UNISONO_BLOWS", "100"))
-"""So many blows, and so many pairs of them, are tried for each size at most, drawn from a seed."""
-
-FIRST = 25
+FIRST = BLOWS // 4
 """Of so many first blows, others fall into the recoveries."""
 
 
@@ -94,13 +90,11 @@ def recovery(passed: Sequence[str]) -> int:
 def pairs_of_blows(pool: ThreadPoolExecutor, size: tuple[int, int]) -> list[list[Blow]]:
     """Blows, each with one that falls into the recovery from it, above all where a state is handed over there."""
     draw, first = random.Random(sum(size)), list(blows_on(train(pool, *size).world))
-    after = [
-        (blow, train(pool, *size, blow)) for blow in draw.sample(first, min(len(first), max(2 * FIRST, BLOWS // 4)))
-    ]
+    after = [(blow, train(pool, *size, blow)) for blow in draw.sample(first, min(len(first), 2 * FIRST))]
     after.sort(key=lambda one: not any("state taken" in passed for passed in one[1].world.points.values()))
     pairs = [
         [blow, second]
-        for blow, outcome in after[: max(FIRST, BLOWS // 4)]
+        for blow, outcome in after[:FIRST]
         for second in blows_on(outcome.world)
         if second.point < recovery(outcome.world.points[second.worker])
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import struck_training
-from one_at_a_time import Blow, blows_on
+from one_at_a_time import BLOWS, Blow, blows_on
 from struck_run import Outcome, Play, act_out, flipped, wrong
 from unisono.errors import JobMismatch, WorkerLost
 from unisono.failpoints import POINTS
@@ -21,7 +20,7 @@ from unisono.train.config.run_config import Execution
 
 pytestmark = pytest.mark.cluster
 
-BLOWS = int(os.environ.get("UNISONO_BLOWS", "100")) // 5
+TRIED = BLOWS // 5
 """So many are tried on each job, drawn from a seed."""
 
 LOOKING = Execution(overlap=False, looks=True)
@@ -83,7 +82,7 @@ def test_one_worker_may_die_at_any_point(name: str, pool: ThreadPoolExecutor, se
     assert whole.error is None
     blows = [blow for blow in blows_on(whole.world) if has_been_compared(blow, whole, play)]
     found = {}
-    for blow in random.Random(1).sample(blows, min(len(blows), BLOWS)):
+    for blow in random.Random(1).sample(blows, min(len(blows), TRIED)):
         outcome = act_out(pool, play, blow)
         assert outcome.world.struck == 1, f"{blow}: it did not fall"
         found[blow] = trouble_in(outcome, serial, play)

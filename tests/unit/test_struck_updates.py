@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from one_at_a_time import Blow, some_of
+from one_at_a_time import BLOWS, Blow, some_of
 from struck_run import Outcome, Play, act_out, momentum
 from unisono.job import Job
 from unisono.train.config.run_config import Execution
 
 pytestmark = pytest.mark.cluster
 
-BLOWS = int(os.environ.get("UNISONO_BLOWS", "100")) // 8
+TRIED = BLOWS // 8
 """So many are tried on each job, drawn from a seed, and about as many pairs of them."""
 
 POINTS = (
@@ -103,7 +102,7 @@ def test_a_worker_may_die_at_any_mark_of_an_update(
     assert {"piece kept", "piece begun", "piece updated", "piece done"} <= set(
         chain.from_iterable(whole.world.points.values())
     )
-    for blow in drawn(blows, BLOWS):
+    for blow in drawn(blows, TRIED):
         outcome = act_out(pool, play, blow)
         assert outcome.world.struck == 1, f"{blow}: it did not fall"
         found[blow] = trouble_in(outcome, serial(play))
@@ -116,7 +115,7 @@ def test_another_may_die_while_it_finishes_the_update_alone(
 ) -> None:
     play = replace(PLAYS[name], folder=tmp_path)
     whole, found, begun = act_out(pool, play), {}, 0
-    for first in drawn(of_updates(whole), BLOWS // 3):
+    for first in drawn(of_updates(whole), -(-TRIED // 3)):
         once = act_out(pool, play, first)
         for second in drawn(of_updates(once), 3):
             outcome = act_out(pool, play, first, second)
