@@ -9,6 +9,8 @@ DOCS_READY := $(VENV)/.ready-docs
 NEWEST := .venv-newest
 OLDEST := .venv-oldest
 OLDEST_READY := $(OLDEST)/.ready
+TENSORFLOW := .venv-tensorflow
+TENSORFLOW_READY := $(TENSORFLOW)/.ready
 EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/test_elastic_training.py \
 	tests/unit/test_checkpoint_models.py tests/unit/test_checkpoint_optimizers.py tests/unit/test_order.py \
 	tests/unit/test_overlap.py tests/unit/test_sharded_update.py tests/unit/test_squared_norms.py tests/unit/test_tree.py
@@ -23,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks nightly case-study slurm format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -164,6 +166,9 @@ oldest-frameworks: $(OLDEST_READY)  ## the tests of Keras, Lightning, Transforme
 	@$(OLDEST)/bin/python -m pip list 2>/dev/null | grep -iE '^(accelerate|keras|lightning|torch|transformers) '
 	@$(OLDEST)/bin/python -m pytest -n 3 --dist loadgroup $(FRAMEWORKS) $(OPTIONS)
 
+with-tensorflow: $(TENSORFLOW_READY)  ## the tests of Keras on tf.data and with its TensorBoard callback, for which tensorflow has to be there
+	@KERAS_BACKEND=torch $(TENSORFLOW)/bin/python -m pytest -n 2 --dist loadscope $(wildcard tests/unit/test_keras_t*.py) $(OPTIONS)
+
 nightly: $(BENCH_READY)  ## all that takes long, cheap things first, on through failures: most of a night; TARGETS="soak chaos" for some
 	@.ci/nightly $(TARGETS)
 
@@ -188,7 +193,7 @@ format: $(READY)  ## lay out the code and mend what ruff can mend
 
 clean:  ## remove .venv and all caches; what you trained stays
 	@echo "==> removing $(VENV) and the caches"
-	@rm -rf $(VENV) $(NEWEST) $(OLDEST) nightly .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf $(VENV) $(NEWEST) $(OLDEST) $(TENSORFLOW) nightly .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is pinned in the very command that installs everything, or pip would fetch the newest build there is. As
@@ -216,6 +221,16 @@ $(OLDEST_READY): pyproject.toml constraints.txt constraints-oldest.txt
 	@grep -vf $(OLDEST)/others.txt constraints.txt | cat - constraints-oldest.txt > $(OLDEST)/constraints.txt
 	@PIP_CONSTRAINT=$(OLDEST)/constraints.txt PIP_BUILD_CONSTRAINT=$(OLDEST)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
 		$(OLDEST)/bin/python -m pip install --quiet -e '.[accelerate,dev,examples,keras,lightning,transformers]' pytorch-lightning
+	@touch $@
+
+$(TENSORFLOW_READY): pyproject.toml constraints.txt constraints-tensorflow.txt
+	@echo "==> installing tensorflow beside torch into $(TENSORFLOW)"
+	@rm -rf $(TENSORFLOW)
+	@"$(PYTHON)" -m venv $(TENSORFLOW)
+	@sed -n 's/^\([a-z0-9-]*==\).*/^\1/p' constraints-tensorflow.txt > $(TENSORFLOW)/others.txt
+	@grep -vf $(TENSORFLOW)/others.txt constraints.txt | cat - constraints-tensorflow.txt > $(TENSORFLOW)/constraints.txt
+	@PIP_CONSTRAINT=$(TENSORFLOW)/constraints.txt PIP_BUILD_CONSTRAINT=$(TENSORFLOW)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+		$(TENSORFLOW)/bin/python -m pip install --quiet -e '.[dev,keras]' tensorflow-cpu tensorboard
 	@touch $@
 
 $(DOCS_READY): $(READY)

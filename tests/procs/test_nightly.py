@@ -57,6 +57,7 @@ def test_every_benchmark_that_can_be_made_is_made_at_night(tmp_path: Path) -> No
         "mutants",
         "newest-torch",
         "oldest-frameworks",
+        "with-tensorflow",
         "soak",
         "chaos",
     } <= set(made)

@@ -108,6 +108,32 @@ def test_a_loader_and_a_data_set_are_taken_as_they_are(start: Start) -> None:
     np.testing.assert_array_equal(again.predict(data), ours.predict(X))
 
 
+class Stream(IterableDataset[Any]):
+    """The samples, which nobody can index."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return zip(X, Y, strict=True)
+
+
+class Samples:
+    """A stream that opens its readers itself."""
+
+    def open_reader(self, number: int, readers: int) -> Iterator[Any]:
+        return zip(X[number::readers], Y[number::readers], strict=True)
+
+
+@pytest.mark.parametrize("stream", [lambda: DataLoader(Stream(), batch_size=40), Stream, Samples])
+def test_streams_are_trained_on_evaluated_and_predicted(start: Start, stream: Callable[[], Any]) -> None:
+    _, _, ours, history = both(start, epochs=2, shards=1, validation_data=(X, Y))
+    again = compiled(unisono.keras.Model(network(), start(batch_size=40, shards=1)))
+    found = again.fit(stream(), batch_size=40, epochs=2, verbose=0, validation_data=stream(), validation_batch_size=40)
+    assert found.history == history
+    assert again.evaluate(stream(), verbose=0, batch_size=40) == ours.evaluate(X, Y, verbose=0, batch_size=40)
+    np.testing.assert_array_equal(again.predict(stream(), batch_size=40), ours.predict(X, batch_size=40))
+    with pytest.raises(DataError, match="have the stream end there"):
+        again.evaluate(stream(), steps=1, verbose=0)
+
+
 def test_targets_and_losses_are_found_by_their_names(start: Start) -> None:
     def heads() -> Any:
         keras.utils.clear_session()
@@ -294,11 +320,6 @@ def stateful() -> Any:
     return keras.Sequential(layers)
 
 
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return zip(X, Y, strict=True)
-
-
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "jit": (lambda model: compiled(model, jit_compile=True), ModelError, "leave it out"),
     "executions": (lambda model: compiled(model, steps_per_execution=2), ModelError, "use 1"),
@@ -307,11 +328,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "train_on_batch": (lambda model: compiled(model).train_on_batch(X, Y), ModelError, "Use fit"),
     "settings": (lambda model: unisono.keras.Model(network(), seed=1, shards=2), JobError, "beside a run that is open"),
     "generator": (lambda model: compiled(model).fit(iter([(X, Y)])), DataError, "give arrays, a PyDataset"),
-    "stream": (
-        lambda model: compiled(model).fit(DataLoader(Endless(), 16)),
-        DataError,
-        "Endless cannot be read by index",
-    ),
     "beside": (lambda model: compiled(model).fit(Batches(), Y), DataError, "y beside a Batches: let it return"),
     "uneven": (
         lambda model: compiled(model).fit(Batches((40, 60, 90))),

@@ -77,6 +77,13 @@ class Feed:
         """The order of its samples."""
         return self.source.order
 
+    def decides(self, batch_size: int) -> str:
+        """What decides which samples a batch has, and what to do, for messages."""
+        return (
+            f"the loader's batch_sampler decides which samples a batch has: give the DataLoader a sampler and "
+            f"batch_size={batch_size} instead"
+        )
+
     def same(self) -> Mapping[str, Any]:
         """What has to be the same on all workers."""
         told: dict[str, Any] = {"number of samples": len(self.source.dataset)}
@@ -143,12 +150,16 @@ def _blocks_of(data: Any, shuffle: Shuffle | None) -> BlockShuffle | None:
     return blocks
 
 
-def refuse_beside(asked: Asked) -> None:
-    """Refuse what a script says beside a loader.
+def refuse_beside(asked: Asked, why: str = "beside a DataLoader: the loader decides it, so say it there") -> None:
+    """Refuse what a script says beside data that decide it.
+
+    Args:
+        asked: what the script says.
+        why: what to do, for the message.
 
     Raises:
         JobError: it says something.
     """
     said = {one.name: getattr(asked, one.name) for one in fields(asked)}
     if beside := [f"{name}={short(value)}" for name, value in said.items() if value is not None]:
-        raise JobError(f"{', '.join(beside)} beside a DataLoader: the loader decides it, so say it there")
+        raise JobError(f"{', '.join(beside)} {why}")

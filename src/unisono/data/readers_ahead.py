@@ -95,6 +95,10 @@ class ReadersAhead:
         """The same, collated."""
         return self._read(wish)[1]
 
+    def mark(self) -> int:
+        """No other worker reads the same."""
+        return 0
+
     def close(self) -> None:
         """End the processes."""
         self._readers.close()

@@ -42,6 +42,11 @@ class LoopKey:
     loop: int
     passes: int = 0
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it is no loop."""
+        return self.loop < 0
+
 
 @dataclass(frozen=True, slots=True)
 class EpochOrder:

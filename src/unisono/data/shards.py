@@ -27,6 +27,10 @@ _STOPPED = "the data set raised StopIteration, and a sample has to come of an in
 class Source(Protocol):
     """Gives the batches of any shard of the step that is under way."""
 
+    @property
+    def unlike(self) -> str:
+        """Why workers may have different samples in a step, and what to do, for messages."""
+
     def of(self, batch: Batch, shards: Iterable[int]) -> list[Any]:
         """The batches of some shards of a step; None for an empty one."""
 
@@ -75,6 +79,14 @@ class ShardSource:
     collate: Collate | None = None
     samples: int | None = None
     watch: DrawWatch = field(default_factory=DrawWatch)
+
+    @property
+    def unlike(self) -> str:
+        """Why workers may have different samples in a step, and what to do, for messages."""
+        return (
+            "The loader's sampler draws from something that is not seeded, such as numpy.random.default_rng() or the "
+            "time: draw from torch, random or numpy.random, which are seeded here, or seed it by epoch in set_epoch"
+        )
 
     def load(self, request: ShardsRequest) -> list[Any]:
         """Each shard's collated samples; None for an empty shard.

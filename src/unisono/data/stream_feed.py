@@ -101,6 +101,10 @@ class StreamFeed:
             stream, key, loader.batch_size, collate, keeps_states(loader), loader.worker_init_fn, processes, epochs
         )
 
+    def decides(self, batch_size: int) -> str:
+        """What decides which samples a batch has, and what to do, for messages."""
+        return f"{type(self.stream).__name__} makes its batches itself: have it make them of other sizes"
+
     def same(self) -> Mapping[str, Any]:
         """What has to be the same on all workers."""
         return {"kind of stream": type(self.stream).__name__}

@@ -74,6 +74,9 @@ class Readers(Protocol):
             DataError: it no longer gives what it has given, or samples cannot be collated.
         """
 
+    def mark(self) -> int:
+        """A number below 2**32 that tells what all workers read alike for a step; 0 where each reads its own."""
+
     def close(self) -> None:
         """Close all readers; whoever asks again opens them anew."""
 
@@ -136,6 +139,10 @@ class OpenReaders:
                 whose = f"reader {wish.number} of {type(self._stream).__name__} in epoch {wish.epoch}"
                 newest.batch = collated(self._collate, list(newest.samples), numbers, whose)
         return newest.batch
+
+    def mark(self) -> int:
+        """No other worker reads the same."""
+        return 0
 
     def close(self) -> None:
         """Close all readers."""

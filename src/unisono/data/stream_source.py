@@ -15,10 +15,15 @@ class StreamSource:
     Args:
         readers: the readers, one for each shard of the job.
         name: the name of the stream's kind.
+        cure: what to do if workers read different samples where they are to read the same, for messages.
+
+    Attributes:
+        unlike: why workers may have different samples in a step, and what to do, for messages.
     """
 
-    def __init__(self, readers: Readers, name: str) -> None:
+    def __init__(self, readers: Readers, name: str, cure: str = "") -> None:
         self._readers, self._name = readers, name
+        self.unlike = f"All read the same batches of {name}: {cure}"
         self._begun: tuple[ReaderState, ...] = ()
 
     def read(self, wishes: Sequence[Wish]) -> Iterator[Given]:
@@ -43,8 +48,8 @@ class StreamSource:
         return [self._shard(batch, number) for number in shards]
 
     def mark(self, batch: Batch) -> int:
-        """Nobody else reads these samples."""
-        return 0
+        """What tells the samples of a step that all workers read; 0 where nobody else reads these samples."""
+        return self._readers.mark()
 
     def close(self) -> None:
         """Close the readers; whoever reads again opens them anew."""

@@ -141,7 +141,7 @@ class StepLoop:
         config, by_script = self.config, self.config.asked_batch_size
         if batch_size is not None and batch_size < 1:
             raise JobError(f"run.steps(batch_size={batch_size}): needs a number of samples from 1 on")
-        said = batch_size or by_script or feed.batch_size
+        said = batch_size or (feed.batch_size if feed.is_batched else None) or by_script or feed.batch_size
         if said is None:
             raise JobError(
                 "run.steps: nobody says how many samples a global batch has. Give it a DataLoader that does, "

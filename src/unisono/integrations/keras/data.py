@@ -1,4 +1,4 @@
-"""What Keras users give to ``fit``: arrays in any structure, data sets and loaders, as a run reads them."""
+"""What Keras users give to ``fit``: arrays in any structure, data sets, loaders and streams, as a run reads them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+from unisono.data.opened_stream import opens_readers
 from unisono.data.shards import is_indexed
+from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
 from unisono.data.streams import generators_kept
 from unisono.errors import DataError
 from unisono.integrations.keras.batches import (
@@ -23,13 +25,16 @@ from unisono.integrations.keras.batches import (
     BatchRows,
     DataEpochs,
     DrawKey,
+    Standard,
     changes,
     loader_of,
 )
+from unisono.integrations.keras.tf_data import TfBatches, is_tf_data
 
 _CANNOT_BE_READ = (
-    "{} cannot be read by index: give arrays, a PyDataset (whose __getitem__ makes batch j), a map-style data set or a "
-    "DataLoader over one; samples are distributed among workers by their numbers"
+    "{} can be read once, and workers that join and runs that resume read again: give arrays, a PyDataset (whose "
+    "__getitem__ makes batch j), a tf.data.Dataset, a data set of torch (a map-style one, or an IterableDataset, whose "
+    "__iter__ makes a generator anew each time) or a DataLoader over one"
 )
 
 
@@ -38,14 +43,16 @@ class KerasData:
     """Data, and how a batch of it becomes ``(x, y, sample_weight)``.
 
     Attributes:
-        data: a data set, or a ``DataLoader``.
+        data: a data set, a ``DataLoader``, or a stream.
         form: the structure of the arrays: a number for each array, None where there is none; None for other data.
         epochs: the data set's own epochs, if it changes between them.
+        standard: a function that makes tensors of a batch, where that is not done before.
     """
 
     data: Any
     form: Any = None
     epochs: DataEpochs | None = None
+    standard: Standard | None = None
 
     @classmethod
     def of(
@@ -61,26 +68,26 @@ class KerasData:
         """Take what ``fit``, ``evaluate`` or ``predict`` was given.
 
         Args:
-            x: arrays in any structure, a ``PyDataset``, a map-style data set or a ``DataLoader``.
+            x: arrays in any structure, a ``PyDataset``, a ``tf.data.Dataset``, a data set of torch or a ``DataLoader``.
             training: what a ``PyDataset`` draws follows from.
             y: the targets, beside arrays.
             sample_weight: a weight for each sample, beside arrays.
-            class_weight: a weight for each class, beside arrays or a ``PyDataset``.
+            class_weight: a weight for each class, beside arrays, a ``PyDataset`` or a ``tf.data.Dataset``.
             shuffle: whether to permute the batches of a ``PyDataset``.
 
         Raises:
-            DataError: there is no way to read it by index, or the arrays have different lengths; says what to do.
+            DataError: there is no way to read it again, or the arrays have different lengths; says what to do.
         """
         if isinstance(x, keras.utils.PyDataset):
             _refuse_beside(x, y=y, sample_weight=sample_weight)
             rows = BatchRows(x, partial(_standard, class_weight=class_weight), training)
             loader = loader_of(rows, BatchOrder(rows, shuffle=shuffle))
             return cls(loader, epochs=DataEpochs(rows, training) if changes(x) else None)
-        if isinstance(x, DataLoader | Dataset):
+        if is_tf_data(x):
+            _refuse_beside(x, y=y, sample_weight=sample_weight)
+            return cls(TfBatches(x), standard=partial(_standard, class_weight=class_weight))
+        if isinstance(x, DataLoader | Dataset) or opens_readers(x):
             _refuse_beside(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
-            source: Any = x.dataset if isinstance(x, DataLoader) else x
-            if not is_indexed(source):
-                raise DataError(_CANNOT_BE_READ.format(type(source).__name__))
             return cls(x)
         if class_weight is not None:
             if sample_weight is not None:
@@ -111,13 +118,25 @@ class KerasData:
 
     def __len__(self) -> int:
         """The number of samples."""
-        source: Any = self.data.dataset if isinstance(self.data, DataLoader) else self.data
-        return len(source)
+        return len(self._source)
 
     @property
-    def is_loader(self) -> bool:
-        """Whether a loader decides order and batches."""
-        return isinstance(self.data, DataLoader)
+    def _source(self) -> Any:
+        return self.data.dataset if isinstance(self.data, DataLoader) else self.data
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether the data decide order and batches."""
+        return isinstance(self.data, DataLoader | TfBatches)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data are read from front to back."""
+        return isinstance(self.data, TfBatches) or opens_readers(self._source) or not is_indexed(self._source)
+
+    def size(self, batch_size: int) -> int | None:
+        """What to say of the samples in a batch, unless the data decide it alone."""
+        return None if isinstance(self.data, TfBatches) else self.batch_size or batch_size
 
     @property
     def batch_size(self) -> int | None:
@@ -127,19 +146,40 @@ class KerasData:
         batches = self.data.batch_sampler
         return batches.size if isinstance(batches, BatchOrder) else self.data.batch_size
 
-    def steps(self, batch_size: int) -> int:
-        """The number of batches in a pass.
+    def steps(self, batch_size: int) -> int | None:
+        """The number of batches in a pass; None if that is known behind it.
 
         Raises:
             DataError: there is none.
         """
-        found = len(self.data) if self.is_loader else math.ceil(len(self) / batch_size)
-        if not found:
+        if isinstance(self.data, TfBatches):
+            found = self.data.batches
+        elif self.is_stream:
+            found = None
+        else:
+            found = len(self.data) if self.is_batched else math.ceil(len(self) / batch_size)
+        if found == 0:
             raise DataError("the data have no batch: there are no samples, or drop_last or a sampler leaves none")
         return found
 
+    def passes(self, epochs: int, steps_per_epoch: int | None, steps_in_pass: int | None) -> int:
+        """The number of passes in which so many epochs are over.
+
+        Raises:
+            DataError: a pass never ends, and nobody says how many steps an epoch has.
+        """
+        is_endless = isinstance(self.data, TfBatches) and self.data.is_endless
+        if steps_per_epoch is None and is_endless:
+            raise DataError("a tf.data.Dataset that never ends: say steps (fit: steps_per_epoch, validation_steps)")
+        if is_endless:
+            return 1
+        steps = epochs * (steps_per_epoch or 0)  # where nobody knows, a pass has one
+        return epochs if steps_per_epoch is None else math.ceil(steps / (steps_in_pass or 1))
+
     def unpack(self, batch: Any) -> tuple[Any, ...]:
         """What ``train_step`` gets for a collated batch."""
+        if self.standard is not None:
+            return self.standard(batch)
         if self.form is None:
             return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
         found: tuple[Any, ...] = keras.tree.map_structure(
@@ -149,11 +189,16 @@ class KerasData:
 
     def first(self) -> tuple[Any, ...]:
         """A batch of the first two samples, by which a model gets its shapes."""
+        if isinstance(self.data, TfBatches):
+            return self.unpack(self.data.first())
         self.steps(1)
-        source = self.data.dataset if self.is_loader else self.data
-        collate = self.data.collate_fn if self.is_loader else default_collate
+        collate = self.data.collate_fn if isinstance(self.data, DataLoader) else default_collate
         with generators_kept():
-            return self.unpack(collate([source[index] for index in range(min(2, len(source)))]))
+            if self.is_stream:
+                samples = Reader(self._source, ReaderKey(0, 0, 0, 0, 0, 1), ReaderState()).take(2)
+            else:
+                samples = [self._source[index] for index in range(min(2, len(self)))]
+            return self.unpack(collate(samples))
 
     @contextmanager
     def epoch(self) -> Iterator[None]:
@@ -168,14 +213,20 @@ class KerasData:
         """The samples of the first batches alone.
 
         Raises:
-            DataError: a loader decides it.
+            DataError: a loader or a stream decides it; or it never ends.
         """
-        if steps is None or steps >= self.steps(batch_size):
+        if isinstance(self.data, TfBatches):
+            self.passes(1, steps, None)
+            return self if steps is None else replace(self, data=self.data.cut(steps))
+        known = self.steps(batch_size)
+        if steps is None or (known is not None and steps >= known):
             return self
-        if self.is_loader and isinstance(self.data.dataset, BatchRows):
-            rows = self.data.dataset
+        if known is None:
+            raise DataError(f"only {steps} batches of a stream: have the stream end there")
+        if isinstance(self._source, BatchRows):
+            rows = self._source
             return replace(self, data=loader_of(rows, BatchOrder(rows, most=steps)))
-        if self.is_loader:
+        if self.is_batched:
             raise DataError(f"only {steps} of the loader's {len(self.data)} batches: give it a Subset of its data set")
         return KerasData(Subset(self.data, range(steps * batch_size)), self.form)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from functools import partial
-from math import ceil
 from typing import Any, NoReturn
 
 import keras
@@ -124,7 +123,7 @@ class Model:
         """Train, as Keras' ``fit`` does: with the model's own ``train_step``, once per shard of each global batch.
 
         Args:
-            x: arrays in any structure, a ``PyDataset``, a map-style data set or a ``DataLoader``.
+            x: arrays in any structure, a ``PyDataset``, a ``tf.data.Dataset``, a data set of torch or a ``DataLoader``.
             y: the targets, likewise.
             batch_size: the samples of a global batch, over all workers; by default those of ``unisono.init``, and 32 if
                 it says none. A loader decides it itself.
@@ -162,18 +161,18 @@ class Model:
         config = run.inside.loop.config
         size = samples.batch_size or batch_size or config.asked_batch_size or USUAL_BATCH
         steps_in_pass = samples.steps(size if config.batch_set_by is None else run.job.batch_size or size)
+        passes = samples.passes(max(epochs - initial_epoch, 0), steps_per_epoch, steps_in_pass)
         steps = steps_per_epoch or steps_in_pass
         called = listed(callbacks, model, lambda: run.is_main, verbose, epochs=epochs, steps=steps)
         validate = partial(
             self._validate, held_out, validation_freq, called, validation_batch_size or size, validation_steps
         )
-        shuffled = None if samples.is_loader else bool(shuffle)
+        shuffled = None if samples.is_batched or samples.is_stream else bool(shuffle)
         epochs_of_data = (samples.epochs, None if held_out is None else held_out.epochs)
         fit = Fitting(model, called, range(initial_epoch, epochs), steps_per_epoch, validate, epochs_of_data)
         self._on_run.begin(fit)
         if fit.epochs:
-            passes = ceil(len(fit.epochs) * (steps_per_epoch or steps_in_pass) / steps_in_pass)
-            loop = run.steps(samples.data, passes, shuffle=shuffled, batch_size=size)
+            loop = run.steps(samples.data, passes, shuffle=shuffled, batch_size=samples.size(size))
             run.enter()  # data sets that change hear what they have missed, before anything is read
             with closing(loop):  # also where training stops early: what follows is behind the loop
                 self._train(fit, samples, loop)
@@ -206,7 +205,7 @@ class Model:
         What the metrics add up is added up over all samples, so each result is that of all of them (AUC, too).
 
         Args:
-            x: arrays in any structure, a ``PyDataset``, a map-style data set or a ``DataLoader``.
+            x: arrays in any structure, a ``PyDataset``, a ``tf.data.Dataset``, a data set of torch or a ``DataLoader``.
             y: the targets, likewise.
             batch_size: the samples in a batch, 32 by default.
             verbose: 0 to show nothing.
@@ -238,7 +237,7 @@ class Model:
             self._on_run.evaluated.append(row)
         set_metrics(model, row)
         logs = results_of(model)
-        callbacks.on_test_batch_end(count - 1, logs)
+        callbacks.on_test_batch_end((count or 1) - 1, logs)
         callbacks.on_test_end(logs)
         return logs
 
@@ -253,7 +252,7 @@ class Model:
         """The model's outputs, distributed among the workers, on each worker.
 
         Args:
-            x: arrays in any structure, a ``PyDataset``, a map-style data set or a ``DataLoader``.
+            x: arrays in any structure, a ``PyDataset``, a ``tf.data.Dataset``, a data set of torch or a ``DataLoader``.
             batch_size: the samples in a batch, 32 by default.
             verbose: taken as in Keras; nothing is shown.
             steps: the number of batches; all by default.
@@ -270,7 +269,7 @@ class Model:
         called.on_predict_begin()
         with samples.epoch():
             found = run.predict(
-                samples.data, PredictStep(model, samples.unpack), batch_size=None if samples.is_loader else size
+                samples.data, PredictStep(model, samples.unpack), batch_size=None if samples.is_batched else size
             )
         called.on_predict_end()
         return keras.tree.map_structure(_array, found)
@@ -280,7 +279,7 @@ class Model:
         inside = self.run.inside
         inside.synchronisation.before_call()
         step = EvaluationStep(self.keras_model, samples.unpack)
-        size = None if samples.is_loader else batch_size
+        size = None if samples.is_batched else batch_size
         return inside.evaluator.carry_out(
             lambda one: one.sums(step) if known is None else known, samples.data, size, None
         )

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint.layout import empty_as, form_of
+from unisono.data.batch_feed import BatchFeed
 from unisono.data.feed import Asked, Feed
+from unisono.data.loop_feeds import feed_of
 from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import Collate
 from unisono.data.stream_feed import StreamFeed
@@ -25,6 +27,7 @@ from unisono.plan.tree import Node, SummationTree
 from unisono.train.config.arguments import require_kinds
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
+from unisono.train.loop.batch_blocks import BatchBlocks
 from unisono.train.loop.blocks import (
     EVALUATION_EPOCH,
     NO_LOOP,
@@ -205,7 +208,7 @@ class Evaluator:
         prepared, job = self._trained.require_prepared(), self._job
         asked = Asked(batch_size=batch_size, collate_fn=collate)
         key = LoopKey(job.seed, NO_LOOP)
-        feed = StreamFeed.of(dataset, asked, key, self._timeout_s) or Feed.of(dataset, asked, key, self._timeout_s)
+        feed = feed_of(dataset, asked, key, self._timeout_s)
         self._collectives.agree("data set", feed.same())
         size = batch_size or feed.batch_size or -(-(job.batch_size or SAMPLES_PER_SHARD * job.shards) // job.shards)
         blocks, step = self._blocks(feed, size), self._trained.progress.position.step
@@ -218,6 +221,8 @@ class Evaluator:
             self.is_under_way = False
 
     def _blocks(self, feed: Feed | StreamFeed, size: int) -> Blocks:
+        if isinstance(feed, BatchFeed):
+            return BatchBlocks(feed.stream, self._job.shards)
         if isinstance(feed, StreamFeed):
             return StreamBlocks(feed, self._job.shards, size)
         cut = feed.order.cut(EVALUATION_EPOCH, size)

@@ -24,10 +24,7 @@ def require_batches(feed: Feed | StreamFeed, batch_size: int, said: int) -> None
             f"global batch, over all workers. Say the same in unisono.init and in the DataLoader"
         )
     if feed.is_batched and batch_size != said:
-        raise JobError(
-            f"batch_size={batch_size} is set from outside, and the loader's batch_sampler decides which samples a "
-            f"batch has: give the DataLoader a sampler and batch_size={said} instead"
-        )
+        raise JobError(f"batch_size={batch_size} is set from outside, and {feed.decides(said)}")
 
 
 def require_counts(epochs: int, max_steps: int | None) -> None:
@@ -69,10 +66,7 @@ def require_shape(feed: Feed | StreamFeed, shape: BatchShape, base: BatchShape) 
         PolicyError: they have, and a batch sampler or a stream's readers decide it.
     """
     if feed.is_batched and shape.samples != base.samples:
-        raise PolicyError(
-            f"a policy wants batches of {shape.samples} samples, and the loader's batch_sampler decides which "
-            f"samples a batch has: give the DataLoader a sampler and batch_size={base.samples} instead"
-        )
+        raise PolicyError(f"a policy wants batches of {shape.samples} samples, and {feed.decides(base.samples)}")
     if isinstance(feed, StreamFeed) and shape.shards != base.shards:
         raise PolicyError(
             f"a policy wants to cut batches into {shape.shards} shards, and the stream has {base.shards} readers, one "

@@ -187,7 +187,7 @@ class ExactSteps:
         try:
             attempt = engine.attempt(made, partial(self.report.flags, collectives.formed_s))
         except PolicyError:
-            _require_same_samples(workers, call.step, samples)
+            _require_same_samples(workers, call, samples)
             self.trained.policy_state.refuse(workers, made.step)
         except MemoryFault:
             self.judge.discard_unconfirmed()
@@ -332,18 +332,16 @@ class ExactSteps:
         return found
 
 
-def _require_same_samples(workers: Workers, step: Step, mark: int) -> None:
-    """Refuse samplers that give each worker an order of its own. Collective.
+def _require_same_samples(workers: Workers, call: StepCall, mark: int) -> None:
+    """Refuse data that give each worker an order of its own. Collective.
 
     Raises:
         DataError: they do.
     """
-    marks = workers.gather_json(mark)
+    marks, step = workers.gather_json(mark), call.step
     if odd := [rank for rank, one in enumerate(marks) if one != marks[0]]:
         raise DataError(
-            f"step {step.number}, epoch {step.epoch}: the loader's sampler gives rank {odd[0]} other samples than rank "
-            f"0. It draws from something that is not seeded, such as numpy.random.default_rng() or the time: draw from "
-            f"torch, random or numpy.random, which are seeded here, or seed it by epoch in set_epoch"
+            f"step {step.number}, epoch {step.epoch}: rank {odd[0]} has other samples than rank 0. {call.source.unlike}"
         )
 
 

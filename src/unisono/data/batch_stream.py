@@ -1,0 +1,209 @@
+"""Streams that come in whole batches: every worker reads all of them, and takes the parts of its shards."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+from zlib import crc32
+
+from torch import Tensor
+
+from unisono.data.slot import replaced
+from unisono.data.stream_reader import ReaderState
+from unisono.data.stream_readers import Given, Wish
+from unisono.errors import DataError
+from unisono.plan.split import even_bounds
+from unisono.received import value_of
+from unisono.words import bytes_of
+
+
+class BatchStream(Protocol):
+    """A stream whose batches are made already.
+
+    Attributes:
+        origin: the object by which passes over it are counted.
+        name: what it is, for messages.
+        cure: what to do if it does not give the same batches each time, for messages.
+    """
+
+    origin: Any
+    name: str
+    cure: str
+
+    def open_batches(self, number: int) -> Iterator[Any]:
+        """One of its passes, from the beginning: the same batches, whoever asks, whenever and how often.
+
+        Args:
+            number: the number of the pass.
+
+        Returns:
+            tensors in lists, tuples and dicts, with one row for each sample.
+        """
+
+
+def gives_batches(stream: Any) -> bool:
+    """Whether it is a stream of batches."""
+    return hasattr(stream, "open_batches")
+
+
+class StreamBatch(NamedTuple):
+    """A batch of such a stream.
+
+    Attributes:
+        value: the batch.
+        samples: the number of its samples.
+        digest: what tells it from others: a number below 2**32.
+    """
+
+    value: Any
+    samples: int
+    digest: int
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> "StreamBatch":
+        """Look at what a stream has given.
+
+        Raises:
+            DataError: it is no batch.
+        """
+        found: list[Tensor] = []
+        replaced(value, Tensor, found.append)
+        rows = {len(tensor) if tensor.dim() else None for tensor in found}
+        if len(rows) != 1 or None in rows:
+            shapes = " and ".join(str(list(tensor.shape)) for tensor in found) or "no arrays"
+            raise DataError(
+                f"{name} gave {shapes} for a batch: each array needs one row for each sample, and all as many. Have "
+                f"it give batches (dataset.batch(32))"
+            )
+        digest = 0
+        for tensor in found:
+            digest = crc32(bytes_of(tensor.contiguous()).data, digest)
+        return cls(value, next(len(tensor) for tensor in found), digest)
+
+    def part(self, rows: slice) -> Any:
+        """Some of its samples."""
+        return replaced(self.value, Tensor, lambda tensor: tensor[rows])
+
+
+class OpenPass:
+    """A pass over such a stream, read one batch ahead: only so is it known whether there is one.
+
+    Args:
+        stream: the stream.
+        number: the number of the pass.
+
+    Attributes:
+        done: the number of batches before the present one.
+        before: the digest of the batch before that; None at the beginning.
+        batch: the present batch; None where the stream is over.
+    """
+
+    def __init__(self, stream: BatchStream, number: int) -> None:
+        self._name, self._iterator = stream.name, stream.open_batches(number)
+        self.done = 0
+        self.before: int | None = None
+        self.batch = self._next()
+        self._ahead = None if self.batch is None else self._next()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing follows the present batch."""
+        return self._ahead is None
+
+    def go_on(self) -> None:
+        """Go to the next batch."""
+        assert self.batch is not None, "there is one more"
+        self.done, self.before = self.done + 1, self.batch.digest
+        self.batch = self._ahead
+        self._ahead = None if self.batch is None else self._next()
+
+    def _next(self) -> StreamBatch | None:
+        try:
+            found = next(self._iterator, None)
+        except Exception as error:
+            error.add_note(f"(while a batch of {self._name} was read, behind {self.done})")
+            raise
+        return None if found is None else StreamBatch.of(found, self._name)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlace:
+    """What a reader tells of its state.
+
+    Attributes:
+        batches: the number of batches of the pass that are over.
+        digest: the digest of the last one.
+    """
+
+    batches: int
+    digest: int
+
+
+class BatchReaders:
+    """Readers that share the stream's batches: reader v gives the part of shard v of each.
+
+    Args:
+        stream: the stream.
+        passes: the number of passes that earlier loops of the script have asked it for.
+        readers: the number of readers, one for each shard of the job.
+        begun: the first of its passes, at its first batch.
+    """
+
+    def __init__(self, stream: BatchStream, passes: int, readers: int, begun: OpenPass) -> None:
+        assert begun.batch is not None, "it has one"
+        self._stream, self._passes, self._readers, self._first = stream, passes, readers, begun.batch.digest
+        self._open: tuple[int, OpenPass] | None = (0, begun)
+
+    def expect(self, wishes: Sequence[Wish]) -> None:
+        """Whichever readers these are: all of them share one pass."""
+
+    def give(self, wish: Wish) -> Given:
+        """What a reader gives: its part, however much it was asked for."""
+        here = self._at(wish)
+        if here.batch is None:
+            return Given(wish.epoch, wish.number, 0, wish.at, wish.at, is_over=True)
+        samples = len(self._rows(here.batch, wish.number))
+        place = {"batches": here.done + 1, "digest": here.batch.digest}
+        after = ReaderState(wish.at.samples + samples, place)
+        return Given(wish.epoch, wish.number, samples, wish.at, after, here.is_last)
+
+    def batch(self, wish: Wish) -> Any:
+        """The same, collated."""
+        here = self._at(wish).batch
+        rows = range(0) if here is None else self._rows(here, wish.number)
+        return here.part(slice(rows.start, rows.stop)) if here is not None and rows else None
+
+    def mark(self) -> int:
+        """The digest of the batch of the step that was read last."""
+        here = None if self._open is None else self._open[1].batch
+        return 0 if here is None else here.digest
+
+    def close(self) -> None:
+        """Let go of the pass; whoever asks again begins it anew."""
+        self._open = None
+
+    def _at(self, wish: Wish) -> OpenPass:
+        """The pass, at the batch that comes next for a reader."""
+        state = wish.at.state
+        place = None if state is None else value_of(BatchPlace, state, f"the place of reader {wish.number}")
+        done = 0 if place is None else place.batches
+        epoch, here = self._open or (-1, None)
+        if here is None or epoch != wish.epoch or here.done > done:
+            here = OpenPass(self._stream, self._passes + wish.epoch)
+            self._open = wish.epoch, here
+            if not wish.epoch and here.batch is not None and here.batch.digest != self._first:
+                raise self._unlike("gave another first batch when it was read again from the beginning")
+        while here.done < done and here.batch is not None:
+            here.go_on()
+        if place is not None and (here.done, here.before) != (done, place.digest):
+            raise self._unlike(f"gave other batches before, when epoch {wish.epoch} was read up to number {done}")
+        return here
+
+    def _rows(self, batch: StreamBatch, number: int) -> range:
+        bounds = even_bounds(batch.samples, self._readers)
+        return range(bounds[number], bounds[number + 1])
+
+    def _unlike(self, what: str) -> DataError:
+        return DataError(
+            f"{self._stream.name} {what}. It has to give the same batches on all workers, to one that joins and to a "
+            f"run that resumes: {self._stream.cure}"
+        )
