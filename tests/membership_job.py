@@ -86,9 +86,10 @@ class Job:
         hello = AgentHello(agent=agent, host=f"host-{agent}", workers=workers, running=tuple(running))
         return self.agent(hello, agent)
 
-    def connect(self, *workers: str, generation: int = 0, shards: int = SHARDS) -> Self:
+    def connect(self, *workers: str, generation: int = 0, shards: int = SHARDS, devices: int = 1) -> Self:
         for worker in workers:
-            self.hear(worker, WorkerHello(worker=worker, host="h", pid=1, shards=shards, generation=generation))
+            hello = WorkerHello(worker=worker, host="h", pid=1, shards=shards, devices=devices, generation=generation)
+            self.hear(worker, hello)
         return self
 
     def ready(self, *workers: str, loop: int | None = None) -> Self:

@@ -77,9 +77,23 @@ MUTANTS = (
     Mutant(
         "an act that a worker was lost in is left out",
         ACTS_FILE,
-        "                self.regroup(lost)\n            else:\n                failpoint(",
-        "                self.regroup(lost)\n                break\n            else:\n                failpoint(",
+        "                self.regroup(lost)\n            else:\n                self._commit(",
+        "                self.regroup(lost)\n                break\n            else:\n                self._commit(",
         ACTS,
+    ),
+    Mutant(
+        "an act is set that another device of the worker has not worked out",
+        ACTS_FILE,
+        "                self._require_all(number + 1)\n",
+        "",
+        ("tests/unit/test_collective_calls.py",),
+    ),
+    Mutant(
+        "a state is taken over that another device of the worker was not given",
+        ACTS_FILE,
+        "            self._require_all(done)\n",
+        "",
+        ("tests/unit/test_collective_calls.py",),
     ),
     Mutant(
         "an act is not counted",

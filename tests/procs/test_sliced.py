@@ -14,7 +14,7 @@ from launches import Launches, launches
 pytestmark = pytest.mark.procs
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "sliced.py")
-CASES = {"language", "clipped", "residual", "unused", "meta", "narrow"}
+CASES = {"language", "clipped", "residual", "unused", "meta", "narrow", "parts"}
 
 
 def results(output: str) -> dict[str, list[str]]:

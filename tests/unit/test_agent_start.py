@@ -1,18 +1,22 @@
 """What an agent does before its coordinator starts, and what it tells it of a worker's end."""
 
 import asyncio
+import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.launch.elastic.agent import ElasticAgent
 from unisono.launch.elastic.elastic import ElasticSettings, Range
-from unisono.launch.elastic.host_workers import HostWorkers, _Worker
+from unisono.launch.elastic.host_workers import HostWorkers, _Worker, cause_of
+from unisono.launch.elastic.starter import Starter
 from unisono.launch.ending.failure import Failure
 from unisono.launch.settings import LaunchSettings, Script
+from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.worker_group import Ended, WorkerGroup
 from unisono.membership.agent_messages import WorkerEnded
 from unisono.membership.token import make_token
@@ -34,6 +38,70 @@ def test_a_workers_end_is_told_whatever_its_script_has_said(tmp_path: Path) -> N
     workers._note(worker, Ended(1, 0.0, failure))
     assert told[0].error.startswith("ValueError: no \\udcff.txt")
     assert len(told[0].error) == 4096
+
+
+def test_a_worker_ends_for_the_reason_of_the_device_that_has_one() -> None:
+    def failed(*, consequence: bool) -> Ended:
+        return Ended(1, 0.0, Failure("w1", "h", 1, "Error", "words", "", consequence, 0.0))
+
+    killed, done = Ended(-9, 0.0, None), Ended(0, 1.0, None)
+    lost, wrong = failed(consequence=True), failed(consequence=False)
+    assert cause_of([]) is None
+    assert cause_of([done, done]) is done
+    assert cause_of([done, lost]) is lost
+    assert cause_of([lost, killed]) is killed
+    assert cause_of([killed, wrong]) is wrong  # the others were killed for it
+
+
+def test_a_device_that_ends_takes_the_others_of_its_worker_with_it(tmp_path: Path) -> None:
+    assert asyncio.run(_ends(tmp_path, ["exit 3", "sleep 60"])) == 3
+    assert asyncio.run(_ends(tmp_path, ["sleep 60", "kill -9 $$"])) == -9
+    assert asyncio.run(_ends(tmp_path, ["exit 0", "sleep 0.1"])) == 0
+
+
+async def _ends(folder: Path, devices: Sequence[str]) -> int:
+    """The exit code of a worker whose devices run these commands."""
+    told: asyncio.Queue[WorkerEnded] = asyncio.Queue()
+    run_folder = RunFolder(folder)
+    run_folder.logs.mkdir(exist_ok=True)
+    group = WorkerGroup(run_folder, Terminal(sys.stdout, sys.stderr))
+    workers = HostWorkers(group, lambda bug: None)
+    with group.opened(lambda number: None):
+        await workers.open(cast("Starter", Shell(devices)), told.put_nowait)
+        workers.begin(["w1"], 0.0)
+        async with asyncio.timeout(30):
+            ended = await told.get()
+        await workers.close()
+        await group.all_said()
+    return ended.code
+
+
+class Shell:
+    """Starts a shell's command as each device."""
+
+    def __init__(self, commands: Sequence[str]) -> None:
+        self._commands = commands
+        self.devices = len(commands)
+
+    async def open(self) -> None:
+        """Nothing is loaded."""
+
+    async def close(self) -> None:
+        """Nothing was."""
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
+
+    async def start(self, worker: str, place: int, output: Any, device: int = 0, meeting: Any = None) -> Any:
+        assert meeting is not None
+        return await asyncio.create_subprocess_exec(
+            "sh",
+            "-c",
+            self._commands[device],
+            stdout=output.out.writing,
+            stderr=output.err.writing,
+            start_new_session=True,
+        )
 
 
 async def _starts(tmp_path: Path) -> None:

@@ -62,8 +62,10 @@ Next = Callable[["FakeMembership"], StateTransfer]
 
 @dataclass
 class FakeMembership(Membership):
-    """Goes from one generation to the next as a list says."""
+    """Goes from one generation to the next as a list says; so do the other devices of this worker."""
 
+    asked: list[int] = field(default_factory=list)
+    refusals: int = 0
     here: FakeWorkers = field(default_factory=FakeWorkers)
     coming: list[Next] = field(default_factory=list)
     known: dict[str, Any] = field(default_factory=dict)
@@ -87,6 +89,11 @@ class FakeMembership(Membership):
             assert lost is not None
             raise lost
         return self.coming.pop(0)(self)
+
+    def holds(self, acts: int) -> bool:
+        self.asked.append(acts)
+        self.refusals -= 1
+        return self.refusals < 0
 
     def formed(self, seconds: Mapping[str, float]) -> None:
         self.joins = False
@@ -165,6 +172,22 @@ def test_a_call_that_the_others_have_completed_is_taken_from_them_and_not_done_a
     acts, act = CollectiveCalls(membership, recovery), Act(losses=9)
     assert acts.together(act) == "theirs"
     assert (act.calls, acts.done, recovery.taken) == (1, 1, [("state", False)])
+
+
+def test_a_call_that_another_device_of_this_worker_could_not_work_out_is_not_set_but_done_again() -> None:
+    membership, made = FakeMembership(refusals=1, coming=[together_again(0, 0)]), list[int]()
+    acts = CollectiveCalls(membership)
+    acts.change(lambda workers: Change(lambda: made.append(acts.done)))
+    assert (made, acts.done, membership.asked) == ([0], 1, [1, 1])
+    assert membership.progress_told == [MemberProgress(0)]
+
+
+def test_a_state_that_another_device_of_this_worker_was_not_given_is_not_taken() -> None:
+    given = together_again(0, 1, source=1, told=[1, True, "theirs", "state", None])
+    membership, recovery = FakeMembership(refusals=1, coming=[given, given]), FakeRecovery()
+    assert CollectiveCalls(membership, recovery).together(Act(losses=1)) == "theirs"
+    assert (recovery.taken, membership.asked) == ([("state", False)], [1, 1])
+    assert membership.progress_told == [MemberProgress(0), MemberProgress(0)]
 
 
 def test_a_state_that_the_newest_call_has_not_changed_is_not_handed_over() -> None:

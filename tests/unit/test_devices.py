@@ -26,7 +26,7 @@ class Inside:
 
 
 def device(rank: int, said: list[Any]) -> Devices:
-    return Devices(cast("Verbs", Inside(rank, said)))
+    return Devices(rank, len(said), None, cast("Verbs", Inside(rank, said)))
 
 
 def test_one_device_computes_all_shards_of_its_worker() -> None:

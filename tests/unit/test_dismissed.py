@@ -146,7 +146,7 @@ def test_a_script_that_catches_everything_is_told_again_instead_of_waiting_for_e
 
 def test_a_joiner_whose_script_is_done_exits_when_it_is_dismissed(opened: Opened) -> None:
     elastic = opened(joins=True, after=StoreRequest)
-    elastic._line.hear(SURPLUS)  # type: ignore[attr-defined]
+    elastic._line.hear(SURPLUS)  # type: ignore[union-attr]
     with pytest.raises(SystemExit) as left:
         CollectiveCalls(elastic).await_end()
     assert left.value.code == 0

@@ -36,6 +36,9 @@ def chaos(
         Path | None, typer.Option("--script", help="A fault plan (TOML) to use instead of one drawn from the seed.")
     ] = None,
     workers: Annotated[str, typer.Option("-n", "--workers", metavar="A:B", help="The range of workers.")] = "1:4",
+    devices_per_worker: Annotated[
+        int, typer.Option(min=1, help="The devices of each worker; the job without faults has one.")
+    ] = 1,
     module: Module = False,
     run_dir: Annotated[
         Path | None,
@@ -74,6 +77,7 @@ def chaos(
         faults=faults,
         workers=str(wanted),
         largest=wanted.largest,
+        devices=devices_per_worker,
         failure_timeout_s=failure_timeout_s,
         patience_s=patience_s,
         checkpoint_every=checkpoint_every,

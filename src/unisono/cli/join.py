@@ -6,7 +6,16 @@ from typing import Annotated
 import typer
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.cli.options import FailureTimeout, JobOptions, TokenFile, Trusted, Url, grouped, named_folder
+from unisono.cli.options import (
+    DevicesPerWorker,
+    FailureTimeout,
+    JobOptions,
+    TokenFile,
+    Trusted,
+    Url,
+    grouped,
+    named_folder,
+)
 from unisono.errors import JobError
 from unisono.launch.elastic.address import Control, Whereabouts
 from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, ElasticSettings, Range
@@ -37,6 +46,7 @@ def join(
     certificate: Trusted = None,
     *,
     job: JobOptions,
+    devices_per_worker: DevicesPerWorker = None,
     failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
 ) -> None:
     """Offer room for N more workers to an elastic job.
@@ -46,7 +56,7 @@ def join(
     """
     if url is None and run_dir is None:
         raise JobError("which job? unisono join https://HOST:PORT …, or unisono join --run-dir FOLDER …")
-    launch = job.settings(script, args, workers=workers, run_dir=run_dir)
+    launch = job.settings(script, args, workers=workers, devices_per_worker=devices_per_worker, run_dir=run_dir)
     settings = ElasticSettings(launch, Range(1, workers), failure_timeout_s=failure_timeout_s)
     settings.check()
     raise typer.Exit(start(settings, Whereabouts(url, token_file, certificate, run_dir)))
@@ -65,7 +75,9 @@ def start(settings: ElasticSettings, where: Whereabouts) -> int:
     from unisono.launch.elastic.agent import Joined, run_agent
 
     joined = Joined(where.address(), where.token)
-    if where.url is not None:
+    if settings.launch.devices_per_worker is None:
+        settings = settings.with_devices(Control(joined.address).status()["devices_per_worker"] or None)
+    elif where.url is not None:
         Control(joined.address).status()  # what the person has mistyped is said at once
     folder = _folder(settings, where)
     terminal = Terminal.of_this_process()

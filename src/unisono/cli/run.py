@@ -23,7 +23,6 @@ from unisono.cli.options import (
     WorkerRange,
     grouped,
 )
-from unisono.errors import JobError
 from unisono.host.cgroup import usable_cores
 from unisono.launch.command import dry_run, elastic_dry_run
 from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
@@ -60,7 +59,7 @@ def run(
     --coordinator, from other hosts, too.
     """
     wanted = Range.read(workers)
-    fitting = wanted.within(usable_cores() // (job.threads or 1))
+    fitting = wanted.within(usable_cores() // ((job.threads or 1) * (devices_per_worker or 1)))
     room = here if here is not None or coordinator is None else fitting
     settings = job.settings(
         script,
@@ -81,11 +80,6 @@ def run(
     )
     elastic.check()
     is_elastic = not wanted.is_fixed or max_restarts is not None or room is not None
-    if is_elastic and settings.processes > settings.workers:
-        raise JobError(
-            f"--devices-per-worker {settings.devices_per_worker}: workers of several devices cannot come and go yet. "
-            f"Start them with -n N, without a range, --max-restarts or --here"
-        )
     if dry:
         typer.echo(_shown(settings, is_elastic=is_elastic))
         return

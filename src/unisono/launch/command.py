@@ -42,7 +42,7 @@ class RendezvousSocket:
 
 @dataclass(frozen=True, slots=True)
 class ElasticSeat:
-    """The id of an elastic job's worker, and the way to its coordinator.
+    """The id of an elastic job's worker, and the way to its coordinator; of one of its devices, if it has several.
 
     Attributes:
         worker: its id.
@@ -50,6 +50,9 @@ class ElasticSeat:
         coordinator: the coordinator's URL.
         token_file: the file with the job's token.
         certificate: the certificate to trust; None for those that the system trusts, or without TLS.
+        device: the place of the device among those of the worker.
+        devices: their number.
+        rendezvous: the socket at which they meet; None for a worker of one device.
     """
 
     worker: str
@@ -57,6 +60,9 @@ class ElasticSeat:
     coordinator: str
     token_file: Path
     certificate: Path | None = None
+    device: int = 0
+    devices: int = 1
+    rendezvous: RendezvousSocket | None = None
 
     @property
     def variables(self) -> dict[str, str]:
@@ -66,8 +72,21 @@ class ElasticSeat:
             "UNISONO_COORDINATOR": self.coordinator,
             "UNISONO_TOKEN_FILE": os.path.abspath(self.token_file),  # noqa: PTH100 (as for the run folder)
             "UNISONO_WORKER": self.worker,
-            "UNISONO_LOCAL_RANK": str(self.place),
+            "UNISONO_LOCAL_RANK": str(self.place * self.devices + self.device),
             **trusted,
+            **self._among_devices,
+        }
+
+    @property
+    def _among_devices(self) -> dict[str, str]:
+        """The place among the devices of the worker, which meet as the workers of a fixed job do."""
+        if self.devices == 1:
+            return {}
+        return {
+            "UNISONO_RANK": str(self.device),
+            "UNISONO_WORLD_SIZE": str(self.devices),
+            "UNISONO_LOCAL_WORLD_SIZE": str((self.place + 1) * self.devices),
+            **_where(self.rendezvous, self.device),
         }
 
 
@@ -167,9 +186,15 @@ def dry_run(settings: LaunchSettings, run_dir: Path) -> str:
 
 def elastic_dry_run(settings: LaunchSettings, run_dir: Path) -> str:
     """What each worker of an elastic job would be started with, for a person to read."""
-    seat = ElasticSeat("w1", 0, "http://127.0.0.1:PORT", run_dir / "token")
-    command = elastic_command(settings, run_dir, seat)
-    shown = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
     lines = ["# PORT is the coordinator's, on loopback; workers are w1, w2 …, with a place of their own each"]
     lines += [f"# {line}" for line in settings.tuning.lines]
-    return "\n".join([*lines, str(WorkerCommand(command.script, shown))])
+    devices = settings.devices_per_worker or 1
+    meeting = RendezvousSocket("MEETING", "FD") if devices > 1 else None
+    if meeting is not None:
+        lines.append("# MEETING and FD are those of a socket on loopback that is opened for the devices of each worker")
+    for device in range(devices):
+        seat = ElasticSeat("w1", 0, "http://127.0.0.1:PORT", run_dir / "token", None, device, devices, meeting)
+        command = elastic_command(settings, run_dir, seat)
+        shown = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
+        lines.append(str(WorkerCommand(command.script, shown)))
+    return "\n".join(lines)

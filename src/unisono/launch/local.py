@@ -9,8 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -26,7 +25,7 @@ from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.worker_group import WorkerGroup, insist, send
-from unisono.launch.worker_start import Warm, WorkerProcess, WorkerStart
+from unisono.launch.worker_start import Warm, WorkerProcess, WorkerStart, listening
 
 SETTLE_S = 0.3
 """After an exit that is only a consequence: how long its cause may take to end by itself, with its own words."""
@@ -148,7 +147,7 @@ class _FixedWorkers:
     async def _start_all(self) -> None:
         await self._begins.open()
         await self._loaded_or_interrupted()
-        with _listening(self._settings.processes) as rendezvous:
+        with listening(self._settings.processes) as rendezvous:
             for rank in range(self._settings.processes):
                 if self._interrupted is None:
                     try:
@@ -234,15 +233,3 @@ class _FixedWorkers:
 
     def _pass_on(self, number: int) -> None:
         self._send(signal.SIGTERM if number == signal.SIGHUP else number)
-
-
-@contextmanager
-def _listening(workers: int) -> Iterator[RendezvousSocket | None]:
-    """A socket on loopback, at a port that the system chooses, open before any worker looks for it."""
-    if workers == 1:
-        yield None
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(workers * 2 + 128)
-        yield RendezvousSocket(listener.getsockname()[1], listener.fileno())

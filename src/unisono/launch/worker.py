@@ -24,6 +24,7 @@ from unisono.host.stacks import write_when_asked
 from unisono.launch.ending.failure import Failure, dismissal_in, note_end
 from unisono.launch.settings import Script
 from unisono.launch.terminal.terminal import WorkerName
+from unisono.membership.environment import device_name
 
 failures: list[int] = []
 """The exit code, once the script has failed."""
@@ -187,7 +188,9 @@ atexit.register(leave)  # here, since first in is last out: after all that the s
 
 
 def _name() -> WorkerName:
-    return os.environ.get("UNISONO_WORKER") or int(os.environ.get("UNISONO_RANK", "0"))
+    rank = int(os.environ.get("UNISONO_RANK", "0"))
+    worker = os.environ.get("UNISONO_WORKER")
+    return device_name(worker, rank) if worker else rank
 
 
 def users_part(frames: TracebackType | None) -> TracebackType | None:

@@ -2,13 +2,14 @@
 
 import asyncio
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from unisono.launch.command import WorkerCommand
+from unisono.launch.command import RendezvousSocket, WorkerCommand
 from unisono.launch.forkserver.request import FIRST_KEPT, WorkerRequest
 from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
 from unisono.launch.terminal.output import WorkerOutput
@@ -71,20 +72,20 @@ class WorkerStart:
             with suppress(ColdStart):  # said when a worker is started
                 await self._warm.ready()
 
-    async def start(self, command: WorkerCommand, output: WorkerOutput, socket: int | None = None) -> WorkerProcess:
+    async def start(self, command: WorkerCommand, output: WorkerOutput, inherited: int | None = None) -> WorkerProcess:
         """Start a worker, as the leader of a process group of its own.
 
         Args:
             command: the command of the worker.
             output: the pipes and the log that take its output.
-            socket: a descriptor that it inherits, the one that ``UNISONO_STORE_FD`` names.
+            inherited: a descriptor that it inherits, the one that ``UNISONO_STORE_FD`` names.
 
         Raises:
             OSError: it cannot be started.
         """
         if self._warm is not None and not self._is_cold:
             try:
-                return await self._fork(self._warm, command, output, socket)
+                return await self._fork(self._warm, command, output, inherited)
             except ColdStart as why:
                 self._go_cold(why)
         if self._closed:
@@ -96,7 +97,7 @@ class WorkerStart:
             stdout=output.out.writing,
             stderr=output.err.writing,
             start_new_session=True,
-            pass_fds=[] if socket is None else [socket],
+            pass_fds=[] if inherited is None else [inherited],
         )
 
     def wake(self) -> None:
@@ -111,9 +112,11 @@ class WorkerStart:
             await self._warm.close()
 
     @staticmethod
-    async def _fork(warm: WarmStart, command: WorkerCommand, output: WorkerOutput, socket: int | None) -> WorkerProcess:
-        further = () if socket is None else (socket,)
-        own = {} if socket is None else {"UNISONO_STORE_FD": str(FIRST_KEPT)}
+    async def _fork(
+        warm: WarmStart, command: WorkerCommand, output: WorkerOutput, inherited: int | None
+    ) -> WorkerProcess:
+        further = () if inherited is None else (inherited,)
+        own = {} if inherited is None else {"UNISONO_STORE_FD": str(FIRST_KEPT)}
         request = WorkerRequest(command.script, {**command.variables, **own}, os.getcwd())  # noqa: PTH109 (as text)
         return await warm.start(request, output.out.writing, output.err.writing, *further)
 
@@ -122,3 +125,19 @@ class WorkerStart:
         if not self._is_cold and not self._closed:
             self._is_cold = True
             self._say(f"workers begin by loading torch from now on: {why}")
+
+
+@contextmanager
+def listening(processes: int) -> Iterator[RendezvousSocket | None]:
+    """A socket on loopback, at a port that the system chooses, open before any of those who meet there looks for it.
+
+    Args:
+        processes: the number of those who meet; one alone meets nobody.
+    """
+    if processes == 1:
+        yield None
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(processes * 2 + 128)
+        yield RendezvousSocket(listener.getsockname()[1], listener.fileno())

@@ -99,6 +99,11 @@ class Environment:
         return f"{self.launcher}: rank {self.rank} of {self.world_size} on host {self.host}{where}{note}"
 
 
+def device_name(worker: str, device: int) -> str:
+    """The name of one of a worker's devices: the worker's for the first one, ``w3.1`` for the second."""
+    return f"{worker}.{device}" if device else worker
+
+
 class LauncherVariables(Protocol):
     """The environment variables by which one launcher tells its workers their ranks."""
 

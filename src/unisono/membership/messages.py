@@ -5,10 +5,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, model_validator
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Both ends of a connection need the same."""
 
 MOST_WORKERS = 65536
+MOST_DEVICES = 32
+"""Of a worker: the addresses of all of them are one text."""
+
 LONGEST_NAME = 128
 LARGEST_VALUE = 4 * 2**20
 """Characters of a value in the store, and so nearly of a message."""
@@ -62,6 +65,7 @@ class WorkerHello(Message):
     Attributes:
         worker: its id, which the coordinator gave to the agent that started it.
         shards: its job's number of shards: the most workers that can take part.
+        devices: the number of its devices, which is the same for all workers of a job.
         generation: the number of its generation; 0 if it is in none.
     """
 
@@ -71,6 +75,7 @@ class WorkerHello(Message):
     host: Name
     pid: Count
     shards: Annotated[int, Field(ge=1, le=65536)]
+    devices: Annotated[int, Field(ge=1, le=MOST_DEVICES)] = 1
     generation: Count = 0
 
 
@@ -80,7 +85,8 @@ class Ready(Message):
     Attributes:
         loop: at the start of which it waits, counted from 0 in the script; None before the first generation, where
             it waits in ``unisono.init``.
-        address: the address at which its peers reach it, for the transport alone.
+        address: the address at which its peers reach it, for the transport alone; with several devices one for each,
+            with commas between.
         generation: the newest that it was part of; 0 if none. A joiner that was taken in, and has lost the others
             before it had their state, leaves that generation by being ready once more.
         unreached: hosts of that generation that it could not connect to.
@@ -103,7 +109,8 @@ class Arrived(Message):
         loop: the number of the loop that it is in.
         at_boundary: whether it stands between two steps of that loop, where joiners can enter.
         step: the number of its last committed step, for people.
-        address: the address at which its peers reach it, for the transport alone.
+        address: the address at which its peers reach it, for the transport alone; with several devices one for each,
+            with commas between.
         unreached: hosts of the generation that it could not connect to, so that it did not form.
     """
 
@@ -288,7 +295,7 @@ class Neighbour(Message):
     Attributes:
         rank: its rank.
         worker: its id.
-        address: the address at which workers of its host reach it.
+        address: the address at which workers of its host reach it; with several devices one for each.
     """
 
     rank: Count

@@ -3,17 +3,35 @@
 import base64
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
 from unisono.errors import LaunchError
-from unisono.membership.client import Line
 from unisono.membership.messages import StoreReply, StoreRequest
 
 Operation = Literal["set", "get", "wait", "add", "compare_set", "delete", "check"]
 Text = str | bytes
+
+
+class Asks(Protocol):
+    """The way of a worker to the coordinator: a :class:`~unisono.membership.client.Line`, or another one's."""
+
+    @property
+    def url(self) -> str:
+        """The coordinator's URL."""
+
+    @property
+    def local_address(self) -> str:
+        """The address of this host on the connection to the coordinator."""
+
+    @property
+    def kept(self) -> list[object]:
+        """Objects that have to live as long as the way."""
+
+    def request(self, request: StoreRequest) -> StoreReply:
+        """Ask the key-value store, and wait."""
 
 
 class CoordinatorStore(dist.Store):
@@ -32,7 +50,7 @@ class CoordinatorStore(dist.Store):
 
     timeout: timedelta  # a property of torch's
 
-    def __init__(self, line: Line, timeout: timedelta = timedelta(minutes=5)) -> None:
+    def __init__(self, line: Asks, timeout: timedelta = timedelta(minutes=5)) -> None:
         super().__init__()
         self._line = line
         line.kept.append(self)  # whatever torch makes with a store keeps the C++ half of it alone

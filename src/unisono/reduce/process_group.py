@@ -186,6 +186,26 @@ class ProcessGroupTransport(Transport):
             self._group._allgather_base(rows.view(-1), staged).wait()
         return rows.to(row.device)
 
+    def gather_into(self, rows: Tensor, row: Tensor) -> None:
+        """One all-gather into memory that there is: every worker's 1-D ``row``, which may be a part of ``rows``.
+
+        Args:
+            rows: 1-D, of so many rows as there are workers; on the backend's device.
+            row: this worker's.
+        """
+        with self._named_errors():
+            self._group._allgather_base(rows, row).wait()
+
+    def swap(self, received: Tensor, sent: Tensor) -> None:
+        """One all-to-all: row j of ``sent`` is for worker j, and row j of ``received`` is from there.
+
+        Args:
+            received: contiguous, of as many rows as there are workers; on the backend's device.
+            sent: alike.
+        """
+        with self._named_errors():
+            self._group.alltoall_base(received, sent, [], []).wait()
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """One broadcast."""
         staged = tensor.detach().to(self._device).contiguous()

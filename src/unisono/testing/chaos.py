@@ -61,6 +61,7 @@ class ChaosSpec:
         faults: the number of faults.
         workers: the numbers of workers that the job may have, as ``A:B``.
         largest: the largest number of workers, B.
+        devices: the number of devices of each worker; the job without faults has one.
         failure_timeout_s: the seconds of silence after which a worker counts as lost.
         patience_s: the seconds without a step after which the job is taken to hang.
         checkpoint_every: the number of steps between checkpoints; None for fifty checkpoints in the whole run.
@@ -73,6 +74,7 @@ class ChaosSpec:
     faults: int = 50
     workers: str = "1:4"
     largest: int = 4
+    devices: int = 1
     failure_timeout_s: float = 5.0
     patience_s: float = 120.0
     checkpoint_every: int | None = None
@@ -132,7 +134,8 @@ def run_chaos(spec: ChaosSpec, say: Say) -> ChaosResult:
     spec.folder.mkdir(parents=True, exist_ok=True)
     serial = _serial(spec, say)
     steps = int(serial["steps"])
-    faults = spec.written or RandomFaults(spec.seed, spec.faults, steps, spec.largest).draw()
+    drawn = RandomFaults(spec.seed, spec.faults, steps, spec.largest, devices=spec.devices)
+    faults = spec.written or drawn.draw()
     (spec.folder / SCRIPT).write_text(faults.to_toml(), encoding="utf-8")
     say(f"{steps} steps; the job with {len(faults.faults)} faults, on {spec.workers} workers")
     begun = time.monotonic()
@@ -237,6 +240,7 @@ class _Struck:
             "--failure-timeout-s": self.spec.failure_timeout_s,
             "--checkpoint-every": every,
             "--faults": self.spec.folder / SCRIPT,
+            **({"--devices-per-worker": self.spec.devices} if self.spec.devices > 1 else {}),
         }
         return _command(self.spec, self.folder, *(str(word) for pair in options.items() for word in pair))
 

@@ -72,21 +72,28 @@ class _Delayed(_Fault):
 
 
 class Kill(_Delayed):
-    """The worker is killed with SIGKILL."""
+    """The worker is killed with SIGKILL.
+
+    Attributes:
+        device: the number of one of its devices; the others of the worker end with it.
+    """
 
     kind: Literal["kill"] = "kill"
     rank: Rank
+    device: Rank = 0
 
 
 class Stop(_Delayed):
     """The worker stands still, as on a machine that swaps or hangs.
 
     Attributes:
+        device: the number of one of its devices.
         for_s: seconds until it goes on; None for never.
     """
 
     kind: Literal["stop"] = "stop"
     rank: Rank
+    device: Rank = 0
     for_s: Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False)] | None = None
 
 

@@ -37,7 +37,7 @@ class Faults:
     """A fault plan. Each method returns a new plan with one more fault.
 
     A fault with ``at_step=k`` is injected when k steps are committed and the next is about to be computed, or as soon
-    after that as possible. A rank that does not exist then stands for ``rank % workers``.
+    after that as possible. A rank that does not exist then stands for ``rank % workers``, and a device likewise.
 
     Attributes:
         faults: the faults, in the order in which they were written.
@@ -48,13 +48,15 @@ class Faults:
 
     faults: tuple[Fault, ...] = ()
 
-    def kill(self, *, rank: int, at_step: int, after_s: float = 0.0) -> Faults:
-        """A worker is killed, so many seconds after the step has begun."""
-        return self._with(Kill, rank=rank, at_step=at_step, after_s=after_s)
+    def kill(self, *, rank: int, at_step: int, after_s: float = 0.0, device: int = 0) -> Faults:
+        """A worker is killed, or one of its devices and they with it, so many seconds after the step has begun."""
+        return self._with(Kill, rank=rank, at_step=at_step, after_s=after_s, device=device)
 
-    def stop(self, *, rank: int, at_step: int, for_s: float | None = None, after_s: float = 0.0) -> Faults:
-        """A worker stands still, for some seconds or for good."""
-        return self._with(Stop, rank=rank, at_step=at_step, for_s=for_s, after_s=after_s)
+    def stop(
+        self, *, rank: int, at_step: int, for_s: float | None = None, after_s: float = 0.0, device: int = 0
+    ) -> Faults:
+        """A worker stands still, or one of its devices, for some seconds or for good."""
+        return self._with(Stop, rank=rank, at_step=at_step, for_s=for_s, after_s=after_s, device=device)
 
     def slow(self, *, rank: int, factor: float, at_step: int = 0, steps: int | None = None) -> Faults:
         """A worker needs ``factor`` times as long for its shards, for some steps or to the end."""

@@ -16,6 +16,7 @@ from unisono.testing.faults import Faults
 from unisono.testing.inject import inject
 
 if TYPE_CHECKING:
+    from unisono.train.group.workers import Workers
     from unisono.train.run import Run
     from unisono.train.step.step import Step
 
@@ -85,7 +86,7 @@ class FaultInjector:
         due = {number: fault for number, fault in self._left.items() if fault.at_step <= step.number}
         for number, fault in due.items():
             marker = run.dir / FOLDER / str(number)
-            if self._victim(fault, run.world_size) == run.rank and _claim(marker):
+            if self._hits(fault, run.inside.membership.workers) and _claim(marker):
                 self._inject(number, fault, run, step.number)
             if marker.exists():
                 del self._left[number]
@@ -93,12 +94,17 @@ class FaultInjector:
             if fault.at_step <= step.number:  # on whomever: whoever joins has begun no step
                 _claim(run.dir / FOLDER / f"{number}{DUE}")
 
+    def _hits(self, fault: Fault, workers: Workers) -> bool:
+        """Whether a fault is injected here: what is of no device in the first one."""
+        device = getattr(fault, "device", 0) % workers.devices.count
+        return self._victim(fault, workers.world_size) == workers.rank and device == workers.devices.rank
+
     def _passes(self, run: Run, point: str) -> None:
         """This worker passes a point in its code."""
         here = {number: fault for number, fault in self._waiting.items() if getattr(fault, "point", "") == point}
         for number, fault in here.items():
             marker, workers = run.dir / FOLDER / str(number), run.inside.membership.workers
-            is_victim = point in OF_SOME or self._victim(fault, workers.world_size) == workers.rank
+            is_victim = point in OF_SOME or self._hits(fault, workers)
             if is_victim and marker.with_name(f"{number}{DUE}").exists() and _claim(marker):
                 self._inject(number, fault, run, run.inside.collectives.step)
             if marker.exists():

@@ -43,6 +43,7 @@ class RandomFaults:
         steps: the number of steps of the job, over which they are spread.
         largest: the largest number of workers of the job.
         has_agents_killed: whether agents are killed, too; whoever starts the job has to start it again then.
+        devices: the number of devices of each worker.
     """
 
     seed: int
@@ -50,6 +51,7 @@ class RandomFaults:
     steps: int
     largest: int
     has_agents_killed: bool = True
+    devices: int = 1
 
     def draw(self) -> Faults:
         """The script.
@@ -85,7 +87,8 @@ class RandomFaults:
         after_s = round(draw.choice((0.0, draw.uniform(0, WITHIN_S))), 3)
         if kind == "stop":
             for_s = None if draw.randrange(FOREVER) == 0 else round(draw.uniform(0.1, 1.0), 3)
-            return script.stop(rank=rank, at_step=at_step, for_s=for_s, after_s=after_s)
+            device = self._device(draw)
+            return script.stop(rank=rank, at_step=at_step, for_s=for_s, after_s=after_s, device=device)
         if kind == "slow":
             factor = round(draw.uniform(1.5, 5.0), 1)
             return script.slow(rank=rank, factor=factor, at_step=at_step, steps=draw.randint(1, 10))
@@ -100,5 +103,10 @@ class RandomFaults:
             return script.join(at_step=at_step, after_s=after_s)
         if kind == "kill_coordinator":
             return script.kill_coordinator(at_step=at_step, for_s=draw.choice((0.0, 0.5)), after_s=after_s)
-        of_rank = {"kill": script.kill, "leave": script.leave, "kill_agent": script.kill_agent}[kind]
+        if kind == "kill":
+            return script.kill(rank=rank, at_step=at_step, after_s=after_s, device=self._device(draw))
+        of_rank = {"leave": script.leave, "kill_agent": script.kill_agent}[kind]
         return of_rank(rank=rank, at_step=at_step, after_s=after_s)
+
+    def _device(self, draw: random.Random) -> int:
+        return draw.randrange(self.devices) if self.devices > 1 else 0

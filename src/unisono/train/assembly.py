@@ -10,6 +10,7 @@ import torch
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.job import Job
+from unisono.membership.environment import device_name
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
@@ -198,7 +199,8 @@ def _watching(config: RunConfig, opened: Opened) -> list[Listener]:
     recording, coordinator, found = config.recording, config.communication.coordinator, list[Listener]()
     rank = -1 if opened.membership.joins else opened.membership.workers.process
     if recording.samples:
-        worker = f"rank-{rank}" if coordinator is None else coordinator.worker
+        device = opened.membership.workers.devices.rank
+        worker = f"rank-{rank}" if coordinator is None else device_name(coordinator.worker, device)
         found.append(SampleLog(opened.folder.path, worker))
     if recording.trace is not None:
         found.append(Trace.open(recording.trace, rank))

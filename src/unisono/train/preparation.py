@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from unisono.errors import ModelError
 from unisono.train.assembly import Inside
 from unisono.train.model.prepared import Prepared, refuse_unset_memory
 from unisono.train.model.slices import materialise, require_sliced, slice_module
@@ -20,11 +22,22 @@ def cut(inside: Inside, module: nn.Module, options: Mapping[str, Any]) -> None:
         inside: the parts of the run.
         module: the module.
         options: further arguments of torch's ``fully_shard``.
+
+    Raises:
+        ModelError: the module cannot be cut, or this torch is too old for workers that come and go.
     """
-    devices = inside.membership.workers.devices
+    membership = inside.membership
+    devices = membership.workers.devices
     materialise(module, inside.device)
     if devices.count > 1:
-        slice_module(module, devices.mesh, **options)
+        from unisono.train.step.gathering import Gathering  # loads FSDP, which takes seconds
+
+        slice_module(module, devices.mesh, Gathering(lambda: membership.workers), **options)
+        if membership.is_elastic and not hasattr(module, "reset_iter_state"):
+            raise ModelError(
+                f"torch {torch.__version__} cannot break a pass through a model in slices off, as the loss of a worker "
+                f"does: take torch 2.13, or workers that stay the same (-n N, without a range and --max-restarts)"
+            )
 
 
 def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> None:

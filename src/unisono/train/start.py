@@ -23,7 +23,7 @@ from unisono.host.script_end import ScriptEnd
 from unisono.job import Compression, Job, Precision, Reduction
 from unisono.membership.environment import Environment
 from unisono.membership.launch_variables import OF_THIS_PROCESS
-from unisono.membership.rendezvous import Generation
+from unisono.membership.rendezvous import Generation, TorchRendezvousStore
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
 from unisono.sync.strategy import Strategy
@@ -31,7 +31,7 @@ from unisono.train.assembly import Opened, assemble
 from unisono.train.config.arguments import require_kinds
 from unisono.train.config.configure import configure
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
-from unisono.train.config.run_config import Recording, RunConfig
+from unisono.train.config.run_config import CoordinatorAccess, Recording, RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.connect import (
     FixedRendezvous,
@@ -40,9 +40,10 @@ from unisono.train.group.connect import (
     TransportName,
     connect,
     connect_devices,
+    mesh_of,
 )
 from unisono.train.group.devices import Devices
-from unisono.train.group.elastic import elastic
+from unisono.train.group.elastic import DeviceGroup, elastic
 from unisono.train.group.membership import Fixed, Membership
 from unisono.train.group.workers import Workers
 from unisono.train.record.callbacks import load_plugins
@@ -207,22 +208,42 @@ def init(
 def _membership(config: RunConfig) -> Membership:
     job, communication, environment = config.job, config.communication, config.communication.environment
 
-    def form(generation: Generation, rendezvous: Rendezvous) -> Workers:
-        return connect(config, generation, rendezvous)
-
+    count, timeout_s = communication.devices, communication.timeout_s
     if communication.coordinator is not None:
-        return elastic(
-            communication.coordinator, job, environment.host, form, communication.timeout_s, communication.silence_s
-        )
-    place, count, timeout_s = environment.worker(communication.devices), communication.devices, communication.timeout_s
+        return _elastic(config, communication.coordinator)
+    place, here = environment.worker(count), environment.device(count)
     job.require_workers(place.world_size)
-    devices = Devices()
+    devices, mesh = Devices(), None
     if count > 1:
-        here = environment.device(count)
-        devices = connect_devices(config, FixedRendezvous(here, timeout_s, environment, f"/worker-{place.rank}"))
-    meeting = FixedRendezvous(place, timeout_s, environment, f"/device-{devices.rank}")
+        meeting = FixedRendezvous(here, timeout_s, environment, f"/worker-{place.rank}")
+        mesh = mesh_of(config, meeting)
+        devices = connect_devices(config, meeting, mesh)
+    across = FixedRendezvous(place, timeout_s, environment, f"/device-{devices.rank}")
     generation = Generation(1, place.rank, Split.even(job.shards, place.world_size))
-    return Fixed(connect(config, generation, meeting, devices))
+    return Fixed(connect(config, generation, across, devices), mesh)
+
+
+def _elastic(config: RunConfig, coordinator: CoordinatorAccess) -> Membership:
+    how, count = config.communication, config.communication.devices
+    here, timeout_s = how.environment, how.timeout_s
+    meet = partial(FixedRendezvous, here.device(count), timeout_s, here)
+    group: DeviceGroup | None = None
+    if count > 1:
+        beginning = meet("/devices", 0)
+        board = TorchRendezvousStore(beginning.store(), timeout_s)
+        group = DeviceGroup(Devices(here.rank, count, mesh := mesh_of(config, beginning)), mesh, board)
+
+    def form(generation: Generation, rendezvous: Rendezvous) -> Workers:
+        if group is None:
+            return connect(config, generation, rendezvous)
+        devices = connect_devices(config, meet("/devices", generation.number), group.mesh)
+        try:
+            return connect(config, generation, rendezvous, devices)
+        except BaseException:
+            devices.close()
+            raise
+
+    return elastic(coordinator, config.job, here.host, form, timeout_s, how.silence_s, group)
 
 
 def _besides(config: RunConfig) -> dict[str, Any]:

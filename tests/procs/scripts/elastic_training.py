@@ -1,6 +1,7 @@
 """A script with nearly everything: two loops, two updates per batch, a scheduler, state of its own, calls between.
 
-``FAULTS`` is a list of ``{"rank", "step", "place", "signal"}``: whoever has that rank sends itself the signal, once;
+``FAULTS`` is a list of ``{"rank", "step", "place", "signal"}``: whoever has that rank sends itself the signal, once
+(of several devices the first one, or that of ``"device"``);
 with ``"signal": "raise"`` it raises an exception, with ``"resize 3"`` it asks for 3 workers. With ``"size": 2`` it
 happens in the first step from ``step`` on in which 2 workers train; with ``"later": true`` in the first one in which
 that place is passed. With ``"behind": 0`` it
@@ -64,7 +65,9 @@ class Seen:
 
 run = unisono.init(batch_size=64, shards=8, seed=3, failure_timeout_s=30)
 body = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2))
-head = nn.Linear(32, 5)
+head = run.fully_shard(nn.Linear(32, 5))
+run.fully_shard(body)  # which leaves them whole where workers have one device
+device = run.inside.membership.workers.devices.rank
 optimizers = [torch.optim.AdamW(body.parameters(), lr=1e-2), torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)]
 run.prepare([body, head], optimizers)
 schedulers = [torch.optim.lr_scheduler.StepLR(one, 7, 0.8) for one in optimizers]
@@ -76,7 +79,7 @@ data = Noisy()
 
 def fault(place: str, step: int) -> None:
     for number, one in enumerate(FAULTS):
-        if (one["place"], one["rank"]) != (place, run.rank) or not is_now(one, step):
+        if (one["place"], one["rank"], one.get("device", 0)) != (place, run.rank, device) or not is_now(one, step):
             continue
         mark = Path(run.dir) / f"fault-{number}"
         if not mark.exists():

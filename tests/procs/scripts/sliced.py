@@ -183,6 +183,24 @@ def train(name: str) -> None:
         run.finish()
 
 
+def train_parts() -> None:
+    """Two models, each with an optimizer and a call of its own."""
+    with unisono.init(seed=7, batch_size=20, shards=5) as run:
+        body, head = run.fully_shard(nn.Sequential(nn.Flatten(), nn.Linear(48, 5))), run.fully_shard(nn.Linear(5, 10))
+        optimizers = [AdamW(body.parameters()), SGD(head.parameters(), lr=0.1, momentum=0.9)]
+        run.prepare([body, head], optimizers)
+
+        def both(models: Any, batch: list[Tensor]) -> Tensor:
+            return F.cross_entropy(head(body(batch[0])), batch[1])
+
+        for step in run.steps(images(run), epochs=2):
+            loss = 0.0
+            for optimizer in optimizers:
+                loss = step.run(both, optimizer=optimizer, clip_norm=1.0)
+        run.print("parts", unisono.digest(body)[:16], unisono.digest(head)[:16], loss.hex())
+        run.finish()
+
+
 def refused(run: unisono.Run) -> Iterable[Callable[[], Any]]:
     """What is refused where a model lies in slices."""
     layer = run.fully_shard(nn.Linear(4, 4))
@@ -214,5 +232,10 @@ def refuse() -> None:
                 run.print(f"{type(error).__name__}: {error}")
 
 
-for chosen in sys.argv[1:] or CASES:
-    refuse() if chosen == "refused" else train(chosen)
+for chosen in sys.argv[1:] or (*CASES, "parts"):
+    if chosen == "refused":
+        refuse()
+    elif chosen == "parts":
+        train_parts()
+    else:
+        train(chosen)

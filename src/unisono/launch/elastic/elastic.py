@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from unisono.errors import PREEMPTED, JobError
@@ -82,6 +82,10 @@ class ElasticSettings:
     restart_on_error: bool = False
     failure_timeout_s: float = FAILURE_TIMEOUT_S
     entrance: Entrance = field(default_factory=Entrance)
+
+    def with_devices(self, count: int | None) -> ElasticSettings:
+        """The same, with workers of so many devices each."""
+        return replace(self, launch=replace(self.launch, devices_per_worker=count))
 
     @property
     def has_default_timeout(self) -> bool:

@@ -8,25 +8,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from unisono.errors import NOT_STARTED
+from unisono.errors import NOT_STARTED, PREEMPTED
 from unisono.host.guard import kill_group
 from unisono.host.stacks import ask_for_stacks
+from unisono.launch.command import RendezvousSocket
 from unisono.launch.elastic.starter import Starter, WorkerProcess
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import WorkerExit
+from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.worker_group import Ended, WorkerGroup, insist, send
+from unisono.launch.worker_start import listening
 from unisono.membership.agent_messages import WorkerEnded
+from unisono.membership.environment import device_name
 
 LONGEST_ERROR = 4096
 
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    """A worker. It leads a process group with its process id for number."""
+    """A worker: one process, or one for each of its devices. Each leads a process group with its id for number."""
 
     name: str
     place: int
-    process: WorkerProcess | None = None
+    processes: list[WorkerProcess] = field(default_factory=list)  # those that run
+    pid: int = 0  # of the first
     told_at: float | None = None
     how: str = ""
     unwanted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -95,7 +100,7 @@ class HostWorkers:
 
     def end_unstarted(self) -> None:
         """Start no worker that has no process yet."""
-        self.end([worker.name for worker in self._workers.values() if worker.process is None], "leave")
+        self.end([worker.name for worker in self._workers.values() if not worker.pid], "leave")
 
     def end_quickly(self) -> None:
         """The job has failed: on the second SIGTERM workers leave at once, and whoever does not is killed."""
@@ -130,23 +135,48 @@ class HostWorkers:
         if worker.unwanted.is_set():
             self._note(worker, Ended(-signal.SIGTERM, time.time(), None))
             return
-        try:
-            worker.process, output = await self._group.begin(
-                worker.name, lambda output: self._starter.start(worker.name, worker.place, output)
-            )
-        except OSError as error:
-            self._note(worker, Ended(NOT_STARTED, time.time(), _not_started(worker.name, error)))
-            return
+        devices = []
+        with listening(self._starter.devices) as meeting:
+            for device in range(self._starter.devices):
+                try:
+                    devices.append(await self._begin_device(worker, device, meeting))
+                except OSError as error:
+                    self._kill(worker)  # the devices before it
+                    name = device_name(worker.name, device)
+                    self._note(worker, Ended(NOT_STARTED, time.time(), _not_started(name, error)))
+                    break
+        ends = [asyncio.create_task(self._see_off(worker, *each)) for each in devices]
+        end = cause_of([await each for each in asyncio.as_completed(ends)])
+        if end is not None and self._is_ours(worker):
+            self._note(worker, end)
+        for _, _, output in devices:
+            await output.drain()
+
+    async def _begin_device(
+        self, worker: _Worker, device: int, meeting: RendezvousSocket | None
+    ) -> tuple[str, WorkerProcess, WorkerOutput]:
+        name = device_name(worker.name, device)
+        process, output = await self._group.begin(
+            name, lambda output: self._starter.start(worker.name, worker.place, output, device, meeting)
+        )
+        worker.processes.append(process)
+        worker.pid = worker.pid or process.pid
         if worker.unwanted.is_set():
             self._end(worker, worker.how)
-        self._note(worker, await self._group.end(worker.name, worker.process))
-        await output.drain()
+        return name, process, output
+
+    async def _see_off(self, worker: _Worker, name: str, process: WorkerProcess, _: WorkerOutput) -> Ended:
+        """Wait for the end of a device. One that is lost takes the others of its worker with it, at once."""
+        end = await self._group.end(name, process)
+        worker.processes.remove(process)
+        if end.code not in (0, PREEMPTED):
+            self._kill(worker)
+        return end
 
     def _note(self, worker: _Worker, end: Ended) -> None:
         del self._workers[worker.name]
         code, failure = end.code, end.failure
-        pid = 0 if worker.process is None else worker.process.pid
-        self.exits.append(WorkerExit(worker.name, code, end.at, failure, worker.told_at, pid=pid))
+        self.exits.append(WorkerExit(worker.name, code, end.at, failure, worker.told_at, pid=worker.pid))
         # What only follows from the loss of another worker is no word about this one.
         own = failure is not None and not failure.consequence
         error = _printable(f"{failure.type}: {failure.message}") if own and failure is not None else ""
@@ -159,7 +189,7 @@ class HostWorkers:
     def _end(self, worker: _Worker, how: str) -> None:
         worker.told_at, worker.how = worker.told_at or time.time(), how
         worker.unwanted.set()
-        if worker.process is None:
+        if not worker.processes:
             return  # it is seen to when it has begun, or does not begin at all
         if how == "leave":
             self._send(worker, signal.SIGTERM)
@@ -167,7 +197,7 @@ class HostWorkers:
             self._kill(worker)
         else:
             self._starter.wake()
-            self._kill_later(worker, ask_for_stacks(worker.process.pid))
+            self._kill_later(worker, _asking(worker))
 
     def _kill_later(self, worker: _Worker, asking: Iterator[float]) -> None:
         """Kill a worker once its threads have been asked for their stacks, one after the other."""
@@ -179,18 +209,48 @@ class HostWorkers:
             asyncio.get_running_loop().call_later(pause_s, self._kill_later, worker, asking)
 
     def _kill(self, worker: _Worker) -> None:
-        if worker.process is not None and self._is_ours(worker):
+        if worker.processes and self._is_ours(worker):
             self._starter.wake()
-            kill_group(worker.process.pid)
+            for process in worker.processes:  # of another one that has ended the id may be another's by now
+                kill_group(process.pid)
 
     def _is_ours(self, worker: _Worker) -> bool:
         """Whether it was not seen off yet: after that, its process id may be another's."""
         return self._workers.get(worker.name) is worker
 
     def _send(self, worker: _Worker, number: int) -> None:
-        if worker.process is not None:
+        if worker.processes:
             self._starter.wake()
-            send(worker.process, number)
+        for process in worker.processes:
+            send(process, number)
+
+
+def cause_of(ends: Sequence[Ended]) -> Ended | None:
+    """Of the ends of a worker's devices the one that tells why it ended; None if there is none.
+
+    An error of the script says most, and what only follows from the end of another one least; else the first one tells,
+    after which the others were killed.
+
+    Args:
+        ends: the ends, in the order in which they came.
+    """
+
+    def rank(end: Ended) -> int:
+        if end.failure is not None:
+            return 2 if end.failure.consequence else 0
+        return 1 if end.code else 3
+
+    return min(ends, key=rank, default=None)
+
+
+def _asking(worker: _Worker) -> Iterator[float]:
+    """Ask the threads of a worker's devices for their stacks; yields seconds to wait, and stops at a device's end."""
+    devices = list(worker.processes)
+    for process in devices:
+        for pause_s in ask_for_stacks(process.pid):
+            yield pause_s
+            if worker.processes != devices:
+                return
 
 
 def _printable(words: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.launch.command import ElasticSeat, WorkerCommand, elastic_command
+from unisono.launch.command import ElasticSeat, RendezvousSocket, WorkerCommand, elastic_command
 from unisono.launch.elastic.elastic import ElasticSettings
 from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.worker_start import Warm, WorkerProcess, WorkerStart
@@ -53,23 +53,35 @@ class Starter:
         """Begin to load what warm workers have loaded, while the caller goes on."""
         await self._start.open()
 
-    async def start(self, worker: str, place: int, output: WorkerOutput) -> WorkerProcess:
-        """Start a worker, as the leader of a process group of its own.
+    @property
+    def devices(self) -> int:
+        """The number of devices of each worker."""
+        return self._job.settings.launch.devices_per_worker or 1
+
+    async def start(
+        self, worker: str, place: int, output: WorkerOutput, device: int = 0, meeting: RendezvousSocket | None = None
+    ) -> WorkerProcess:
+        """Start a worker, or one of its devices, as the leader of a process group of its own.
 
         Args:
             worker: the worker's id.
             place: a number that no other running worker of this host has.
             output: the pipes and the log that take its output.
+            device: the place of the device among those of the worker.
+            meeting: the socket at which they meet; None for a worker of one device.
 
         Raises:
             OSError: it cannot be started.
         """
         job = self._job
         settings = job.settings.launch
-        seat = ElasticSeat(worker, place, job.coordinator, job.token_file, job.certificate)
+        seat = ElasticSeat(
+            worker, place, job.coordinator, job.token_file, job.certificate, device, self.devices, meeting
+        )
         command = elastic_command(settings, job.run_dir, seat)
         agent = {AGENT: str(os.getpid())}  # a warm worker's launcher is the fork server
-        return await self._start.start(WorkerCommand(command.script, agent | dict(command.variables)), output)
+        own = WorkerCommand(command.script, agent | dict(command.variables))
+        return await self._start.start(own, output, int(meeting.fd) if meeting is not None and not device else None)
 
     def wake(self) -> None:
         """Workers are about to be ended: whoever says that they have must not stand still."""

@@ -84,7 +84,7 @@ def _greet(update: StateUpdate, hello: WorkerHello) -> None:
         update.refuse(hello.worker, reason)
         return
     is_new = worker.phase == "asked"
-    update.set(shards=hello.shards)
+    update.set(shards=hello.shards, devices=hello.devices)
     worker = update.put(
         worker,
         host=hello.host,
@@ -106,6 +106,11 @@ def _refusal(state: State, worker: Worker, hello: WorkerHello) -> str:
         return f"{worker.id} was given up: {worker.why}"
     if state.shards not in (0, hello.shards):
         return f"the job has {state.shards} shards, but {hello.shards} on host {hello.host}"
+    if state.devices not in (0, hello.devices):
+        return (
+            f"the workers of the job have {state.devices} devices each, but {hello.devices} on host {hello.host}: "
+            f"start them there with --devices-per-worker {state.devices}"
+        )
     if hello.generation > state.generation:
         return f"{worker.id} is in generation {hello.generation}, but the newest is {state.generation}"
     return ""

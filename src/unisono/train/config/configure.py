@@ -15,6 +15,7 @@ from unisono.adapt.policy import Policy
 from unisono.errors import JobError
 from unisono.job import Job, default_shards
 from unisono.membership.environment import recognise
+from unisono.membership.messages import MOST_DEVICES
 from unisono.membership.variables import Variables
 from unisono.received import LONGEST_S, short
 from unisono.sync.named import strategy_of
@@ -192,10 +193,16 @@ def _devices(said: Mapping[str, Any], told: _Told, coordinator: CoordinatorAcces
     count = 1 if wanted is None else wanted
     if count < 1:
         raise JobError(f"devices_per_worker={short(count)}: needs a number of devices, at least 1")
+    environment = recognise(told.environ)
+    if coordinator is not None and (count > MOST_DEVICES or count != environment.world_size):
+        raise JobError(
+            f"devices_per_worker={count}: the launcher has started {environment.world_size} for each worker of this "
+            f"elastic job, and at most {MOST_DEVICES} are possible: say it with unisono run --devices-per-worker, "
+            f"and leave it out of the script"
+        )
     if count == 1:
         return 1
     asked = {
-        "an elastic job": coordinator is not None,
         "policies": bool(said["policies"]) or "UNISONO_POLICIES" in told,
         "monitor": bool(said["monitor"]) or "UNISONO_MONITOR_EVERY" in told,
         "audit": bool(_first(said["audit"], told.number("UNISONO_AUDIT", 0, 1), 0.0)),

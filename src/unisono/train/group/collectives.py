@@ -326,10 +326,11 @@ class CollectiveCalls:
         while self.done == number:
             try:
                 change = self._carry_out(call)
+                failpoint("act worked out")
+                self._require_all(number + 1)
             except WorkerLost as lost:
                 self.regroup(lost)
             else:
-                failpoint("act worked out")
                 self._commit(number + 1, change.make, change.cause, changed=changes)
                 failpoint("act counted")
                 self.recovery.go_on()
@@ -337,6 +338,15 @@ class CollectiveCalls:
                 self._tell_joiners()
         found: R = self._value
         return found
+
+    def _require_all(self, acts: int) -> None:
+        """Refuse to set what some device of this worker could not work out.
+
+        Raises:
+            WorkerLost: one of them has lost another worker.
+        """
+        if not self._heeding(partial(self._membership.holds, acts)):
+            raise WorkerLost("another device of this worker has lost another worker")
 
     def _carry_out(self, call: Callable[[Workers], R]) -> R:
         workers = self._membership.workers
@@ -425,6 +435,7 @@ class CollectiveCalls:
         done, changed, value, given, cause = value_of(form, told, "what the source handed over")
         if workers.rank in transfer.behind:
             failpoint("state received")
+            self._require_all(done)
             self._take_over(done, value, given, cause, changed=changed, joins=workers.rank in transfer.joiners)
             failpoint("state taken")
 

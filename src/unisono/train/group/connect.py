@@ -36,7 +36,7 @@ from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
 from unisono.train.config.run_config import Communication, RunConfig
-from unisono.train.group.devices import Devices
+from unisono.train.group.devices import Devices, Mesh
 from unisono.train.group.workers import Workers
 
 # How the workers of a generation find each other.
@@ -70,14 +70,20 @@ class FixedRendezvous(Rendezvous):
         timeout_s: the longest wait for the other workers, in seconds.
         process: the place of this process among all, where only some of them meet; by default all do.
         scope: a name for those that meet.
+        meeting: the number of the meeting among those of one scope; by default that of all meetings so far.
     """
 
     def __init__(
-        self, environment: Environment, timeout_s: float, process: Environment | None = None, scope: str = ""
+        self,
+        environment: Environment,
+        timeout_s: float,
+        process: Environment | None = None,
+        scope: str = "",
+        meeting: int | None = None,
     ) -> None:
         self.environment, self._process = environment, process or environment
         self._timeout_s = timeout_s
-        self._scope = f"unisono/{next(_meetings)}{scope}"
+        self._scope = f"unisono/{next(_meetings) if meeting is None else meeting}{scope}"
 
     def store(self) -> dist.Store:
         """The launcher's, or rank 0's."""
@@ -223,11 +229,24 @@ def topology_over(backend: str, job: Job, wanted: str) -> str | None:
 # The devices of one worker.
 
 
-def connect_devices(config: RunConfig, rendezvous: Rendezvous) -> Devices:
-    """Connect the devices of this worker, which are on one host. Collective among them."""
-    here = rendezvous.environment
+def connect_devices(config: RunConfig, rendezvous: Rendezvous, mesh: Mesh) -> Devices:
+    """Connect the devices of this worker for a generation. They are on one host. Collective among them."""
+    here, how = rendezvous.environment, config.communication
     generation = Generation(1, here.rank, Split.even(here.world_size, here.world_size))
-    return Devices(connect(config, generation, rendezvous), partial(_form_mesh, config, rendezvous))
+    with ExitStack() as opened:
+        inside = connect(config, generation, rendezvous)
+        opened.callback(inside.close)
+        backend = backend_for(config.device, how.environment)
+        with _on_loopback():
+            group = form_group(PrefixStore("exchange", rendezvous.store()), generation, backend, how.timeout_s)
+        exchange = ProcessGroupTransport(group, here.rank, generation.split, config.device, None)
+        opened.pop_all()
+    return Devices(here.rank, here.world_size, mesh, inside, exchange)
+
+
+def mesh_of(config: RunConfig, rendezvous: Rendezvous) -> Mesh:
+    """The devices of this worker as long as there is the worker."""
+    return Mesh(partial(_form_mesh, config, rendezvous))
 
 
 def _form_mesh(config: RunConfig, rendezvous: Rendezvous) -> DeviceMesh:

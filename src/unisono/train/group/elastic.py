@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from time import perf_counter
@@ -19,14 +20,17 @@ from unisono.membership.rendezvous import Generation
 from unisono.membership.store import CoordinatorStore
 from unisono.membership.token import read_token
 from unisono.plan.split import Split
-from unisono.reduce.peers import PeerListener
+from unisono.reduce.peers import PeerListener, RendezvousStore
 from unisono.reduce.transport import Solo
 from unisono.train.config.run_config import CoordinatorAccess
 from unisono.train.group.connect import Rendezvous
+from unisono.train.group.device_line import DeviceLine, FirstLine
+from unisono.train.group.devices import Devices, Mesh
 from unisono.train.group.forming import ElasticRendezvous, Forming
 from unisono.train.group.liveness import BEAT_S, Heartbeat, OtherHosts, Probing, Tell
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
-from unisono.train.group.news import Farewell, Known, News
+from unisono.train.group.news import Farewell, News
+from unisono.train.group.one_voice import Agreed, Known, ToDevice, WorkedOut
 from unisono.train.group.publisher import Ask, Publisher, packed, unpacked
 from unisono.train.group.workers import Workers
 
@@ -36,11 +40,28 @@ LOOKS = 4
 Form = Callable[[Generation, Rendezvous], Workers]
 """Connects the workers of a generation."""
 
-OpenLine = Callable[[Callable[[messages.ToWorker], None]], Line]
-"""Opens the connection to the coordinator, whose messages go to the argument."""
+AnyLine = Line | FirstLine | DeviceLine
+
+OpenLine = Callable[[Callable[[ToDevice], None]], AnyLine]
+"""Opens the connection to the coordinator, or to the device that speaks with it; its messages go to the argument."""
 
 Probe = Callable[[Sequence[messages.Target], Tell], Probing]
 """Probes hosts until it is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """The devices of a worker, as long as there is the worker.
+
+    Attributes:
+        devices: this device's place among them.
+        mesh: torch's group of them.
+        board: a store that they share.
+    """
+
+    devices: Devices
+    mesh: Mesh
+    board: RendezvousStore
 
 
 class Elastic(Membership):
@@ -58,6 +79,8 @@ class Elastic(Membership):
         probe: a function that probes the hosts of a generation; None if nobody needs to know.
         silence_s: the seconds without the coordinator after which the job may soon go on without this worker.
         publisher: makes values known to those who join later, once it knows how to ask the coordinator.
+        devices: the devices of this worker while it is in no generation.
+        mesh: torch's group of the devices; None for a worker of one device.
 
     Raises:
         LaunchError: the coordinator refuses this worker, or cannot be reached.
@@ -74,12 +97,15 @@ class Elastic(Membership):
         probe: Probe | None = None,
         silence_s: float = math.inf,
         publisher: Callable[[Ask], Publisher] = Publisher,
+        devices: Devices | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
+        self._devices, self._mesh = devices or Devices(), mesh
         self._hello, self._form, self._timeout_s = hello, form, timeout_s
         self._probe, self._silence_s = probe, silence_s
         self._news = News()
         self._generation = Generation(0, 0, Split.even(hello.shards, 1))
-        self._workers = Workers(self._generation, Solo(hello.shards))
+        self._workers = Workers(self._generation, Solo(hello.shards), devices=self._devices)
         self._due = self._lost = self._left = 0
         self._listener_lock = threading.Lock()
         self._is_leaving = False
@@ -87,6 +113,7 @@ class Elastic(Membership):
         self._hosts = OtherHosts()
         self._listener = PeerListener(timeout_s)
         self._line = call(self._hear)
+        self._shared = self._line if isinstance(self._line, FirstLine | DeviceLine) else None
         self._publisher = publisher(self._line.request)
         self._store = CoordinatorStore(self._line, timedelta(seconds=timeout_s))
         self._heart = Heartbeat(self._line.send, lambda: self._workers)
@@ -142,8 +169,7 @@ class Elastic(Membership):
         left = self._generation.number
         address, unreached = self._listener.address.hex(), self._forming.unreached
         self._line.send(messages.Ready(loop=loop, address=address, generation=left, unreached=unreached))
-        over = f"loop/{loop}"
-        self._news.watch(over, self._line.request)
+        self._watch(over := f"loop/{loop}")
 
         def is_wanted(news: messages.NewGeneration | Known) -> bool:
             return self._is_next(news) if isinstance(news, messages.NewGeneration) else news.name == over
@@ -156,13 +182,27 @@ class Elastic(Membership):
         self.joins = self._heart.forms = False
         self._line.send(messages.Formed(generation=self._generation.number, seconds=dict(seconds)))
 
+    def holds(self, acts: int) -> bool:
+        """What the devices of this worker have agreed on: all of them hear the same."""
+        if self._shared is None:
+            return True
+        generation = self._generation.number
+        self._shared.send(WorkedOut(generation=generation, acts=acts))
+
+        def is_wanted(news: Agreed) -> bool:
+            return (news.generation, news.acts) == (generation, acts)
+
+        return bool(self._news.take(Agreed, wanted=is_wanted).holds)
+
     def publish(self, name: str, value: Any) -> None:
-        """In the coordinator's store; nobody waits for it here."""
+        """In the coordinator's store; nobody waits for it here. The first device of a worker does it for all."""
+        if not self._devices.is_first:
+            return
         self._publisher.publish(f"run/{name}", packed(value))
 
     def published(self, name: str) -> Any:
         """From the coordinator's store, once it is there."""
-        self._news.watch(name, self._line.request)
+        self._watch(name)
         return unpacked(self._news.take(Known, wanted=lambda news: news.name == name).value)
 
     def tell(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
@@ -216,16 +256,18 @@ class Elastic(Membership):
         self._workers.close()
         self._publisher.close()
         self._line.close()
+        if self._mesh is not None:
+            self._mesh.close()
 
     # -- the connection's thread -------------------------------------------------------------------------------------
 
-    def _hear(self, message: messages.ToWorker) -> None:
+    def _hear(self, message: ToDevice) -> None:
         if isinstance(message, messages.RegroupDue):
             self._due = message.generation
         elif isinstance(message, messages.Lost):
             self._lost = max(self._lost, message.generation)
             self._hang_up_if_lost()
-        elif isinstance(message, messages.Welcome | messages.NewGeneration):
+        elif isinstance(message, messages.Welcome | messages.NewGeneration | Known | Agreed):
             self._news.put(message)
         elif isinstance(message, Farewell):
             self._news.put(message)
@@ -266,7 +308,7 @@ class Elastic(Membership):
         self._generation = Generation(new.generation, rank, Split(new.bounds), new.departures)
         self._line.generation = new.generation
         self._hang_up_if_lost()
-        rendezvous = ElasticRendezvous(new, rank, self._hello.host, self._listener, self._store)
+        rendezvous = ElasticRendezvous(new, rank, self._hello.host, self._listener, self._store, self._devices.rank)
         try:
             with self._probing(new):
                 self._workers = self._forming.connect(partial(self._form, self._generation, rendezvous))
@@ -279,7 +321,14 @@ class Elastic(Membership):
 
     def _probing(self, new: messages.NewGeneration) -> AbstractContextManager[object]:
         targets = self._hosts.of(new)
-        return closing(self._probe(targets, self._forming.not_reached)) if self._probe and targets else nullcontext()
+        probes = self._probe is not None and targets and self._devices.is_first
+        return closing(self._probe(targets, self._forming.not_reached)) if probes else nullcontext()  # type: ignore[misc]
+
+    def _watch(self, name: str) -> None:
+        """Hear of a value as soon as it is known: of several devices the first one asks, and all hear of it."""
+        if self._devices.is_first:
+            tell = self._hear if self._shared is None else self._shared.tell
+            self._news.watch(name, self._line.request, tell)
 
     def _is_next(self, new: messages.NewGeneration) -> bool:
         return new.generation > self._generation.number  # a coordinator that came back may repeat itself
@@ -294,23 +343,51 @@ class Elastic(Membership):
             self._listener = PeerListener(self._timeout_s)
 
 
-def elastic(where: CoordinatorAccess, job: Job, host: str, form: Form, timeout_s: float, silence_s: float) -> Elastic:
-    """The membership of a worker whose job has a coordinator.
+def elastic(
+    where: CoordinatorAccess,
+    job: Job,
+    host: str,
+    form: Form,
+    timeout_s: float,
+    silence_s: float,
+    group: DeviceGroup | None = None,
+) -> Elastic:
+    """The membership of a worker whose job has a coordinator, or of one of its devices.
+
+    Args:
+        where: the access to the coordinator.
+        job: the job to train.
+        host: the name of this host.
+        form: a function that connects the workers of a generation.
+        timeout_s: the longest wait for other workers and for the coordinator, in seconds.
+        silence_s: the seconds without the coordinator after which the job may soon go on without this worker.
+        group: the devices of this worker; None for a worker of one device.
 
     Raises:
         JobError: the token cannot be read.
         LaunchError: the coordinator refuses this worker, or cannot be reached.
+        WorkerLost: another device of this worker does not come.
     """
-    token = read_token(where.token_file)
-    hello = messages.WorkerHello(worker=where.worker, host=host, pid=os.getpid(), shards=job.shards)
+    token, devices = read_token(where.token_file), Devices() if group is None else group.devices
+    hello = messages.WorkerHello(
+        worker=where.worker, host=host, pid=os.getpid(), shards=job.shards, devices=devices.count
+    )
 
-    def call(hear: Callable[[messages.ToWorker], None]) -> Line:
+    def line(hear: Callable[[Any], None]) -> Line:
         return Line.open(where.url, token, hello, hear, timeout_s, where.certificate, silence_s / LOOKS)
+
+    def call(hear: Callable[[ToDevice], None]) -> AnyLine:
+        if group is None:
+            return line(hear)
+        if devices.is_first:
+            return FirstLine(devices.count, group.board, line, hear, timeout_s)
+        return DeviceLine(devices.rank, group.board, where.url, hear, timeout_s)
 
     def probe(targets: Sequence[messages.Target], tell: Tell) -> Probing:
         return Probing(targets, token, min(PATIENCE_S, timeout_s), tell)
 
-    return Elastic(call, hello, form, timeout_s, probe, silence_s)
+    mesh = None if group is None else group.mesh
+    return Elastic(call, hello, form, timeout_s, probe, silence_s, devices=devices, mesh=mesh)
 
 
 def transfer_in(new: messages.NewGeneration, seconds: Mapping[str, float]) -> StateTransfer:

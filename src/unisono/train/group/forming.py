@@ -12,6 +12,7 @@ from unisono.membership.environment import Environment
 from unisono.membership.messages import Neighbour, NewGeneration, Unreached
 from unisono.reduce.peers import PeerListener, Peers, address_from, is_within_call
 from unisono.train.group.connect import Rendezvous
+from unisono.train.group.one_voice import NEXT_ADDRESS
 from unisono.train.group.workers import Workers
 
 
@@ -68,24 +69,35 @@ class ElasticRendezvous(Rendezvous):
         host: the name of its host.
         listener: this worker's listener, whose address the others know.
         store: the coordinator's key-value store.
+        device: the place of this device among those of the worker: those of the same place meet.
     """
 
-    def __init__(self, new: NewGeneration, rank: int, host: str, listener: PeerListener, store: dist.Store) -> None:
-        mine = next(one for one in new.here if one.rank == rank)
-        self._here = _within_call(mine, new.here)
+    def __init__(
+        self, new: NewGeneration, rank: int, host: str, listener: PeerListener, store: dist.Store, device: int = 0
+    ) -> None:
+        neighbours = [_of_device(one, device) for one in new.here]
+        mine = next(one for one in neighbours if one.rank == rank)
+        self._here, self._device = _within_call(mine, neighbours), device
         self._place = self._here.index(mine)
         self._generation, self._listener, self._store = new.generation, listener, store
         self.environment = Environment("unisono", rank, len(new.acts), self._place, len(self._here), host)
 
     def store(self) -> dist.Store:
         """The coordinator's."""
-        return dist.PrefixStore(f"g{self._generation}", self._store)
+        return dist.PrefixStore(f"g{self._generation}/device-{self._device}", self._store)
 
     def peers(self) -> Peers:
         """At the listeners whose addresses came with the roster."""
         lower = (address_from(one.address) for one in self._here[: self._place])
-        purpose = f"generation {self._generation} of {' '.join(one.worker for one in self._here)}"
+        workers = " ".join(one.worker for one in self._here)
+        purpose = f"generation {self._generation} of {workers}, device {self._device}"
         return self._listener.gather(self._place, len(self._here), lower, purpose)
+
+
+def _of_device(worker: Neighbour, device: int) -> Neighbour:
+    """A neighbour as devices of one place see it."""
+    addresses = worker.address.split(NEXT_ADDRESS)
+    return worker.model_copy(update={"address": addresses[device] if device < len(addresses) else ""})
 
 
 def _within_call(mine: Neighbour, neighbours: Sequence[Neighbour]) -> list[Neighbour]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from unisono.errors import JobError, WorkerLost
+from unisono.train.group.devices import Mesh
 from unisono.train.group.workers import Workers
 
 
@@ -131,6 +132,18 @@ class Membership(ABC):
     def finished(self, digest: str) -> None:
         """The job is done."""
 
+    def holds(self, acts: int) -> bool:
+        """Whether all devices of this worker have worked a collective call out. Asked before it is set.
+
+        Args:
+            acts: the number of calls that are complete with it.
+
+        Raises:
+            Dismissed: this worker is not needed, or the job is done.
+            WorkerLost: another device of this worker is gone.
+        """
+        return True
+
     @abstractmethod
     def publish(self, name: str, value: Any) -> None:
         """Make a value known to those who will join. Every member does, so that it is known whoever of them is lost."""
@@ -180,10 +193,15 @@ class Membership(ABC):
 
 
 class Fixed(Membership):
-    """The workers that were started together. Without one of them the others cannot go on."""
+    """The workers that were started together. Without one of them the others cannot go on.
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+    Args:
+        workers: all of them.
+        mesh: torch's group of the devices of this one; None if it has but one.
+    """
+
+    def __init__(self, workers: Workers, mesh: Mesh | None = None) -> None:
+        self._workers, self._mesh = workers, mesh
 
     @property
     def workers(self) -> Workers:
@@ -242,3 +260,5 @@ class Fixed(Membership):
     def close(self) -> None:
         """Let go of the connections."""
         self._workers.close()
+        if self._mesh is not None:
+            self._mesh.close()

@@ -3,11 +3,11 @@
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from unisono.errors import Dismissed, JobEnded, LaunchError
 from unisono.membership.messages import JobOver, NewGeneration, Refused, Removed, StoreReply, StoreRequest, Welcome
+from unisono.train.group.one_voice import Agreed, Known
 
 WATCH_S = 30.0
 """How long the coordinator lets one question for a value wait."""
@@ -19,12 +19,7 @@ Farewell = Removed | Refused | JobOver
 """After which there is nothing else to hear."""
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A value that was watched for is there."""
-
-    name: str
-    value: str
+_Newest = Welcome | NewGeneration | Known | Agreed | Farewell
 
 
 class News:
@@ -36,12 +31,12 @@ class News:
 
     def __init__(self) -> None:
         self.farewell: Farewell | None = None
-        self._queue: queue.SimpleQueue[Welcome | NewGeneration | Known | Farewell] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Newest] = queue.SimpleQueue()
         self._end: Farewell | None = None
         self._closed = threading.Event()
 
-    def put(self, news: Welcome | NewGeneration | Farewell) -> None:
-        """The coordinator says so."""
+    def put(self, news: _Newest) -> None:
+        """The coordinator says so, or what was watched for is there, or all devices of this worker agree."""
         if isinstance(news, Farewell):
             self.farewell = news
         self._queue.put(news)
@@ -69,8 +64,14 @@ class News:
         except queue.Empty:
             return False
 
-    def watch(self, name: str, request: Callable[[StoreRequest], StoreReply]) -> None:
-        """Have the main thread hear of a value, as soon as it is known."""
+    def watch(self, name: str, request: Callable[[StoreRequest], StoreReply], tell: Callable[[Known], None]) -> None:
+        """Have a value told as soon as it is known.
+
+        Args:
+            name: the name of the value.
+            request: a function that asks the coordinator's store.
+            tell: a function that gets the value, on another thread.
+        """
 
         def look() -> None:
             while not self._closed.is_set():
@@ -80,7 +81,7 @@ class News:
                     self._closed.wait(AGAIN_S)
                     continue
                 if not reply.error:
-                    self._queue.put(Known(name, reply.value))
+                    tell(Known(name=name, value=reply.value))
                     return
 
         threading.Thread(target=look, name="unisono-watch", daemon=True).start()

@@ -77,7 +77,7 @@ class Workers:
     @property
     def waits(self) -> bool:
         """Whether this worker waits for another one."""
-        return self.is_asking or self.transport.waits
+        return self.is_asking or self.transport.waits or self.devices.waits
 
     def tick(self) -> None:
         """This worker has got on."""
@@ -93,6 +93,7 @@ class Workers:
         """Wake whoever waits for another worker, here and there: it raises ``WorkerLost``. From any thread."""
         self._is_aborted = True
         self.transport.abort()
+        self.devices.abort()
         if (abort := self._abort) is not None:
             abort()
 

@@ -15,7 +15,7 @@ from unisono.checkpoint.layout import form_of
 from unisono.errors import ModelError
 from unisono.train.model.further_state import further_places
 from unisono.train.model.places import BufferPlace, places_of
-from unisono.train.model.slices import let_go_of_gathered, slice_of, update_slices
+from unisono.train.model.slices import held_whole, let_go_of_gathered, slice_of, update_slices
 from unisono.train.model.tensors import tensors_of, version_of
 
 
@@ -153,9 +153,11 @@ class Prepared:
         return weights | {place.name: place.form for place in self.buffers}
 
     def layout(self) -> dict[str, str]:
-        """Names, shapes and dtypes of all parameters and buffers, for comparison between workers."""
+        """Names, whole shapes and dtypes of all parameters and buffers, for comparison between workers."""
         described = {name: _form(tensor) for name, tensor in self.tensors().items()}
-        described |= {f"trained {name}": _form(tensor) for name, tensor in self.parameters.items()}
+        for name, tensor in self.parameters.items():
+            whole = held_whole(tensor)
+            described[f"trained {name}"] = _form(tensor if whole is None else whole)
         described |= {place.name: f"{place.form} {place.rule}" for place in self.buffers if place.chosen is not None}
         return described | {f"order of optimizer {n}": ", ".join(names) for n, names in enumerate(self.order())}
 

@@ -97,12 +97,13 @@ def cut_like(held: Tensor, value: Tensor) -> Tensor:
     return chunks[rank].clone() if rank < len(chunks) else value[:0].clone()
 
 
-def slice_module(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+def slice_module(module: nn.Module, mesh: DeviceMesh, gathering: Any, **options: Any) -> None:
     """Have each device of a worker keep its slices of a module's parameters, except those that are in slices already.
 
     Args:
         module: the module. One that is made of others is sliced after them.
         mesh: the devices of the worker.
+        gathering: the way in which parameters are gathered, as FSDP wants it (``AllGather``).
         options: further arguments of torch's ``fully_shard``.
 
     Raises:
@@ -114,7 +115,21 @@ def slice_module(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
     from torch.distributed.fsdp import fully_shard  # takes seconds to load
 
     # Also the outermost module: between two steps all parameters are in slices.
-    fully_shard(module, mesh=mesh, **{"reshard_after_forward": True, **options})
+    sliced: Any = fully_shard(module, mesh=mesh, **{"reshard_after_forward": True, **options})
+    for group in sliced._get_fsdp_state()._fsdp_param_groups:  # a module may have no parameters of its own
+        group._all_gather_comm = gathering
+
+
+def forget_passes(modules: Sequence[nn.Module]) -> None:
+    """Have models as between two passes, wherever in one they were broken off. Not collective."""
+    for root in modules:
+        for module in root.modules():
+            state = getattr(module, "_get_fsdp_state", None)
+            if state is not None and state()._is_root:
+                module.reset_iter_state()  # type: ignore[operator]
+    for unit in units_of(modules):
+        for parameter in unit.parameters:
+            parameter.clear()
 
 
 def let_go_of_gathered(modules: Sequence[nn.Module]) -> None:
@@ -176,7 +191,7 @@ class UnitParameter:
 
     def clear(self) -> None:
         """Have no gradient of it with torch."""
-        self.held.sharded_param.grad = None
+        self.held.sharded_param.grad = self.held.unsharded_accumulated_grad = None
         if self.gathered is not None:
             self.gathered.grad = None
 

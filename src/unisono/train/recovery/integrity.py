@@ -181,22 +181,26 @@ class Integrity:
         Returns:
             nothing if that was done; if not, what doubts the state, since those did not hold the same optimizer state.
         """
-        own = self._trained.capture().digests()
-        transfer = healing([tuple(each) for each in workers.gather_json(list(own.values()))])
+        own = workers.devices.joined(list(self._trained.capture().digests().values()))
+        transfer = healing([tuple(each) for each in workers.gather_json(own)])
         if transfer is None:
             return self.doubting(place, f"step {place[0]}: the workers hold different states{NO_MAJORITY}")
         mend(workers, transfer, "weights")
         return None
 
-    def suspect(self, step: int, digests: Sequence[int]) -> None:
+    def has_agreed(self, step: int, digests: Sequence[int]) -> bool:
+        """Whether all have compared the state of these digests, and hold the same."""
+        agreed = self.known.agreed(step)
+        return agreed is not None and list(agreed.values()) == list(digests)
+
+    def suspect(self, step: int, *, is_agreed: bool) -> None:
         """This worker alone has the newest state, and hands it to others: what it has decided goes with it.
 
         Args:
             step: the number of the present step, or of the next one.
-            digests: the digests of the state. Where all have agreed on them, there is nothing to suspect.
+            is_agreed: whether all have agreed on it before. Then there is nothing to suspect.
         """
-        agreed = self.known.agreed(step)
-        if self.known.right is not None and (agreed is None or list(agreed.values()) != list(digests)):
+        if self.known.right is not None and not is_agreed:
             self.known.unseen = (
                 f"step {step}: when a worker was lost, another one alone had made the newest update, so nobody could "
                 f"compare the weights that it gave to the others"
@@ -210,7 +214,9 @@ class Integrity:
         Returns:
             nothing if nothing is suspected, or nobody has a copy of a verified state of the present loop.
         """
-        if not self.known.unseen or not any(workers.gather_json(self._copies.can_return(self.known))):
+        if not self.known.unseen:
+            return None
+        if not any(workers.gather_json(workers.devices.all(self._copies.can_return(self.known)))):
             return None
         return self.doubting(place, self.known.unseen, is_fault=False)
 

@@ -18,6 +18,7 @@ from unisono.received import value_of
 from unisono.train.group.collectives import Recovers
 from unisono.train.group.membership import Membership, StateTransfer
 from unisono.train.group.workers import Workers
+from unisono.train.model.slices import forget_passes
 from unisono.train.model.update import hyperparameters_of, replaced_hyperparameters
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.state.checkpoints import Checkpoints
@@ -176,6 +177,8 @@ class Recovery(Recovers):
     def leave(self) -> None:
         """The generation is over."""
         self._steps.drop()
+        if self._trained.prepared is not None:
+            forget_passes(self._trained.prepared.modules)
 
     def give(self) -> list[Any]:
         """The state, for a worker that lacks it, and all else that decides what comes next."""
@@ -185,12 +188,15 @@ class Recovery(Recovers):
         """Of what an update changes, where all who have made the same updates hold the same."""
         trained = self._trained
         is_alike = trained.has_weights and self._steps.strategy.is_exact and not trained.is_doubted
-        return list(trained.capture().digests().values()) if is_alike and self._integrity.is_on else None
+        own = list(trained.capture().digests().values()) if is_alike and self._integrity.is_on else None
+        return None if own is None else self._membership.workers.devices.joined(own)
 
     def gives_alone(self) -> None:
         """Nobody can compare the state with its own."""
-        if (digests := self.digests()) is not None:
-            self._integrity.suspect(self._trained.progress.position.step, digests)
+        if self.digests() is not None:
+            step, own = self._trained.progress.position.step, list(self._trained.capture().digests().values())
+            is_agreed = self._membership.workers.devices.all(self._integrity.has_agreed(step, own))
+            self._integrity.suspect(step, is_agreed=is_agreed)
 
     def gives_result(self) -> None:
         """Members get what came of an update. Where states are compared, a wrong one is found."""

@@ -199,9 +199,11 @@ class Verification:
             return Change(doubt)
         snapshot = self._trained.capture()
         digests = snapshot.digests()
-        compared = list(digests.values())[: 1 if weights_only else None]
+        compared = workers.devices.joined(list(digests.values())[: 1 if weights_only else None])
         objects = digests_of_objects(snapshot, known.ignored)
-        told = workers.gather_json([compared, objects, known.before, self._has_flipped()])
+        objects, before = workers.devices.first([objects, known.before])
+        has_flipped = not workers.devices.all(not self._has_flipped())
+        told = workers.gather_json([compared, objects, before, has_flipped])
         if flipped := [rank for rank, (*_, is_so) in enumerate(told) if is_so]:
             return Change(self._integrity.give_way((step, 0), f"after {step} steps {flipped_in(flipped)}"))
         held = [tuple(own) for own, *_ in told]

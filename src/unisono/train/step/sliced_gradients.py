@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
@@ -70,8 +69,11 @@ class SlicedGradients(Gradients):
         self._has_come: list[bool] = []
         super().__init__(parameters, reducer, fusion, norms)
         scratch, self._received = _Scratch(), _Scratch()
+        # Passes of other calls train other units: theirs have gradients as well.
+        self._exchanges = [(unit, _Exchange(_leave_out, scratch)) for unit, trained in found if not trained]
         for number, (unit, _) in enumerate(self._units):
-            unit.module.set_custom_reduce_scatter(_Exchange(partial(self._arrive_all, number), scratch))
+            self._exchanges.append((unit, _Exchange(partial(self._arrive_all, number), scratch)))
+        for unit in units:
             unit.module.set_reduce_scatter_unused_params(True)
             unit.module.set_gradient_divide_factor(1.0)
             unit.module.set_force_sum_reduction_for_comms(True)
@@ -79,6 +81,8 @@ class SlicedGradients(Gradients):
     def begin(self, step: int = 0) -> None:
         """Forget what was taken before; the rounds of this worker's devices follow."""
         super().begin(step)
+        for unit, exchange in self._exchanges:
+            unit.module.set_custom_reduce_scatter(exchange)
         self._round = -1
         self._clear()
 
@@ -116,7 +120,7 @@ class SlicedGradients(Gradients):
         self._clear()
 
     def _clear(self) -> None:
-        for unit, _ in self._units:
+        for unit, _ in self._exchanges:
             for parameter in unit.parameters:
                 parameter.clear()
 
@@ -150,7 +154,7 @@ class SlicedGradients(Gradients):
             if not (self._counts and one.is_used):  # adds nothing, not even to the sign of a zero
                 leaves[:, one.parameter.start : one.parameter.start + one.parameter.padded].fill_(-0.0)
         received = self._received(leaves.numel(), leaves.dtype, leaves.device).view_as(leaves)
-        dist.all_to_all_single(received, leaves, group=self._devices.group)
+        self._devices.exchange.swap(received, leaves)
         self._add(number, received)
 
     def _add(self, number: int, leaves: Tensor | None) -> None:
@@ -163,6 +167,10 @@ class SlicedGradients(Gradients):
             sums.close()
         if self._sends:
             self._reducer.ready(number, sums.partials(), tally)
+
+
+def _leave_out(gradients: Tensor) -> None:
+    """Nobody reads the gradients of a unit that a call does not train."""
 
 
 class _Exchange(ReduceScatter):

@@ -1,0 +1,161 @@
+"""Workers of several devices die, come and go; the weights are those of the undisturbed run on one device."""
+
+import os
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serial_runs import SerialRuns
+from training import PATIENCE_S, SCRIPT, Trained, Training
+from unisono.testing import start
+from unisono.testing.faults import Faults
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(400)]
+
+TWO = ("--devices-per-worker", "2")
+
+LONG: Any = {"EPOCHS": "12"}
+LONGEST: Any = {"EPOCHS": "40"}
+
+
+@pytest.fixture(scope="session")
+def long(serial_runs: SerialRuns) -> Trained:
+    """The undisturbed run of one worker with twice the epochs."""
+    return serial_runs(SCRIPT, PACE_S="0", **LONG)
+
+
+@pytest.fixture(scope="session")
+def longest(serial_runs: SerialRuns) -> Trained:
+    """The same with forty."""
+    return serial_runs(SCRIPT, PACE_S="0", **LONGEST)
+
+
+def test_a_device_that_dies_anywhere_costs_its_worker_and_no_bit(
+    serial: Trained, started: list[Training], tmp_path: Path
+) -> None:
+    faults: list[dict[str, Any]] = [
+        {"place": "first", "step": 2, "rank": 1, "device": 1},  # in a pass, for which the first one waits
+        {"place": "act worked out", "step": 6, "rank": 0, "device": 1},  # of the main worker, which says no more
+        {"place": "act counted", "step": 10, "later": True, "rank": 1, "device": 0},
+    ]
+    options = ("-n", "3", "--max-restarts", "9", *TWO)
+    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0"))
+    training = started[0]
+    assert training.end() == serial.end()
+    assert len(training.journal("lost")) == len(faults)
+    assert training.steps == serial.steps
+    assert training.said == serial.said
+
+
+@pytest.mark.slow
+def test_devices_that_are_killed_twenty_times_at_drawn_moments_change_no_bit(
+    longest: Trained, started: list[Training], tmp_path: Path
+) -> None:
+    drawn, plan = random.Random(20), Faults()
+    for number in range(20):
+        rank, device, after_s = drawn.randrange(3), drawn.randrange(2), drawn.uniform(0, 0.06)
+        plan = plan.kill(rank=rank, device=device, at_step=4 + 9 * number, after_s=round(after_s, 4))
+    (written := tmp_path / "faults.toml").write_text(plan.to_toml())
+    options = ("-n", "3", "--max-restarts", "40", "--faults", str(written), *TWO)
+    started.append(Training(tmp_path / "run", *options, PACE_S="0.004", **LONGEST))
+    training = started[0]
+    assert training.process.wait(4 * PATIENCE_S) == 0, training.output.read_text()
+    assert training.end() == longest.end()
+    assert len(training.journal("fault")) == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_devices_that_die_while_others_recover_change_no_bit(
+    seed: int, serial: Trained, started: list[Training], tmp_path: Path
+) -> None:
+    drawn = random.Random(seed)
+    points = ["regroup begins", "generation formed", "state captured", "state received", "state taken", "engine made"]
+    drawn.shuffle(points)
+    faults: list[dict[str, Any]] = [
+        {"place": "first", "step": 2 + 4 * number, "rank": drawn.randrange(3), "device": drawn.randrange(2)}
+        for number in range(6)
+    ]
+    faults += [
+        {"place": point, "step": 2, "later": True, "rank": number % 2, "device": drawn.randrange(2), "behind": number}
+        for number, point in enumerate(points)
+    ]
+    options = ("-n", "3", "--max-restarts", "40", *TWO)
+    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0.004"))
+    training = started[0]
+    assert training.end() == serial.end()
+    assert training.steps == serial.steps
+
+
+@pytest.mark.slow
+def test_workers_of_two_devices_come_and_go_and_go_on_with_one_and_three(
+    long: Trained, started: list[Training], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    started.append(Training(run_dir, "-n", "1:3", *TWO, PACE_S="0.02", **LONG))
+    training = started[0]
+    training.until("minted", generation=1)
+    training.ask("resize", "3")
+    training.until("minted", workers=["w1", "w2", "w3"])
+    training.ask("resize", "2")
+    training.until("minted", workers=["w1", "w2"])
+    training.ask("stop")
+    assert training.process.wait(PATIENCE_S) == 75
+    for devices in ("3", "1"):
+        started.append(Training(run_dir, "-n", "1:2", "--devices-per-worker", devices, PACE_S="0.02", **LONG))
+        started[-1].until("minted", generation=1)
+        if devices == "3":
+            started[-1].until_so(lambda: len(started[-1].journal("resumed")) == 1, "resumed")
+            started[-1].ask("stop")
+            assert started[-1].process.wait(PATIENCE_S) == 75
+    started[-1].hurry()
+    assert started[-1].end() == long.end()
+    assert training.steps == long.steps
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_killed_takes_all_devices_with_it_and_the_job_goes_on_from_its_checkpoint(
+    serial: Trained, started: list[Training], tmp_path: Path
+) -> None:
+    run_dir, options = tmp_path / "run", ("-n", "1:2", "--checkpoint-every", "3", *TWO)
+    started.append(Training(run_dir, *options, PACE_S="0.02"))
+    started[0].until_step(8)
+    started[0].process.kill()
+    started[0].process.wait(PATIENCE_S)
+    started.append(Training(run_dir, *options, PACE_S="0"))
+    assert started[1].end() == serial.end()
+    assert started[1].steps == serial.steps
+
+
+@pytest.mark.slow
+def test_a_device_that_hangs_costs_its_worker(serial: Trained, started: list[Training], tmp_path: Path) -> None:
+    faults = [{"place": "between", "step": 4, "rank": 1, "device": 1, "signal": "SIGSTOP"}]
+    options = ("-n", "2", "--max-restarts", "3", "--failure-timeout-s", "3", *TWO)
+    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0"))
+    assert started[0].end() == serial.end()
+    assert len(started[0].journal("lost")) == 1
+
+
+@pytest.mark.slow
+def test_whoever_joins_takes_the_number_of_devices_from_the_job_or_is_refused(
+    serial: Trained, started: list[Training], tmp_path: Path
+) -> None:
+    run_dir, said = tmp_path / "run", tmp_path / "joining.txt"
+    started.append(Training(run_dir, "-n", "1:3", "--here", "1", *TWO, PACE_S="0.05"))
+    started[0].until("minted", generation=1)
+
+    def join(*options: str) -> Any:
+        with said.open("wb") as output:
+            words = ("join", "--run-dir", str(run_dir), *options, str(SCRIPT))
+            return start(*words, env={**os.environ, "PACE_S": "0"}, stdout=output, stderr=subprocess.STDOUT)
+
+    assert join("--devices-per-worker", "3").wait(PATIENCE_S) == 1
+    assert "start them there with --devices-per-worker 2" in said.read_text()
+    joining = join()
+    started[0].until_so(lambda: any(len(one["workers"]) == 2 for one in started[0].journal("minted")), "two workers")
+    started[0].hurry()
+    assert started[0].end() == serial.end()
+    assert joining.wait(PATIENCE_S) == 0
