@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs slow alone bench bench-allreduce bench-shards bench-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -174,6 +174,9 @@ nightly: $(BENCH_READY)  ## all that takes long, cheap things first, on through 
 
 bench-network: $(BENCH_READY)  ## how much of the communication is hidden over a slow network; needs root
 	@$(BIN)/python -m benchmarks network $(OPTIONS)
+
+bench-data-network: $(READY)  ## the network between hosts: Gloo, sockets of our own, and these with TLS; needs root
+	@$(BIN)/python -m benchmarks data-network $(OPTIONS)
 
 bench-topologies: $(READY)  ## ring, tree, star, direct and a server over a slow network: predicted and measured; needs root
 	@$(BIN)/python -m benchmarks topologies $(OPTIONS)

@@ -4,6 +4,7 @@
     python -m benchmarks allreduce    the all-reduce alone, beside Gloo and the bandwidth of the memory
     python -m benchmarks shards       what more shards than workers cost, and exact beside native
     python -m benchmarks network      how much of the communication is hidden, over a slow network
+    python -m benchmarks data-network what TLS between hosts costs, and sockets of our own beside Gloo
     python -m benchmarks recovery     a worker is killed: how long the others stand still, how soon a new one takes part
     python -m benchmarks growth       workers come and go: how long the others stand still, what a start costs them
     python -m benchmarks elastic      what it costs to be elastic while nobody comes or goes

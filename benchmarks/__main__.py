@@ -15,6 +15,7 @@ from benchmarks import (
     allreduce,
     coordinator,
     coordinator_sockets,
+    data_network,
     disturbed,
     flips,
     growth,
@@ -151,7 +152,7 @@ def network_command(
     delay: Annotated[str, typer.Option(help="of the cable, one way, as tc says it")] = "1ms",
     model: Annotated[str, typer.Option(help=f"one of {', '.join(WORKLOADS)}")] = "tower",
     batch_size: Annotated[int | None, typer.Option(help="by default found: communication = computation")] = None,
-    topology: Annotated[str, typer.Option(help="of Unisono's process-group transport")] = "auto",
+    topology: Annotated[str, typer.Option(help="of Unisono's sums")] = "auto",
     bucket_mb: Annotated[float | None, typer.Option(help="of Unisono's buckets; by default its own")] = None,
     rounds: Rounds = None,
     allocator: Malloc = "tuned",
@@ -179,6 +180,30 @@ def network_command(
     except CrewFailed as failure:
         print(f"No batch size could be found:\n{failure}")
         raise typer.Exit(1) from failure
+
+
+@app.command("data-network")
+def data_network_command(
+    rate: Annotated[list[str] | None, typer.Option(help="of a cable, as tc says it; repeat for more")] = None,
+    size: Annotated[list[int] | None, typer.Option(help="bytes of a bucket; repeat for more")] = None,
+    rounds: Rounds = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """The network between hosts: Gloo, our own sockets, and these with TLS: needs root."""
+    usual = data_network.Choice()
+    choice = data_network.Choice(
+        cables=tuple(Cable(each) for each in rate) if rate else usual.cables[: 1 if quick else None],
+        sizes=tuple(size or (usual.sizes[:2] if quick else usual.sizes)),
+        rounds=rounds or (1 if quick else usual.rounds),
+        turns=2 if quick else usual.turns,
+        seed=seed,
+    )
+    try:
+        _publish(data_network.run(choice), output)
+    except NoLink as reason:
+        print(f"Skipped: two hosts cannot be made here: {reason}")
 
 
 @app.command("topologies")

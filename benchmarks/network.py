@@ -52,7 +52,7 @@ class Choice:
     def options(self) -> dict[str, Option]:
         """What Unisono is told."""
         bucket: dict[str, Option] = {} if self.bucket_mb is None else {"bucket_mb": self.bucket_mb}
-        return {"transport": "process_group", "topology": self.topology, **bucket}
+        return {"transport": "sockets", "insecure_data": True, "topology": self.topology, **bucket}  # as DDP is
 
 
 @dataclass(frozen=True, slots=True)

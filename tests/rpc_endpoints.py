@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from network_keys import private
 from unisono.errors import WorkerLost
 from unisono.reduce.rpc import RpcEndpoint
 from unisono.reduce.rpc_message import RpcMessage, family_of, listen
@@ -26,8 +27,11 @@ def _has_ipv6() -> bool:
 
 
 OVER_IPV6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6, not even loopback")
+SEVERAL_HOSTS = "127.0.0.1"
+"""Workers there speak TLS."""
+
 HOSTS = pytest.mark.parametrize(
-    "host", ["", "127.0.0.1", pytest.param("::1", marks=OVER_IPV6)], ids=["one host", "several hosts", "over IPv6"]
+    "host", ["", SEVERAL_HOSTS, pytest.param("::1", marks=OVER_IPV6)], ids=["one host", "several hosts", "over IPv6"]
 )
 
 
@@ -79,7 +83,10 @@ class Endpoints:
         self.traffic = [Traffic() for _ in range(workers)]
 
         def formed(rank: int) -> RpcEndpoint:
-            endpoint = RpcEndpoint(rank, host, answer, self.traffic[rank], timeout_s, ends=partial(ends, rank))
+            keys = private() if host == SEVERAL_HOSTS else None
+            endpoint = RpcEndpoint(
+                rank, host, answer, self.traffic[rank], timeout_s, ends=partial(ends, rank), keys=keys
+            )
             endpoint.meet(self.table.gather(rank))
             return endpoint
 

@@ -73,7 +73,7 @@ run.finish()
 def test_a_policy_that_decides_differently_on_two_workers_is_caught_and_named(tmp_path: Path) -> None:
     script = tmp_path / "local.py"
     script.write_text(LOCAL)
-    ended = train(tmp_path / "run", "-n", "2", script=script, UNISONO_TRANSPORT="process_group")
+    ended = train(tmp_path / "run", "-n", "2", script=script, UNISONO_TRANSPORT="sockets")
     assert ended.returncode == 1
     said = ended.stdout + ended.stderr
     assert "the policies decided differently before step 3" in said

@@ -81,17 +81,17 @@ def test_a_job_that_is_stopped_goes_on_later_and_ends_with_the_same_bits(
     assert started[1].steps == serial.steps
 
 
-def test_over_a_process_group_that_forms_at_the_coordinator_a_loss_changes_no_bit(
+def test_over_sockets_whose_keys_the_coordinator_hands_out_a_loss_changes_no_bit(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     faults = [{"place": "first", "step": 3, "rank": 1}]
     options = ("-n", "3", "--max-restarts", "2")
-    started.append(Training(tmp_path / "run", *options, faults=faults, UNISONO_TRANSPORT="process_group"))
+    started.append(Training(tmp_path / "run", *options, faults=faults, UNISONO_TRANSPORT="sockets"))
     assert started[0].end() == serial.end()
     assert len(started[0].journal("lost")) == 1
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
 def test_a_server_that_is_killed_takes_nothing_with_it(
     transport: str, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

@@ -129,7 +129,7 @@ UNEVEN = {
         pytest.param("star", 3, False, marks=pytest.mark.slow),
     ],
 )
-def test_over_a_process_group_the_bits_are_those_of_shared_memory(
+def test_between_hosts_the_bits_are_those_of_shared_memory(
     topology: str,
     workers: int,
     are_all: bool,
@@ -160,7 +160,7 @@ SERVED = (
 
 @pytest.mark.parametrize(
     ("servers", "workers", "transport"),
-    [(1, 2, "shared_memory"), (2, 3, "process_group"), (2, 5, "shared_memory")],
+    [(1, 2, "shared_memory"), (2, 3, "sockets"), (2, 5, "shared_memory")],
 )
 def test_whether_workers_or_servers_finish_the_sums_changes_no_bit(
     servers: int,
@@ -180,7 +180,7 @@ def test_the_topology_that_was_measured_to_be_the_fastest_changes_no_bit_and_is_
     launch: Launches, results: dict[int, dict[str, list[Any]]], tmp_path: Path
 ) -> None:
     job, workers = "batch_norm_dropout_tied_unused", 3
-    output = launch(workers, str(JOBS), job, folder=tmp_path / "run", UNISONO_TRANSPORT="process_group")
+    output = launch(workers, str(JOBS), job, folder=tmp_path / "run", UNISONO_TRANSPORT="sockets")
     reports = reports_in(output)
     assert reports == [results[1][job][0]] * workers
     journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]

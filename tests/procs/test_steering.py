@@ -15,7 +15,7 @@ from serial_runs import SerialRuns
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
 SCRIPT = Path(__file__).parent / "scripts" / "steered.py"
-OVER_MESSAGES = {"UNISONO_TRANSPORT": "process_group"}
+OVER_MESSAGES = {"UNISONO_TRANSPORT": "sockets"}
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,9 @@ from unisono.membership.environment import Environment
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.train.config.run_config import Communication, RunConfig
-from unisono.train.group.connect import FixedRendezvous, connect, topology_over
+from unisono.train.group.connect import connect
+from unisono.train.group.network import topology_over
+from unisono.train.group.rendezvous import FixedRendezvous
 
 pytestmark = pytest.mark.unit
 
@@ -35,7 +37,7 @@ def test_an_unknown_transport_is_refused_with_the_list_of_those_there_are() -> N
 
 def test_a_topology_and_shared_memory_exclude_each_other() -> None:
     said = refusal(transport="shared_memory", topology="ring")
-    assert said.startswith("transport='shared_memory' cannot be used: topology='ring' is a way over a process group")
+    assert said.startswith("transport='shared_memory' cannot be used: topology='ring' is a way between hosts")
 
 
 def test_a_native_reduction_has_no_topology_to_choose() -> None:
@@ -44,6 +46,6 @@ def test_a_native_reduction_has_no_topology_to_choose() -> None:
 
 def test_nccl_goes_the_direct_way_only() -> None:
     job = Job.create(batch_size=64, shards=8)
-    with pytest.raises(JobError, match="topology='star' needs Gloo"):
+    with pytest.raises(JobError, match="topology='star' needs CPUs"):
         topology_over("nccl", job, "star")
     assert topology_over("nccl", job, "direct") is None

@@ -10,10 +10,11 @@ import pytest
 from torch.distributed import HashStore
 
 from unisono.errors import JobError
+from unisono.host.certificate import Certificate
 from unisono.launch.elastic.address import Whereabouts, address_of
 from unisono.launch.elastic.coordinator_process import Listening, invitation, server_command
 from unisono.launch.elastic.elastic import ElasticSettings, Range
-from unisono.launch.elastic.entrance import Certificate, Entrance, certificate_file, make_certificate
+from unisono.launch.elastic.entrance import Entrance, certificate_file, make_certificate
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.membership import listener, server
 from unisono.membership.messages import Neighbour, NewGeneration, Ranks
@@ -184,7 +185,7 @@ def run(*words: str) -> None:
 
 def test_without_openssl_the_person_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(JobError, match="install it, or give --tls-cert and --tls-key"):
+    with pytest.raises(JobError, match="install openssl, or give --tls-cert and --tls-key"):
         Entrance.read(":0").secured(tmp_path, "node1")
     assert not list(tmp_path.iterdir())
 
@@ -265,7 +266,7 @@ def test_hosts_of_one_name_are_two_hosts_all_the_same() -> None:
     addresses = [here[0], elsewhere.hex(), here[1]]
     neighbours = tuple(Neighbour(rank=rank, worker=f"w{rank}", address=each) for rank, each in enumerate(addresses))
     new = NewGeneration(generation=1, ranks=(Ranks(workers=3, shards=1),), here=neighbours, source=0)
-    found = [ElasticRendezvous(new, rank, "box", one, HashStore()).environment for rank in range(3)]
+    found = [ElasticRendezvous(new, rank, "box", one, HashStore(), 1.0).environment for rank in range(3)]
     assert [(each.local_rank, each.local_world_size) for each in found] == [(0, 2), (0, 1), (1, 2)]
 
 

@@ -144,7 +144,7 @@ def test_a_stranger_without_the_secret_is_turned_away_and_harms_nobody(host: str
         assert second.ask({0: RpcMessage()})[0].said == {"to": 1}
         with suppress(OSError):  # hung up on already
             stranger.shutdown(socket.SHUT_WR)
-        assert hears(stranger) == b""
+        assert len(hears(stranger)) in (0, 64)  # at most what every caller is asked, and no welcome
 
 
 def test_a_stranger_that_knows_how_to_begin_and_not_the_secret_is_turned_away() -> None:

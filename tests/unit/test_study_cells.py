@@ -98,7 +98,7 @@ def test_figures_belong_together_as_long_as_nothing_changes_that_they_depend_on(
     for changed in ({"steps": 20}, {"epochs": 2}, {"baseline": ("plain.py",)}, {"threads": 2}, {"tuned": False}):
         assert settings([str(script)], **changed) != before
     assert settings([str(script), "--lr", "1"]) != before
-    assert settings([str(script)], {"UNISONO_TRANSPORT": "process_group"}) != before
+    assert settings([str(script)], {"UNISONO_TRANSPORT": "sockets"}) != before
     script.write_text("2")
     assert settings([str(script)]) != before
 

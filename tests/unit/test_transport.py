@@ -17,15 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from network_keys import private
 from unisono.errors import JobMismatch, NoProgress, WorkerLost
 from unisono.plan.split import Split
 from unisono.plan.topology import TOPOLOGIES, distinct
 from unisono.plan.tree import Node, SummationTree
+from unisono.reduce import data_network
 from unisono.reduce.buckets import Bucket
+from unisono.reduce.data_network import NetworkKeys
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.reducer import native
 from unisono.reduce.shared_memory import SharedMemoryTransport
+from unisono.reduce.socket_group import SocketGroup
 from unisono.reduce.transport import Solo, Transport
 
 pytestmark = pytest.mark.unit
@@ -72,7 +76,7 @@ class TorchRendezvousStore:
 
 
 class OverProcessGroup:
-    """A process group with some topology."""
+    """Gloo with some topology, or standard collectives."""
 
     def __init__(self, topology: str | None, clock: Callable[[], float] = perf_counter) -> None:
         self.topology, self.clock = topology, clock
@@ -82,6 +86,23 @@ class OverProcessGroup:
     ) -> ProcessGroupTransport:
         group = gloo(rank, split, store, timeout_s)
         return ProcessGroupTransport(group, rank, split, torch.device("cpu"), self.topology, self.clock)
+
+
+class OverSockets:
+    """Sockets of our own with some topology, plain or with TLS."""
+
+    def __init__(self, topology: str = "direct", keys: Callable[[], NetworkKeys] = lambda: PLAIN) -> None:
+        self.topology, self.keys = topology, keys
+
+    def __call__(
+        self, rank: int, split: Split, store: dist.Store, board: TorchRendezvousStore, timeout_s: float
+    ) -> ProcessGroupTransport:
+        wires = data_network.meet(rank, "127.0.0.1", split.workers, board, self.keys(), timeout_s)
+        group = SocketGroup(rank, wires, timeout_s)
+        return ProcessGroupTransport(group, rank, split, torch.device("cpu"), self.topology)
+
+
+PLAIN: NetworkKeys = NetworkKeys.plain()
 
 
 def gloo(rank: int, split: Split, store: dist.Store, timeout_s: float) -> dist.ProcessGroupGloo:
@@ -98,14 +119,19 @@ def over_shared_memory(
 
 
 Connect = Callable[[int, Split, dist.Store, TorchRendezvousStore, float], Transport]
-GROUPS: dict[str, Connect] = {str(name or "collectives"): OverProcessGroup(name) for name in (*TOPOLOGIES, None)}
+GROUPS: dict[str, Connect] = {
+    **{name: OverSockets(name) for name in TOPOLOGIES},
+    "tls": OverSockets("direct", private),
+    "gloo": OverProcessGroup("direct"),
+    "collectives": OverProcessGroup(None),
+}
 TRANSPORTS: dict[str, Connect] = {**GROUPS, "shared memory": over_shared_memory}
 
 over_any_topology = pytest.mark.parametrize("with_workers", list(GROUPS.values()), ids=list(GROUPS), indirect=True)
 over_any_kind = pytest.mark.parametrize(
     "with_workers",
-    [OverProcessGroup("direct"), over_shared_memory],
-    ids=["process group", "shared memory"],
+    [OverSockets(), OverSockets("direct", private), OverProcessGroup("direct"), over_shared_memory],
+    ids=["sockets", "tls", "gloo", "shared memory"],
     indirect=True,
 )
 

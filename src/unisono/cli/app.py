@@ -56,6 +56,22 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     raise typer.Exit(1 if diagnosis.stops else 0)
 
 
+# ``unisono keys``: for hosts that no coordinator hands keys to.
+
+
+def keys(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file, which only you can read.")],
+) -> None:
+    """Make keys with which workers of several hosts speak TLS, under torchrun or srun.
+
+    Copy the file to each host (scp -p), and set UNISONO_DATA_KEYS to its path. A job of unisono run needs none.
+    """
+    from unisono.reduce.data_network import write_keys
+
+    write_keys(file)
+    typer.echo(f"{file} is made: copy it to each host with scp -p, and set UNISONO_DATA_KEYS to its path there")
+
+
 SCRIPT: Any = {"context_settings": {"allow_interspersed_args": False}, "no_args_is_help": True}
 """What stands after the script is the script's, -n and --help too."""
 
@@ -83,6 +99,10 @@ def _of_running_jobs(app: typer.Typer) -> None:
 
 def _doctor(app: typer.Typer) -> None:
     app.command("doctor")(doctor)
+
+
+def _keys(app: typer.Typer) -> None:
+    app.command("keys", no_args_is_help=True)(keys)
 
 
 def _replay(app: typer.Typer) -> None:
@@ -120,6 +140,7 @@ COMMANDS = {
     "join": _join,
     **dict.fromkeys(("status", "resize", "leave", "stop"), _of_running_jobs),
     "doctor": _doctor,
+    "keys": _keys,
     "replay": _replay,
     "chaos": _chaos,
     **dict.fromkeys(("batch-size", "study"), _studies),

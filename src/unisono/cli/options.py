@@ -175,6 +175,14 @@ AllowJobChange = Annotated[
         help="Resume although settings differ from the checkpoint's.",
     ),
 ]
+InsecureData = Annotated[
+    bool,
+    typer.Option(
+        "--insecure-data",
+        envvar="UNISONO_INSECURE_DATA",
+        help="Let workers of several hosts speak plain text with each other: in a network that only they are in.",
+    ),
+]
 MaxRestarts = Annotated[
     int | None,
     typer.Option(
@@ -299,6 +307,7 @@ class JobOptions(WorkerOptions):
 
     checkpoint_every: CheckpointEvery = None
     allow_job_change: AllowJobChange = False
+    insecure_data: InsecureData = False
     policy: PolicyNames = None
     strategy: StrategyName = None
     audit: AuditShare = None

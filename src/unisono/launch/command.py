@@ -161,8 +161,12 @@ def _wishes(settings: LaunchSettings) -> dict[str, str]:
         "UNISONO_THREADS": settings.threads,
         "UNISONO_CHECKPOINT_EVERY": settings.checkpoint_every,
     }
-    allowed = {"UNISONO_ALLOW_JOB_CHANGE": "1"} if settings.allow_job_change else {}
-    return {name: str(value) for name, value in wishes.items() if value is not None} | allowed
+    allowed = {
+        "UNISONO_ALLOW_JOB_CHANGE": settings.allow_job_change,
+        "UNISONO_INSECURE_DATA": settings.insecure_data,
+    }
+    given = {name: str(value) for name, value in wishes.items() if value is not None}
+    return given | {name: "1" for name, is_allowed in allowed.items() if is_allowed}
 
 
 def _where(rendezvous: RendezvousSocket | None, rank: int) -> dict[str, str]:

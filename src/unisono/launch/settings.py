@@ -123,6 +123,7 @@ class LaunchSettings:
         strategy: the strategy by which the workers synchronise, if the person sets it here.
         audit: the share of the work that is computed twice, if the person sets it here.
         allow_job_change: whether a resumed job may differ from the checkpoint's.
+        insecure_data: whether workers of several hosts may speak plain text with each other.
         grace_s: seconds that workers may take to leave after the first Ctrl-C or SIGTERM.
         tuning: the settings of the workers' memory allocator.
         warm_start: whether several workers are forked from a process that has torch loaded, where that is possible.
@@ -142,6 +143,7 @@ class LaunchSettings:
     strategy: str | None = None
     audit: float | None = None
     allow_job_change: bool = False
+    insecure_data: bool = False
     grace_s: float = GRACE_S
     tuning: Tuning = field(default_factory=Tuning)
     warm_start: bool = True

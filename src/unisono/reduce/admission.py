@@ -31,6 +31,7 @@ RETRY_S = 0.02
 _NONCE = 32
 _PROOF = 32
 _CALL = struct.Struct(f"<8si{_NONCE}s")
+_ENDS = struct.Struct("<8sii")
 _MARK = b"unisono2"
 _WELCOME = b"w"
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -247,6 +248,26 @@ def present(connection: socket.socket, rank: int, secret: str) -> None:
     connection.sendall(_proof(secret, b"calls", rank, ours, theirs))
     if receive(connection, len(_WELCOME)) != _WELCOME:
         raise Impostor("who answers there speaks another language")
+
+
+def identify(connection: socket.socket, caller: int, called: int) -> None:
+    """Say over an encrypted connection who is at its ends: an outsider may have put two connections together.
+
+    Both sides do it.
+
+    Args:
+        connection: the connection, whose keys only workers of this generation have.
+        caller: the rank of the worker that has called.
+        called: the rank of the other one.
+
+    Raises:
+        Impostor: it is somebody else.
+        EOFError, OSError: the other side does not belong here, has hung up, or says nothing.
+    """
+    ends = _ENDS.pack(_MARK, caller, called)
+    connection.sendall(ends)
+    if receive(connection, _ENDS.size) != ends:
+        raise Impostor("another worker is at its other end")
 
 
 def receive(connection: socket.socket, size: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The transport over a ``torch.distributed`` process group: Gloo, or NCCL on GPUs."""
+"""The transport over a group of workers that send to each other: sockets of our own, Gloo, or NCCL on GPUs."""
 
 import platform
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -18,6 +18,7 @@ from unisono.plan.split import Split
 from unisono.plan.topology import distinct
 from unisono.reduce.buckets import Bucket, Choice, Timing
 from unisono.reduce.exchange import Collectives, Exchange, Messages
+from unisono.reduce.socket_group import SocketGroup
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
 
@@ -41,7 +42,8 @@ class ProcessGroupTransport(Transport):
     """Partial sums travel between workers, and whoever holds two siblings adds them.
 
     Args:
-        group: a ``ProcessGroupGloo`` or ``ProcessGroupNCCL``; used by one thread, closed by :meth:`close`.
+        group: a ``SocketGroup``, ``ProcessGroupGloo`` or ``ProcessGroupNCCL``; used by one thread, closed by
+            :meth:`close`.
         device: the device of the backend's tensors; tensors on other devices are copied there and back.
         topology: the way of the partial sums, or ``auto``: the fastest one, as measured when buckets are allocated;
             None for backends that are only asked for standard collectives.
@@ -226,6 +228,8 @@ class ProcessGroupTransport(Transport):
         self._exchanges.clear()
         if self._group is not None:
             self._hang_up(self._group)
+        if isinstance(self._group, SocketGroup):
+            self._group.close()
         self._group = None
 
     def _count_copies(self, tensor: Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from unisono.errors import NoProgress, UnisonoError, Unreadable, WorkerLost
 from unisono.received import short
 from unisono.reduce.admission import RETRY_S, Admission, present
+from unisono.reduce.data_network import NetworkKeys
 from unisono.reduce.peers import limit
 from unisono.reduce.rpc_message import RpcConnection, RpcMessage, address_of, family_of, is_host, is_name, listen
 from unisono.reduce.transport import Traffic
@@ -39,6 +40,7 @@ class RpcEndpoint:
         timeout_s: the longest wait for another worker, to listen or to speak, in seconds.
         called: a function that returns the name of a rank's worker, for messages.
         ends: a function that is called when the connections are closed, from either side; from any thread.
+        keys: the keys of the network between these workers; by default they speak plaintext.
 
     Attributes:
         address: the address at which others call this worker: a name, or host and port.
@@ -53,8 +55,9 @@ class RpcEndpoint:
         timeout_s: float,
         called: Callable[[int], str] = "rank {}".format,
         ends: Callable[[], None] = lambda: None,
+        keys: NetworkKeys | None = None,
     ) -> None:
-        self._ends = ends
+        self._ends, self._keys = ends, keys or NetworkKeys("")
         self._rank, self._answer, self._traffic, self._timeout_s = rank, answer, traffic, timeout_s
         self._called = called
         self._calls: dict[int, RpcConnection] = {}
@@ -80,7 +83,7 @@ class RpcEndpoint:
         for rank, told in enumerate(gather([self.address, self._secret])):
             if rank != self._rank:
                 with self._talking_to(rank):
-                    self._calls[rank] = self._call(*self._known(told))
+                    self._calls[rank] = self._call(rank, *self._known(told))
         gather(None)  # all have called everybody
 
     def ask(self, questions: Mapping[int, RpcMessage]) -> dict[int, RpcMessage]:
@@ -139,7 +142,7 @@ class RpcEndpoint:
                     return (host, port), secret
         raise Unreadable(f"it says that it can be called at {short(told)}, which is no address of a worker")
 
-    def _call(self, address: Any, secret: str) -> RpcConnection:
+    def _call(self, called: int, address: Any, secret: str) -> RpcConnection:
         """Connect with a worker. It may drop this one together with strangers: then it is called again."""
         until = monotonic() + self._timeout_s
         while True:
@@ -151,6 +154,7 @@ class RpcEndpoint:
                 if self._is_closed:  # before there was a connection to hang up on
                     raise ConnectionAbortedError("this worker hangs up")
                 present(connection, self._rank, secret)
+                self._encrypt(line, self._rank, called, calls=True)
             except (ConnectionRefusedError, FileNotFoundError):
                 raise
             except (ConnectionError, EOFError):
@@ -165,7 +169,7 @@ class RpcEndpoint:
     def _talking_to(self, rank: int) -> Iterator[None]:
         try:
             yield
-        except BlockingIOError as error:
+        except (BlockingIOError, TimeoutError) as error:
             self.abort()
             raise NoProgress(
                 f"{self._called(self._rank)} waited for {self._called(rank)} in vain. It hangs, waits for somebody "
@@ -190,6 +194,7 @@ class RpcEndpoint:
     def _serve(self, rank: int, line: RpcConnection) -> None:
         """On a thread: answer one worker as long as it asks."""
         with suppress(OSError, EOFError, Unreadable):
+            self._encrypt(line, rank, self._rank, calls=False)
             while True:
                 message = line.receive()
                 try:
@@ -202,6 +207,13 @@ class RpcEndpoint:
                     answer = RpcMessage({"error": f"{type(error).__name__}: {error}"})
                 self._send(line, answer)
         self.abort()
+
+    def _encrypt(self, line: RpcConnection, caller: int, called: int, *, calls: bool) -> None:
+        context = self._keys.context(calls=calls)
+        if context is not None:
+            line.encrypt(context, caller, called, self._timeout_s)
+            if self._is_closed:  # while there was no connection to hang up on
+                raise ConnectionAbortedError("this worker hangs up")
 
     def _send(self, line: RpcConnection, message: RpcMessage) -> None:
         self._traffic.count(line.send(message), 1)

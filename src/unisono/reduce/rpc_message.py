@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 import socket
+import ssl
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from unisono.errors import Unreadable
 from unisono.received import memory, parse_object
-from unisono.reduce.admission import MOST_CALLERS, fill, receive
+from unisono.reduce.admission import MOST_CALLERS, fill, identify, receive
 from unisono.reduce.buckets import NOTHING
 
 # Where workers can be called: addresses that are made here, and those that came from others.
@@ -127,10 +128,29 @@ class RpcConnection:
         fill(self._connection, packed.numpy().data)
         return RpcMessage(found, packed)
 
+    def encrypt(self, context: ssl.SSLContext, caller: int, called: int, timeout_s: float) -> None:
+        """Go on over TLS.
+
+        Args:
+            context: TLS, with keys that only this generation's workers have.
+            caller: the rank of the worker that has called.
+            called: the rank of the other one.
+            timeout_s: the longest wait for the other side to answer, in seconds.
+
+        Raises:
+            EOFError, OSError: the other side does not belong here, or has hung up.
+        """
+        calls = context.protocol is ssl.PROTOCOL_TLS_CLIENT
+        self._connection = context.wrap_socket(self._connection, server_side=not calls, do_handshake_on_connect=False)
+        self._connection.settimeout(timeout_s)  # the kernel's own limits are none for TLS
+        identify(self._connection, caller, called)
+        if not calls:
+            self._connection.settimeout(None)  # whoever answers waits for questions as long as it takes
+
     def hang_up(self) -> None:
         """Wake whoever reads or writes. From any thread."""
         with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # TLS says nothing more
 
     def close(self) -> None:
         """Give the connection back."""

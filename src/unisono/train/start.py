@@ -33,18 +33,11 @@ from unisono.train.config.configure import configure
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
 from unisono.train.config.run_config import CoordinatorAccess, Recording, RunConfig
 from unisono.train.group.collectives import CollectiveCalls
-from unisono.train.group.connect import (
-    FixedRendezvous,
-    Rendezvous,
-    TopologyName,
-    TransportName,
-    connect,
-    connect_devices,
-    mesh_of,
-)
+from unisono.train.group.connect import TopologyName, TransportName, connect, connect_devices, mesh_of
 from unisono.train.group.devices import Devices
 from unisono.train.group.elastic import DeviceGroup, elastic
 from unisono.train.group.membership import Fixed, Membership
+from unisono.train.group.rendezvous import RUNS, FixedRendezvous, Rendezvous
 from unisono.train.group.workers import Workers
 from unisono.train.record.callbacks import load_plugins
 from unisono.train.record.results import FailureNote
@@ -109,6 +102,7 @@ def init(
     device: str | int | torch.device | None = None,
     transport: TransportName | None = None,
     topology: TopologyName | None = None,
+    insecure_data: bool = False,
     overlap: bool | None = None,
     shard_optimizer: bool | Literal["auto"] | None = None,
     devices_per_worker: int | None = None,
@@ -148,9 +142,13 @@ def init(
         on_nan: the reaction to a loss that is NaN or infinite: ``stop`` the job or ``skip`` the step.
         device: the device; by default the GPU of the worker's local rank if there is one, else the CPU.
         transport: the transport of gradients between workers; decides no bit. By default ``shared_memory`` between
-            workers of one host on CPUs, else ``process_group`` (Gloo or NCCL).
-        topology: the way of the partial sums over a process group: ``direct``, ``ring``, ``tree`` or ``star``; decides
+            workers of one host on CPUs, ``hierarchical`` between such hosts, ``sockets`` between other hosts, and on
+            GPUs ``process_group`` (torch's: NCCL, or Gloo).
+        topology: the way of the partial sums between hosts: ``direct``, ``ring``, ``tree`` or ``star``; decides
             no bit. By default ``auto``, which measures them when the workers have met.
+        insecure_data: whether workers of several hosts may speak plain text with each other, in a network that only the
+            job's hosts are in. By default they speak TLS 1.3, with keys that the coordinator hands out, or that
+            ``UNISONO_DATA_KEYS`` names. Decides no bit.
         overlap: whether to reduce gradients while the backward pass is still under way. Decides no bit. By default
             wherever that saves time: not over shared memory when the workers' threads keep all cores busy.
         shard_optimizer: whether the workers of one host share their parameters and split the update and the optimizer's
@@ -218,7 +216,14 @@ def _membership(config: RunConfig) -> Membership:
         meeting = FixedRendezvous(here, timeout_s, environment, f"/worker-{place.rank}")
         mesh = mesh_of(config, meeting)
         devices = connect_devices(config, meeting, mesh)
-    across = FixedRendezvous(place, timeout_s, environment, f"/device-{devices.rank}")
+    across = FixedRendezvous(
+        place,
+        timeout_s,
+        environment,
+        f"/device-{devices.rank}",
+        keys=communication.data_keys,
+        folder=RUNS if config.recording.folder is None else config.recording.folder.parent,
+    )
     generation = Generation(1, place.rank, Split.even(job.shards, place.world_size))
     return Fixed(connect(config, generation, across, devices), mesh)
 
@@ -271,7 +276,7 @@ def _begun(run: Run, config: RunConfig) -> Run:
         about = {"script": config.asked_batch_size, "batch_size": run.job.batch_size}
         inside.folder.journal("batch size set from outside", variable=config.batch_set_by, **about)
     inside.ending.also(FailureNote(inside.results).close)
-    _announce(run, config.communication.environment)
+    _announce(run, config)
     seed_generators(stream_seed(run.job.seed, Stream.SCRIPT, -1))
     try:
         for plugin in load_plugins(config.plugins):
@@ -282,11 +287,15 @@ def _begun(run: Run, config: RunConfig) -> Run:
     return run
 
 
-def _announce(run: Run, environment: Environment) -> None:
+def _announce(run: Run, config: RunConfig) -> None:
     if not run.is_main:
         return
+    environment = config.communication.environment
     launcher = "unisono" if run.inside.membership.is_elastic else environment.launcher
-    run.inside.folder.journal("started", world_size=run.world_size, launcher=launcher, pid=os.getpid())
+    open_to_others = {"insecure_data": True} if config.communication.insecure_data else {}
+    run.inside.folder.journal(
+        "started", world_size=run.world_size, launcher=launcher, pid=os.getpid(), **open_to_others
+    )
     print(  # noqa: T201  the choice of launcher is something to see
         f"unisono: launched by {_launched(run, environment)}; {run.job.shards} shards, {_batch(run.job)}, "
         f"{run.job.threads} thread{'s' if run.job.threads > 1 else ''} per worker, {run.device}, run folder {run.dir}",

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unisono.errors import USAGE, LaunchError
+from unisono.host.certificate import Certificate
 from unisono.host.guard import Guard, kill_group
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.elastic import ElasticSettings
-from unisono.launch.elastic.entrance import LOOPBACK, Certificate, certificate_file
+from unisono.launch.elastic.entrance import LOOPBACK, certificate_file
 from unisono.launch.ending.result import last_lines
 from unisono.launch.forkserver.program import Process, Program
 from unisono.membership.token import token_file
@@ -63,6 +64,7 @@ def _wishes(settings: ElasticSettings) -> list[str]:
         *wishes,
         *(word for name in launch.policies for word in ("--policy", name)),
         *(["--allow-job-change"] if launch.allow_job_change else []),
+        *(["--insecure-data"] if launch.insecure_data else []),
         *(["--failure-timeout-s", f"{settings.failure_timeout_s:g}"] if not settings.has_default_timeout else []),
     ]
 

@@ -1,10 +1,7 @@
 """The address at which a job's coordinator can be reached, as given on the command line."""
 
-import ipaddress
 import os
-import shutil
 import socket
-import subprocess
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,44 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import JobError
+from unisono.host.certificate import Certificate, NoCertificate, alternative_names, make
 from unisono.membership.token import is_loopback
 
 # The certificate that a coordinator shows to other hosts: the person's own, or one that is made for the job.
 
-DAYS = 3650
-"""A job's certificate is trusted for what it is, and goes with its run folder; its date protects nobody."""
-
-OPENSSL_S = 60.0
-
 END = "-----END CERTIFICATE-----"
-
-CONFIGURATION = """\
-[req]
-prompt = no
-distinguished_name = who
-x509_extensions = what
-[who]
-CN = unisono coordinator
-[what]
-basicConstraints = critical, CA:FALSE
-keyUsage = critical, digitalSignature
-extendedKeyUsage = serverAuth
-subjectKeyIdentifier = hash
-subjectAltName = {names}
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """The certificate and the private key with which a coordinator speaks TLS.
-
-    Attributes:
-        chain: the certificate, with those above it, PEM.
-        key: its private key, PEM.
-    """
-
-    chain: Path
-    key: Path
 
 
 def certificate_file(run_dir: Path) -> Path:
@@ -89,48 +54,19 @@ def make_certificate(run_dir: Path, names: Iterable[str]) -> Certificate:
         if made.key.stat().st_mode & 0o077:
             raise JobError(f"others can read the key in {made.key}: remove it, and another one is made")
         return made
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        raise JobError(
-            "other hosts reach the coordinator over TLS, and there is no 'openssl' here that could make a certificate "
-            "for it: install it, or give --tls-cert and --tls-key"
-        )
     try:
         with tempfile.TemporaryDirectory(prefix=".certificate-", dir=run_dir) as beside:  # nobody else looks into it
-            fresh = _made(openssl, Path(beside), names)
+            fresh = make(
+                Path(beside), "unisono coordinator", ["extendedKeyUsage = serverAuth", alternative_names(names)]
+            )
             os.replace(fresh.key, made.key)  # noqa: PTH105 (both as one)
             os.replace(fresh.chain, made.chain)  # noqa: PTH105
-    except (OSError, subprocess.SubprocessError) as error:
-        words = getattr(error, "stderr", None) or error
+    except (OSError, NoCertificate) as error:
         raise JobError(
-            f"'openssl' made no certificate for the coordinator ({str(words).strip()}): give --tls-cert and --tls-key"
+            f"other hosts reach the coordinator over TLS, and {error}: install openssl, or give --tls-cert and "
+            f"--tls-key"
         ) from error
     return made
-
-
-def _made(openssl: str, folder: Path, names: Iterable[str]) -> Certificate:
-    made = Certificate(folder / "chain", folder / "key")
-    configuration = folder / "configuration"
-    configuration.write_text(CONFIGURATION.format(names=", ".join(map(_alternative, names))), encoding="ascii")
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-sha256", "-nodes"]
-    into = ["-config", str(configuration), "-keyout", str(made.key), "-out", str(made.chain)]
-    subprocess.run(
-        [openssl, "req", "-x509", *curve, "-days", str(DAYS), *into],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=OPENSSL_S,
-        stdin=subprocess.DEVNULL,
-    )
-    made.key.chmod(0o600)
-    return made
-
-
-def _alternative(name: str) -> str:
-    try:
-        return f"IP:{ipaddress.ip_address(name)}"
-    except ValueError:
-        return f"DNS:{name}"
 
 
 # Where the coordinator of a job can be reached, as the person says it.

@@ -180,6 +180,8 @@ def _communication(said: Mapping[str, Any], told: _Told, tolerance: FaultToleran
         recognise(told.environ),
         coordinator,
         _devices(said, told, coordinator),
+        insecure_data=said["insecure_data"] or told.switch("UNISONO_INSECURE_DATA") is True,
+        data_keys=told.path("UNISONO_DATA_KEYS"),
     )
 
 

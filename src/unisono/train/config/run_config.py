@@ -72,6 +72,9 @@ class Communication:
         environment: the place of this worker among those that were started with it.
         coordinator: the access to the coordinator of an elastic job; None for a job whose workers stay the same.
         devices: the number of devices of a worker, each driven by a process of its own.
+        insecure_data: whether what workers of several hosts tell each other may be read and changed by others.
+        data_keys: the file with the keys of the network between hosts; None where there is a coordinator, which hands
+            some out, and where there is one host.
     """
 
     transport: str = "auto"
@@ -81,6 +84,8 @@ class Communication:
     environment: Environment = field(default_factory=lambda: Environment("single", 0, 1, 0, 1, ""))
     coordinator: CoordinatorAccess | None = None
     devices: int = 1
+    insecure_data: bool = False
+    data_keys: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

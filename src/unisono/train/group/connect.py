@@ -1,111 +1,44 @@
 """The connection of a generation's workers, from their environment."""
 
-import itertools
 import os
 import socket
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from unisono.errors import JobError
-from unisono.job import Job
 from unisono.membership.environment import Environment
-from unisono.membership.rendezvous import (
-    Generation,
-    TorchRendezvousStore,
-    backend_for,
-    form_group,
-    open_store,
-    own_address,
-)
+from unisono.membership.rendezvous import Generation, backend_for, form_group, own_address
 from unisono.plan.split import Split
 from unisono.plan.topology import TOPOLOGIES
 from unisono.received import short
 from unisono.reduce.host_transport import HierarchicalTransport, host_split
-from unisono.reduce.peers import Peers, meet
 from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
 from unisono.train.config.run_config import Communication, RunConfig
 from unisono.train.group.devices import Devices, Mesh
+from unisono.train.group.network import Network
+from unisono.train.group.rendezvous import Rendezvous
 from unisono.train.group.workers import Workers
-
-# How the workers of a generation find each other.
-
-_meetings = itertools.count(1)
-
-
-class Rendezvous(ABC):
-    """The rendezvous of the workers of one generation.
-
-    Attributes:
-        environment: this worker's rank, world size and place among the hosts.
-    """
-
-    environment: Environment
-
-    @abstractmethod
-    def store(self) -> dist.Store:
-        """A key-value store that only this generation uses."""
-
-    @abstractmethod
-    def peers(self) -> Peers:
-        """Connections to the other workers of this host, which are neighbours in the roster. Once."""
-
-
-class FixedRendezvous(Rendezvous):
-    """The rendezvous of workers that were started together: the launcher's own. All workers make theirs in one order.
-
-    Args:
-        environment: this worker's rank, world size and place among the hosts.
-        timeout_s: the longest wait for the other workers, in seconds.
-        process: the place of this process among all, where only some of them meet; by default all do.
-        scope: a name for those that meet.
-        meeting: the number of the meeting among those of one scope; by default that of all meetings so far.
-    """
-
-    def __init__(
-        self,
-        environment: Environment,
-        timeout_s: float,
-        process: Environment | None = None,
-        scope: str = "",
-        meeting: int | None = None,
-    ) -> None:
-        self.environment, self._process = environment, process or environment
-        self._timeout_s = timeout_s
-        self._scope = f"unisono/{next(_meetings) if meeting is None else meeting}{scope}"
-
-    def store(self) -> dist.Store:
-        """The launcher's, or rank 0's."""
-        return dist.PrefixStore(self._scope, open_store(self._process, self._timeout_s))
-
-    def peers(self) -> Peers:
-        """They post where they can be called."""
-        here = self.environment
-        addresses = TorchRendezvousStore(
-            dist.PrefixStore(f"host/{here.rank - here.local_rank}", self.store()), self._timeout_s
-        )
-        purpose = f"{self._scope} at port {here.rendezvous.port if here.rendezvous is not None else 0}"
-        return meet(here.local_rank, here.local_world_size, addresses, self._timeout_s, purpose)
-
 
 # From an environment to workers that can talk to each other.
 
-TransportName = Literal["auto", "shared_memory", "hierarchical", "process_group"]
+LOOPBACK = "127.0.0.1"
+"""Where workers of one host reach each other."""
+
+TransportName = Literal["auto", "shared_memory", "hierarchical", "sockets", "process_group"]
 
 TopologyName = Literal["auto", "direct", "ring", "tree", "star"]
 
-TRANSPORTS = ("auto", "shared_memory", "hierarchical", "process_group")
+TRANSPORTS = ("auto", "shared_memory", "hierarchical", "sockets", "process_group")
 
 
 def connect(
@@ -133,9 +66,10 @@ def connect(
         transport = SharedMemoryTransport(rendezvous.peers(), generation.rank, generation.split)
         return Workers(generation, transport, devices=devices)
     host = "" if environment.local_world_size == environment.world_size else own_address(rendezvous.store())
-    everyone = Workers(generation, _over_process_group(config, rendezvous, generation), host, devices)
+    network = Network(config, rendezvous, host or LOOPBACK)
+    everyone = Workers(generation, network.transport(generation), host, devices, network.keys)
     if chosen == "hierarchical" and _share_hosts(everyone, environment, how):
-        return Workers(generation, _over_hosts(everyone, rendezvous, config), host, devices)
+        return Workers(generation, _over_hosts(everyone, rendezvous, network), host, devices, network.keys)
     return everyone
 
 
@@ -147,12 +81,12 @@ def _require_known(setting: str, value: str, known: tuple[str, ...]) -> None:
 def _chosen(config: RunConfig, environment: Environment) -> str:
     how, one_host = config.communication, environment.local_world_size == environment.world_size
     obstacle = _obstacle(config, one_host=one_host)
-    if how.transport == "process_group" or (how.transport == "auto" and obstacle):
-        return "process_group"
+    if how.transport in ("sockets", "process_group") or (how.transport == "auto" and obstacle):
+        return "network"
     if how.transport == "shared_memory" and not one_host:
         obstacle = obstacle or "the workers are on several hosts"
     if obstacle:
-        raise JobError(f"transport={how.transport!r} cannot be used: {obstacle}; use 'process_group' or 'auto'")
+        raise JobError(f"transport={how.transport!r} cannot be used: {obstacle}; use 'sockets' or 'auto'")
     return "shared_memory" if one_host else "hierarchical"
 
 
@@ -161,9 +95,9 @@ def _obstacle(config: RunConfig, *, one_host: bool) -> str:
     if config.device.type != "cpu":
         return f"the workers compute on {config.device.type}"
     if reduction != "exact":
-        return f"reduction={reduction!r} is the process group's own"
+        return f"reduction={reduction!r} is that of torch's process group"
     if one_host and how.topology != "auto":
-        return f"topology={how.topology!r} is a way over a process group"
+        return f"topology={how.topology!r} is a way between hosts"
     return "" if sys.platform == "linux" else f"{sys.platform} has no memory that can be shared without a name"
 
 
@@ -178,13 +112,12 @@ def _share_hosts(everyone: Workers, environment: Environment, how: Communication
         everyone.close()
         raise JobError(
             f"transport='hierarchical' needs equally many workers on every host, at least 2, with neighbouring ranks; "
-            f"here {listed} on its host. Use 'process_group' or 'auto'"
+            f"here {listed} on its host. Use 'sockets' or 'auto'"
         )
     return False
 
 
-def _over_hosts(everyone: Workers, rendezvous: Rendezvous, config: RunConfig) -> Transport:
-    how = config.communication
+def _over_hosts(everyone: Workers, rendezvous: Rendezvous, network: Network) -> Transport:
     generation, local = everyone.generation, rendezvous.environment.local_world_size
     number, place = divmod(generation.rank, local)
     with ExitStack() as opened:  # whatever fails in here, what was opened before it is closed again
@@ -192,38 +125,9 @@ def _over_hosts(everyone: Workers, rendezvous: Rendezvous, config: RunConfig) ->
         peers = rendezvous.peers()
         opened.callback(peers.close)
         hosts = Generation(generation.number, number, host_split(generation.split, local))
-        group = form_group(PrefixStore(f"across/{place}", rendezvous.store()), hosts, "gloo", how.timeout_s)
-        across = ProcessGroupTransport(group, number, hosts.split, config.device, how.topology)
+        across = network.transport(hosts, f"across/{place}")
         opened.pop_all()
     return HierarchicalTransport(peers, generation.rank, generation.split, across, everyone.transport)
-
-
-def _over_process_group(config: RunConfig, rendezvous: Rendezvous, generation: Generation) -> Transport:
-    how, backend = config.communication, backend_for(config.device, rendezvous.environment)
-    topology = topology_over(backend, config.job, how.topology)
-    group = form_group(rendezvous.store(), generation, backend, how.timeout_s)
-    where = config.device if backend == "nccl" else torch.device("cpu")
-    return ProcessGroupTransport(group, generation.rank, generation.split, where, topology)
-
-
-def topology_over(backend: str, job: Job, wanted: str) -> str | None:
-    """The topology of partial sums over a backend; None where it is only asked for standard collectives.
-
-    Raises:
-        JobError: the one that is wanted cannot be used.
-    """
-    if job.reduction != "exact":
-        if wanted != "auto":
-            raise JobError(
-                f"topology={wanted!r} is a way of exact sums, and reduction={job.reduction!r} goes the backend's own: "
-                f"leave topology out"
-            )
-        return "direct" if backend == "gloo" else None
-    if backend == "gloo":
-        return wanted
-    if wanted not in ("auto", "direct"):
-        raise JobError(f"topology={wanted!r} needs Gloo; over {backend} use 'direct' or 'auto'")
-    return None  # sends between two workers are not tried on it
 
 
 # The devices of one worker.

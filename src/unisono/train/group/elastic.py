@@ -23,7 +23,6 @@ from unisono.plan.split import Split
 from unisono.reduce.peers import PeerListener, RendezvousStore
 from unisono.reduce.transport import Solo
 from unisono.train.config.run_config import CoordinatorAccess
-from unisono.train.group.connect import Rendezvous
 from unisono.train.group.device_line import DeviceLine, FirstLine
 from unisono.train.group.devices import Devices, Mesh
 from unisono.train.group.forming import ElasticRendezvous, Forming
@@ -32,6 +31,7 @@ from unisono.train.group.membership import MemberProgress, Membership, StateTran
 from unisono.train.group.news import Farewell, News
 from unisono.train.group.one_voice import Agreed, Known, ToDevice, WorkedOut
 from unisono.train.group.publisher import Ask, Publisher, packed, unpacked
+from unisono.train.group.rendezvous import Rendezvous
 from unisono.train.group.workers import Workers
 
 LOOKS = 4
@@ -308,7 +308,9 @@ class Elastic(Membership):
         self._generation = Generation(new.generation, rank, Split(new.bounds), new.departures)
         self._line.generation = new.generation
         self._hang_up_if_lost()
-        rendezvous = ElasticRendezvous(new, rank, self._hello.host, self._listener, self._store, self._devices.rank)
+        rendezvous = ElasticRendezvous(
+            new, rank, self._hello.host, self._listener, self._store, self._timeout_s, self._devices.rank
+        )
         try:
             with self._probing(new):
                 self._workers = self._forming.connect(partial(self._form, self._generation, rendezvous))

@@ -7,12 +7,13 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from unisono.errors import WorkerLost
+from unisono.errors import JobError, WorkerLost
 from unisono.membership.environment import Environment
 from unisono.membership.messages import Neighbour, NewGeneration, Unreached
+from unisono.reduce.data_network import NetworkKeys
 from unisono.reduce.peers import PeerListener, Peers, address_from, is_within_call
-from unisono.train.group.connect import Rendezvous
 from unisono.train.group.one_voice import NEXT_ADDRESS
+from unisono.train.group.rendezvous import Rendezvous
 from unisono.train.group.workers import Workers
 
 
@@ -69,17 +70,26 @@ class ElasticRendezvous(Rendezvous):
         host: the name of its host.
         listener: this worker's listener, whose address the others know.
         store: the coordinator's key-value store.
+        timeout_s: the longest wait for another worker, in seconds.
         device: the place of this device among those of the worker: those of the same place meet.
     """
 
     def __init__(
-        self, new: NewGeneration, rank: int, host: str, listener: PeerListener, store: dist.Store, device: int = 0
+        self,
+        new: NewGeneration,
+        rank: int,
+        host: str,
+        listener: PeerListener,
+        store: dist.Store,
+        timeout_s: float,
+        device: int = 0,
     ) -> None:
         neighbours = [_of_device(one, device) for one in new.here]
         mine = next(one for one in neighbours if one.rank == rank)
         self._here, self._device = _within_call(mine, neighbours), device
         self._place = self._here.index(mine)
         self._generation, self._listener, self._store = new.generation, listener, store
+        self.timeout_s = timeout_s
         self.environment = Environment("unisono", rank, len(new.acts), self._place, len(self._here), host)
 
     def store(self) -> dist.Store:
@@ -92,6 +102,16 @@ class ElasticRendezvous(Rendezvous):
         workers = " ".join(one.worker for one in self._here)
         purpose = f"generation {self._generation} of {workers}, device {self._device}"
         return self._listener.gather(self._place, len(self._here), lower, purpose)
+
+    def private_keys(self) -> NetworkKeys:
+        """The first of them makes new ones, and the coordinator hands them out."""
+        keys = self._from_first(NetworkKeys.private)
+        if not keys.pem:
+            raise JobError(
+                f"rank {self.environment.rank} on host {self.environment.host}: rank 0 lets workers of several hosts "
+                f"speak plain text, and this one does not: give --insecure-data to all of them, or to none"
+            )
+        return keys
 
 
 def _of_device(worker: Neighbour, device: int) -> Neighbour:

@@ -17,6 +17,7 @@ from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.received import LARGEST_JSON, parse_json, short
+from unisono.reduce.data_network import NetworkKeys
 from unisono.reduce.transport import Transport
 from unisono.train.group.devices import Devices
 from unisono.train.model.tensors import checksum
@@ -33,6 +34,7 @@ class Workers:
         host: the host name or address under which others reach this worker; empty if all are on one host.
         devices: the devices of this worker; by default one. These verbs are then among the devices of one rank in their
             workers, each of which holds its slices of the state.
+        keys: the keys of the network between them; None if all are on one host, or if others may read what they say.
 
     Attributes:
         servers: the number of workers, those of the highest ranks, that are to serve and compute nothing; equal on all.
@@ -42,11 +44,17 @@ class Workers:
     """
 
     def __init__(
-        self, generation: Generation, transport: Transport, host: str = "", devices: Devices | None = None
+        self,
+        generation: Generation,
+        transport: Transport,
+        host: str = "",
+        devices: Devices | None = None,
+        keys: NetworkKeys | None = None,
     ) -> None:
         self.generation = generation
         self.transport = transport
         self.host = host
+        self.keys = keys
         self.devices = Devices() if devices is None else devices
         self.servers = 0
         self.ticks = 0

@@ -36,7 +36,7 @@ def why_whole(prepared: Prepared, workers: Workers, execution: Execution, *, sur
         if wanted is True and not survives:
             raise JobError(
                 "shard_optimizer=True needs workers that share memory: on CPUs, exact, and not with "
-                "transport='process_group'"
+                "transport='sockets' or 'process_group'"
             )
         return "the workers share no memory"
     if wanted == "auto" and not sees_writes():

@@ -139,7 +139,7 @@ class SharedWork(Synchroniser):
             self._hosts = workers.gather_json(platform.node())
             traffic, timeout_s = workers.transport.traffic, self._context.timeout_s
             self._endpoint = RpcEndpoint(
-                self.rank, workers.host, self._answer, traffic, timeout_s, self._called, self._queue.end
+                self.rank, workers.host, self._answer, traffic, timeout_s, self._called, self._queue.end, workers.keys
             )
             workers.attach(self._endpoint.abort)
             try:

@@ -1,0 +1,109 @@
+"""The network between hosts: Gloo, our own sockets, and our own with TLS, over cables between two hosts."""
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from benchmarks.allreduce import shown_size, shown_time
+from benchmarks.crew import Crew
+from benchmarks.figures import Ratio, slowest_turns, times_as_long
+from benchmarks.harness import Entry, measure
+from benchmarks.link import Cable, slow_link
+from benchmarks.noise import NoiseMeter
+from benchmarks.programs.networked import NETWORKS, Networked, NetworkedTimes
+from benchmarks.report import Grid, Report
+
+FAST = Cable("100gbit", "0ms", "16mb")
+"""So fast that the processors are the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the benchmark is run.
+
+    Attributes:
+        cables: between the two hosts, one after the other.
+        sizes: of buckets, in bytes.
+        rounds: fresh processes.
+        turns: of each network, for each size.
+        seed: of the order.
+    """
+
+    cables: tuple[Cable, ...] = (FAST, Cable("1gbit", "1ms"))
+    sizes: tuple[int, ...] = (2**6, 10**6, 26 * 10**6, 105 * 10**6)
+    rounds: int = 3
+    turns: int = 5
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was found about one size.
+
+    Attributes:
+        size: bytes.
+        seconds: of a reduction, by network: one figure for each run.
+        processor_s: seconds of processor time of a worker, likewise.
+        plain: times as long as Gloo takes, without TLS.
+        tls: times as long as without TLS, with TLS.
+    """
+
+    size: int
+    seconds: dict[str, list[float]]
+    processor_s: dict[str, list[float]]
+    plain: Ratio
+    tls: Ratio
+
+    def cells(self) -> tuple[str, ...]:
+        """For the table."""
+        times = [shown_time(statistics.median(self.seconds[name])) for name in NETWORKS]
+        busy = [shown_time(statistics.median(self.processor_s[name])) for name in NETWORKS]
+        return (shown_size(self.size), *times, f"{self.plain:.2f}", f"{self.tls:.2f}", " / ".join(busy))
+
+
+def run(choice: Choice) -> Report:
+    """Lay each cable, and measure over it.
+
+    Raises:
+        NoLink: there can be no link here.
+    """
+    meter, order = NoiseMeter(), random.Random(choice.seed)  # noqa: S311  the order is to be repeatable
+    task = Networked(sizes=choice.sizes, turns=choice.turns, seed=choice.seed)
+    grids, figures, failures, right = [], {}, [], True
+    for cable in choice.cables:
+        with slow_link(cable) as link:
+            entry = Entry("data network", Crew(link.hosts), "networked", task, NetworkedTimes)
+            (found,) = measure([entry], choice.rounds, meter, order)
+        failures += [found.failure] if found.failure else []
+        rows = [row(size, found.runs) for size in choice.sizes] if found.runs else []
+        right &= all(worker.is_right for one in found.runs for worker in one)
+        grids.append(grid(link.speed, rows))
+        figures[link.speed] = [asdict(one) for one in rows]
+    meter.calibrate()
+    return Report(
+        name="data-network",
+        settings=asdict(choice),
+        noise=meter.read(),
+        grids=grids,
+        figures={"rows": figures, "all_sums_right": right},
+        failures=failures if right else [*failures, "some sums were wrong"],
+    )
+
+
+def row(size: int, runs: Sequence[Sequence[NetworkedTimes]]) -> Row:
+    """What the runs say about one size. Pure."""
+    turns = {name: [slowest_turns([worker.seconds[size][name] for worker in one]) for one in runs] for name in NETWORKS}
+    busy = {name: [statistics.median(one[0].processor_s[size][name]) for one in runs] for name in NETWORKS}
+    seconds = {name: [statistics.median(each) for each in turns[name]] for name in NETWORKS}
+    gloo, plain, tls = (turns[name] for name in NETWORKS)
+    return Row(size, seconds, busy, times_as_long(plain, gloo), times_as_long(tls, plain))
+
+
+def grid(speed: str, rows: Sequence[Row]) -> Grid:
+    """For the screen."""
+    return Grid(
+        f"reduction of float32 between two hosts, one worker each; {speed}; how many times as long (95 % interval)",
+        ("size", *NETWORKS, "plain / Gloo", "TLS / plain", "processor time: Gloo / plain / TLS"),
+        [one.cells() for one in rows],
+    )

@@ -1,0 +1,95 @@
+"""The network between the workers of a generation: which kind it is, and who can read it."""
+
+import platform
+
+import torch
+from torch.distributed import PrefixStore
+
+from unisono.errors import JobError
+from unisono.job import Job
+from unisono.membership.rendezvous import Generation, TorchRendezvousStore, backend_for, form_group
+from unisono.membership.token import is_loopback
+from unisono.reduce.data_network import NetworkKeys, meet
+from unisono.reduce.process_group import ProcessGroupTransport
+from unisono.reduce.socket_group import SocketGroup
+from unisono.train.config.run_config import RunConfig
+from unisono.train.group.rendezvous import Rendezvous
+
+
+class Network:
+    """The network between the workers of one generation.
+
+    Args:
+        config: the configuration of the run.
+        rendezvous: the rendezvous of these workers.
+        address: the address at which the others reach this worker.
+
+    Attributes:
+        keys: what only these workers know; None over a network of torch's.
+
+    Raises:
+        JobError: it would be open to others, and nobody has said that it may be; or a setting does not fit it.
+    """
+
+    def __init__(self, config: RunConfig, rendezvous: Rendezvous, address: str) -> None:
+        how, device = config.communication, config.device
+        self._config, self._rendezvous, self._address = config, rendezvous, address
+        backend = backend_for(device, rendezvous.environment)
+        # torch's own where it is asked for by name, on GPUs, and where sums may be added up in its order.
+        is_torchs = how.transport == "process_group" or backend == "nccl" or config.job.reduction != "exact"
+        self._backend = backend if is_torchs else ""
+        self._topology = topology_over(backend, config.job, how.topology)
+        is_open = not is_loopback(address)
+        if is_open and is_torchs and not how.insecure_data:
+            raise JobError(
+                f"rank {rendezvous.environment.rank} on host {platform.node()}: between hosts {backend} speaks plain "
+                f"text with whoever calls. In a network that only this job's hosts are in, say so: "
+                f"unisono.init(insecure_data=True), or UNISONO_INSECURE_DATA=1. Else leave out "
+                f"transport='process_group' and reduction='native', and let workers compute on CPUs"
+            )
+        self.keys: NetworkKeys | None = None
+        if not is_torchs:
+            private = is_open and not how.insecure_data
+            self.keys = rendezvous.private_keys() if private else rendezvous.plain_keys()
+
+    def transport(self, generation: Generation, scope: str = "all") -> ProcessGroupTransport:
+        """Connect with workers of it. Collective among them.
+
+        Args:
+            generation: the generation that they form.
+            scope: a name for those who meet.
+
+        Raises:
+            LaunchError: the others cannot be reached.
+        """
+        store, timeout_s = PrefixStore(scope, self._rendezvous.store()), self._config.communication.timeout_s
+        rank, where = generation.rank, torch.device("cpu")
+        if self.keys is None:
+            group = form_group(store, generation, self._backend, timeout_s)
+            where = self._config.device if self._backend == "nccl" else where
+        else:
+            board = TorchRendezvousStore(store, timeout_s)
+            keys = self.keys.of(f"{generation.number} {scope}")
+            wires = meet(rank, self._address, generation.world_size, board, keys, timeout_s)
+            group = SocketGroup(rank, wires, timeout_s)
+        return ProcessGroupTransport(group, rank, generation.split, where, self._topology)
+
+
+def topology_over(backend: str, job: Job, wanted: str) -> str | None:
+    """The topology of partial sums over a backend; None where it is only asked for standard collectives.
+
+    Raises:
+        JobError: the one that is wanted cannot be used.
+    """
+    if job.reduction != "exact":
+        if wanted != "auto":
+            raise JobError(
+                f"topology={wanted!r} is a way of exact sums, and reduction={job.reduction!r} goes the backend's own: "
+                f"leave topology out"
+            )
+        return "direct" if backend == "gloo" else None
+    if backend == "gloo":
+        return wanted
+    if wanted not in ("auto", "direct"):
+        raise JobError(f"topology={wanted!r} needs CPUs; over {backend} use 'direct' or 'auto'")
+    return None  # sends between two workers are not tried on it
