@@ -1,4 +1,6 @@
 import math
+from collections.abc import Sequence
+from random import Random
 
 import numpy as np
 import pytest
@@ -24,16 +26,16 @@ def plain_recursion(values: list[Floats]) -> Floats:
     return total
 
 
-def streamed(values: list[Floats], shards: range) -> list[Floats]:
-    """The partial sums that a worker with these shards sends."""
-    stack: list[Floats] = []
-    merges = SummationTree(len(values)).merges(shards.start, shards.stop)
-    for shard, count in zip(shards, merges, strict=True):
-        stack.append(values[shard])
-        for _ in range(count):
-            right = stack.pop()
-            stack[-1] = stack[-1] + right
-    return stack
+def streamed(values: list[Floats], shards: Sequence[int]) -> list[Floats]:
+    """The partial sums that a worker with these shards sends, which come in this order."""
+    held: dict[Node, Floats] = {}
+    for shard, siblings in zip(shards, SummationTree(len(values)).merges(shards), strict=True):
+        node, value = Node(shard, shard + 1), values[shard]
+        for sibling in siblings:
+            value = value + held.pop(sibling)
+            node = Node(min(node.start, sibling.start), max(node.stop, sibling.stop))
+        held[node] = value
+    return [held[node] for node in sorted(held)]
 
 
 @st.composite
@@ -43,8 +45,10 @@ def splits(draw: st.DrawFn) -> Split:
     return Split((0, *sorted(cuts), shards))
 
 
-@given(split=splits(), seed=st.integers(0, 2**32 - 1))
-def test_every_split_among_any_number_of_workers_gives_the_bits_of_the_plain_recursion(split: Split, seed: int) -> None:
+@given(split=splits(), seed=st.integers(0, 2**32 - 1), order=st.randoms(use_true_random=False))
+def test_every_split_and_order_of_arrival_gives_the_bits_of_the_plain_recursion(
+    split: Split, seed: int, order: Random
+) -> None:
     generator = np.random.default_rng(seed)
     magnitudes = 10.0 ** generator.integers(-8, 8, size=(split.shards, 1))
     values = list((generator.standard_normal((split.shards, 5)) * magnitudes).astype(np.float32))
@@ -52,7 +56,9 @@ def test_every_split_among_any_number_of_workers_gives_the_bits_of_the_plain_rec
     partials: dict[Node, Floats] = {}
     for rank in range(split.workers):
         mine = split.of(rank)
-        partials |= dict(zip(tree.cover(mine.start, mine.stop), streamed(values, mine), strict=True))
+        for arrival in (mine, mine[::-1], order.sample(mine, len(mine))):
+            partials |= dict(zip(tree.cover(mine.start, mine.stop), streamed(values, arrival), strict=True))
+            assert tree.most_kept(arrival) <= len(arrival)
     total = tree.finish(partials, lambda left, right: left + right)
     assert total.tobytes() == plain_recursion(values).tobytes()
 
@@ -86,7 +92,7 @@ def test_a_worker_keeps_at_most_log2_of_shards_plus_one_partial_sums(shards: int
         split = Split.even(shards, workers)
         for rank in range(workers):
             mine = split.of(rank)
-            most = tree.most_kept(mine.start, mine.stop)
+            most = tree.most_kept(mine)
             assert most <= math.log2(shards) + 1, f"{shards} shards, worker {rank} of {workers}"
 
 

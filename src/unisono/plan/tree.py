@@ -1,6 +1,6 @@
 """The one order of additions: a fixed binary tree whose leaves are the shards."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, TypeVar
@@ -52,22 +52,22 @@ class SummationTree:
         """
         return _finish(node or self.root, partials, add)
 
-    def most_kept(self, start: int, stop: int) -> int:
-        """The largest number of partial sums that a worker with these shards keeps at a time."""
+    def most_kept(self, shards: Sequence[int]) -> int:
+        """The largest number of partial sums that a worker with these shards keeps at a time, in their order."""
         kept = most = 0
-        for count in self.merges(start, stop):
-            kept += 1 - count
+        for siblings in self.merges(shards):
+            kept += 1 - len(siblings)
             most = max(most, kept)
         return most
 
-    def merges(self, start: int, stop: int) -> tuple[int, ...]:
-        """How a worker adds up ``start … stop-1`` as the shards arrive, one after the other.
+    def merges(self, shards: Sequence[int]) -> tuple[tuple[Node, ...], ...]:
+        """How a worker adds up shards as they arrive, one after the other, in whatever order.
 
         Returns:
-            for each shard, the number of times the two topmost partial sums are siblings after that
-            shard was pushed, and so are added into one. What is left in the end is ``cover(start, stop)``.
+            for each shard, the partial sums that are there already and with which it becomes one, from the smallest to
+            the largest. What is left in the end of neighbouring shards is their cover.
         """
-        return _merges(self.shards, start, stop)
+        return _merges(self.shards, tuple(shards))
 
 
 def children(node: Node) -> tuple[Node, Node]:
@@ -96,29 +96,30 @@ def _finish(node: Node, partials: Mapping[Node, T], add: Callable[[T, T], T]) ->
 
 
 @cache
-def _siblings(shards: int) -> frozenset[tuple[Node, Node]]:
-    pairs: set[tuple[Node, Node]] = set()
+def _siblings(shards: int) -> Mapping[Node, tuple[Node, Node]]:
+    """Of each node but the root, its sibling and what both are together."""
+    found: dict[Node, tuple[Node, Node]] = {}
     pending = [Node(0, shards)]
     while pending:
         node = pending.pop()
         if node.stop - node.start > 1:
-            pair = children(node)
-            pairs.add(pair)
-            pending.extend(pair)
-    return frozenset(pairs)
+            left, right = children(node)
+            found |= {left: (right, node), right: (left, node)}
+            pending += (left, right)
+    return found
 
 
 @cache
-def _merges(shards: int, start: int, stop: int) -> tuple[int, ...]:
+def _merges(shards: int, order: tuple[int, ...]) -> tuple[tuple[Node, ...], ...]:
     siblings = _siblings(shards)
-    stack: list[Node] = []
-    counts = []
-    for shard in range(start, stop):
-        stack.append(Node(shard, shard + 1))
-        count = 0
-        while len(stack) > 1 and (stack[-2], stack[-1]) in siblings:
-            right, left = stack.pop(), stack.pop()
-            stack.append(Node(left.start, right.stop))
-            count += 1
-        counts.append(count)
-    return tuple(counts)
+    held: set[Node] = set()
+    found = []
+    for shard in order:
+        node, merged = Node(shard, shard + 1), list[Node]()
+        while node in siblings and siblings[node][0] in held:
+            sibling, node = siblings[node]
+            held.remove(sibling)
+            merged.append(sibling)
+        held.add(node)
+        found.append(tuple(merged))
+    return tuple(found)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from unisono.plan.tree import SummationTree
+from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import ALIGNMENT, Bucket, BucketEntry
 from unisono.reduce.tally import Tally
 from unisono.words import Words
@@ -76,33 +76,41 @@ def views_of(buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> tuple[Tensor
 class PartialSums:
     """Adds up the shards' parts of a bucket along the summation tree, tensor by tensor as they arrive.
 
-    A left leaf is written into a row, its sibling is added onto it, and siblings among the rows become one, all while
-    the tensor is still in the cache. Rows are allocated once and used again in every step: for a power of two of shards
-    (up to 512) at most log2(shards)+1 of them.
+    The first leaf of a subtree is written into a row, its sibling is added onto it, and siblings among the rows become
+    one, all while the tensor is still in the cache. Rows are allocated once and used again in every step: for a power
+    of two of shards (up to 512) at most log2(shards)+1 of them.
 
     Args:
         tree: the summation tree.
-        shards: the shards of this worker.
+        shards: the shards of this worker, neighbours of each other, in the order in which they come.
         rows: the rows: as many as ``tree.most_kept`` of these shards; one without shards, which tells what the buckets
             are like.
     """
 
-    def __init__(self, tree: SummationTree, shards: range, rows: Sequence[PartialSumRow]) -> None:
-        self._merge_counts = tree.merges(shards.start, shards.stop)
+    def __init__(self, tree: SummationTree, shards: Sequence[int], rows: Sequence[PartialSumRow]) -> None:
+        self._turns = list(zip(shards, tree.merges(shards), strict=True))
         self._free = list(rows)
-        self._stack: list[PartialSumRow] = []
-        self._merges: list[int] = []
+        self._held: dict[Node, PartialSumRow] = {}
+        self._open: Sequence[PartialSumRow] = ()
+        self._node: Node | None = None  # what the open shard makes whole
+        self._coming: list[tuple[int, tuple[Node, ...]]] = []
+        self._adds = False
 
     def begin(self) -> None:
-        """Start over; this worker's shards follow from first to last."""
-        self._free.extend(self._stack)
-        self._stack = []
-        self._merges = list(reversed(self._merge_counts))
+        """Start over; this worker's shards follow, in their order."""
+        self._free.extend(self._held.values())
+        self._free.extend(self._open)
+        self._held, self._open = {}, ()
+        self._coming = list(reversed(self._turns))
 
     def open(self) -> None:
         """The next shard begins: every one of its tensors is put once, in any order."""
-        if not self._merges[-1]:
-            self._stack.append(self._free.pop())
+        shard, siblings = self._coming.pop()
+        self._adds = bool(siblings)
+        self._open = [self._held.pop(node) for node in siblings] or [self._free.pop()]
+        self._node = Node(
+            min((shard, *(node.start for node in siblings))), max((shard + 1, *(node.stop for node in siblings)))
+        )
 
     def put(self, number: int, tensor: Tensor | None, tally: Tally | None = None) -> None:
         """Take one tensor of the shard, and add the siblings that this makes whole.
@@ -114,23 +122,25 @@ class PartialSums:
             tensor: a tensor of the row's dtype, or of a wider one, which is rounded; None for an absent gradient.
             tally: the tally of the bucket, if its memory is checked.
         """
-        merges = self._merges[-1]
-        views = [self._stack[-depth].views[number] for depth in range(1, max(merges, 1) + 1)]
+        views = [row.views[number] for row in self._open]
         if tally is None:
-            _put(views, tensor, adds=merges > 0)
+            _put(views, tensor, adds=self._adds)
             return
-        pieces = list(zip(*(self._stack[-depth].pieces[number] for depth in range(1, len(views) + 1)), strict=True))
+        pieces = list(zip(*(row.pieces[number] for row in self._open), strict=True))
         sources = _cut_alike(tensor, views[0], len(pieces))
         if sources is None:
-            _put_tallied(pieces, views, tensor, tally, adds=merges > 0)
+            _put_tallied(pieces, views, tensor, tally, adds=self._adds)
             return
         for rows, source in zip(pieces, sources, strict=True):
-            _put_tallied([rows], [row.used for row in rows], source, tally, adds=merges > 0)
+            _put_tallied([rows], [row.used for row in rows], source, tally, adds=self._adds)
 
     def close(self) -> None:
         """The shard is done: all its tensors were put."""
-        for _ in range(1, self._merges.pop()):
-            self._free.append(self._stack.pop())
+        *merged, whole = self._open
+        assert self._node is not None, "a shard is open"
+        self._free.extend(merged)
+        self._held[self._node] = whole
+        self._open, self._node = (), None
 
     def partials(self) -> list[Tensor]:
         """What the last shard leaves: the sums of the whole subtrees in this worker's range.
@@ -148,26 +158,26 @@ class PartialSums:
         return tuple(self._left())
 
     def _left(self) -> list[PartialSumRow]:
-        if not self._merge_counts:
+        if not self._turns:
             return self._free
-        # Asked while the last shard is open, the rows that it makes whole still lie on the stack.
-        merged = max(0, self._merges[-1] - 1) if self._merges else 0
-        assert len(self._merges) <= 1, f"{len(self._merges) - 1} more shards are to come"
-        return self._stack[: len(self._stack) - merged]
+        assert not self._coming, f"{len(self._coming)} more shards are to come"
+        # Asked while the last shard is open, it is about to make its row whole.
+        now = self._held if self._node is None else {**self._held, self._node: self._open[-1]}
+        return [now[node] for node in sorted(now)]
 
 
 def _put(views: Sequence[Tensor], tensor: Tensor | None, *, adds: bool) -> None:
-    """Write a tensor to the topmost row or add it there, and add each row to the one below it."""
-    top = views[0]
+    """Write a tensor to the first row or add it there, and add each row to the next one."""
+    first = views[0]
     if tensor is None:
         if not adds:
-            top.fill_(-0.0 if top.is_floating_point() else 0)
+            first.fill_(-0.0 if first.is_floating_point() else 0)
     elif adds:
-        top.add_(tensor.to(top.dtype))  # a leaf is rounded as if it had been written
+        first.add_(tensor.to(first.dtype))  # a leaf is rounded as if it had been written
     else:
-        top.copy_(tensor)
-    for upper, lower in pairwise(views):
-        lower.add_(upper)
+        first.copy_(tensor)
+    for part, whole in pairwise(views):
+        whole.add_(part)
 
 
 def _put_tallied(

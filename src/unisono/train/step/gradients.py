@@ -349,7 +349,7 @@ class Gradients:
         """For each bucket."""
         transport = self._reducer.transport
         mine = transport.split.of(transport.rank)
-        count = max(1, transport.tree.most_kept(mine.start, mine.stop))
+        count = max(1, transport.tree.most_kept(mine))
         rows = [] if self._single else transport.allocate(self._buckets, count)
         return [
             PartialSums(transport.tree, mine, [PartialSumRow.of(bucket, flats[number]) for flats in rows])
