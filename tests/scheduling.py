@@ -12,6 +12,7 @@ TOGETHER = {
     "test_library_streams.py": "the files, and the serial runs over them",
     "test_slurm.py": "the cluster",
     "test_sliced.py": "the models that one device has trained",
+    "test_staged.py": "the models that one device has trained",
     "test_study.py": "the study that was killed and started again",
     "test_fork_server.py": "the template",
     "test_workers.py": "what three workers have found",

@@ -1,6 +1,7 @@
 """Traces made by hand: for each way in which a script can break the promise, where and why is it said to part?"""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +114,27 @@ def found(workers: int, change: Change, **options: Any) -> Finding:
 def test_a_sane_script_parts_nowhere(workers: int) -> None:
     assert compare(traced(), traced(workers)) is None
     assert compare_ranks(traced(workers)) is None
+
+
+def test_devices_that_hold_other_stages_part_nowhere_and_are_found_where_they_hold_the_same() -> None:
+    def staged(line: Line, rank: int) -> None:
+        if line["kind"] == "update":
+            kept = TRAINED[:1] if rank == 0 else TRAINED[1:]
+            for part in ("gradients", "after"):
+                line[part] = {name: value for name, value in line[part].items() if name in kept}
+
+    def wrong(line: Line, rank: int) -> None:
+        staged(line, rank)
+        if rank == 1:
+            weights_from(line, 0, "0.bias")
+
+    run = replace(traced(2, staged), size=Size(1, 2))
+    assert compare_ranks(run) is None
+    assert compare(traced(), run) is None
+    assert run.trained == traced().trained
+    finding = compare_ranks(replace(traced(2, wrong), size=Size(1, 2)))
+    assert finding is not None
+    assert finding.parting.counts.names == ("0.bias",)
 
 
 def test_the_steps_the_tensors_and_the_last_weights_are_counted() -> None:

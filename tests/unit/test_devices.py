@@ -30,7 +30,9 @@ def device(rank: int, said: list[Any]) -> Devices:
 
 
 def test_one_device_computes_all_shards_of_its_worker() -> None:
-    assert Devices().rounds(range(2, 4)) == [Round(range(2, 3), 2, counts=True), Round(range(3, 4), 3, counts=True)]
+    assert Devices().rounds(range(2, 4)) == [
+        Round(range(shard, shard + 1), range(1), shard, counts=True) for shard in (2, 3)
+    ]
 
 
 def test_devices_take_turns_and_whoever_has_no_shard_left_computes_the_last_one_again() -> None:
@@ -38,6 +40,18 @@ def test_devices_take_turns_and_whoever_has_no_shard_left_computes_the_last_one_
     assert [[turn.own for turn in each] for each in turns] == [[4, 7], [5, 8], [6, 8]]
     assert [[turn.counts for turn in each] for each in turns] == [[True, True], [True, True], [True, False]]
     assert {turn.shards for each in turns for turn in each} == {range(4, 7), range(7, 9)}
+
+
+def test_devices_that_hold_stages_compute_each_shard_together_and_the_last_stage_tells_of_it() -> None:
+    for rank in range(3):
+        one = device(rank, 3 * [None])
+        one.losses = 1
+        turns = one.rounds(range(4, 6))
+        assert [(turn.shards, turn.own, turn.devices) for turn in turns] == [
+            (range(4, 5), 4, range(1, 2)),
+            (range(5, 6), 5, range(1, 2)),
+        ]
+        assert [turn.counts for turn in turns] == [rank == 1] * 2
 
 
 def test_each_device_tells_the_reports_of_all_shards_in_their_order_and_one_set_of_flags() -> None:

@@ -2,8 +2,9 @@
 
 import ctypes
 import random
+import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from unisono.errors import Unreadable
 
 _ONE_AT_A_TIME = threading.Lock()
 """torch waits for its generator without letting other threads go on, and the one that has it may need to go on."""
@@ -66,6 +69,8 @@ def _set_numpy(state: Any) -> None:
 
 # All of them as one.
 
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
 
 @dataclass(frozen=True, slots=True)
 class Generators:
@@ -96,6 +101,45 @@ class Generators:
             torch.cuda.set_rng_state(self.torch_cuda)
         _set_numpy(self.numpy)
         random.setstate(self.python)
+
+    def as_tensors(self) -> list[torch.Tensor]:
+        """The state as bytes: four tensors, 1-D, uint8, on the CPU. Empty for what is as the newest seed left it."""
+        numpy = b""
+        if not isinstance(self.numpy, int):
+            _, numbers, place, has_gauss, gauss = self.numpy
+            numpy = np.asarray(numbers, np.uint32).tobytes() + struct.pack("<qqd", place, has_gauss, gauss)
+        _, words, gauss = self.python
+        python = np.array(words, np.uint32).tobytes() + struct.pack("<?d", gauss is not None, gauss or 0.0)
+        cuda = _NO_BYTES if self.torch_cuda is None else self.torch_cuda.cpu()
+        return [
+            self.torch_cpu,
+            cuda,
+            *(torch.frombuffer(bytearray(each), dtype=torch.uint8) if each else _NO_BYTES for each in (numpy, python)),
+        ]
+
+    @staticmethod
+    def set_tensors(tensors: Sequence[torch.Tensor]) -> None:
+        """Set the generators as :meth:`as_tensors` has them; what is empty there has the same newest seed here.
+
+        Raises:
+            Unreadable: they are no such state.
+        """
+        try:
+            cpu, cuda, numpy, python = tensors
+            with _ONE_AT_A_TIME:
+                torch.set_rng_state(cpu.clone())
+            if cuda.numel():
+                torch.cuda.set_rng_state(cuda.clone())
+            if numpy.numel():
+                read = numpy.numpy().tobytes()
+                words = np.frombuffer(read[: 4 * _NUMPY_NUMBERS], np.uint32)
+                np.random.set_state(("MT19937", words, *struct.unpack("<qqd", read[4 * _NUMPY_NUMBERS :])))
+            read = python.numpy().tobytes()
+            has_gauss, gauss = struct.unpack("<?d", read[-9:])
+            words = np.frombuffer(read[:-9], np.uint32)
+            random.setstate((3, tuple(words.tolist()), gauss if has_gauss else None))
+        except (ValueError, RuntimeError, TypeError, struct.error) as error:
+            raise Unreadable(f"what has come is no state of random generators: {error}") from error
 
 
 def seed_generators(seed: int) -> None:

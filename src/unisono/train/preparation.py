@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.errors import ModelError
+from unisono.errors import JobError, ModelError
 from unisono.train.assembly import Inside
 from unisono.train.model.prepared import Prepared, refuse_unset_memory
 from unisono.train.model.slices import materialise, require_sliced, slice_module
+from unisono.train.model.stages import Placement, Stages, Staging, move, staging_of
 
 
 def cut(inside: Inside, module: nn.Module, options: Mapping[str, Any]) -> None:
@@ -28,6 +29,10 @@ def cut(inside: Inside, module: nn.Module, options: Mapping[str, Any]) -> None:
     """
     membership = inside.membership
     devices = membership.workers.devices
+    if devices.losses is not None:
+        raise JobError(
+            "run.fully_shard and run.pipeline in one script: a worker's devices hold slices or stages. Use one of both"
+        )
     materialise(module, inside.device)
     if devices.count > 1:
         from unisono.train.step.gathering import Gathering  # loads FSDP, which takes seconds
@@ -38,6 +43,33 @@ def cut(inside: Inside, module: nn.Module, options: Mapping[str, Any]) -> None:
                 f"torch {torch.__version__} cannot break a pass through a model in slices off, as the loss of a worker "
                 f"does: take torch 2.13, or workers that stay the same (-n N, without a range and --max-restarts)"
             )
+
+
+def stage(inside: Inside, model: nn.Module, cuts: Sequence[str], schedule: str) -> None:
+    """Have each device of this worker keep its stages of a model; a worker of one device keeps all of it.
+
+    Args:
+        inside: the parts of the run.
+        model: the model.
+        cuts: the names of the modules before which a stage begins.
+        schedule: the name of the schedule.
+    """
+    devices = inside.membership.workers.devices
+    if staging_of([model]) is not None:
+        raise ModelError("run.pipeline: this model lies in stages already. Name all cuts in one call")
+    stages = Stages.of(model, cuts)
+    placement = Placement.of(schedule, stages.count, devices.count, devices.rank)
+    if devices.count == 1:
+        materialise(model, inside.device)
+        return
+    if inside.membership.is_elastic:
+        raise JobError(
+            "run.pipeline: workers of several devices that hold stages cannot come and go yet: start workers that stay "
+            "the same (-n N, without a range and --max-restarts), or cut the model into slices (run.fully_shard)"
+        )
+    devices.mesh  # noqa: B018  which all devices make together
+    Staging(model, stages, placement, devices.inside.broadcast, inside.device)
+    devices.losses = placement.last
 
 
 def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> None:
@@ -57,13 +89,19 @@ def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any]
     modules: Sequence[Any] = model if isinstance(model, list | tuple) else [model]
     for module in modules:
         if isinstance(module, nn.Module):
-            module.to(inside.device)
+            move(module, inside.device)
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     prepared, trained = Prepared.of(model, optimizers, state), inside.trained
     if inside.job.deterministic:
         refuse_unset_memory(prepared.optimizers)
-    if (count := inside.membership.workers.devices.count) > 1:
-        require_sliced(prepared.parameters, count)
+    devices = inside.membership.workers.devices
+    if staging_of(prepared.modules) is not None:
+        if state:
+            raise ModelError(
+                "run.prepare(state=…): a model in stages has no further state yet: leave it out, or keep it in buffers"
+            )
+    elif devices.count > 1:
+        require_sliced(prepared.parameters, devices.count)
     inside.synchronisation.before_call()
     inside.collectives.agree("model", prepared.layout())
     is_first, trained.prepared = trained.prepared is None, prepared

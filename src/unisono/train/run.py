@@ -18,19 +18,18 @@ from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.loop.loop import LoopPlace
 from unisono.train.model.prepared import Prepared, tensors_by_name
 from unisono.train.model.tensors import digest_tensors
-from unisono.train.preparation import cut, prepare
+from unisono.train.preparation import prepare
 from unisono.train.record.callbacks import Callback, Event
 from unisono.train.record.metrics_line import metric
-from unisono.train.run_view import RunView
+from unisono.train.run_on_devices import RunOnDevices
 from unisono.train.step.step import Step
 
 M = TypeVar("M")
 O = TypeVar("O")  # noqa: E741
 T = TypeVar("T")
-N = TypeVar("N", bound=nn.Module)
 
 
-class Run(RunView):
+class Run(RunOnDevices):
     """One training run, as one of its workers sees it. Made by :func:`unisono.init`."""
 
     def on(self, event: Event, callback: Callback) -> None:
@@ -71,26 +70,6 @@ class Run(RunView):
         """
         prepare(self.inside, model, optimizer, state)
         return model, optimizer
-
-    def fully_shard(self, module: N, **options: Any) -> N:
-        """Cut a module's parameters into slices, one for each device of a worker, by torch's ``fully_shard`` (FSDP2).
-
-        Call it for each layer, from the inside out, and for the model last; then make the optimizer, and prepare both.
-        On a worker of one device the module stays whole, so the same script runs there.
-
-        Args:
-            module: a module. On the meta device it gets memory here, and values by its layers' ``reset_parameters``.
-            options: further arguments of torch's ``fully_shard``, such as ``reshard_after_forward``.
-
-        Returns:
-            the module.
-
-        Raises:
-            JobError: the script has made torch's default process group.
-            ModelError: a layer cannot set its first values, or a parameter has no dimension to cut.
-        """
-        cut(self.inside, module, options)
-        return module
 
     def register(self, name: str, thing: Any) -> Any:
         """Make an object part of every checkpoint: a scheduler, a counter, an average of the weights.

@@ -147,9 +147,8 @@ class RunTrace:
 
     @cached_property
     def whole(self) -> Moments:
-        """The moments of the run: rank 0's, with everybody's batches. As far as the shortest trace goes."""
-        moments = zip(*self.ranks, strict=False)
-        return tuple(_joined(same) if same[0].stage is Stage.INPUTS else same[0] for same in moments)
+        """The moments of the run: rank 0's, with everybody's batches and tensors. As far as the shortest trace goes."""
+        return tuple(map(_joined, zip(*self.ranks, strict=False)))
 
     @property
     def steps(self) -> int:
@@ -184,7 +183,8 @@ class RunTrace:
 
 
 def _joined(same: Sequence[Moment]) -> Moment:
-    values = {shard: value for moment in same for shard, value in moment.values.items()}
+    """Of what several have seen the first one's values; some hold other stages of the model than others."""
+    values = {name: value for moment in reversed(same) for name, value in moment.values.items()}
     return replace(same[0], values=values)
 
 
@@ -355,10 +355,18 @@ def compare(reference: RunTrace, other: RunTrace) -> Finding | None:
 
 
 def compare_ranks(run: RunTrace) -> Finding | None:
-    """Where the ranks of one run part from rank 0; each has batches of its own."""
+    """Where the ranks of one run part from rank 0; each has batches of its own, devices may have tensors."""
     first, *others = (tuple(m for m in moments if m.stage is not Stage.INPUTS) for moments in run.ranks)
     for rank, moments in enumerate(others, start=1):
-        parting = find_parting(first, moments, whole=run.complete)
+        seen = first
+        if run.size.devices > 1:
+            seen = (*map(_seen_there, first, moments), *first[len(moments) :])
+        parting = find_parting(seen, moments, whole=run.complete)
         if parting is not None:
             return Finding(parting, run.size, rank=rank, trained=run.trained, jobs=(run.job, run.job))
     return None
+
+
+def _seen_there(one: Moment, other: Moment) -> Moment:
+    """A moment as a device sees it that has other tensors: what only one of both knows is not compared."""
+    return replace(one, values={name: one.values.get(name, value) for name, value in other.values.items()})

@@ -18,12 +18,14 @@ class Round:
 
     Attributes:
         shards: the shards, one per device in the order of their ranks; fewer than devices in the last round.
+        devices: the devices that tell of these shards, in their order.
         own: the shard that this device computes. Passes through a sliced model are collective: without one of its own a
             device computes another one's again.
         counts: whether what comes of it here counts.
     """
 
     shards: range
+    devices: range
     own: int
     counts: bool
 
@@ -112,6 +114,10 @@ class Devices:
         mesh: torch's default group of them; None for a worker of one device.
         inside: the collective verbs among them in a generation; None while this worker is in none.
         exchange: the way of FSDP's tensors in a generation; None while this worker is in none.
+
+    Attributes:
+        losses: the device that computes the losses of all shards, in stages with the others; None where each computes
+            its own shards.
     """
 
     def __init__(
@@ -124,6 +130,7 @@ class Devices:
     ) -> None:
         self.rank, self.count = rank, count
         self._mesh, self._inside, self._exchange = mesh, inside, exchange
+        self.losses: int | None = None
 
     @property
     def inside(self) -> Verbs:
@@ -154,9 +161,20 @@ class Devices:
         return any(each.waits for each in self._connections)
 
     def rounds(self, shards: range) -> Sequence[Round]:
-        """How the devices distribute the shards of their worker: in turns, so that they add up in their order."""
+        """How the devices distribute the shards of their worker: in turns, so that they add up in their order.
+
+        Those that hold stages compute each shard together.
+        """
+        if self.losses is not None:
+            last = range(self.losses, self.losses + 1)
+            return [Round(range(shard, shard + 1), last, shard, self.rank == self.losses) for shard in shards]
         return [
-            Round(together, together[min(self.rank, len(together) - 1)], self.rank < len(together))
+            Round(
+                together,
+                range(len(together)),
+                together[min(self.rank, len(together) - 1)],
+                self.rank < len(together),
+            )
             for start in range(shards.start, shards.stop, self.count)
             for together in (range(start, min(start + self.count, shards.stop)),)
         ]

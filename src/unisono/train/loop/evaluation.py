@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -40,7 +41,9 @@ from unisono.train.loop.blocks import (
 )
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.prepared import Prepared
+from unisono.train.model.stages import staging_of
 from unisono.train.state.trained import Trained
+from unisono.train.step.stage_evaluation import StagedEvaluation
 
 R = TypeVar("R")
 
@@ -66,19 +69,23 @@ class Evaluation:
         """The weighted mean of each metric over all blocks.
 
         Raises:
-            DataError: blocks returned different metrics, or there are none.
+            DataError: blocks returned different metrics, or there are none; or several functions for a model in stages.
         """
-        names: list[str] | None = None
+        if isinstance(metrics, Mapping) and len(metrics) > 1 and self._staged() is not None:
+            raise DataError(
+                f"run.evaluate was given the functions {', '.join(metrics)}, and each would call the model, which lies "
+                f"in stages: give one function that calls the model once and returns a dict of all metrics"
+            )
 
-        def row_of(block: EvaluatedBlock) -> list[tuple[float, float]]:
-            nonlocal names
+        def row_of(block: EvaluatedBlock) -> dict[str, list[float]]:
             found = _call(metrics, self.prepared.model, block.batch)
-            if names is not None and sorted(found) != names:
-                raise DataError(f"metrics returned {sorted(found)} for one batch and {names} for another")
-            names = sorted(found)
-            return [_weighted(found[name], block.samples) for name in names]
+            return {name: _weighted(found[name], block.samples) for name in sorted(found)}
 
-        rows, shares = self._shared(row_of)
+        found, shares = self._shared(row_of)
+        names = list(found[0]) if found else None
+        if odd := next((sorted(row) for row in found if names is not None and sorted(row) != names), None):
+            raise DataError(f"metrics returned {odd} for one batch and {names} for another")
+        rows = [list(row.values()) for row in found]
         everybody = self.workers.gather_json(names)
         agreed: list[str] = next(one for one in everybody if one is not None)
         other = next((one for one in everybody if one is not None and one != agreed), agreed)
@@ -134,9 +141,20 @@ class Evaluation:
 
     def _read(self, act: Callable[[EvaluatedBlock], R], most: int | None = None) -> list[tuple[BlockPlace, int, R]]:
         """Place, samples and result of each of this worker's blocks, in the order of places."""
+        staged = self._staged()
+        found: list[tuple[BlockPlace, int, Any]] = []
         with closing(self._each(most)) as blocks:
-            found = [(block.place, block.samples, act(block)) for block in blocks]
+            for block in blocks:
+                result = act(block) if staged is None else staged(partial(act, block))
+                found.append((block.place, block.samples, result))
+        if staged is not None:
+            results = staged.shared([result for *_, result in found])
+            found = [(place, samples, result) for (place, samples, _), result in zip(found, results, strict=True)]
         return sorted(found, key=itemgetter(0))
+
+    def _staged(self) -> StagedEvaluation | None:
+        staging, devices = staging_of(self.prepared.modules), self.workers.devices
+        return None if staging is None else StagedEvaluation(staging, devices, self.device)
 
     def _each(self, most: int | None) -> Generator[EvaluatedBlock, None, None]:
         with (
@@ -253,9 +271,9 @@ def _call(metrics: Metrics, model: Any, batch: Any) -> Mapping[str, Any]:
     return found
 
 
-def _weighted(value: Any, samples: int) -> tuple[float, float]:
+def _weighted(value: Any, samples: int) -> list[float]:
     mean, weight = value if isinstance(value, tuple) else (value, samples)
-    return float(mean), float(weight)
+    return [float(mean), float(weight)]
 
 
 def _mean(pairs: Sequence[Sequence[float]]) -> float:

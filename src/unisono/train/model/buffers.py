@@ -51,6 +51,7 @@ class Buffers:
         self._combining = Combining(self._tree, self._mine)
         self._fresh = [number for number, place in enumerate(self._places) if place.rule in FRESH]
         self._bases: list[_Base] = []
+        self._found: dict[int, _Base] = {}  # what the present shard began with, in place of a base
         self._results: dict[int, list[Tensor | None]] = {}
 
     def __len__(self) -> int:
@@ -94,9 +95,18 @@ class Buffers:
             self._rewind(number)
 
     @torch.no_grad()
-    def open(self, *, first: bool) -> None:
-        """A shard begins, the first one of this worker or another."""
-        if not first:  # it finds them as the step began
+    def open(self, *, first: bool, apart: bool = False) -> None:
+        """A shard begins, the first one of this worker or another.
+
+        Args:
+            first: whether it is the first one, which finds buffers as the step began.
+            apart: whether backward passes of the shards before it are yet to come: what those have written stays for
+                them, and this shard gets other tensors.
+        """
+        if apart and self._tree.shards > 1:
+            for number in range(len(self._places)):
+                self._replace(number)
+        elif not first and not apart:
             self.rewind()
         for number in self._fresh:
             place = self._places[number]
@@ -106,7 +116,7 @@ class Buffers:
                 place.tensor.zero_()
 
     def take(self, shard: int) -> None:
-        """Keep what ``shard`` has made of the buffers.
+        """Keep what ``shard`` has made of the buffers, besides what it has made before: stage after stage.
 
         Raises:
             ModelError: it has given one another shape or dtype, and there are other shards.
@@ -115,7 +125,8 @@ class Buffers:
         if self._tree.shards > 1:
             self._require_same_form(made)
             made = [None if tensor is None else tensor.detach().clone() for tensor in made]
-        self._results[shard] = made
+        before = self._results.get(shard, [None] * len(made))
+        self._results[shard] = [old if new is None else new for old, new in zip(before, made, strict=True)]
 
     def _require_same_form(self, made: Sequence[Tensor | None]) -> None:
         for place, base, tensor in zip(self._places, self._bases, made, strict=True):
@@ -159,9 +170,9 @@ class Buffers:
                 set_all([(tensor, value)])
 
     def _made(self) -> list[Tensor | None]:
+        begun = (self._found.get(number, base) for number, base in enumerate(self._bases))
         return [
-            place.tensor if _written(place, base) else None
-            for place, base in zip(self._places, self._bases, strict=True)
+            place.tensor if _written(place, base) else None for place, base in zip(self._places, begun, strict=True)
         ]
 
     @torch.no_grad()
@@ -254,8 +265,16 @@ class Buffers:
         base = self._bases[number].value
         return base[:0].clone() if self._places[number].rule == "cat" else torch.zeros_like(base)
 
+    def _replace(self, number: int) -> None:
+        place, base = self._places[number], self._bases[number]
+        if not place.is_held or _written(place, self._found.get(number, base)):
+            value = base.value.clone()
+            place.put(value)
+            self._found[number] = _Base(value, base.value, value._version)
+
     def _rewind(self, number: int) -> None:
         place, base = self._places[number], self._bases[number]
+        self._found.pop(number, None)
         if not place.is_held or _written(place, base):
             place.put(base.tensor)
             set_all([(base.tensor, base.value)])

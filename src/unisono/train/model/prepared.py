@@ -16,6 +16,7 @@ from unisono.errors import ModelError
 from unisono.train.model.further_state import further_places
 from unisono.train.model.places import BufferPlace, places_of
 from unisono.train.model.slices import held_whole, let_go_of_gathered, slice_of, update_slices
+from unisono.train.model.stages import update_own
 from unisono.train.model.tensors import tensors_of, version_of
 
 
@@ -56,6 +57,7 @@ class Prepared:
         modules = tuple(model) if isinstance(model, list | tuple) else (model,)
         _check_kinds(modules, optimizers)
         update_slices(optimizers)
+        update_own(modules, optimizers)
         parameters = _named_parameters(modules, optimizers)
         for frozen in _owned(optimizers):
             if not frozen.requires_grad:  # or the optimizer would go on with the gradient that it had before
@@ -105,7 +107,7 @@ class Prepared:
         )
         for name, parameter in chain(of_modules, self.parameters.items()):
             found.setdefault(id(parameter), (name, parameter))
-        return {name: tensor for name, tensor in found.values() if id(tensor) not in state}
+        return {name: tensor for name, tensor in found.values() if id(tensor) not in state and not tensor.is_meta}
 
     def check_unchanged(self) -> None:
         """Refuse a model whose parameters, buffers or modules were replaced since ``prepare``.
@@ -235,6 +237,8 @@ def _places(modules: Sequence[nn.Module], state: Mapping[str, Any]) -> tuple[Buf
     places: dict[int, BufferPlace] = {}
     for prefix, root in prefixed(modules):
         for place in places_of(prefix, root):
+            if place.tensor.is_meta:  # another device has it
+                continue
             places.setdefault(id(place.tensor), further.get(id(place.tensor), place))
     return tuple((places | further).values())
 

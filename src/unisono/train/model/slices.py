@@ -147,17 +147,26 @@ def materialise(module: nn.Module, device: torch.device) -> None:
         ModelError: a layer on the meta device has none; names it.
     """
     for name, layer in module.named_modules():
-        tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
-        if not any(tensor.is_meta for tensor in tensors):
-            continue
-        if not callable(reset := getattr(layer, "reset_parameters", None)):
-            raise ModelError(
-                f"{name or type(module).__name__} ({type(layer).__name__}) is on the meta device, and has no "
-                f"reset_parameters() to set its first values: give its class one, or build it on {device}"
-            )
-        layer.to_empty(device=device, recurse=False)
-        reset()
+        materialise_layer(name, layer, device)
     module.to(device)
+
+
+def materialise_layer(name: str, layer: nn.Module, device: torch.device) -> None:
+    """Likewise a layer's own tensors, without those of the modules in it.
+
+    Raises:
+        ModelError: it is on the meta device, and cannot set its values; names it.
+    """
+    tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+    if not any(tensor.is_meta for tensor in tensors):
+        return
+    if not callable(reset := getattr(layer, "reset_parameters", None)):
+        raise ModelError(
+            f"{name or type(layer).__name__} ({type(layer).__name__}) is on the meta device, and has no "
+            f"reset_parameters() to set its first values: give its class one, or build it on {device}"
+        )
+    layer.to_empty(device=device, recurse=False)
+    reset()
 
 
 # What torch's FSDP knows of the slices.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from unisono.checkpoint.layout import form_of
 from unisono.errors import CheckpointError, ModelError
 from unisono.train.model.slices import whole_of
+from unisono.train.model.stages import mark_owners, whole_of_owner
 from unisono.words import sum_of_words
 
 # Tensors, and what they are to be.
@@ -75,7 +76,9 @@ def digest(module: nn.Module) -> str:
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """A module's parameters and persistent buffers by name."""
-    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    found = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    mark_owners(module, found)
+    return found
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -94,7 +97,8 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 def tensor_digest(tensor: Tensor) -> str:
     """The sha256 of one tensor's dtype, shape and bits, in hex."""
-    data = whole_of(tensor).detach().cpu().contiguous()
+    owned = whole_of_owner(tensor)
+    data = (whole_of(tensor) if owned is None else owned).detach().cpu().contiguous()
     header = f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}".encode()
     # An empty or 0-dim tensor has no last dimension to view as bytes.
     values = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else b""

@@ -114,7 +114,7 @@ def shared_weights(workers: Workers, prepared: Prepared) -> Values:
     shared: dict[int, tuple[Tensor, Tensor]] = {}
     buffers = [place.tensor for place in prepared.buffers]
     for tensor in [*map(slice_of, prepared.tensors().values()), *prepared.parameters.values(), *buffers]:
-        if tensor.data_ptr() not in shared and tensor.numel():
+        if not tensor.is_meta and tensor.data_ptr() not in shared and tensor.numel():
             value = tensor.detach().clone()
             workers.transport.broadcast(value, 0)
             shared[tensor.data_ptr()] = tensor, value

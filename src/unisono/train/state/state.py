@@ -128,6 +128,7 @@ def restore_models(prepared: Prepared, snapshot: Snapshot) -> None:
         part, held = module_part(snapshot.model, prefix), module.state_dict()
         for name, value in part.items():
             part[name] = sliced_like(held[name], value)
+        part.update((name, value) for name, value in held.items() if _is_hollow(value))
         module.load_state_dict(part)
     set_places([(places[name], value) for name, value in values.items()])
 
@@ -243,10 +244,15 @@ def _module_state(prepared: Prepared) -> OrderedDict[str, Any]:
     versions: dict[str, Any] = {}
     for prefix, module in prefixed(prepared.modules):
         state = module.state_dict()
-        whole.update((prefix + name, slice_of(value)) for name, value in state.items())
+        whole.update((prefix + name, slice_of(value)) for name, value in state.items() if not _is_hollow(value))
         versions |= {prefix + name: value for name, value in getattr(state, VERSIONS, {}).items()}
     setattr(whole, VERSIONS, versions)
     return whole
+
+
+def _is_hollow(value: Any) -> bool:
+    """Whether another device holds a tensor."""
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _part(state: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:

@@ -62,7 +62,8 @@ def shared_report(
     said = devices.gather(told_of(reports, used, flags))
     told = [value_of(_TOLD, each, "what another device told") for each in said]
     every_report, every_used, every_flags, balances = zip(*told, strict=True)
-    is_used = [any(each) for each in zip(*every_used, strict=True)]
+    # Devices that hold stages have other tensors, and each tells of its own.
+    is_used = used if devices.losses is not None else [any(each) for each in zip(*every_used, strict=True)]
     return _in_order(every_report, rounds), is_used, _merged(every_flags, balances)
 
 
@@ -75,7 +76,7 @@ def told_of(reports: Sequence[ShardReport], used: Sequence[bool], flags: Flags) 
 
 def _in_order(told: Sequence[Sequence[T]], rounds: Sequence[Round]) -> list[T]:
     """What devices told of their shard of each round, in the order of the shards."""
-    return [told[device][turn] for turn, each in enumerate(rounds) for device in range(len(each.shards))]
+    return [told[device][turn] for turn, each in enumerate(rounds) for device in each.devices]
 
 
 def _merged(flags: Sequence[Flags], balances: Sequence[tuple[int, int]]) -> Flags:

@@ -35,6 +35,7 @@ from unisono.train.model.forward_writes import ForwardWrites
 from unisono.train.model.own_update import OwnUpdate, Scaled, UpdateCause
 from unisono.train.model.places import set_places
 from unisono.train.model.prepared import Prepared
+from unisono.train.model.stages import staging_of
 from unisono.train.model.update import Update, may_change_gradients
 from unisono.train.step.audit import Audit
 from unisono.train.step.call import Call, global_norm
@@ -46,6 +47,7 @@ from unisono.train.step.sharded_update import ShardedUpdate
 from unisono.train.step.why_whole import why_whole
 
 if TYPE_CHECKING:
+    from unisono.train.step.pipeline import Pipeline
     from unisono.train.step.sliced_gradients import Slicing
 
 MOST_REPEATS = 3
@@ -116,7 +118,7 @@ class StepEngine:
         self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap)
         self._prepared = prepared
         self._devices = workers.devices
-        self._slicing = _slicing_of(prepared, workers)
+        self._slicing, self._pipeline = _on_devices(prepared, workers, device)
         self._forward = ForwardPass(job, prepared, device)
         self._writes = ForwardWrites(prepared.weights())
         self._buffers = Buffers(prepared.buffers, workers.transport.split, workers.rank)
@@ -393,9 +395,12 @@ class StepEngine:
         shards = [Shard.of(call, turn.own, is_audited=turn.own in drawn, counts=turn.counts) for turn in self._rounds]
         self._writes.begin()
         with generators_kept():
-            for turn, shard, batch in zip(self._rounds, shards, call.shards, strict=True):
-                self._compute(call, turn, shard, batch, gradients, shards)
-                self._workers.tick()
+            if self._pipeline is not None:
+                self._compute_stages(self._pipeline, call, gradients, shards)
+            else:
+                for turn, shard, batch in zip(self._rounds, shards, call.shards, strict=True):
+                    self._compute(call, turn, shard, batch, gradients, shards)
+                    self._workers.tick()
         with self._told(f"step {call.step}"):
             self._writes.require_none()
         if not shards:
@@ -478,6 +483,14 @@ class StepEngine:
             gradients.close()
             if shard.report.weight:
                 shard.report.squared_norm = gradients.squared_norm() / shard.report.weight**2
+
+    def _compute_stages(self, pipeline: Pipeline, call: Call, gradients: Gradients, shards: Sequence[Shard]) -> None:
+        """The devices of this worker compute all its shards together."""
+        self._prepared.clear_gradients()
+        with self._told(f"step {call.step}"):
+            pipeline.compute(call, shards, gradients, self._buffers, self._forward, self._workers.tick)
+        gradients.send(partial(self._weigh, call, shared_weights(self._devices, self._rounds, shards)))
+        pipeline.finish(gradients)
 
     @contextmanager
     def _told(self, where: str) -> Iterator[None]:
@@ -563,9 +576,17 @@ class StepEngine:
         return self._gradients[key]
 
 
-def _slicing_of(prepared: Prepared, workers: Workers) -> Slicing | None:
+def _on_devices(
+    prepared: Prepared, workers: Workers, device: torch.device
+) -> tuple[Slicing | Pipeline | None, Pipeline | None]:
+    """What computes otherwise where a worker has several devices, and whether that are stages."""
     if workers.devices.count == 1:
-        return None
-    from unisono.train.step.sliced_gradients import Slicing  # loads FSDP, which takes seconds
+        return None, None
+    if (staging := staging_of(prepared.modules)) is None:
+        from unisono.train.step.sliced_gradients import Slicing  # loads FSDP, which takes seconds
 
-    return Slicing(prepared.modules, workers.devices)
+        return Slicing(prepared.modules, workers.devices), None
+    from unisono.train.step.pipeline import Pipeline  # loads torch's pipelining, which takes seconds
+
+    pipeline = Pipeline(prepared, staging, workers.devices, device)
+    return pipeline, pipeline

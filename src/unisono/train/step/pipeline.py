@@ -1,0 +1,216 @@
+"""Computes the shards of a worker whose devices hold stages, by the schedules of torch's pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
+
+from unisono.adapt.squared_norms import SquaredNorms
+from unisono.errors import JobError, LossError, WorkerLost
+from unisono.reduce.reducer import Reducer
+from unisono.train.group.devices import Devices
+from unisono.train.model.buffers import Buffers
+from unisono.train.model.prepared import Prepared
+from unisono.train.model.stages import LOOPED, Left, Received, Staging
+from unisono.train.step.call import Call
+from unisono.train.step.gradients import Fusion, Gradients
+from unisono.train.step.loss import ForwardPass, Shard
+from unisono.train.step.pipeline_stage import BlockStage, quiet
+from unisono.train.step.staged_gradients import StagedGradients
+
+_SCHEDULES: Mapping[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "looped-bfs": ScheduleLoopedBFS,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+}
+
+
+class Passes:
+    """What the blocks of a device compute in one attempt.
+
+    Args:
+        call: what to compute.
+        shards: the shards of the worker.
+        gradients: what takes the gradients.
+        buffers: the buffers of this device.
+        forward: what calls the loss function.
+        staging: the stages.
+        tick: a function that is called when this device has got on.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        shards: Sequence[Shard],
+        gradients: StagedGradients,
+        buffers: Buffers,
+        forward: ForwardPass,
+        staging: Staging,
+        tick: Callable[[], None],
+    ) -> None:
+        self._call, self._shards, self._gradients, self._buffers = call, shards, gradients, buffers
+        self._forward, self._staging, self._tick = forward, staging, tick
+
+    def name(self, place: int) -> str:
+        """A shard, for people."""
+        return f"shard {self._call.first + self._shards[place].number}"
+
+    def forward(self, block: int, place: int, received: Received | None) -> Left | tuple[Tensor, float]:
+        """The forward pass of a block, for one shard.
+
+        Returns:
+            what goes on to the next block; from the last one the loss of which the gradient is wanted, and the weight
+            of the shard: 0 if it does not count.
+        """
+        shard, batch = self._shards[place], self._call.shards[place]
+        if not shard.samples:  # there is a pass for each shard, so an empty one takes part with another's
+            assert self._call.load is not None, "the batch of any shard can be loaded"
+            batch = self._call.load(0)
+        self._buffers.open(first=False, apart=True)
+        try:
+            with self._staging.computing(block, received):
+                self._forward.compute(self._call, shard, batch)
+        except Left as left:
+            return left
+        finally:
+            if shard.samples:
+                self._buffers.take(shard.number)
+            self._tick()
+        if shard.has_gradients:
+            raise LossError(
+                "the loss function went backward by itself, which a model in stages on several devices cannot take: "
+                "return the loss, and leave backward() out"
+            )
+        weight, loss = shard.report.weight if shard.samples else 0.0, shard.loss
+        assert loss is not None, "the loss function has returned one"
+        shard.report.weight, shard.loss = weight, loss.detach()
+        return (loss * weight if weight not in (0.0, 1.0) else loss), weight
+
+    def backward_done(self, block: int, place: int, weight: float) -> None:
+        """The backward pass of a block is done, for one shard of a weight."""
+        self._gradients.take(block, place, counts=weight > 0)
+        self._tick()
+
+
+class Pipeline:
+    """What a model in stages computes otherwise than one that each device has for itself.
+
+    Args:
+        prepared: the model.
+        staging: its stages.
+        devices: the devices of this worker.
+        device: the device to compute on.
+    """
+
+    def __init__(self, prepared: Prepared, staging: Staging, devices: Devices, device: torch.device) -> None:
+        self._prepared, self._staging, self._devices = prepared, staging, devices
+        (self._module,) = prepared.modules
+        blocks = staging.placement.own
+        self._stages = [BlockStage(block, self._module, staging, devices.mesh.get_group(), device) for block in blocks]
+        self._schedules: dict[int, Any] = {}
+
+    def gradients(
+        self, parameters: Mapping[str, Tensor], reducer: Reducer, fusion: Fusion, norms: SquaredNorms
+    ) -> StagedGradients:
+        """The gradients of this device's stages."""
+        places = range(len(reducer.transport.split.of(reducer.transport.rank)))
+        order = places[::-1] if self._staging.placement.schedule == "looped-bfs" else places
+        return StagedGradients(parameters, self._staging, order, reducer, fusion, norms)
+
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """The norm of all gradients together, in the order of one device. Collective among the devices."""
+        names = {id(parameter): name for name, parameter in self._prepared.parameters.items()}
+        used = [each for each in parameters if each.grad is not None]
+        norms = torch._foreach_norm([each.grad for each in used if each.grad is not None], 2.0) if used else ()
+        told = {names[id(each)]: [float(norm), str(norm.dtype)] for each, norm in zip(used, norms, strict=True)}
+        found: dict[str, Any] = {}
+        for each in self._devices.gather(told):
+            found |= each
+        every = [
+            torch.tensor(found[name][0], dtype=getattr(torch, str(found[name][1]).removeprefix("torch.")))
+            for name, _ in self._module.named_parameters()
+            if name in found
+        ]
+        return torch.linalg.vector_norm(torch.stack(every)) if every else torch.tensor(0.0)
+
+    def compute(
+        self,
+        call: Call,
+        shards: Sequence[Shard],
+        gradients: Gradients,
+        buffers: Buffers,
+        forward: ForwardPass,
+        tick: Callable[[], None],
+    ) -> None:
+        """All passes of an attempt.
+
+        Args:
+            call: what to compute.
+            shards: the shards of the worker.
+            gradients: what takes the gradients, of :meth:`gradients`.
+            buffers: the buffers of this device.
+            forward: what calls the loss function.
+            tick: a function that is called when this device has got on.
+
+        Raises:
+            JobError: the schedule cannot be had with so many shards; says what to do.
+            WorkerLost: another device is gone.
+        """
+        assert isinstance(gradients, StagedGradients), "made here"
+        passes = Passes(call, shards, gradients, buffers, forward, self._staging, tick)
+        for stage in self._stages:
+            stage.begin(passes)
+        schedule = self._schedule(count := len(shards))
+        try:
+            with quiet():
+                schedule.step(target=torch.zeros(count), return_outputs=False)
+                for stage in self._stages:
+                    stage.settle()
+        except RuntimeError as error:
+            if any(stage.failure is error for stage in self._stages):
+                raise
+            raise WorkerLost(
+                f"device {self._devices.rank} of the worker, which holds {self._title()}, has lost the device of a "
+                f"neighbouring stage: {str(error).splitlines()[0]}"
+            ) from error
+
+    def finish(self, gradients: Gradients) -> None:
+        """The weights of all shards are known: their gradients may be reduced."""
+        assert isinstance(gradients, StagedGradients), "made here"
+        gradients.finish()
+
+    def _title(self) -> str:
+        return " and ".join(self._staging.title(block) for block in self._staging.placement.own)
+
+    def _schedule(self, count: int) -> Any:
+        if count not in self._schedules:
+            placement = self._staging.placement
+            held: Any = self._stages if placement.schedule in LOOPED else self._stages[0]
+            try:
+                made = _SCHEDULES[placement.schedule](held, n_microbatches=count, loss_fn=_as_it_is, scale_grads=False)
+            except ValueError as error:
+                raise JobError(
+                    f"run.pipeline(schedule={placement.schedule!r}): this worker has {count} shards, and its "
+                    f"{placement.devices} devices cannot compute them by this schedule ({error}). Take "
+                    f"shards= a multiple of workers times devices, fewer devices, or schedule='gpipe', which takes any "
+                    f"number"
+                ) from error
+            self._schedules[count] = made
+        return self._schedules[count]
+
+
+def _as_it_is(loss: Tensor, target: Tensor) -> Tensor:
+    """The last block computes the loss itself."""
+    return loss

@@ -1,0 +1,291 @@
+"""A block of stages as torch's pipelining knows it: its passes, and its messages to the blocks beside it."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from unisono.data.streams import Generators
+from unisono.errors import UnisonoError
+from unisono.train.model.elsewhere import as_received, without_view
+from unisono.train.model.stages import Left, Received, Staging
+from unisono.train.step.stage_messages import GENERATORS, Channel, Part, StageMessage
+
+_KINDS = 4
+"""Messages between two blocks: forward and backward, each with what did not fit into it."""
+
+
+class BlockPasses(Protocol):
+    """Computes what is to be computed of a block."""
+
+    def name(self, place: int) -> str:
+        """A shard, for people."""
+
+    def forward(self, block: int, place: int, received: Received | None) -> Left | tuple[Tensor, float]:
+        """The forward pass of a block, for one shard: what goes on, or a loss and its weight."""
+
+    def backward_done(self, block: int, place: int, weight: float) -> None:
+        """The backward pass of a block is done, for one shard of a weight."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """A shard in a block, between its forward and its backward pass.
+
+    Attributes:
+        leaves: the tensors that came from the block before.
+        gradients: those of the leaves, as autograd gave them.
+        sent: the tensors that went on to the next block.
+        messages: what is to be sent, forward (True) or backward.
+        back: the gradients that came back.
+        weight: the weight of the shard.
+        loss: the loss of which the gradient is wanted, behind the last block.
+    """
+
+    leaves: list[Tensor] = field(default_factory=list)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    sent: Sequence[Tensor] = ()
+    messages: dict[bool, list[Tensor]] = field(default_factory=dict)
+    back: Sequence[Tensor] = ()
+    weight: float = 0.0
+    loss: Tensor | None = None
+
+    def keep_gradient(self, number: int, gradient: Tensor) -> None:
+        """Note the gradient of a leaf before torch may give it another layout."""
+        self.gradients[number] = gradient
+
+
+class BlockStage(PipelineStage):
+    """A block of stages in torch's schedules.
+
+    What torch would know of the forms of tensors beforehand, each message tells: batches and shards may differ.
+
+    Args:
+        block: the number of the block.
+        module: the model.
+        staging: its stages.
+        group: the group of the devices.
+        device: the device to compute on.
+
+    Attributes:
+        failure: what has gone wrong in a pass of this block.
+    """
+
+    def __init__(self, block: int, module: nn.Module, staging: Staging, group: Any, device: torch.device) -> None:
+        count = len(staging.placement.firsts)
+        nothing = torch.zeros(1, device=device)
+        super().__init__(nn.Identity(), block, count, device, input_args=nothing, output_args=nothing, group=group)
+        held = (one for name, one in module.named_parameters() if staging.block_of(name) == block)
+        self.submod = nn.ParameterList(held)
+        self.failure: BaseException | None = None
+        self._staging, self._block = staging, block
+        self._channels = {
+            (hop, forward): Channel(device, staging.title(other))
+            for hop, other in ((block - 1, block - 1), (block, block + 1))
+            if 0 <= other < count
+            for forward in (True, False)
+        }
+        self._passes: BlockPasses | None = None
+        self._chunks: dict[int, _Chunk] = {}
+        self._coming: dict[tuple[int, bool], Tensor] = {}
+        self._sent: list[dist.Work] = []
+
+    def begin(self, passes: BlockPasses) -> None:
+        """Another attempt begins."""
+        self._passes, self._chunks, self._coming, self.failure = passes, {}, {}, None
+        for channel in self._channels.values():
+            channel.begin()
+
+    # What is sent and received: torch's schedules ask for it.
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What has to come before a forward pass."""
+        return [] if self.is_first else self._receiving(fwd_chunk_id, self._block - 1, forward=True)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """What has to come before a backward pass."""
+        return [] if self.is_last else self._receiving(bwd_chunk_id, self._block, forward=False)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What goes on after a forward pass."""
+        return [] if self.is_last else self._sending(fwd_chunk_id, self._block, forward=True)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """What goes back after a backward pass."""
+        return [] if self.is_first else self._sending(bwd_chunk_id, self._block - 1, forward=False)
+
+    def _receiving(self, chunk: int, hop: int, *, forward: bool) -> list[dist.P2POp]:
+        buffer = self._coming[chunk, forward] = self._channels[hop, forward].buffer()
+        return [self._operation(dist.irecv, buffer, hop, forward=forward)]
+
+    def _sending(self, chunk: int, hop: int, *, forward: bool) -> list[dist.P2POp]:
+        first, *others = self._chunks[chunk].messages.pop(forward)
+        for rest in others:  # whoever gets the first asks for it: until then nobody may wait for it here
+            self._sent += dist.batch_isend_irecv([self._operation(dist.isend, rest, hop, forward=forward, rest=1)])
+        return [self._operation(dist.isend, first, hop, forward=forward)]
+
+    def settle(self) -> None:
+        """Wait until all that was sent has left."""
+        for work in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def _operation(self, act: Any, buffer: Tensor, hop: int, *, forward: bool, rest: int = 0) -> dist.P2POp:
+        other = hop + 1 if hop == self._block else hop
+        tag = _KINDS * hop + 2 * (not forward) + rest
+        return dist.P2POp(act, buffer, self._resolve_peer_global_rank(other), self.group, tag)
+
+    def _arrived(self, chunk: int, hop: int, *, forward: bool) -> StageMessage:
+        channel, buffer, rest = self._channels[hop, forward], self._coming.pop((chunk, forward)), None
+        if more := channel.announced(buffer):
+            rest = torch.empty(more, dtype=torch.uint8, device=self.device)
+            operation = self._operation(dist.irecv, rest, hop, forward=forward, rest=1)
+            for work in dist.batch_isend_irecv([operation]):
+                work.wait()
+        return channel.opened(buffer, rest)
+
+    # What is computed.
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: Any,
+        kwargs: Any = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """The forward pass of one shard; the last block returns the loss."""
+        chunk = self._chunks[fwd_chunk_id] = _Chunk()
+        with self._noted(fwd_chunk_id):
+            received = None if self.is_first else self._received(chunk, fwd_chunk_id)
+            assert self._passes is not None, "an attempt is under way"
+            found = self._passes.forward(self._block, fwd_chunk_id, received)
+            if isinstance(found, Left):
+                parts = [Part(each.to(self.device)) for each in Generators.capture().as_tensors()]
+                parts += [Part(each, each.requires_grad) for each in found.tensors]
+                chunk.sent = [_whole(each) for each in found.tensors if each.requires_grad]
+                message = StageMessage(found.places, parts)
+                chunk.messages[True] = self._channels[self._block, True].packed(message)
+                return None
+            loss, chunk.weight = found
+            chunk.loss = _whole(loss)
+            return chunk.loss
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """The backward pass of one shard; without weights' gradients, if it is not full."""
+        chunk = self._chunks[bwd_chunk_id]
+        with self._noted(bwd_chunk_id):
+            outputs = self._outputs(chunk, bwd_chunk_id)
+            if chunk.weight and (outputs or self.is_last):
+                self.fwd_cache[bwd_chunk_id] = tuple(outputs), chunk.leaves
+                super().backward_one_chunk(bwd_chunk_id, chunk.loss, full_backward)
+                self.bwd_cache.pop(bwd_chunk_id, None)
+            if not self.is_first:
+                parts = [
+                    Part(*self._gradient(chunk, number))
+                    for number, each in enumerate(chunk.leaves)
+                    if each.requires_grad
+                ]
+                message = StageMessage([_as_number(chunk.weight)], parts)
+                chunk.messages[False] = self._channels[self._block - 1, False].packed(message)
+            chunk.leaves, chunk.sent, chunk.back, chunk.loss = [], (), (), None
+            chunk.gradients.clear()
+            if full_backward:
+                self._done(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """What :meth:`backward_one_chunk` has left: the weights' gradients of one shard."""
+        with self._noted(bwd_chunk_id):
+            if bwd_chunk_id in self.dw_runner:
+                super().backward_weight_one_chunk(bwd_chunk_id)
+                self.dw_runner.pop(bwd_chunk_id)
+            self._done(bwd_chunk_id)
+
+    def _done(self, place: int) -> None:
+        assert self._passes is not None, "an attempt is under way"
+        self._passes.backward_done(self._block, place, self._chunks[place].weight)
+
+    def _received(self, chunk: _Chunk, place: int) -> Received:
+        message = self._arrived(place, self._block - 1, forward=True)
+        generators = [part.tensor.cpu() for part in message.parts[:GENERATORS]]
+        tensors = []
+        for number, part in enumerate(message.parts[GENERATORS:]):
+            leaf = part.tensor.requires_grad_(part.is_marked)
+            if part.is_marked:
+                leaf.register_hook(partial(chunk.keep_gradient, number))
+            chunk.leaves.append(leaf)
+            tensors.append(as_received(leaf))
+        return Received(message.numbers, tensors, partial(Generators.set_tensors, generators))
+
+    def _outputs(self, chunk: _Chunk, place: int) -> list[Tensor]:
+        """What the backward pass begins with, behind any block but the last; what came back for it is noted."""
+        if self.is_last:
+            return []
+        message = self._arrived(place, self._block, forward=False)
+        chunk.weight = _as_weight(message.numbers)
+        pairs = [(sent, part.tensor) for sent, part in zip(chunk.sent, message.parts, strict=True) if part.is_marked]
+        chunk.back = [gradient for _, gradient in pairs]
+        return [sent for sent, _ in pairs]
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
+        return tuple(self._chunks[bwd_chunk_id].back)
+
+    def _gradient(self, chunk: _Chunk, number: int) -> tuple[Tensor, bool]:
+        found = chunk.gradients.get(number)
+        return (torch.empty(0, device=self.device), False) if found is None else (found, True)
+
+    @contextmanager
+    def _noted(self, place: int) -> Iterator[None]:
+        try:
+            yield
+        except UnisonoError as error:
+            self.failure = type(error)(f"{self._where(place)}: {error}")
+            raise self.failure from error
+        except Exception as error:
+            self.failure = error
+            error.add_note(f"unisono: in {self._where(place)}")
+            raise
+
+    def _where(self, place: int) -> str:
+        assert self._passes is not None, "an attempt is under way"
+        return f"{self._staging.title(self._block)}, {self._passes.name(place)}"
+
+
+def _whole(output: Tensor) -> Tensor:
+    """An output that is no view: schedules without full backward passes detach it in place."""
+    return without_view(output) if output._is_view() and output.requires_grad else output
+
+
+def _as_number(weight: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", weight))[0])
+
+
+def _as_weight(numbers: Sequence[int]) -> float:
+    (number,) = numbers
+    return float(struct.unpack("<d", struct.pack("<q", number))[0])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Torch logs a whole schedule with each error, which is told by whoever raises it."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -1,0 +1,209 @@
+"""What travels between the stages of a model: tensors with their forms, and a few numbers, in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from unisono.errors import ModelError, Unreadable
+
+HEADER = 256
+"""Numbers of 64 bits at the beginning of a message."""
+
+GENERATORS = 4
+"""Tensors in front of those that go on to the next block: the state of the random generators."""
+
+_ALIGNED = 64
+
+_DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16),
+    *(torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+
+_MOST_DIMENSIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of a message.
+
+    Attributes:
+        tensor: the tensor; of what is absent, an empty one.
+        is_marked: a flag that goes with it.
+    """
+
+    tensor: Tensor
+    is_marked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StageMessage:
+    """A message of one block to another.
+
+    Attributes:
+        numbers: whole numbers.
+        parts: tensors, which keep dtype, shape and layout.
+    """
+
+    numbers: Sequence[int]
+    parts: Sequence[Part]
+
+
+class Channel:
+    """One end of a way between two blocks.
+
+    Both ends know how large the largest message of the passes before was: what fits into that travels at once, with its
+    header in front. A larger one is only announced, and follows by itself.
+
+    Args:
+        device: the device of the tensors.
+        name: the other end, for messages to people.
+    """
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self._device, self._name = device, name
+        self._capacity = self._largest = 0
+
+    def begin(self) -> None:
+        """A pass through all micro-batches begins: from now on what was the largest so far fits."""
+        self._capacity = self._largest
+
+    def buffer(self) -> Tensor:
+        """Memory for the next message that comes."""
+        return torch.empty(8 * HEADER + self._capacity, dtype=torch.uint8, device=self._device)
+
+    def packed(self, message: StageMessage) -> list[Tensor]:
+        """A message as it travels: one buffer, and a second one if it does not fit.
+
+        Raises:
+            ModelError: it has too many tensors, or one that cannot travel.
+        """
+        bases = [_base(part.tensor) for part in message.parts]
+        spans = [_span(base) for base in bases]
+        size = sum(_padded(span * base.itemsize) for span, base in zip(spans, bases, strict=True))
+        header = [len(message.numbers), *message.numbers, len(bases), size]
+        for part, base in zip(message.parts, bases, strict=True):
+            header += [_code(part.tensor), part.is_marked, part.tensor.dim(), *part.tensor.shape, *base.stride()]
+        if len(header) > HEADER:
+            raise ModelError(
+                f"{len(bases)} tensors and {len(message.numbers)} other values are to go to {self._name}, and there is "
+                f"room for about {HEADER // 8} tensors: cut where fewer go on, or put some into one tensor"
+            )
+        self._largest = max(self._largest, size)
+        first = self.buffer()
+        first[: 8 * len(header)].view(torch.int64).copy_(torch.tensor(header, dtype=torch.int64))
+        fits = size <= self._capacity
+        rest = first[8 * HEADER :] if fits else torch.empty(size, dtype=torch.uint8, device=self._device)
+        offset = 0
+        for base, span in zip(bases, spans, strict=True):
+            _placed(rest, offset, base.dtype, base.shape, base.stride()).copy_(base)
+            offset += _padded(span * base.itemsize)
+        return [first] if fits else [first, rest]
+
+    def announced(self, buffer: Tensor) -> int:
+        """The bytes that follow a buffer that has come, by themselves; 0 if nothing does."""
+        size = _Header(buffer, self._name).size
+        self._largest = max(self._largest, size)
+        return size if size > self._capacity else 0
+
+    def opened(self, buffer: Tensor, rest: Tensor | None = None) -> StageMessage:
+        """The message in a buffer.
+
+        Args:
+            buffer: the buffer that has come.
+            rest: what followed it.
+
+        Raises:
+            Unreadable: it is none.
+        """
+        header = _Header(buffer, self._name)
+        memory = buffer[8 * HEADER :] if rest is None else rest
+        parts, offset = list[Part](), 0
+        for dtype, marked, shape, stride in header.forms:
+            kept = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
+            span = _span_of(kept, stride)
+            if offset + span * dtype.itemsize > memory.numel():
+                raise header.refusal("more than was announced")
+            found = _placed(memory, offset, dtype, kept, stride)
+            parts.append(Part(found.expand(shape) if kept != shape else found, marked))
+            offset += _padded(span * dtype.itemsize)
+        return StageMessage(header.numbers, parts)
+
+
+class _Header:
+    """The numbers in front of a message, checked."""
+
+    def __init__(self, buffer: Tensor, name: str) -> None:
+        self._name, self._values = name, buffer[: 8 * HEADER].view(torch.int64).tolist()
+        self._at = 0
+        self.numbers = [self._next() for _ in range(self._count())]
+        count = self._count()
+        self.size = self._next()
+        self.forms = [self._form() for _ in range(count)]
+        if self.size < 0:
+            raise self.refusal(f"{self.size} bytes")
+
+    def refusal(self, what: str) -> Unreadable:
+        """An error for a header that cannot be."""
+        return Unreadable(f"{self._name} has sent {what}, which is no message between stages")
+
+    def _next(self) -> int:
+        if self._at >= HEADER:
+            raise self.refusal("a header without end")
+        self._at += 1
+        return int(self._values[self._at - 1])
+
+    def _count(self, most: int = HEADER) -> int:
+        if not 0 <= (count := self._next()) <= most:
+            raise self.refusal(f"a count of {count}")
+        return count
+
+    def _form(self) -> tuple[torch.dtype, bool, list[int], list[int]]:
+        code, marked, dimensions = self._count(len(_DTYPES) - 1), self._next(), self._count(_MOST_DIMENSIONS)
+        shape, stride = ([self._next() for _ in range(dimensions)] for _ in range(2))
+        if min((*shape, *stride), default=0) < 0:
+            raise self.refusal(f"a tensor of the shape {shape}")
+        return _DTYPES[code], bool(marked), shape, stride
+
+
+def _code(tensor: Tensor) -> int:
+    if tensor.dtype not in _DTYPES or tensor.layout != torch.strided or tensor.dim() > _MOST_DIMENSIONS:
+        raise ModelError(
+            f"a tensor of the dtype {tensor.dtype}, the layout {tensor.layout} and {tensor.dim()} dimensions goes from "
+            f"one stage to the next: only dense tensors of plain dtypes and up to {_MOST_DIMENSIONS} dimensions can"
+        )
+    return _DTYPES.index(tensor.dtype)
+
+
+def _base(tensor: Tensor) -> Tensor:
+    """A tensor without the elements that share their place with others: expanded dimensions once."""
+    base = tensor.detach()
+    for dimension, step in enumerate(base.stride()):
+        if step == 0 and base.shape[dimension] > 1:
+            base = base.narrow(dimension, 0, 1)
+    return base
+
+
+def _span(tensor: Tensor) -> int:
+    return _span_of(tensor.shape, tensor.stride())
+
+
+def _span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How far a tensor reaches in memory, in elements: gaps stay, since kernels go by the layout."""
+    if not prod(shape):
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _placed(memory: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    span = _span_of(shape, stride) * dtype.itemsize
+    flat = memory[offset : offset + span].view(dtype) if span else torch.empty(0, dtype=dtype, device=memory.device)
+    return flat.as_strided(tuple(shape), tuple(stride), flat.storage_offset())
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
