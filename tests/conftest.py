@@ -15,6 +15,10 @@ from torch_settings import TorchSettings
 
 KINDS = {"unit", "cluster", "procs"}
 
+# Read when torch is loaded, here and in every child: a thread that waits for another one leaves it the processor. By
+# default it keeps one busy, and where processes share processors a step of two threads costs six times as much.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # The same examples where a failure must be the change's fault; new ones where a person looks at them.
 hypothesis.settings.register_profile(
     "unisono", deadline=None, print_blob=True, derandomize=os.environ.get("CI") == "true"

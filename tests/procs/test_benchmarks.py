@@ -25,6 +25,7 @@ def benchmark(*words: str) -> str:
     return done.output
 
 
+@pytest.mark.slow  # tests/unit/test_benchmarks.py has its tables, the tests below its crews
 def test_the_step_benchmark_compares_contenders_that_do_the_same_work(tmp_path: Path) -> None:
     chosen = [f"--only={key}" for key in ("plain", "unisono", "ddp-25")]
     done = subprocess.run(

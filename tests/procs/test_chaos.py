@@ -49,7 +49,7 @@ def test_nobody_can_tell_a_job_that_was_struck_from_one_that_was_left_alone(tmp_
 @pytest.fixture(scope="session")
 def alone(serial_runs: SerialRuns) -> Trained:
     """A job that is left alone."""
-    return serial_runs(SCRIPT, PACE_S="0", UNISONO_SAMPLES="1")
+    return serial_runs(SCRIPT, PACE_S="0", EPOCHS="2", UNISONO_SAMPLES="1")
 
 
 def test_weights_that_differ_are_found(alone: Trained, tmp_path: Path) -> None:
@@ -57,9 +57,9 @@ def test_weights_that_differ_are_found(alone: Trained, tmp_path: Path) -> None:
     (tmp_path / "chaos" / "serial.json").write_text(json.dumps({"argv": [str(SCRIPT)]}))
     script = tmp_path / "flip.toml"
     script.write_text('[[fault]]\nkind = "resize"\nworkers = 1\nat_step = 1\n'
-                      '[[fault]]\nkind = "flip_bit"\nrank = 0\nat_step = 20\n')  # fmt: skip
+                      '[[fault]]\nkind = "flip_bit"\nrank = 0\nat_step = 8\n')  # fmt: skip
     options = ("-n", "1:2", "--script", str(script))
-    ended, report = chaos(tmp_path / "chaos", *options, PACE_S="0", UNISONO_VERIFY_EVERY="0")
+    ended, report = chaos(tmp_path / "chaos", *options, PACE_S="0", EPOCHS="2", UNISONO_VERIFY_EVERY="0")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "FAILED" in ended.stdout
     assert "the job alone is known from" in ended.stderr

@@ -16,7 +16,7 @@ from commands import completed
 from examples.cifar10_images import RECORD_BYTES, TEST_FILES, TRAIN_FILES
 from serial_runs import SerialRuns
 
-pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("warm", "serial_launches")]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(300), pytest.mark.usefixtures("warm", "serial_launches")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -50,7 +50,7 @@ def on(workers: int | None, *script: str, folder: Path, **variables: str) -> sub
     """Run a script on so many workers; without a number, as plain Python."""
     environment = {**os.environ, **variables}
     if workers is not None:
-        return completed("run", "-n", workers, *script, cwd=folder, env=environment, timeout=110, is_merged=True)
+        return completed("run", "-n", workers, *script, cwd=folder, env=environment, timeout=240, is_merged=True)
     return subprocess.run(
         [sys.executable, *script],
         cwd=folder,
@@ -58,7 +58,7 @@ def on(workers: int | None, *script: str, folder: Path, **variables: str) -> sub
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=240,
         check=False,
     )
 
@@ -85,10 +85,10 @@ SHORT = {
     "char_lm.py --layers 1 --width 32 --context 32 --steps 3": 3,
     "gan.py": 2,
     "digits.py": 2,
-    "keras_convnet.py": 3,
+    "keras_convnet.py": 2,
     "lightning_autoencoder.py": 2,
-    "transformers_clm.py --layers 1 --samples 200": 3,
-    "accelerate_nlp.py --gradient_accumulation_steps 2": 3,
+    "transformers_clm.py --layers 1 --samples 200": 2,
+    "accelerate_nlp.py --gradient_accumulation_steps 2": 2,
     "plain_loop.py --which unisono": 2,
     "goodput.py": 2,
     "scaling.py": 2,
@@ -99,7 +99,8 @@ SHORT = {
 }
 """Examples, each with the number of workers that it is tried on.
 
-Those of Keras are tried on the same: it numbers the layers of a process, and their names are part of the digest.
+Those of frameworks are tried on two: each worker imports them, and tests/unit has the frameworks on more. Those of
+Keras are tried on the same: it numbers the layers of a process, and their names are part of the digest.
 """
 
 FURTHER = {"keras_train_step.py": 3, "lightning_classifier.py": 3, "transformers_classification.py": 3}
