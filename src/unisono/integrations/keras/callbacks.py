@@ -34,28 +34,20 @@ def state_of(callback: Any) -> KeptAttributes:
 class OnMain(KerasCallback):  # type: ignore[misc]  # Keras has no types
     """Calls a callback on the main worker alone, from where this worker becomes the main one.
 
+    It gets the model then: some write as soon as they have it.
+
     Args:
         inner: the callback; None for none.
         is_main: whether this is the main worker now.
+        trains: whether it hears of a training, and not of an evaluation alone.
     """
 
-    def __init__(self, inner: Any, is_main: IsMain) -> None:
+    def __init__(self, inner: Any, is_main: IsMain, *, trains: bool) -> None:
         super().__init__()
-        self.inner, self._is_main = inner, is_main
+        self.inner, self._is_main, self._trains = inner, is_main, trains
         self._has_begun = False
         self._epoch: int | None = None
-
-    def set_model(self, model: Any) -> None:
-        """Hand the model on."""
-        super().set_model(model)
-        if self.inner is not None:
-            self.inner.set_model(model)
-
-    def set_params(self, params: Any) -> None:
-        """Hand the parameters on."""
-        super().set_params(params)
-        if self.inner is not None:
-            self.inner.set_params(params)
+        self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """An epoch begins."""
@@ -68,6 +60,7 @@ class OnMain(KerasCallback):  # type: ignore[misc]  # Keras has no types
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """A step begins."""
         self._tell("on_train_batch_begin", batch, logs)
+        self._steps += 1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """A step is done."""
@@ -94,9 +87,9 @@ class OnMain(KerasCallback):  # type: ignore[misc]  # Keras has no types
         if self._has_begun:
             self._tell("on_train_end", logs)
 
-    def stands_at(self, epoch: int) -> None:
-        """The training goes on in the middle of an epoch, which others have begun."""
-        self._epoch = epoch
+    def stands_at(self, epoch: int, steps: int) -> None:
+        """The training is in an epoch, behind so many steps of it."""
+        self._epoch, self._steps = epoch, steps
 
     def _tell(self, event: str, *values: Any, epoch: int | None = None, is_new: bool = False) -> None:
         self._epoch = self._epoch if epoch is None else epoch
@@ -105,14 +98,25 @@ class OnMain(KerasCallback):  # type: ignore[misc]  # Keras has no types
         if not self._has_begun:
             self._begin(is_new=is_new)
         getattr(self.inner, event)(*values)
+        if _is_tensor_board(self.inner) and (event == "on_epoch_end" or self.inner.update_freq != "epoch"):
+            for writer in self.inner._writers.values():  # what it keeps back would be lost with this worker
+                writer.flush()
 
     def _begin(self, *, is_new: bool) -> None:
         """The callback hears of what has begun without it."""
         self._has_begun = True
+        self.inner.set_params(self.params)
+        self.inner.set_model(self._model)
+        if not self._trains:
+            return
         if isinstance(self.inner, keras.callbacks.CSVLogger) and self._epoch:
             self.inner.append = True
             cut_rows(Path(self.inner.filename), self._epoch, self.inner.sep)
         self.inner.on_train_begin()
+        if _is_tensor_board(self.inner):
+            self.inner._global_train_batch = self._steps
+            self.inner._pop_writer()
+            self.inner._push_writer(self.inner._train_writer, self._steps)
         if self._epoch is not None and not is_new:
             self.inner.on_epoch_begin(self._epoch)
 
@@ -153,7 +157,7 @@ class Saving:
             self._model.save_weights(*values, **options)
 
 
-def listed(given: Any, model: Any, is_main: IsMain, verbose: Any, **params: Any) -> Any:
+def listed(given: Any, model: Any, is_main: IsMain, verbose: Any, *, trains: bool = False, **params: Any) -> Any:
     """Keras' list of callbacks, with those that write on the main worker alone.
 
     Args:
@@ -161,6 +165,7 @@ def listed(given: Any, model: Any, is_main: IsMain, verbose: Any, **params: Any)
         model: the model.
         is_main: whether this is the main worker now.
         verbose: 0 for no progress bar.
+        trains: whether they hear of a training, and not of an evaluation alone.
         params: what Keras tells callbacks.
 
     Raises:
@@ -176,7 +181,7 @@ def listed(given: Any, model: Any, is_main: IsMain, verbose: Any, **params: Any)
     shown = [one for one in chosen if type(one).__name__ == "ProgbarLogger"]
     if not shown:
         chosen.append(keras.callbacks.ProgbarLogger() if verbose else None)
-    wrapped = [OnMain(one, is_main) if one is None or _writes(one) else one for one in chosen]
+    wrapped = [OnMain(one, is_main, trains=trains) if one is None or _writes(one) else one for one in chosen]
     # The progress bar comes last, behind the history, as in Keras.
     history = next((one for one in wrapped if isinstance(one, keras.callbacks.History)), None)
     if history is None:
@@ -190,6 +195,10 @@ def listed(given: Any, model: Any, is_main: IsMain, verbose: Any, **params: Any)
 
 def _writes(callback: Any) -> bool:
     return any(kind.__module__.startswith("keras.") and kind.__name__ in WRITERS for kind in type(callback).__mro__)
+
+
+def _is_tensor_board(callback: Any) -> bool:
+    return isinstance(callback, keras.callbacks.TensorBoard)
 
 
 class LearningRateWarmup(KerasCallback):  # type: ignore[misc]  # Keras has no types

@@ -67,16 +67,17 @@ class Fitting:
     def step_begins(self, step: Step) -> None:
         """A global batch is about to be computed."""
         epoch = self.epochs[self._done // self.steps if self.steps else step.epoch]
-        if self._epoch != epoch:
+        is_new = self._epoch != epoch
+        for one in self.callbacks.callbacks:
+            if isinstance(one, OnMain) and (is_new or not self._is_told):
+                one.stands_at(epoch, self._done)
+        if is_new:
             self._epoch, self._batch = epoch, 0
             self.model.reset_metrics()
             self.callbacks.on_epoch_begin(epoch)
             self.model.train()
         elif not self._is_told:
             self.model.train()
-            for one in self.callbacks.callbacks:
-                if isinstance(one, OnMain):
-                    one.stands_at(epoch)
         self.is_here = self.knows = self._is_told = True
         self._tracker.step_begins()
         self.callbacks.on_train_batch_begin(self._batch)

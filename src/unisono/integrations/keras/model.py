@@ -163,7 +163,7 @@ class Model:
         steps_in_pass = samples.steps(size if config.batch_set_by is None else run.job.batch_size or size)
         passes = samples.passes(max(epochs - initial_epoch, 0), steps_per_epoch, steps_in_pass)
         steps = steps_per_epoch or steps_in_pass
-        called = listed(callbacks, model, lambda: run.is_main, verbose, epochs=epochs, steps=steps)
+        called = listed(callbacks, model, lambda: run.is_main, verbose, trains=True, epochs=epochs, steps=steps)
         validate = partial(
             self._validate, held_out, validation_freq, called, validation_batch_size or size, validation_steps
         )
