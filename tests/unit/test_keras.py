@@ -154,3 +154,21 @@ def test_a_data_set_that_changes_goes_on_where_it_was(
     cluster(BATCHES, 3, shards=8, folder=tmp_path, UNISONO_STOP_AFTER=str(stop))
     done = cluster(BATCHES, 2, shards=8, folder=tmp_path)
     assert (done.outcome, said(done)) == (from_batches.outcome, said(from_batches))
+
+
+@pytest.mark.parametrize("stop", [slow(5), 10, slow(11), 14])
+def test_what_was_predicted_between_trainings_is_there_when_a_run_resumes(
+    cluster: Cluster, stop: int, tmp_path: Path
+) -> None:
+    script = SCRIPTS / "keras_rounds.py"
+    one = cluster(script, 1, shards=8)
+    cluster(script, 3, shards=8, folder=tmp_path, UNISONO_STOP_AFTER=str(stop))
+    done = cluster(script, 2, shards=8, folder=tmp_path)
+    assert (done.outcome, rounds(done)) == (one.outcome, rounds(one))
+    killed = cluster(script, 3, shards=8, kills=[Kill(stop, 0, 0), Kill(stop + 2, 1, 5)])
+    assert (killed.outcome, rounds(killed)) == (one.outcome, rounds(one))
+
+
+def rounds(done: Done) -> list[str]:
+    (line,) = (line for line in done.said if line.startswith("after all"))
+    return [line]

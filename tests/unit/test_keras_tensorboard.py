@@ -35,9 +35,8 @@ def points(done: Done) -> list[tuple[str, str, int, Any]]:
             event = tf.compat.v1.Event.FromString(data[12 : 12 + size])
             data = data[16 + size :]
             for value in event.summary.value:
-                number = tf.make_ndarray(value.tensor) if value.HasField("tensor") else None
-                is_number = number is not None and number.shape == () and number.dtype.kind == "f"
-                shown = float(number) if is_number else None
+                number: Any = tf.make_ndarray(value.tensor)
+                shown = float(number) if number.shape == () and number.dtype.kind == "f" else None
                 found.append((path.parent.name, value.tag, event.step, shown))
     return sorted(found, key=str)
 

@@ -268,9 +268,8 @@ class Model:
         called = listed(callbacks, model, lambda: run.is_main, 0, epochs=1, steps=samples.steps(size))
         called.on_predict_begin()
         with samples.epoch():
-            found = run.predict(
-                samples.data, PredictStep(model, samples.unpack), batch_size=None if samples.is_batched else size
-            )
+            step, block = PredictStep(model, samples.unpack), None if samples.is_batched else size
+            found = self._on_run.predict(lambda: run.predict(samples.data, step, batch_size=block))
         called.on_predict_end()
         return keras.tree.map_structure(_array, found)
 

@@ -30,6 +30,7 @@ class OnRun:
     Attributes:
         update: the model's update; None as long as it is not prepared.
         evaluated: what metrics came to in each evaluation of the script so far, in their order.
+        predicted: the outputs of each prediction of the script outside of trainings.
     """
 
     def __init__(self, model: Any, run: Run) -> None:
@@ -42,6 +43,7 @@ class OnRun:
         self._awaited: dict[int, Mapping[str, Any]] = {}
         self.update: KerasUpdate | None = None
         self.evaluated: list[Tensor] = []
+        self.predicted: list[Any] = []
         self._written = 0
 
     @property
@@ -89,8 +91,20 @@ class OnRun:
 
     def known(self) -> Tensor | None:
         """What the metrics came to in the coming evaluation, if the run has it behind itself."""
-        rows, number = self._restored().get("evaluated", []), len(self.evaluated)
-        return rows[number] if number < len(rows) else None
+        found: Tensor | None = self._behind("evaluated", len(self.evaluated))
+        return found
+
+    def predict(self, act: Callable[[], Any]) -> Any:
+        """The outputs of a prediction: those of that time, if the run has it behind itself."""
+        if self._run.inside.steps.under_way is not None:  # a run that resumes does not come here again
+            return act()
+        known = self._behind("predicted", len(self.predicted))
+        self.predicted.append(act() if known is None else known)
+        return self.predicted[-1]
+
+    def _behind(self, kind: str, number: int) -> Any:
+        found = self._restored().get(kind, [])
+        return found[number] if number < len(found) else None
 
     def _restored(self) -> Mapping[str, Any]:
         restored = self._run.inside.trained.restored
@@ -125,6 +139,7 @@ class OnRun:
             "optimizer": self._optimizer.state_dict(),
             "fits": [one.state() for one in self._begun],
             "evaluated": list(self.evaluated),
+            "predicted": list(self.predicted),
             "written": self._written,
         }
 
@@ -138,6 +153,7 @@ class OnRun:
             self._weights.load_state_dict(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.evaluated, self._written = list(state["evaluated"]), state["written"]
+        self.predicted = list(state["predicted"])
         for number, one in enumerate(state["fits"]):
             if number < len(self._begun):
                 self._go_on(self._begun[number], one)
