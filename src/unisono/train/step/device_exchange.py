@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from unisono.received import value_of
+from unisono.reduce.tally import PRIME
 from unisono.train.group.control import Balance, Flags, ShardReport
 from unisono.train.group.devices import Devices, Round
 from unisono.train.model.buffers import Buffers
@@ -71,7 +72,7 @@ def told_of(reports: Sequence[ShardReport], used: Sequence[bool], flags: Flags) 
     """What a device tells the others of it, as JSON."""
     plain = asdict(flags)
     balance, copies = plain.pop("balance")
-    return [[asdict(report) for report in reports], list(map(bool, used)), plain, [balance % MODULUS, copies]]
+    return [[asdict(report) for report in reports], list(map(bool, used)), plain, [balance % MODULUS, copies % PRIME]]
 
 
 def _in_order(told: Sequence[Sequence[T]], rounds: Sequence[Round]) -> list[T]:
