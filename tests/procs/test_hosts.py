@@ -327,6 +327,22 @@ def test_a_host_that_cannot_be_reached_any_more_is_given_up_and_ends_by_itself(
         job.b.host.cable("up")
 
 
+@pytest.mark.slow
+def test_workers_of_two_devices_on_two_hosts_train_to_the_weights_of_one_and_one_of_them_dies(
+    job: Job, serial: dict[str, Any]
+) -> None:
+    job.run("-n", "1:2", "--here", "1", "--devices-per-worker", "2", **LONG)
+    joined = job.join("-n", "1", **LONG)
+    job.together()
+    (dies,) = job.workers_on(job.b.host)
+    os.kill(dies, signal.SIGKILL)
+    job.until(lambda: job.a.journal("lost"), "the loss of a worker")
+    job.until(lambda: len(job.trains_on()) == 2, "another worker")
+    assert job.end() == serial["weights_sha256"], job.text
+    assert joined.wait() == 0, job.text
+    assert job.a.steps == list(range(serial["steps"]))
+
+
 def test_the_main_worker_may_be_on_a_host_that_shares_no_files(job: Job, serial: dict[str, Any]) -> None:
     job.run("-n", "1:2", "--here", "1", "--max-restarts", "0", **LONG)
     joined = job.join("-n", "1", "--checkpoint-every", "10", **LONG)

@@ -124,7 +124,7 @@ def test_there_are_never_more_workers_than_shards() -> None:
 
 
 def test_a_worker_of_another_number_of_devices_is_refused_and_told_how_to_start_it() -> None:
-    job = Job().enlist(2).connect("w1", devices=4).connect("w2", devices=2)
+    job = Job(devices=4).enlist(2).connect("w1", devices=4).connect("w2", devices=2)
     assert job.heard(Refused) == job.hung_up == ["w2"]
     (refused,) = (message for _, message in job.told if isinstance(message, Refused))
     assert "4 devices each, but 2 on host h: start them there with --devices-per-worker 4" in refused.reason

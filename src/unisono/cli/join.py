@@ -76,7 +76,7 @@ def start(settings: ElasticSettings, where: Whereabouts) -> int:
 
     joined = Joined(where.address(), where.token)
     if settings.launch.devices_per_worker is None:
-        settings = settings.with_devices(Control(joined.address).status()["devices_per_worker"] or None)
+        settings = settings.with_devices(Control(joined.address).status()["devices_per_worker"])
     elif where.url is not None:
         Control(joined.address).status()  # what the person has mistyped is said at once
     folder = _folder(settings, where)

@@ -174,6 +174,7 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-restarts", type=int, default=0, help="how often each worker is replaced")
     parser.add_argument("--restart-on-error", action="store_true", help="also after an exception of the script")
     parser.add_argument("--failure-timeout", type=float, default=300.0, metavar="SECONDS", help="who is silent is lost")
+    parser.add_argument("--devices", type=int, default=1, help="how many devices each worker has")
     parser.add_argument("--fresh", action="store_true", help="begin anew, whatever an earlier coordinator left here")
     return parser.parse_args(arguments)
 
@@ -187,6 +188,7 @@ def _settings(options: argparse.Namespace) -> machine.ElasticConfig:
             max_restarts=options.max_restarts,
             restart_on_error=options.restart_on_error,
             failure_timeout_s=options.failure_timeout,
+            devices=options.devices,
         )
     except JobError:
         raise

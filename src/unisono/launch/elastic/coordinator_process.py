@@ -219,6 +219,7 @@ def server_command(settings: ElasticSettings, run_dir: Path, listening: Listenin
         "--largest": str(settings.workers.largest),
         "--max-restarts": str(settings.max_restarts),
         "--failure-timeout": str(settings.failure_timeout_s),
+        "--devices": str(settings.launch.devices_per_worker or 1),
         **({"--wanted": str(settings.begin_with)} if settings.begin_with is not None else {}),
     }
     flags = [

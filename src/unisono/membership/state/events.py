@@ -84,7 +84,7 @@ def _greet(update: StateUpdate, hello: WorkerHello) -> None:
         update.refuse(hello.worker, reason)
         return
     is_new = worker.phase == "asked"
-    update.set(shards=hello.shards, devices=hello.devices)
+    update.set(shards=hello.shards)
     worker = update.put(
         worker,
         host=hello.host,
@@ -106,10 +106,10 @@ def _refusal(state: State, worker: Worker, hello: WorkerHello) -> str:
         return f"{worker.id} was given up: {worker.why}"
     if state.shards not in (0, hello.shards):
         return f"the job has {state.shards} shards, but {hello.shards} on host {hello.host}"
-    if state.devices not in (0, hello.devices):
+    if hello.devices != (devices := state.settings.devices):
         return (
-            f"the workers of the job have {state.devices} devices each, but {hello.devices} on host {hello.host}: "
-            f"start them there with --devices-per-worker {state.devices}"
+            f"the workers of the job have {devices} devices each, but {hello.devices} on host {hello.host}: start them "
+            f"there with --devices-per-worker {devices}"
         )
     if hello.generation > state.generation:
         return f"{worker.id} is in generation {hello.generation}, but the newest is {state.generation}"

@@ -39,7 +39,6 @@ class State:
         excluded: workers that were excluded last, the newest at the end.
         wanted: the number of workers that somebody asked for; None for as many as there is room for.
         shards: the job's number of shards; 0 until a worker has said it.
-        devices: the number of devices of each worker; 0 until a worker has said it.
         restarts: the number of lost workers that were replaced.
         unreplaced: the number of lost workers that were not replaced, since no restarts were left.
         quick: the number of workers in a row that failed soon after their start.
@@ -74,7 +73,6 @@ class State:
     excluded: tuple[Excluded, ...] = ()
     wanted: int | None = None
     shards: int = 0
-    devices: int = 0
     restarts: int = 0
     unreplaced: int = 0
     quick: int = 0

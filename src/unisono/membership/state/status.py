@@ -31,7 +31,7 @@ def status(state: State) -> dict[str, Any]:
         "smallest": state.limits[0],
         "largest": state.limits[1],
         "shards": state.shards,
-        "devices_per_worker": state.devices,
+        "devices_per_worker": state.settings.devices,
         "restarts": state.restarts,
         "members": [_of_worker(worker, ranks[worker.id]) for worker in workers if worker.id in ranks],
         "others": [_of_worker(worker, None) for worker in workers if worker.id not in ranks],
