@@ -278,7 +278,7 @@ class Scene:
             self.world.kill()
         else:
             assert number == signal.SIGTERM
-            thread.leave.requested = True
+            thread.leave.ask()
 
 
 class Cluster:

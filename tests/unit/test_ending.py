@@ -1,8 +1,9 @@
-"""Who has SIGTERM when several runs are open in one process."""
+"""Who hears SIGTERM, and notices of batch systems, while runs are open in a process and after."""
 
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from itertools import permutations
 
 import pytest
@@ -44,4 +45,53 @@ def test_a_run_that_is_open_hears_the_signal_after_others_are_closed(heard: list
     first.close()
     os.kill(os.getpid(), signal.SIGTERM)
     second.close()
-    assert (heard, first.requested, second.requested) == ([], False, True)
+    assert (heard, first.requested, second.requested) == ([signal.SIGTERM], False, True)
+
+
+def test_what_a_run_has_heard_is_told_to_the_scripts_handler_when_it_closes(heard: list[int]) -> None:
+    run = LeaveRequest()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (heard, run.requested) == ([], True)
+    run.close()
+    assert heard == [signal.SIGTERM]
+    run.close()
+    assert heard == [signal.SIGTERM]
+
+
+def test_a_notice_asks_to_leave_once_it_has_had_time_to_reach_the_others_and_never_kills() -> None:
+    told: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: told.append(number))
+    try:
+        run = LeaveRequest((signal.SIGUSR2,))
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR2)
+        assert not run.requested
+        assert _becomes_true(lambda: run.requested)
+        run.close()
+        assert told == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def test_a_notice_that_nobody_handled_before_is_forgotten_when_the_run_closes() -> None:
+    run = LeaveRequest((signal.SIGUSR1,))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    run.close()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_a_notice_that_is_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        run = LeaveRequest((signal.SIGUSR1,))
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+        run.close()
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def _becomes_true(is_so: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 60
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.01)
+    return is_so()

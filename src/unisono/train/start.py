@@ -43,7 +43,7 @@ from unisono.train.record.callbacks import load_plugins
 from unisono.train.record.results import FailureNote
 from unisono.train.run import Run
 from unisono.train.state.checkpoints import Checkpoints, agreed_folder
-from unisono.train.state.ending import LeaveRequest
+from unisono.train.state.ending import NOTICES, LeaveRequest
 from unisono.train.state.policy_state import PolicyState
 
 
@@ -74,8 +74,8 @@ class HostProcess:
         return _membership(config)
 
     def leave_request(self) -> LeaveRequest:
-        """What notes that this worker is asked to leave."""
-        return LeaveRequest()
+        """What notes that this worker is asked to leave. Slurm lets people choose the signal by which it does."""
+        return LeaveRequest(NOTICES if "SLURM_JOB_ID" in os.environ else ())
 
     def note_run(self, run: Run) -> None:
         """A run has started; it is closed at the end of the process, if not before."""

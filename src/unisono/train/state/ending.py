@@ -6,49 +6,81 @@ import atexit
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any, NoReturn
 
 from unisono.errors import Dismissed, JobError
 
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+"""What batch systems send before the end, beside SIGTERM, when they are told to."""
+
+SPREAD_S = 1.0
+"""For such a notice to reach all workers: each may have a handler of its own, which has to hear it."""
+
 
 class LeaveRequest:
-    """Notes a SIGTERM instead of dying of it; a second one ends the process at once.
+    """Notes a SIGTERM, or a notice, instead of dying of it; a second SIGTERM ends the process at once.
 
-    Only the main thread can listen to signals; elsewhere nothing changes.
+    What was noted is told to the handler that was there before, if the script or its framework has set one, when the
+    run is closed: after the checkpoint. Only the main thread can listen to signals; elsewhere nothing changes.
+
+    Args:
+        notices: the numbers of further signals to listen to. One that is ignored, or that no Python code handles, stays
+            as it is.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
-        self._before: Any = None
+    def __init__(self, notices: Sequence[int] = ()) -> None:
+        self._asked = False
+        self._heard: dict[int, float] = {}
+        self._before: dict[int, Any] = {}
         self._listens = threading.current_thread() is threading.main_thread()
         if self._listens:
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            free = [number for number in notices if signal.getsignal(number) not in (None, signal.SIG_IGN)]
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, *free)}
+
+    @property
+    def requested(self) -> bool:
+        """Whether this worker is asked to leave."""
+        now = time.monotonic()
+        return self._asked or any(
+            number == signal.SIGTERM or now - at >= SPREAD_S for number, at in self._heard.items()
+        )
+
+    def ask(self) -> None:
+        """Ask without a signal."""
+        self._asked = True
 
     def close(self) -> None:
-        """Give the signal back to whoever had it."""
-        if self._listens and signal.getsignal(signal.SIGTERM) == self._note:
-            signal.signal(signal.SIGTERM, self._below())
+        """Give the signals back to whoever had them, and tell him what was noted."""
+        if not self._listens:
+            return
         self._listens = False
+        for number in self._before:
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, self._below(number))
+        for number in self._heard:
+            if callable(signal.getsignal(number)):
+                os.kill(os.getpid(), number)
 
-    def _below(self) -> Any:
+    def _below(self, number: int) -> Any:
         """Whoever had the signal before, and still wants it: a run that was opened before may be closed by now."""
-        below = self._before
+        below = self._before.get(number, signal.SIG_DFL)
         while isinstance(run := getattr(below, "__self__", None), LeaveRequest) and not run._listens:
-            below = run._before
+            below = run._before.get(number, signal.SIG_DFL)
         return below
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._listens:  # somebody has put it back
-            signal.signal(number, self._below())
+            signal.signal(number, self._below(number))
             os.kill(os.getpid(), number)
             return
-        if self.requested:
+        if number == signal.SIGTERM and number in self._heard:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.requested = True
+        self._heard.setdefault(number, time.monotonic())
 
 
 class Requests:
