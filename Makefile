@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -78,6 +78,9 @@ slurm:  ## install Slurm for the tests of its jobs, as root on Debian or in a co
 			&& echo "==> installing Slurm (half a minute)" && apt-get -qq -o Acquire::Retries=1 update && RUNLEVEL=1 \
 			DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $(SLURM) >/dev/null; } \
 		|| echo "==> NO SLURM: the tests of its jobs are left out (on Debian: apt-get install $(SLURM))"
+
+hosts: $(READY) slurm  ## what happens to jobs on several hosts, on each engine, as a table: some minutes; needs root
+	@$(BIN)/python -m pytest -m hosts $(OPTIONS)
 
 mutants: $(READY)  ## make mistakes in the membership and the hand-over, one by one: a test has to find each; half an hour
 	@PYTHONPATH=tests $(BIN)/python -m mutants $(OPTIONS)

@@ -9,6 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from hosts_table import ENGINES, EVENTS, Tried, table
 from leaks import Guard
 from scheduling import TOGETHER, Together
 from torch_settings import TorchSettings
@@ -66,12 +67,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             f"each test has exactly one of the markers unit, cluster and procs; these do not:\n  {names}"
         )
     items.sort(key=_place)
+    for item in items:
+        for mark in item.iter_markers("hosts"):
+            engine, *events = mark.args
+            assert engine in ENGINES, item.nodeid
+            assert set(events) <= EVENTS.keys(), item.nodeid
+            item.user_properties.append(("hosts", mark.args))
 
 
 def _place(item: pytest.Item) -> int:
     if item.path.name in TOGETHER:
         return 0
     return 1 + ["procs", "cluster", "unit"].index(next(mark.name for mark in item.iter_markers() if mark.name in KINDS))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The table of ``make hosts``."""
+    if config.option.markexpr != "hosts":
+        return
+    tried = [
+        Tried(engine, events, "FAILED" if kind == "error" else kind.replace("failed", "FAILED"), report.duration)
+        for kind in ("passed", "failed", "error", "skipped")
+        for report in terminalreporter.getreports(kind)
+        for name, (engine, *events) in report.user_properties
+        if name == "hosts" and (kind != "passed" or report.when == "call")
+    ]
+    terminalreporter.section("what happened to jobs on several hosts")
+    for line in table(tried):
+        terminalreporter.line(line)
 
 
 @pytest.hookimpl(optionalhook=True)

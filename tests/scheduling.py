@@ -11,6 +11,7 @@ TOGETHER = {
     "test_hosts.py": "the two hosts",
     "test_library_streams.py": "the files, and the serial runs over them",
     "test_slurm.py": "the cluster",
+    "test_slurm_cluster.py": "the cluster",
     "test_sliced.py": "the models that one device has trained",
     "test_staged.py": "the models that one device has trained",
     "test_study.py": "the study that was killed and started again",

@@ -24,16 +24,13 @@ ADDRESSES = {name: f"10.79.0.{number}" for number, name in enumerate((*NODES, LO
 START_S = 30.0
 PATIENCE_S = 120.0
 
-NODE = 'hostname "$1" && exec slurmd -D -N "$1"'
-"""What a node does; it lives as long as its slurmd does."""
-
 INSIDE = f"""
 mount --bind hosts /etc/hosts && hostname {LOGIN} && ip link set lo up || exit 1
 for address in {" ".join(ADDRESSES.values())}; do ip address add "$address" dev lo || exit 1; done
 munged --force --key-file="$PWD/munge.key" --socket="$PWD/munge.socket" --pid-file="$PWD/munge.pid" \\
     --seed-file="$PWD/munge.seed" --log-file="$PWD/munge.log" || exit 1
 slurmctld -D &
-for node in {" ".join(NODES)}; do unshare --uts sh -c '{NODE}' sh "$node" & done
+for node in {" ".join(NODES)}; do unshare --uts sh -c 'hostname "$1" && exec slurmd -D -N "$1"' sh "$node" & done
 echo there
 cat
 """
@@ -147,7 +144,7 @@ class Cluster:
         self.slurm("scontrol", "requeue", job)
 
     def kill(self, node: str) -> None:
-        """A node dies, with all that runs on it."""
+        """A node dies, with all that runs on it, for good."""
         name = os.readlink(f"/proc/{self._slurmd(node)}/ns/uts")  # noqa: PTH115 (as text)
         for process in psutil.Process(self._pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess, FileNotFoundError):
@@ -160,12 +157,6 @@ class Cluster:
                 if process.cmdline()[:1] == ["slurmd"] and process.cmdline()[-1] == node:
                     return int(process.pid)
         raise AssertionError(f"{node} is not up")
-
-    def boot(self, node: str) -> None:
-        """A node that has died is there again."""
-        command = ["setsid", "--fork", "unshare", "--uts", "sh", "-c", f"exec >/dev/null 2>&1; {NODE}", "sh", node]
-        self.slurm(*command)
-        self.until_idle()
 
     def until_idle(self) -> None:
         """Wait until all nodes are free."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from launches import Launches, launches
 from leaks import ALLOWED_VARIABLES
 from serial_runs import SerialRuns
+from slurm_cluster import Cluster, NoCluster, slurm_cluster
+from slurm_jobs import SCRIPT as SMALL
 from training import EARLY, SCRIPT, SETTINGS, Trained, Training
 from unisono.testing import warm_jobs
 
@@ -55,6 +58,42 @@ def serial(serial_runs: SerialRuns) -> Trained:
 
 
 @pytest.fixture(scope="session")
+def small_serial(serial_runs: SerialRuns) -> str:
+    """The digest of the script that Slurm's jobs train."""
+    return serial_runs(SMALL).end()
+
+
+@pytest.fixture(scope="session")
 def stopped_early(serial_runs: SerialRuns) -> Trained:
     """The same of a script that leaves its first loop before that is over."""
     return serial_runs(SCRIPT, PACE_S="0", **EARLY)
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(nothing_outlives_the_run: None) -> Iterator[Cluster]:
+    """A Slurm of three nodes."""
+    with _slurm() as found:
+        yield found
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
+    """The same with free nodes, before the test and after it."""
+    yield shared_cluster
+    shared_cluster.clear()
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[Cluster]:
+    """One more, whose nodes a test may kill."""
+    with _slurm() as found:
+        yield found
+
+
+@contextmanager
+def _slurm() -> Iterator[Cluster]:
+    try:
+        with slurm_cluster() as found:
+            yield found
+    except NoCluster as reason:
+        pytest.skip(f"NO SLURM: {reason}")

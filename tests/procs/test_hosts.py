@@ -292,6 +292,7 @@ def test_workers_of_two_hosts_train_to_the_weights_of_one_and_the_token_is_nowhe
     assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
 
 
+@pytest.mark.hosts("unisono join", "kill", "join")
 def test_a_worker_of_another_host_dies_and_then_that_host_and_no_bit_changes(job: Job, serial: dict[str, Any]) -> None:
     job.run("-n", "2:4", "--here", "2", **LONG)
     joined = job.join(**LONG)
@@ -308,6 +309,7 @@ def test_a_worker_of_another_host_dies_and_then_that_host_and_no_bit_changes(job
     assert job.a.steps == list(range(serial["steps"]))
 
 
+@pytest.mark.hosts("unisono join", "kill")
 def test_a_host_that_cannot_be_reached_any_more_is_given_up_and_ends_by_itself(
     job: Job, serial: dict[str, Any]
 ) -> None:
